@@ -1,0 +1,156 @@
+"""Tiny Hugging Face checkpoints for tests, written by `transformers` itself.
+
+A freshly initialised model with tied embeddings repeats one token for ever, so that "equal to Hugging Face" proves
+nothing on it. The checkpoints here are *lively*: untied, with weights of about unit gain, so that greedy output wanders
+through the vocabulary (`tests/models/test_weights.py` asserts it).
+
+    path = lively_qwen3(directory, num_hidden_layers=2)
+
+Each builder writes into a subdirectory named after its arguments and returns it; a second call with the same directory
+and arguments finds it there, so a session-wide directory makes it a cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+Spelling = Literal["new", "old"]
+
+VOCAB = 512
+SHARED = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": None,
+    "eos_token_id": None,  # generation_config.json has them
+    "pad_token_id": None,
+}
+
+
+def lively_qwen3(directory: Path | str, **over: Any) -> Path:
+    """Qwen3: q/k-norm, head_dim 32 that is not hidden / heads, 4 heads over 2. `over`: see `write_checkpoint`."""
+    shape = {
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    return write_checkpoint(directory, Qwen3ForCausalLM, Qwen3Config, shape, over)
+
+
+def random_llama(directory: Path | str, **over: Any) -> Path:
+    """Llama: three query heads a KV head (6 over 2). `over`: see `write_checkpoint`.
+
+    `head_dim=None` writes a config without that key.
+    """
+    shape = {
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    return write_checkpoint(directory, LlamaForCausalLM, LlamaConfig, shape, over)
+
+
+def random_qwen2(directory: Path | str, **over: Any) -> Path:
+    """Qwen2: biases on q, k and v, random and far from zero. `over`: see `write_checkpoint`."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return write_checkpoint(directory, Qwen2ForCausalLM, Qwen2Config, shape, over)
+
+
+def write_checkpoint(
+    directory: Path | str,
+    model_class: type[PreTrainedModel],
+    config_class: type[PreTrainedConfig],
+    shape: dict[str, Any],
+    over: dict[str, Any],
+) -> Path:
+    """Write (or find) a random checkpoint under `directory` and return its path.
+
+    `over` holds config keys and four keys of its own: `seed` (0), `eos_token_ids` (of generation_config.json, default
+    the last two ids), `save_in_shards` (False; True gives several safetensors and an index), `spelling` ("new":
+    rope_parameters and dtype, as transformers 5 writes; "old": rope_theta, rope_scaling and torch_dtype).
+    """
+    over = dict(over)
+    name = f"{model_class.__name__}-{hashlib.sha256(json.dumps(over, sort_keys=True).encode()).hexdigest()[:16]}"
+    target = Path(directory) / name
+    if target.exists():
+        return target
+    seed: int = over.pop("seed", 0)
+    in_shards: bool = over.pop("save_in_shards", False)
+    spelling: Spelling = over.pop("spelling", "new")
+    eos: list[int] | None = over.pop("eos_token_ids", None)
+    settings = {**SHARED, **shape, **over}
+    without_head_dim = settings.get("head_dim", 0) is None
+    if without_head_dim:
+        del settings["head_dim"]
+    vocab = settings["vocab_size"]
+
+    model = model_class(config_class(**settings)).to(torch.float32).eval()
+    enliven(model, seed)
+    model.generation_config = GenerationConfig(eos_token_id=eos if eos is not None else [vocab - 2, vocab - 1])
+
+    # Written beside its place and renamed, so that a test killed half-way leaves no half checkpoint to be found.
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=directory))
+    model.save_pretrained(scratch, max_shard_size="100KB" if in_shards else "1GB")
+    if without_head_dim or spelling == "old":
+        rewrite_config(scratch / "config.json", spelling, drop=("head_dim",) if without_head_dim else ())
+    try:
+        os.replace(scratch, target)
+    except OSError:  # another test process was faster
+        shutil.rmtree(scratch)
+    return target
+
+
+def enliven(model: PreTrainedModel, seed: int) -> None:
+    """Fill every parameter of `model` with seeded random values under which greedy output does not get stuck."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            elif "embed_tokens" in name:
+                parameter.copy_(noise)
+            else:
+                # Unit gain keeps activations of order one; twice that lets the layers outweigh the token's own embedding.
+                parameter.copy_(2.0 * noise / parameter.shape[-1] ** 0.5)
+
+
+def rewrite_config(path: Path, spelling: Spelling, drop: tuple[str, ...] = ()) -> None:
+    """Rewrite a config.json in place without the keys in `drop`; "old" spells RoPE and dtype as transformers 4 did."""
+    config = json.loads(path.read_text())
+    for key in drop:
+        del config[key]
+    if spelling == "old":
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+        config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config, indent=2))
