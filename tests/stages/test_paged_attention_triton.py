@@ -1,0 +1,113 @@
+"""The teaching kernel against attention written out in float64: on Triton's interpreter here, compiled on a GPU."""
+
+import os
+from itertools import accumulate
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before the kernel is decorated
+pytest.importorskip("triton")
+
+from stages.paged_attention_triton import paged_attention
+
+Lengths = list[tuple[int, int]]  # (query_len, context_len) of each sequence
+
+
+def check(
+    lengths: Lengths,
+    *,
+    group: int = 2,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    tolerance: float = 1e-5,
+) -> None:
+    """Scatter random K and V into shuffled blocks, poison everything else, compare with float64 attention."""
+    generator = torch.Generator().manual_seed(0)
+    blocks_of = [-(-context // block_size) for _, context in lengths]
+    order = torch.randperm(sum(blocks_of) + 3, generator=generator).tolist()  # three blocks belong to nobody
+    table = torch.full((len(lengths), max(blocks_of) + 1), -1, dtype=torch.int32)
+    cache = torch.full((2, len(order), block_size, num_kv_heads, head_dim), float("nan"))
+
+    queries, expected = [], []
+    for s, (query_len, context) in enumerate(lengths):
+        blocks = [order.pop() for _ in range(blocks_of[s])]
+        table[s, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        k, v = torch.randn(2, context, num_kv_heads, head_dim, generator=generator).to(dtype).float()
+        q = torch.randn(query_len, num_kv_heads * group, head_dim, generator=generator).to(dtype).float()
+        for position in range(context):
+            cache[0, blocks[position // block_size], position % block_size] = k[position]
+            cache[1, blocks[position // block_size], position % block_size] = v[position]
+        queries.append(q)
+        k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))  # [context, Hq, D]
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * head_dim**-0.5
+        future = torch.arange(context) > torch.arange(context - query_len, context)[:, None]
+        expected.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(future, float("-inf")).softmax(-1), v))
+
+    start = torch.tensor([0, *accumulate(n for n, _ in lengths)], dtype=torch.int32)
+    context_len = torch.tensor([context for _, context in lengths], dtype=torch.int32)
+    k_cache, v_cache = cache.to(device, dtype)
+    inputs = (x.to(device) for x in (torch.cat(queries).to(dtype), table, start, context_len))
+    q, table, start, context_len = inputs
+    out = paged_attention(q, k_cache, v_cache, table, start, context_len, head_dim**-0.5)
+    assert out.shape == q.shape
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.cpu().double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
+
+
+DECODE = [(1, n) for n in (1, 2, 15, 16, 17, 32, 33, 65, 100)]
+RAGGED = [(1, 1), (5, 5), (33, 100), (1, 40), (40, 73), (65, 65), (3, 90)]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+def test_decode_matches_float64(group: int) -> None:
+    check(DECODE, group=group)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+def test_chunks_of_many_lengths_match_float64(group: int) -> None:
+    check(RAGGED, group=group)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_block_sizes_and_head_dims(block_size: int, head_dim: int) -> None:
+    check([(1, 40), (7, 60), (20, 20), (1, 257), (2, 258)], group=3, block_size=block_size, head_dim=head_dim)
+
+
+def test_a_sequence_without_queries_is_skipped() -> None:
+    check([(4, 20), (0, 30), (1, 9)])
+
+
+def test_float16() -> None:
+    check([(1, 50), (20, 70)], dtype=torch.float16, tolerance=2e-3)
+
+
+@pytest.mark.parametrize(("block_size", "head_dim"), [(8, 64), (48, 64), (16, 96)])
+def test_refuses_shapes_that_its_tiles_cannot_have(block_size: int, head_dim: int) -> None:
+    with pytest.raises(ValueError, match="use the gather"):
+        check([(1, 1)], block_size=block_size, head_dim=head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
+)
+def test_compiled(dtype: torch.dtype, tolerance: float, group: int, block_size: int, head_dim: int) -> None:
+    for lengths in (DECODE, [*DECODE, *RAGGED, (1, 2000), (300, 1500)]):
+        check(
+            lengths,
+            group=group,
+            block_size=block_size,
+            head_dim=head_dim,
+            dtype=dtype,
+            device="cuda",
+            tolerance=tolerance,
+        )
