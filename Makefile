@@ -1,0 +1,80 @@
+# Every target does its own set-up into .venv, whatever virtual environment the calling shell is in.
+#   PYTHON=python3.12          the Python that .venv is made from (3.11 to 3.13)
+#   SYSTEM_SITE=1              reuse the packages (say, a CUDA torch) that PYTHON already has; downloads only what is missing
+#   TORCH="torch==2.12.0"      the torch to install, as arguments for pip
+#   ARGS="-k prefix -x"        handed on to pytest, the demo or the benchmark
+PYTHON ?= python3
+SYSTEM_SITE ?=
+TORCH ?= torch==2.13.0
+IMPL ?= stages
+ARGS ?=
+
+RUN := .venv/bin/python
+STAMP := .venv/setup.json
+SETUP = "$(PYTHON)" tools/setup_env.py --torch "$(TORCH)" $(if $(SYSTEM_SITE),--system-site)
+LINTED = $(wildcard stages nanovllm tools benchmarks tests notebooks example.py)
+
+unexport VIRTUAL_ENV PYTHONHOME
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-gpu models ladder lint format clean FORCE
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { sub(/%/, "N", $$1); printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## install everything into .venv (PYTHON=..., SYSTEM_SITE=1 to reuse its torch, TORCH=... to choose one)
+	$(SETUP)
+
+$(STAMP): pyproject.toml tools/setup_env.py
+	$(SETUP)
+
+demo: $(STAMP) ## the main job on the embedded model: text from every stage, with its speed
+	$(RUN) -m tools.demo $(ARGS)
+
+test: $(STAMP) ## the fast tests: a few minutes on two cores, no network, no GPU
+	$(RUN) -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: models ## the slow tests: a real model, long random runs, every notebook
+	$(RUN) -m pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(STAMP) ## the tests that need a CUDA GPU
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+models: $(STAMP) ## fetch and convert SmolLM2-135M-Instruct, once (needs the network)
+	$(RUN) -m tools.make_models
+
+stage-%-test: $(STAMP) FORCE ## test stage N (IMPL=exercises tests your own exercises/ instead)
+	$(RUN) -m pytest tests/stages --stage $* --impl $(IMPL) $(ARGS)
+
+stage-%-bench: $(STAMP) FORCE ## measure stage N's showcase against stage N-1 and Hugging Face
+	$(RUN) -m benchmarks.stage_bench $* $(ARGS)
+
+stage-%-notebook: $(STAMP) FORCE ## open stage N's notebook in JupyterLab
+	$(RUN) -m jupyterlab notebooks/$*_*.ipynb
+
+stage-%-diff: $(STAMP) FORCE ## what stage N changes against stage N-1
+	$(RUN) -m tools.stage_diff $* $(ARGS)
+
+stage-%-exercise: $(STAMP) FORCE ## write exercises/stage_N_*.py: the stage with holes for you to fill
+	$(RUN) -m tools.exercises $* $(ARGS)
+
+stage-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in stage N and show which test catches each
+	$(RUN) -m tools.mutants $* $(ARGS)
+
+stage-%-demo: $(STAMP) FORCE ## text from stage N alone, with its speed
+	$(RUN) -m tools.demo --stage $* $(ARGS)
+
+ladder: $(STAMP) ## one workload through every stage and Hugging Face, drawn as a picture
+	$(RUN) -m benchmarks.ladder $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy, as the tests run them
+	$(RUN) -m ruff check $(LINTED)
+	$(RUN) -m mypy $(filter-out notebooks,$(LINTED))
+
+format: $(STAMP) ## let ruff lay out the code and mend what it can
+	$(RUN) -m ruff format $(LINTED)
+	$(RUN) -m ruff check --fix $(LINTED)
+
+clean: ## remove .venv and every cache (never exercises/ or the fetched models)
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

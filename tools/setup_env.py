@@ -1,0 +1,171 @@
+"""Make `.venv` ready: what `make setup` runs, with the Python that the environment is to be made from.
+
+    python3 tools/setup_env.py [--torch "torch==2.13.0"] [--system-site]
+
+Without `--system-site` everything is installed into `.venv`: first torch exactly as asked for, then the project with
+the extras below. With it, whatever this Python already has (a CUDA torch above all) is reused, only what is missing is
+installed, and a machine without network works with what there is. `.venv/setup.json` remembers how the environment
+was made and from which `pyproject.toml`, so that doing it again costs nothing. Needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+import venv
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+RECORD = VENV / "setup.json"
+EXTRAS = ("dev", "notebooks", "models")
+SUPPORTED = ((3, 11), (3, 13))
+
+# Runs inside .venv: the requirements (one an argument) that its packages do not meet.
+FIND_MISSING = """
+import importlib.metadata as metadata, sys
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    from pip._vendor.packaging.requirements import Requirement
+for text in sys.argv[1:]:
+    requirement = Requirement(text)
+    if requirement.marker is None or requirement.marker.evaluate():
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            version = None
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            print(text)
+"""
+
+
+def python_in_venv() -> Path:
+    return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def run(*command: str | Path) -> int:
+    return subprocess.run([str(part) for part in command], cwd=ROOT).returncode
+
+
+def pip_install(*arguments: str | Path) -> bool:
+    return run(python_in_venv(), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments) == 0
+
+
+def package_directories() -> list[Path]:
+    """Every directory of installed packages that this Python imports from, its own virtual environment's included."""
+    named = (Path(entry) for entry in sys.path if entry)
+    return [path for path in named if path.name in ("site-packages", "dist-packages") and path.is_dir()]
+
+
+def create(system_site: bool) -> None:
+    """An empty environment; `system_site` lets it see this Python's packages through a .pth file.
+
+    `venv --system-site-packages` would show the packages of the Python *below* a virtual environment, never those of
+    the environment itself, which is where a CUDA torch usually lies. `addsitedir` (rather than a plain path) honours
+    the .pth files of those directories as well.
+    """
+    reuse_pip = system_site and find_spec("pip") is not None
+    print(f"making {VENV.name} with Python {sys.version.split()[0]}", flush=True)
+    venv.create(VENV, with_pip=not reuse_pip, clear=True, symlinks=os.name != "nt")
+    if system_site:
+        lines = [f"import site; site.addsitedir({str(path)!r})\n" for path in package_directories()]
+        (site_packages() / "base_packages.pth").write_text("".join(lines))
+
+
+def site_packages() -> Path:
+    command = [str(python_in_venv()), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+
+
+def requirements() -> tuple[list[str], list[str]]:
+    """The project's own requirements, and those of the extras that development uses."""
+    import tomllib  # here, so that an older Python gets as far as the message that it is too old
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for extra in EXTRAS for line in project["optional-dependencies"][extra]]
+    return project["dependencies"], extras
+
+
+def missing(wanted: list[str]) -> list[str]:
+    command = [str(python_in_venv()), "-c", FIND_MISSING, *wanted]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def version_in_venv(name: str) -> str | None:
+    command = [str(python_in_venv()), "-c", f"import importlib.metadata as m; print(m.version({name!r}))"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def install_everything(torch: str) -> None:
+    extras = ",".join(EXTRAS)
+    if not (pip_install(*shlex.split(torch)) and pip_install("-e", f".[{extras}]")):
+        sys.exit("setup: pip could not install what the project needs (its message is above); is the network there?")
+
+
+def install_missing() -> None:
+    """Add to a reused installation only what it lacks, and never another torch."""
+    torch = version_in_venv("torch")
+    if torch is None:
+        sys.exit(f"setup: SYSTEM_SITE=1 reuses the torch of {sys.executable}, which has none; leave SYSTEM_SITE out")
+    core, extras = requirements()
+    pins = VENV / "reused.txt"
+    reused = {name: version_in_venv(name) for name in ("torch", "triton")}
+    pins.write_text("".join(f"{name}=={version}\n" for name, version in reused.items() if version))
+    quick = ("--retries", "1", "--timeout", "15", "--constraint", pins)
+    for wanted in (core, extras):
+        lacking = [line for line in missing(wanted) if not line.startswith(("torch", "triton"))]
+        if lacking:
+            print("installing what is missing:", ", ".join(lacking), flush=True)
+            pip_install(*quick, *lacking)
+    if still := missing(core):
+        sys.exit(f"setup: {sys.executable} lacks these, and they could not be installed: {', '.join(still)}")
+    if still := missing(extras):
+        print(f"setup: going on without {', '.join(still)}: the targets that use them will say so")
+    # The project itself: setuptools, where there is one, also writes the command-line script.
+    editable = ("--no-deps", "--no-build-isolation", "--editable", ".")
+    if not (find_spec("setuptools") and pip_install(*editable)):
+        (site_packages() / "a_nanovllm.pth").write_text(f"{ROOT}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--torch", default="torch==2.13.0", help="arguments for the pip install that brings torch")
+    parser.add_argument("--system-site", action="store_true", help="reuse the packages that this Python has")
+    options = parser.parse_args()
+    if not SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
+        version = sys.version.split()[0]
+        sys.exit(f"setup: needs Python 3.11 to 3.13 and {sys.executable} is {version}: pass PYTHON=python3.12, say")
+
+    started = time.monotonic()
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    # A reused environment stays one when a later target only finds that pyproject.toml has changed.
+    system_site = options.system_site or record.get("system_site", False)
+    base = sys.executable if options.system_site else record.get("base")
+    changed = system_site and (record.get("system_site"), record.get("base")) != (True, base)
+    pyproject = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    wanted = {"system_site": system_site, "base": base, "torch": options.torch, "pyproject": pyproject}
+    if record == wanted and python_in_venv().exists():
+        RECORD.touch()
+        print(f"{VENV.name} is up to date")
+        return
+    if changed or not python_in_venv().exists():
+        create(system_site)
+    if system_site:
+        install_missing()
+    else:
+        install_everything(options.torch)
+    RECORD.write_text(json.dumps(wanted, indent=2) + "\n")
+    print(f"{VENV.name} is ready after {time.monotonic() - started:.0f} s: torch {version_in_venv('torch')}")
+
+
+if __name__ == "__main__":
+    main()
