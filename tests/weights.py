@@ -109,7 +109,7 @@ def write_checkpoint(
         del settings["head_dim"]
     vocab = settings["vocab_size"]
 
-    model = model_class(config_class(**settings)).to(torch.float32).eval()
+    model = model_class(config_class(**settings)).float().eval()
     enliven(model, seed)
     model.generation_config = GenerationConfig(eos_token_id=eos if eos is not None else [vocab - 2, vocab - 1])
 
@@ -139,7 +139,7 @@ def enliven(model: PreTrainedModel, seed: int) -> None:
             elif "embed_tokens" in name:
                 parameter.copy_(noise)
             else:
-                # Unit gain keeps activations of order one; twice that lets the layers outweigh the token's own embedding.
+                # Unit gain keeps activations near one; twice that lets the layers outweigh the token's own embedding.
                 parameter.copy_(2.0 * noise / parameter.shape[-1] ** 0.5)
 
 
