@@ -1,0 +1,186 @@
+"""From a checkpoint in Hugging Face's layout (config.json, safetensors) to a model, strict about every tensor.
+
+A loader that skips what it does not understand gives a model that runs and talks nonsense. This one refuses: an
+unknown architecture, a missing, unexpected or misshapen tensor, a RoPE scaling it does not implement.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stages.model import ModelConfig, Transformer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL_TYPES = ("qwen3", "qwen2", "llama")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: Transformer
+    config: ModelConfig
+    eos_token_ids: frozenset[int]
+    path: Path
+
+
+def load_model(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
+    """Load a directory or a hub id such as "Qwen/Qwen3-0.6B" onto `device`, ready for inference.
+
+    `dtype=None` keeps the checkpoint's dtype on a GPU and takes float32 on a CPU, where bf16 is slow and less exact.
+    Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
+    """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: this machine has no usable CUDA GPU; use device='cpu'")
+    path = find_checkpoint(model)
+    config = read_config(path)
+    if dtype is None:
+        dtype = torch.float32 if torch.device(device).type == "cpu" else config.dtype
+    with torch.device("meta"):  # shapes without memory: every parameter is then replaced by the loaded tensor
+        transformer = Transformer(config)
+    wanted = {name: tuple(p.shape) for name, p in transformer.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    unexpected, misshapen = [], []
+    for name, tensor in read_tensors(path):
+        ours = name.removeprefix("model.")
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq"):
+            continue  # a tied head is the embedding, whatever the file repeats; the frequencies are computed
+        if ours not in wanted:
+            unexpected.append(name)
+        elif tuple(tensor.shape) != wanted[ours]:
+            misshapen.append(f"{name} is {tuple(tensor.shape)}, config.json implies {wanted[ours]}")
+        else:
+            tensors[ours] = tensor.to(device=device, dtype=dtype)
+    missing = wanted.keys() - tensors.keys() - {m.split(" ")[0].removeprefix("model.") for m in misshapen}
+    if missing or unexpected or misshapen:
+        raise ValueError(
+            f"the weights in {path} do not fit its config.json: missing {sorted(missing)}, "
+            f"unexpected {sorted(unexpected)}, wrong shape {misshapen}"
+        )
+    transformer.load_state_dict(tensors, assign=True)
+    transformer.requires_grad_(False)
+    return LoadedModel(transformer.eval(), config, read_eos_token_ids(path), path)
+
+
+def find_checkpoint(model: str | Path) -> Path:
+    """A directory as it is; a hub id through `huggingface_hub`, the only place that uses the network."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model={str(model)!r}: the directory has no config.json, so it is not a checkpoint")
+        return path
+    if path.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        raise ValueError(f"model={str(model)!r} is neither a directory nor a hub id such as 'Qwen/Qwen3-0.6B'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"model={str(model)!r} is no directory here and could not be fetched: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return data
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_config(path: Path) -> ModelConfig:
+    """config.json in the spelling of transformers 4 (rope_theta, torch_dtype) or 5 (rope_parameters, dtype)."""
+    raw = read_json(path / "config.json")
+    kind = raw.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise ValueError(f"{path}: model_type {kind!r} is not supported; supported are {', '.join(MODEL_TYPES)}")
+    needed = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    absent = [key for key in needed if key not in raw]
+    if absent:
+        raise ValueError(f"{path}: config.json lacks {', '.join(absent)}")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    if scaling != "default":
+        raise ValueError(f"{path}: RoPE scaling {scaling!r} is not supported; only models without scaling are")
+    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
+        raise ValueError(f"{path}: sliding-window attention is not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
+    dtype_name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype_name not in DTYPES:
+        raise ValueError(f"{path}: dtype {dtype_name!r} is not supported; supported are {', '.join(DTYPES)}")
+    heads = raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    # What the families leave out of config.json means something different in each of them
+    attention_bias = bool(raw.get("attention_bias", kind == "qwen2"))
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_hidden_layers=raw["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else raw["hidden_size"] // heads),
+        max_position_embeddings=raw.get("max_position_embeddings", 2048 if kind == "llama" else 32768),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qk_norm=kind == "qwen3",
+        qkv_bias=True if kind == "qwen2" else attention_bias,
+        o_bias=False if kind == "qwen2" else attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)) and kind == "llama",
+        dtype=DTYPES[dtype_name],
+    )
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint, one at a time. An index, where there is one, decides which file holds what."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map: dict[str, str] = read_json(index)["weight_map"]
+        files = sorted(set(weight_map.values()))
+        absent = [f for f in files if not (path / f).is_file()]
+        if absent:
+            raise ValueError(f"{path}: the index names {', '.join(absent)}, which is not there; fetch it again")
+    else:
+        weight_map = {}
+        files = sorted(f.name for f in path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{path}: no *.safetensors file, so there are no weights to load")
+    for file in files:
+        try:
+            with safe_open(path / file, framework="pt") as reader:
+                names = set(reader.keys())
+                for name in sorted(weight_map) if weight_map else sorted(names):
+                    if weight_map.get(name, file) == file and name in names:
+                        yield name, reader.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path / file} is damaged or cut short ({error}); fetch it again") from error
+
+
+def read_eos_token_ids(path: Path) -> frozenset[int]:
+    """Every id that ends a text: the union of what generation_config.json and the tokenizer say.
+
+    Instruction models list several (end of turn, end of text); stopping at only one of them rambles on.
+    """
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        eos = read_json(file).get("eos_token_id") if file.is_file() else None
+        if eos is not None:
+            ids.update([eos] if isinstance(eos, int) else eos)
+            break  # config.json only speaks where generation_config.json is silent
+    tokenizer_config, tokenizer = path / "tokenizer_config.json", path / "tokenizer.json"
+    if tokenizer_config.is_file() and tokenizer.is_file():
+        eos_token = read_json(tokenizer_config).get("eos_token")
+        content = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
+        for added in read_json(tokenizer).get("added_tokens", []):
+            if added["content"] == content:
+                ids.add(added["id"])
+    return frozenset(ids)

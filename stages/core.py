@@ -1,0 +1,176 @@
+"""What every stage shares: sampling parameters, a sequence, the sampler, events and the checks on what comes in.
+
+Nothing here is an idea of its own. A stage is a file that says how tokens become more tokens; this file keeps the
+parts that would otherwise be repeated in each of them and would never differ.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import xxhash
+
+Event = dict[str, Any]
+OnEvent = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request wants its tokens chosen.
+
+    temperature: 0 is greedy; otherwise the logits are divided by it before the softmax.
+    max_tokens:  at most this many tokens are generated (the prompt does not count).
+    ignore_eos:  go on past an end-of-sequence token, as benchmarks do.
+    seed:        the same seed gives the same tokens, alone or in any batch. None draws a fresh one.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 64
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+
+
+class Engine(Protocol):
+    """The one interface of all seven stages. `model` is a directory or a Hugging Face hub id.
+
+    `dtype=None` means the checkpoint's own on a GPU and float32 on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None: ...
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+        """Token ids in, generated token ids out: without the prompt, with the EOS token that ended them."""
+        ...
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request on its way: the prompt, then every token chosen so far, in one list."""
+
+    request: int  # index into the prompts of this `generate` call
+    tokens: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    # Stages 3 and up: where this sequence's keys and values live, and for how many of its tokens they are computed.
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def max_tokens_total(self) -> int:
+        """Length at which the sequence ends for lack of budget, prompt included."""
+        return self.num_prompt_tokens + self.params.max_tokens
+
+    @property
+    def max_slots(self) -> int:
+        """Keys and values it can ever need: the last token is never fed back, so it never gets any."""
+        return self.max_tokens_total - 1
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> Literal["stop", "length"] | None:
+        """Why the sequence is over after its newest token, or None if it goes on."""
+        if not self.params.ignore_eos and self.num_output_tokens and self.tokens[-1] in eos_token_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= self.max_tokens_total else None
+
+
+def make_sequences(
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    *,
+    vocab_size: int,
+    max_model_len: int,
+) -> list[Sequence]:
+    """Check every request before any of them starts, and turn them into sequences in the order given.
+
+    Raises ValueError naming the request, the value and the remedy.
+    """
+    if isinstance(params, SamplingParams):
+        params = [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"params has {len(params)} entries for {len(prompts)} prompts; give one each, or a single one")
+    sequences = []
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        if not prompt:
+            raise ValueError(f"prompts[{i}] is empty; a prompt needs at least one token (a BOS or EOS id will do)")
+        bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"prompts[{i}] contains token id {bad}, outside the vocabulary of {vocab_size}")
+        if len(prompt) + p.max_tokens > max_model_len:
+            raise ValueError(
+                f"prompts[{i}]: {len(prompt)} prompt tokens + max_tokens {p.max_tokens} exceed the model's "
+                f"{max_model_len} positions; shorten the prompt or lower max_tokens"
+            )
+        seed = p.seed if p.seed is not None else random.getrandbits(63)
+        sequences.append(Sequence(i, list(prompt), len(prompt), p, seed))
+    return sequences
+
+
+def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
+    """Choose the next token of each sequence from its row of `logits` [N, V] (float32, any device).
+
+    The Gumbel-max trick: argmax(logit + T * gumbel) draws from softmax(logit / T), and T = 0 is plain argmax with no
+    special case. The noise depends on the sequence's seed and the index of the token alone, so neither the batch it is
+    in nor an interruption can change what a request gets (Gumbel, 1954; Maddison et al., "A* Sampling", 2014).
+    """
+    logits = logits.float().cpu()
+    chosen: list[int] = logits.argmax(dim=-1).tolist()
+    for i, seq in enumerate(sequences):
+        if seq.params.temperature > 0:
+            key = xxhash.xxh64_intdigest(f"{seq.seed}:{seq.num_output_tokens}".encode())
+            generator = torch.Generator().manual_seed(key)
+            # -log of an exponential variable is Gumbel; float64, because in float32 one draw in 2**24 is exactly 0
+            noise = torch.empty(logits.shape[1], dtype=torch.float64).exponential_(generator=generator)
+            chosen[i] = int((logits[i] - seq.params.temperature * noise.log()).argmax())
+    return chosen
+
+
+class Events:
+    """What an engine tells the outside: plain dicts, for notebooks, demos and tests. Nearly free when nobody listens.
+
+    Types: added, admitted, scheduled (tokens, cached), token (ids), preempted, finished (reason),
+    blocks (taken, shared, freed).
+    """
+
+    def __init__(self, on_event: OnEvent | None) -> None:
+        self.on_event = on_event
+        self.step = 0
+
+    def emit(self, type: str, request: int | None = None, **details: Any) -> None:
+        if self.on_event is not None:
+            event = {"t": time.perf_counter(), "step": self.step, "type": type, "request": request}
+            self.on_event(event | details)
+
+
+def append_token(seq: Sequence, token: int, eos_token_ids: frozenset[int], events: Events) -> bool:
+    """Add a chosen token to its sequence, tell the listener, and say whether the sequence is now over."""
+    seq.tokens.append(token)
+    events.emit("token", seq.request, ids=[token])
+    reason = seq.finish_reason(eos_token_ids)
+    if reason is not None:
+        events.emit("finished", seq.request, reason=reason)
+    return reason is not None

@@ -1,0 +1,51 @@
+"""The list of stages, read from stages.toml. Everything that names a stage asks here."""
+
+import importlib
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    number: int
+    slug: str
+    title: str
+    class_name: str
+    idea: str
+    removes: str
+    costs: str
+    needs: tuple[str, ...]
+    options: tuple[str, ...]  # engine arguments beyond model, device, dtype and on_event
+    showcase: str
+
+    @property
+    def module_name(self) -> str:
+        return f"stage_{self.number}_{self.slug}"
+
+    def engine_class(self, package: str = "stages") -> Any:
+        """The engine of this stage; `package="exercises"` takes the learner's file instead of ours."""
+        return getattr(importlib.import_module(f"{package}.{self.module_name}"), self.class_name)
+
+
+def load_stages() -> list[Stage]:
+    """All stages in order."""
+    raw = tomllib.loads(Path(__file__).with_name("stages.toml").read_text(encoding="utf-8"))
+    return [
+        Stage(
+            class_name=s["class"],
+            needs=tuple(s["needs"]),
+            options=tuple(s["options"]),
+            **{k: s[k] for k in ("number", "slug", "title", "idea", "removes", "costs", "showcase")},
+        )
+        for s in raw["stage"]
+    ]
+
+
+def load_stage(number: int) -> Stage:
+    """The stage of that number. Raises ValueError if there is none."""
+    stages = {s.number: s for s in load_stages()}
+    if number not in stages:
+        raise ValueError(f"there is no stage {number}; there are {', '.join(map(str, sorted(stages)))}")
+    return stages[number]
