@@ -1,0 +1,85 @@
+"""The engine's configuration: the field's names and defaults (DESIGN 4), checked when made."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All knobs of one engine. `None` means "found out while loading": see `resolve`.
+
+    max_num_batched_tokens:  token budget of a step.
+    max_num_seqs:            sequences that run at once; the rest waits.
+    max_model_len:           prompt and output of one sequence together; None is 4096, or the model's own if smaller.
+    kvcache_block_size:      tokens of a KV block; None is 256 on a GPU and 16 on a CPU.
+    num_kv_blocks:           blocks of the KV pool; None means measured from the free memory.
+    gpu_memory_utilization:  share of the GPU's memory for weights, activations and KV cache together.
+    kv_cache_gib:            size of the KV cache on a CPU, in GiB.
+    enable_prefix_caching:   sequences share the blocks of equal beginnings.
+    enable_chunked_prefill:  a prompt may be computed over several steps. Off, it must fit max_num_batched_tokens;
+                             only a sequence resumed after a preemption is then computed in chunks.
+    async_scheduling:        plan a step while the one before it runs; None is on for a GPU and off for a CPU.
+    tensor_parallel_size:    ranks that share each layer.
+    enforce_eager:           no CUDA graphs.
+    attention_backend:       "auto" chooses by device.
+    dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
+    load_format:             "dummy" fills the weights at random, for benchmarks.
+    seed:                    where the seeds of unseeded requests come from; None is the operating system.
+    """
+
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int | None = None
+    kvcache_block_size: int | None = None
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float = 1.0
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    async_scheduling: bool | None = None
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    device: str | None = None
+    dtype: str = "auto"
+    attention_backend: Literal["auto", "torch_ref", "triton", "flash_attn"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = "max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size", "num_kv_blocks"
+        for name in (*counts, "tensor_parallel_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value!r}")
+        if self.max_model_len == 1:
+            raise ValueError("max_model_len must be at least 2, a token of prompt and one of output; got 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1]; got {self.gpu_memory_utilization!r}")
+        if not self.kv_cache_gib > 0:
+            raise ValueError(f"kv_cache_gib must be a positive number of GiB; got {self.kv_cache_gib!r}")
+        for name, known in (
+            ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("attention_backend", ("auto", "torch_ref", "triton", "flash_attn")),
+            ("load_format", ("auto", "dummy")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+
+    def resolve(self, *, on_gpu: bool, model_max_len: int) -> "EngineConfig":
+        """The same configuration with the defaults that depend on device and model filled in.
+
+        Only `num_kv_blocks` may still be None afterwards: it is known when the model is loaded. Raises ValueError for a
+        `max_model_len` beyond the model's.
+        """
+        if self.max_model_len is not None and self.max_model_len > model_max_len:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} is more than the model's {model_max_len}; lower it or leave it out"
+            )
+        return replace(
+            self,
+            max_model_len=self.max_model_len or min(DEFAULT_MAX_MODEL_LEN, model_max_len),
+            kvcache_block_size=self.kvcache_block_size or (256 if on_gpu else 16),
+            async_scheduling=on_gpu if self.async_scheduling is None else self.async_scheduling,
+        )

@@ -1,0 +1,164 @@
+"""Paged KV memory with a prefix cache: which blocks are free, who shares which, and what can be found again.
+
+PagedAttention (Kwon et al. 2023) for the block table; hashing full blocks for reuse as in vLLM's prefix cache.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """What a full, computed block holds: these tokens after that beginning. The digest only finds it.
+
+    Equal contents are the same object, so `parent` by identity stands for the whole beginning; comparing it with the
+    tokens and the salt makes a collision of digests harmless.
+    """
+
+    digest: bytes
+    parent: Content | None  # of the block before; None for the first
+    token_ids: tuple[int, ...]
+    cache_salt: str | None
+
+    def matches(self, parent: Content | None, token_ids: tuple[int, ...], cache_salt: str | None) -> bool:
+        return self.parent is parent and self.token_ids == token_ids and self.cache_salt == cache_salt
+
+
+def chained_digest(parent: bytes, token_ids: list[int]) -> bytes:
+    """Digest of a block of tokens after all that `parent` stands for. 8 bytes a token: no id is cut short."""
+    return bytes(xxhash.xxh3_128_digest(parent + array("q", token_ids).tobytes()))
+
+
+def root_digest(cache_salt: str | None) -> bytes:
+    """What the first block is chained to, so that different salts lead to different digests."""
+    return b"" if cache_salt is None else bytes(xxhash.xxh3_128_digest(cache_salt.encode()))
+
+
+class BlockManager:
+    """Hands out the blocks 0 .. num_blocks - 1 of the KV pool. All operations cost what they change."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.ref_counts = [0] * num_blocks  # block tables that contain the block
+        # Least recently used first. A free block keeps its content until it is taken again.
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.contents: list[Content | None] = [None] * num_blocks
+        self.block_by_digest: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        """The blocks that hold the beginning of `seq`, as far as it is cached. Changes nothing but its digests."""
+        blocks: list[int] = []
+        if not self.enable_prefix_caching:
+            return blocks
+        parent = None
+        # At least one token is always computed, or there would be no logits to sample from: hence the - 1.
+        for i in range((len(seq.token_ids) - 1) // self.block_size):
+            block = self.block_by_digest.get(self._digest(seq, i))
+            content = None if block is None else self.contents[block]
+            if block is None or content is None or not content.matches(parent, self._tokens(seq, i), seq.cache_salt):
+                break
+            blocks.append(block)
+            parent = content
+        return blocks
+
+    def num_needed(self, num_tokens: int, cached: list[int]) -> int:
+        """How many free blocks it takes to hold `num_tokens`, of which the blocks `cached` hold the first.
+
+        A cached block that nobody uses lies in the free list, so that it counts.
+        """
+        return self.num_blocks_for(num_tokens) - sum(self.ref_counts[block] > 0 for block in cached)
+
+    def share(self, seq: Sequence, cached: list[int]) -> None:
+        """Start the empty block table of `seq` with what `find_prefix` found. Comes before any `grow`, which might
+        otherwise evict these very blocks."""
+        for block in cached:
+            if not self.ref_counts[block]:
+                del self.free[block]
+            self.ref_counts[block] += 1
+        seq.block_table = list(cached)
+        seq.num_published = len(cached)
+        seq.content = self.contents[cached[-1]] if cached else None
+
+    def grow(self, seq: Sequence, num_tokens: int) -> list[int]:
+        """Append blocks until the table holds `num_tokens` tokens; returns them. The caller made sure they are free."""
+        taken = [self._take() for _ in range(self.num_blocks_for(num_tokens) - len(seq.block_table))]
+        seq.block_table += taken
+        return taken
+
+    def publish(self, seq: Sequence, num_computed: int) -> None:
+        """Make the full blocks among the first `num_computed` tokens findable. Called when a step is committed: only
+        then are the ids known and the KV written."""
+        if not self.enable_prefix_caching:
+            return
+        for i in range(seq.num_published, num_computed // self.block_size):
+            digest, token_ids = self._digest(seq, i), self._tokens(seq, i)
+            twin = self.block_by_digest.get(digest)
+            content = None if twin is None else self.contents[twin]
+            if content is None or not content.matches(seq.content, token_ids, seq.cache_salt):
+                if twin is not None:  # other tokens by a collision, or the same ones after a beginning that is gone
+                    self._forget(twin)
+                content = Content(digest, seq.content, token_ids, seq.cache_salt)
+                self.contents[seq.block_table[i]] = content
+                self.block_by_digest[digest] = seq.block_table[i]
+            seq.content = content
+            seq.num_published = i + 1
+
+    def release(self, seq: Sequence, keep_cached: bool = True) -> list[int]:
+        """Give back all blocks of `seq`; returns those that are free now. With `keep_cached` their content stays
+        findable until they are taken again.
+
+        From the last block to the first: the end of a text is evicted before its beginning, without which it is no use.
+        """
+        freed = []
+        for block in reversed(seq.block_table):
+            if not keep_cached:
+                self._forget(block)
+            self.ref_counts[block] -= 1
+            if not self.ref_counts[block]:
+                freed.append(block)
+                self.free[block] = None
+                if self.contents[block] is None:
+                    self.free.move_to_end(block, last=False)
+        seq.block_table = []
+        seq.num_published = 0
+        seq.content = None
+        return freed
+
+    def _take(self) -> int:
+        block, _ = self.free.popitem(last=False)
+        self._forget(block)
+        self.ref_counts[block] = 1
+        return block
+
+    def _forget(self, block: int) -> None:
+        """Nobody may find this block by its content any more."""
+        content = self.contents[block]
+        if content is not None:
+            del self.block_by_digest[content.digest]
+            self.contents[block] = None
+
+    def _tokens(self, seq: Sequence, i: int) -> tuple[int, ...]:
+        return tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
+
+    def _digest(self, seq: Sequence, i: int) -> bytes:
+        """The digest of block `i`; the digests of all blocks before it exist."""
+        if i == len(seq.digests):
+            parent = seq.digests[-1] if seq.digests else root_digest(seq.cache_salt)
+            seq.digests.append(chained_digest(parent, seq.token_ids[i * self.block_size : (i + 1) * self.block_size]))
+        return seq.digests[i]

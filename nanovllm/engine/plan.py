@@ -1,0 +1,77 @@
+"""The messages between the control plane and the data plane. Plain Python, so that they cross a process border cheaply.
+
+The control plane knows requests, queues, blocks and priorities, and speaks of sequences by `key`. The data plane (an
+`Executor`) keeps a copy of each sequence's tokens, appends what it samples, and knows nothing else of requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from nanovllm.sampling_params import SamplingParams
+
+# For one token position: token id -> (log-probability, rank from 1). The sampled token is always among the keys.
+TokenLogprobs = dict[int, tuple[float, int]]
+
+
+class Scheduled(NamedTuple):
+    """The share of one sequence in one step. A tuple rather than a frozen dataclass: hundreds are made each step."""
+
+    key: int  # names the sequence; never used again for another
+    row: int  # its row of persistent device state, held from admission until it finishes or is preempted
+    start: int  # position of the first token to compute; the KV of all earlier positions exists
+    num_tokens: int  # how many tokens to compute, at least 1; a decode may have several once tokens are speculated
+    sample: bool  # whether the last of them is the last known token, so that its logits choose the next one
+    new_blocks: tuple[int, ...]  # appended to the row's block table since its last plan; all of it at an admission
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes: decodes first, then unfinished prompts, then newly admitted sequences.
+
+    `freed_rows` is applied before `scheduled`: a row may be freed and given to another sequence in the same plan. It
+    may name rows that hold nothing, as in the first plan of all, which names every row.
+    """
+
+    step: int
+    scheduled: list[Scheduled]
+    freed_rows: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled, for every `Scheduled` with `sample`: its new tokens, and log-probabilities if asked for.
+
+    The token -1 marks a row whose logits were not finite.
+    """
+
+    tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]]
+
+
+class StepHandle(Protocol):
+    """A step that was submitted."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it sampled. Called once, in the order of submission."""
+        ...
+
+
+class Executor(Protocol):
+    """The data plane as the engine sees it. Steps take effect in the order in which they are submitted."""
+
+    def add(self, key: int, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """A new sequence: its prompt and its parameters, with `seed` filled in. Handed over once, also for later
+        recomputation after a preemption: the executor remembers what it sampled."""
+        ...
+
+    def remove(self, key: int) -> None:
+        """The sequence is over. A step in flight may still contain it; what that step samples for it is not used."""
+        ...
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Start a step without waiting for it. A row takes its last token from the step before, wherever that is."""
+        ...
+
+    def close(self) -> None:
+        """Release everything. Steps in flight are not collected any more."""
+        ...

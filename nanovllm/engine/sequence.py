@@ -1,0 +1,71 @@
+"""A sequence: one choice of one request on its way, and all that the scheduler knows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from nanovllm.outputs import FinishReason
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.block_manager import Content
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"  # new, or preempted
+    RUNNING = "running"  # has a row and blocks
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens that are known, and tokens whose KV is computed; scheduling is about the gap between the two.
+
+    Compared and hashed by identity. Counts are in tokens from the start of the prompt unless they say otherwise.
+    """
+
+    # Fixed when the request is added.
+    key: int  # names the sequence between the planes; never used twice
+    request_id: str
+    choice: int  # index among the n choices of the request
+    token_ids: list[int]  # prompt, then output; `commit` appends
+    num_prompt_tokens: int
+    params: SamplingParams  # with `seed` filled in
+    limit: int  # length at which it ends with "length": min(prompt + max_tokens, max_model_len)
+    eos_ids: frozenset[int]  # ids that end it like EOS; empty with `ignore_eos`
+    priority: int = 0  # the smaller goes first
+    arrival: int = 0  # a number that grows with every sequence; kept for life, also through preemptions
+    cache_salt: str | None = None
+
+    # Set by the scheduler.
+    status: SequenceStatus = SequenceStatus.WAITING
+    row: int = -1  # while running
+    num_known: int = 0  # len(token_ids), and one more while a step in flight samples the next token
+    num_computed: int = 0  # tokens whose KV exists once all submitted steps have run
+    num_in_flight: int = 0  # submitted steps that contain it and are not committed
+    num_blocks_sent: int = 0  # leading blocks of the table that the data plane has been told of
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # found in the prefix cache at the first admission
+    first_scheduled_time: float | None = None  # seconds of time.perf_counter()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    # Set by the block manager.
+    block_table: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of its full blocks, made when first needed and kept for life
+    num_published: int = 0  # leading blocks of the table that can be found, or whose equals can
+    content: Content | None = None  # of the last of those
+
+    def __post_init__(self) -> None:
+        self.num_known = len(self.token_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The smallest goes first, the greatest is the first to be preempted."""
+        return self.priority, self.arrival
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens

@@ -1,0 +1,83 @@
+"""How one request wants its tokens chosen. Names, meanings and defaults are vLLM's, but for `max_tokens` (64)."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class RequestOutputKind(Enum):
+    """What `step()` reports of a request that is not finished yet."""
+
+    CUMULATIVE = 0  # all of its output so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Immutable, validated when made; one object may serve any number of requests.
+
+    n:                   how many independent continuations ("choices") of the prompt.
+    temperature:         0 is greedy; otherwise the logits are divided by it.
+    top_k:               only the k likeliest tokens; 0 or -1 is off.
+    top_p:               only the likeliest tokens that together reach this probability, in (0, 1]; 1 is off.
+    min_p:               only tokens at least min_p times as likely as the likeliest, in [0, 1]; 0 is off.
+    repetition_penalty:  > 1 discourages tokens of prompt and output (Keskar et al. 2019); 1 is off.
+    presence_penalty, frequency_penalty:  subtracted from the logits of tokens in the output, once and per occurrence.
+    seed:                the same seed gives the same tokens, alone or in any batch. None draws a fresh one.
+    stop:                strings that end the output; they are cut from the text unless `include_stop_str_in_output`.
+    stop_token_ids:      ids that end the output, like the model's EOS; they stay in `token_ids`, not in the text.
+    ignore_eos:          go on past EOS.
+    max_tokens:          at most this many output tokens; None means as many as `max_model_len` allows.
+    min_tokens:          neither EOS nor a stop ends the output before it has this many tokens.
+    logprobs:            report the log-probabilities of this many likeliest tokens and of the chosen one; None is off.
+
+    Raises ValueError for a value out of range, and TypeError for a parameter that does not exist.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Iterable[str] = ()
+    stop_token_ids: Iterable[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 64
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        # None is accepted in vLLM's way; afterwards both are tuples, so that the parameters can be hashed and shared.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        max_tokens = math.inf if self.max_tokens is None else self.max_tokens
+        stop_ids = self.stop_token_ids
+
+        def check(name: str, good: bool, remedy: str) -> None:
+            if not good:
+                raise ValueError(f"{name} must be {remedy}; got {getattr(self, name)!r}")
+
+        check("n", self.n >= 1, "at least 1")
+        check("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
+        check("top_k", self.top_k >= -1, "positive, or 0 or -1 for off")
+        check("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 is off")
+        check("min_p", 0 <= self.min_p <= 1, "in [0, 1]; 0 is off")
+        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive; 1 is off")
+        check("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]; 0 is off")
+        check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]; 0 is off")
+        check("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63), or None for a fresh one")
+        check("stop", all(isinstance(s, str) and s for s in stop), "one or more strings that are not empty")
+        check("stop_token_ids", all(isinstance(i, int) and i >= 0 for i in stop_ids), "token ids (integers from 0)")
+        check("max_tokens", max_tokens >= 1, "at least 1, or None for as many as max_model_len allows")
+        check("min_tokens", 0 <= self.min_tokens <= max_tokens, f"from 0 to max_tokens ({self.max_tokens})")
+        check("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None for off")
