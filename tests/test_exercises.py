@@ -1,0 +1,122 @@
+"""The exercises: what the tool writes, and that the stages' tests notice every hole."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.manifest import Stage, load_stages
+from tools import exercises
+from tools.exercises import ROOT, Hole, cut, find_holes, write_exercise
+
+STAGES = [stage for stage in load_stages() if stage.number <= 5]
+
+
+def solution(stage: Stage) -> str:
+    return (ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8")
+
+
+HOLES = [(stage, hole) for stage in STAGES for hole in find_holes(solution(stage))]
+by_slug = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.slug)
+by_hole = pytest.mark.parametrize(("stage", "hole"), HOLES, ids=lambda x: x.name if isinstance(x, Hole) else "hole")
+
+EXAMPLE = """\
+def f(x):
+    # exercise 1.1: double x, and
+    #   say "so" or 'so'.
+    x = 2 * x
+    print("so")
+    # end exercise
+    return x
+
+
+def g(x):
+    # exercise 1.2: nothing.
+    pass
+    # end exercise
+"""
+
+
+@by_slug
+def test_every_stage_has_two_to_four_small_holes(stage: Stage) -> None:
+    holes = find_holes(solution(stage))
+    assert 2 <= len(holes) <= 4
+    assert sorted(hole.name for hole in holes) == [f"{stage.number}.{i + 1}" for i in range(len(holes))]
+    for hole in holes:
+        assert hole.num_code_lines <= 15, f"exercise {hole.name} asks for {hole.num_code_lines} lines at once"
+        assert hole.hint.endswith("."), f"the hint of {hole.name} breaks off: {hole.hint!r}"
+
+
+def test_a_cut_keeps_the_hint_and_hides_the_solution() -> None:
+    text = cut(EXAMPLE, {"1.1"})
+    assert "2 * x" not in text and "pass" in text
+    assert "    # exercise 1.1: double x, and\n    #   say \"so\" or 'so'.\n    raise NotImplementedError(" in text
+    namespace: dict[str, object] = {}
+    exec(text, namespace)
+    with pytest.raises(NotImplementedError, match="exercise 1.1: double x, and say \"so\" or 'so'"):
+        namespace["f"](1)  # type: ignore[operator]
+
+
+def test_a_cut_of_nothing_is_the_solution() -> None:
+    assert cut(EXAMPLE, set()) == EXAMPLE
+    assert "pass" not in cut(EXAMPLE) and "2 * x" not in cut(EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        EXAMPLE.replace("    # end exercise\n", "", 1),
+        EXAMPLE.replace("# end exercise", "# end of exercise"),
+        EXAMPLE.replace("# exercise 1.2:", "# exercise 1.2"),
+        EXAMPLE + "# end exercise\n",
+    ],
+    ids=["never closed", "misspelt end", "misspelt start", "closed twice"],
+)
+def test_a_damaged_marker_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="exercise"):
+        find_holes(text)
+
+
+def test_an_unknown_exercise_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no exercise 9.9; there are 1.1, 1.2"):
+        cut(EXAMPLE, {"9.9"})
+
+
+@by_slug
+def test_the_written_file_parses_and_is_laid_out(stage: Stage, tmp_path: Path) -> None:
+    target = write_exercise(stage, tmp_path)
+    tree = ast.parse(target.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree) == ast.get_docstring(ast.parse(solution(stage)))
+    ruff = [sys.executable, "-m", "ruff"]
+    flags = ["--isolated", "--no-cache", "--line-length=120", str(target)]
+    # A hole leaves names unused (F401, F841, B007), or used before the learner has written them (F821)
+    rules = ["--select=E,F,I,UP,B,SIM,W,C4", "--ignore=F401,F841,F821,B007"]
+    for command in ([*ruff, "format", "--check", *flags], [*ruff, "check", *rules, *flags]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_tool_never_overwrites_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(exercises, "ROOT", tmp_path)
+    (tmp_path / "stages").symlink_to(ROOT / "stages")
+    target = tmp_path / "exercises" / f"{STAGES[0].module_name}.py"
+    assert exercises.main(["1"]) == 0
+    assert "1.1" in capsys.readouterr().out
+    target.write_text("# my work")
+    assert exercises.main(["1"]) == 1
+    assert target.read_text() == "# my work"
+    assert "make stage-1-exercise ARGS=--force" in capsys.readouterr().err
+    assert exercises.main(["1", "--force"]) == 0
+    assert target.with_name(f"{target.name}.bak").read_text() == "# my work"
+    target.write_text("# my second try")
+    assert exercises.main(["1", "--force"]) == 0
+    assert {path.read_text() for path in target.parent.glob("*.bak")} == {"# my work", "# my second try"}
+
+
+def test_a_stage_that_does_not_exist_is_named(capsys: pytest.CaptureFixture) -> None:
+    assert exercises.main(["99"]) == 1
+    assert "there is no stage 99" in capsys.readouterr().err
