@@ -1,0 +1,41 @@
+"""Linear layers that know which tensors of a checkpoint fill them."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. Unlike `nn.Linear` it leaves its parameters uninitialised: the loader fills every one of them.
+
+    weight [out, in], bias [out] or None.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]"""
+        return F.linear(x, self.weight, self.bias)
+
+
+class MergedLinear(Linear):
+    """Several linear layers of one input as a single matrix product, their outputs side by side.
+
+    Small batches are bound by reading weights and by launching kernels: one large product does both better than three
+    small ones. `parts` maps the name that each layer has in a checkpoint ("q_proj") to its number of outputs.
+    """
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype)
+        self.parts = dict(parts)
+
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        """For each tensor of the checkpoint ("q_proj.weight"), the rows of our parameter that it fills."""
+        for kind, parameter in self.named_parameters():
+            for name, rows in zip(self.parts, parameter.split(list(self.parts.values())), strict=True):
+                yield f"{name}.{kind}", rows

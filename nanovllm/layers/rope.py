@@ -1,0 +1,75 @@
+"""Rotary position embedding (Su et al., "RoFormer", 2021) and the two scalings that only change its frequencies."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions are divided by `factor` (kaiokendev; Chen et al., "Extending Context Window ...", 2023)."""
+
+    factor: float
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1: slow rotations are divided by `factor`, fast ones kept, and those between interpolated.
+
+    Slow and fast are told by how often a rotation turns within `original_max_position_embeddings` positions: fewer
+    times than `low_freq_factor`, more often than `high_freq_factor`.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return frequencies * keep + frequencies / self.factor * (1 - keep)
+
+
+RopeScaling = LinearScaling | Llama3Scaling
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of every position up to `max_positions`, computed once.
+
+    Angles and table are float32 whatever the model's dtype: at position 4095 a bf16 angle is wrong by whole radians.
+    They are computed on the CPU, so that every device holds the same table.
+    """
+
+    table: Tensor
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None, max_positions: int) -> None:
+        super().__init__()
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+        frequencies = 1.0 / theta**exponents  # [D/2], radians a position
+        if scaling is not None:
+            frequencies = scaling.apply(frequencies)
+        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+        angles = positions[:, None] * frequencies  # [L, D/2]
+        table = torch.stack((angles.cos(), angles.sin()), dim=1)  # [L, 2, D/2]
+        self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> cos, sin [T, 1, D] for `apply_rope`, float32. Once a step: every layer uses the same."""
+        cos, sin = self.table[positions].unbind(1)  # [T, D/2] each
+        return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) of a head by its angle, in float32.
+
+    x [T, heads, D], cos and sin [T, 1, D] as `RotaryEmbedding` gives them (the first half of sin negated, so that a
+    roll by D/2 is all the swapping it takes) -> [T, heads, D] in the dtype of x, contiguous.
+    """
+    x32 = x.float()
+    return torch.addcmul(x32 * cos, x32.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)

@@ -1,0 +1,1 @@
+"""Model families and the loader. `load_model` is the way in."""

@@ -1,0 +1,128 @@
+"""config.json -> ModelConfig. What the decoder does not implement is refused here, by name, and never ignored."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.layers.rope import LinearScaling, Llama3Scaling, RopeScaling
+from nanovllm.models.checkpoint import read_json
+from nanovllm.models.registry import FAMILIES
+from nanovllm.models.variant import Variant
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The numbers that fix the architecture (the names are Hugging Face's) and the dtype of the weights."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    variant: Variant
+    dtype: torch.dtype
+
+    @property
+    def head_dim(self) -> int:
+        return self.variant.head_dim
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read `path`/config.json, as transformers 4 (rope_theta, torch_dtype) or 5 (rope_parameters, dtype) spell it.
+
+    Raises ValueError for an unknown model_type, missing keys, and every feature that is not supported.
+    """
+    raw = read_json(path / "config.json")
+    try:
+        return parse_config(raw)
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'}: {error}") from error
+
+
+def parse_config(raw: Raw) -> ModelConfig:
+    refuse_unsupported(raw)
+    bad = [key for key in NEEDED if not isinstance(raw.get(key), int) or raw[key] < 1]
+    if bad:
+        raise ValueError(f"lacks a positive number for {', '.join(bad)}")
+    heads = raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    variant = FAMILIES[raw["model_type"]](raw)
+    if variant.head_dim % 2:
+        raise ValueError(f"head_dim={variant.head_dim} is odd; rotary embedding needs pairs")
+    theta, scaling = parse_rope(raw)
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_hidden_layers=raw["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=raw.get("max_position_embeddings") or (2048 if raw["model_type"] == "llama" else 32768),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        variant=variant,
+        dtype=parse_dtype(raw),
+    )
+
+
+def refuse_unsupported(raw: Raw) -> None:
+    kind, known = raw.get("model_type"), ", ".join(FAMILIES)
+    if any(raw.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(f"model_type={kind!r} is a mixture of experts, which is not supported; supported are {known}")
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type={kind!r} is not supported; supported are {known}")
+    if raw.get("quantization_config"):
+        raise ValueError("quantization_config: quantised weights are not supported; use an unquantised checkpoint")
+    if raw.get("use_sliding_window") or set(raw.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError("sliding-window attention (use_sliding_window, layer_types) is not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; supported is 'silu'")
+
+
+def parse_dtype(raw: Raw) -> torch.dtype:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is not supported; supported are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def parse_rope(raw: Raw) -> tuple[float, RopeScaling | None]:
+    """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError("rope_parameters that differ between layers are not supported")
+    if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1) != 1:
+        raise ValueError("partial_rotary_factor is not supported; all of a head must be rotated")
+    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    keys: tuple[str, ...]
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        keys = ("factor",)
+    elif kind == "llama3":
+        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    else:
+        raise ValueError(f"RoPE scaling {kind!r} is not supported; supported are default, linear and llama3")
+    missing = [key for key in keys if not isinstance(rope.get(key), int | float)]
+    if missing:
+        raise ValueError(f"RoPE scaling {kind!r} lacks a number for {', '.join(missing)}")
+    values = {key: rope[key] for key in keys}
+    return theta, LinearScaling(**values) if kind == "linear" else Llama3Scaling(**values)

@@ -1,0 +1,130 @@
+"""A checkpoint becomes a model, strict about every tensor.
+
+A loader that skips what it does not understand gives a model that runs and talks nonsense. This one compares first,
+from the files' headers, and names everything that does not fit in one error; then each tensor is read and copied
+straight to the (slice of a) parameter where it belongs: beside the model, no more than one tensor is in memory.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanovllm.layers.linear import MergedLinear
+from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids, weight_files
+from nanovllm.models.config import ModelConfig, read_config
+from nanovllm.models.transformer import Transformer
+
+FLOATS = ("F32", "F16", "BF16", "F64")
+DUMMY_STD = 0.02
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: Transformer
+    config: ModelConfig  # `dtype` is that of the model, which may differ from the checkpoint's
+    eos_token_ids: frozenset[int]
+    path: Path
+
+
+def load_model(
+    model: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    max_model_len: int | None = None,
+    load_format: Literal["auto", "dummy"] = "auto",
+) -> LoadedModel:
+    """Load a directory or a hub id onto `device`, ready for inference.
+
+    dtype:          None is the checkpoint's on a GPU, and float32 on a CPU, where half precision is slow.
+    max_model_len:  positions to prepare for; None is all that the model has.
+    load_format:    "dummy" takes config.json alone and draws the weights at random, always the same ones.
+
+    Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r}: no usable CUDA GPU here; use device='cpu'")
+    path = find_checkpoint(model, weights=load_format != "dummy")
+    config = read_config(path)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else config.dtype
+    config = replace(config, dtype=dtype)
+    files = {} if load_format == "dummy" else weight_files(path)
+    with device:
+        transformer = Transformer(config, max_model_len or config.max_position_embeddings)
+    if load_format == "dummy":
+        fill_at_random(transformer)
+    else:
+        fill_from_files(transformer, path, files)
+    return LoadedModel(transformer.eval(), config, read_eos_token_ids(path), path)
+
+
+def checkpoint_views(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor name of the checkpoint with the memory that it fills: a parameter, or some rows of a merged one."""
+    for path, module in model.named_modules():
+        if path != "lm_head":
+            path = f"model.{path}"
+        if isinstance(module, MergedLinear):  # a name that checkpoints do not know: they have its parts in its place
+            parent = path.rpartition(".")[0]
+            yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
+        else:
+            yield from module.named_parameters(path, recurse=False)
+
+
+def fill_from_files(model: Transformer, path: Path, files: dict[str, set[str] | None]) -> None:
+    """Copy every tensor of `files` (see `weight_files`) to its place. Raises ValueError unless they fit exactly."""
+    wanted = dict(checkpoint_views(model))
+    with ExitStack() as stack:
+        found: dict[str, Any] = {}  # tensor name -> the open file that holds it
+        for file, names in files.items():
+            try:
+                reader = stack.enter_context(safe_open(path / file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path / file} is damaged or cut short ({error}); fetch it again") from error
+            held = set(reader.keys())
+            found.update(dict.fromkeys(held if names is None else held & names, reader))
+        found = {name: reader for name, reader in found.items() if not is_redundant(name, model.config)}
+        complaints = compare(wanted, found)
+        if complaints:
+            raise ValueError(f"the weights in {path} do not fit its config.json: {'; '.join(complaints)}")
+        with torch.no_grad():
+            for name, reader in found.items():
+                wanted[name].copy_(reader.get_tensor(name))
+
+
+def is_redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that some writers store although they follow from others: a tied head, and the rotary frequencies."""
+    tied_head = name == "lm_head.weight" and config.tie_word_embeddings
+    return tied_head or name.endswith(".rotary_emb.inv_freq")
+
+
+def compare(wanted: dict[str, Tensor], found: dict[str, Any]) -> list[str]:
+    """All that is wrong, from the headers alone."""
+    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    misshapen, not_floats = [], []
+    for name in sorted(wanted.keys() & found.keys()):
+        header = found[name].get_slice(name)
+        if list(header.get_shape()) != list(wanted[name].shape):
+            misshapen.append(f"{name} is {header.get_shape()}, not {list(wanted[name].shape)}")
+        if header.get_dtype() not in FLOATS:
+            not_floats.append(f"{name} is {header.get_dtype()}")
+    kinds = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen, "wrong dtype": not_floats}
+    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+
+
+def fill_at_random(model: Transformer) -> None:
+    """Small seeded weights, drawn where they stay. They cost the same as real ones, which is all a benchmark needs."""
+    device = model.embed_tokens.weight.device
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1)
+        else:
+            parameter.data.normal_(0, DUMMY_STD, generator=generator)
