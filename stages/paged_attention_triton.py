@@ -29,7 +29,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _paged_attention_kernel(
+def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr,  # [T, Hq, D], blocks of [block_size, Hkv, D] (twice), [T, Hq, D]
     tile_sequence_ptr, tile_index_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
     scale, table_stride, block_stride, token_stride, head_stride,

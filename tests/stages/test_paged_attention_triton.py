@@ -1,13 +1,10 @@
 """The teaching kernel against attention written out in float64: on Triton's interpreter here, compiled on a GPU."""
 
-import os
 from itertools import accumulate
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # must be set before the kernel is decorated
 pytest.importorskip("triton")
 
 from stages.paged_attention_triton import paged_attention
