@@ -150,7 +150,9 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             raise ValueError(f"{path}: the index names {', '.join(absent)}, which is not there; fetch it again")
     else:
         weight_map = {}
-        files = sorted(f.name for f in path.glob("*.safetensors"))
+        # Beside a model.safetensors others are strays (an adapter, the original format): they must not override it
+        single = path / "model.safetensors"
+        files = [single.name] if single.is_file() else sorted(f.name for f in path.glob("*.safetensors"))
         if not files:
             raise ValueError(f"{path}: no *.safetensors file, so there are no weights to load")
     for file in files:

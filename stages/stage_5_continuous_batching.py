@@ -174,16 +174,17 @@ class ContinuousBatchingEngine:
         )
         for seq in sequences:
             check_fits(seq, self.pool)
-        for seq in sequences:
-            self.events.emit("added", seq.request, prompt_tokens=seq.num_prompt_tokens)
-            self.scheduler.waiting.append(seq)
         try:
+            for seq in sequences:
+                self.events.emit("added", seq.request, prompt_tokens=seq.num_prompt_tokens)
+                self.scheduler.waiting.append(seq)
             while self.scheduler.waiting or self.scheduler.running:
                 self.step()
-        finally:  # also when interrupted: pool and queues outlive this call
+        finally:  # also when interrupted, in the middle of admitting as well: pool and queues outlive this call
             self.scheduler.waiting.clear()
-            for seq in list(self.scheduler.running):
-                self.scheduler.finish(seq)
+            self.scheduler.running.clear()
+            for seq in sequences:
+                self.scheduler.release(seq)
         return [seq.output for seq in sequences]
 
     def step(self) -> None:
