@@ -81,41 +81,62 @@ def convert(gguf: Path, directory: Path) -> None:
     import torch
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    options: dict[str, Any] = {"gguf_file": gguf.name}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
+    options: dict[str, Any] = {"gguf_file": gguf.name, "dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # newer releases may leave the weights packed unless told not to
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
     model.to(torch.bfloat16)
     # The weights are plain tensors by now, but a model that was read from GGUF refuses to be saved while it says so.
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None
     model.is_quantized = False
+    vars(model.config).pop("_model_name_or_path", None)  # the name of a training run
+    model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")  # 1e-5 came as the float32 nearest to it
 
-    restore_what_gguf_loses(model, tokenizer)
+    tokenizer = read_tokenizer(gguf, max_length=model.config.max_position_embeddings)
+    # The original ends at <|im_end|> alone. A chat model that falls back into plain text ends that with
+    # <|endoftext|>, so this ends a sequence here as well.
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     for path in directory.iterdir():
         path.chmod(0o644)  # the weights are written readable by their owner alone, and a cache may be shared
 
 
-def restore_what_gguf_loses(model: Any, tokenizer: Any) -> None:
-    """Put back what the original repository says and the GGUF file cannot.
+def read_tokenizer(gguf: Path, max_length: int) -> Any:
+    """The byte-level BPE tokenizer of a GGUF file, as a `PreTrainedTokenizerFast`.
 
-    An epsilon of 1e-5, which comes back as the float32 nearest to it; the length limit of the tokenizer; and the
-    splitting of digits before byte-level BPE, for which GGUF has only a name ("smollm") that transformers does not
-    read. The original generation config ends at <|im_end|> alone. A chat model that falls back into plain text ends
-    that with <|endoftext|>, so this ends a sequence here as well.
+    Made here from the file's own lists, because transformers' conversion depends on its version: 5.5 takes it for
+    Code Llama's, and none reads the name ("smollm") by which the file says that digits are split before BPE.
     """
-    from tokenizers import pre_tokenizers
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    vars(model.config).pop("_model_name_or_path", None)  # the name of a training run
-    model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")
-    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    fields = GGUFReader(gguf).fields
+
+    def read(name: str) -> Any:
+        return fields[f"tokenizer.{name}"].contents()
+
+    scheme = (read("ggml.model"), read("ggml.pre"))
+    if scheme != ("gpt2", "smollm"):
+        raise ModelError(f"{gguf.name} has a tokenizer of kind {scheme}, and only ('gpt2', 'smollm') can be converted")
+    tokens: list[str] = read("ggml.tokens")
+    merges = [tuple(line.split(" ")) for line in read("ggml.merges")]
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, read("ggml.token_type"), strict=True) if kind == TokenType.CONTROL]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=read("chat_template"),
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        **{f"{role}_token": tokens[read(f"ggml.{name}_token_id")] for role, name in roles.items()},
     )
 
 
