@@ -1,0 +1,51 @@
+"""Log-probabilities of the sampled and of the likeliest tokens, under the model itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.engine.plan import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """Of N rows, on the device until `to` brings them to the host. Column 0 is the sampled token's."""
+
+    token_ids: Tensor  # [N, 1 + n] int64
+    values: Tensor  # [N, 1 + n] float32
+    ranks: Tensor  # [N] int64, of the sampled token, from 1
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "TopLogprobs":
+        return TopLogprobs(
+            *(t.to(device, non_blocking=non_blocking) for t in (self.token_ids, self.values, self.ranks))
+        )
+
+    def per_row(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
+        """token id -> (log-probability, rank) of each row, for as many of the likeliest as it wanted. Waits for the
+        device if it must."""
+        token_ids, values, ranks = self.token_ids.tolist(), self.values.tolist(), self.ranks.tolist()
+        rows: list[TokenLogprobs | None] = []
+        for n, ids, logprobs, rank in zip(wanted, token_ids, values, ranks, strict=True):
+            if n is None:
+                rows.append(None)
+                continue
+            row = {ids[0]: (logprobs[0], rank)}
+            for i in range(1, n + 1):
+                row.setdefault(ids[i], (logprobs[i], i))
+            rows.append(row)
+        return rows
+
+
+def top_logprobs(logits: Tensor, sampled: Tensor, n: int) -> TopLogprobs:
+    """Of the model's own distribution: before temperature, penalties and filters, as vLLM reports it by default.
+
+    logits [N, V] float32, sampled [N] int64 (-1 in a bad row, whose numbers mean nothing), the n likeliest tokens.
+    """
+    logprobs = logits.log_softmax(-1)  # [N, V]
+    token = sampled.clamp(min=0)[:, None]  # [N, 1]
+    value = logprobs.gather(1, token)  # [N, 1]
+    largest, ids = logprobs.topk(min(n, logits.shape[1]), dim=-1)  # [N, n]
+    ranks = (logprobs > value).sum(-1) + 1
+    return TopLogprobs(torch.cat((token, ids), 1), torch.cat((value, largest), 1), ranks)

@@ -1,0 +1,76 @@
+"""From logits to tokens: argmax(logit + temperature * noise(seed, output index, token id)).
+
+Two tails read the same logits. The *plain* one knows temperature alone: a few operations, fit for a CUDA graph. The
+*full* one adds penalties, min_tokens, filters and log-probabilities, and runs where some row needs it. A row that needs
+none of these gets the same token from both. Every row is computed by itself, so batch and order cannot matter. Nothing
+here waits for the device.
+
+Temperature 0 is exact: the noise is multiplied by it. Among equal scores the lowest id wins. A row whose largest logit
+is not a finite number (torch's max gives NaN if there is any) samples -1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.runner.filters import filter_scores
+from nanovllm.runner.gumbel import gumbel
+from nanovllm.runner.logprobs import TopLogprobs, top_logprobs
+from nanovllm.runner.penalties import penalize, suppress_stops
+from nanovllm.runner.sampling_state import Needs, SamplingState
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What decides the draw of each of N rows, besides its logits."""
+
+    temperature: Tensor  # [N] float32
+    seeds: Tensor  # [N] int64
+    indices: Tensor  # [N] how many output tokens the sequence had before this one
+    all_greedy: bool = False  # known on the host: no row has a temperature, so that no noise is computed
+
+
+def sample_plain(logits: Tensor, draws: Draws) -> Tensor:
+    """logits [N, V] of any float dtype -> token ids [N] int64."""
+    return choose(add_noise(logits.float(), draws))
+
+
+def sample_full(
+    logits: Tensor, draws: Draws, rows: Tensor, state: SamplingState, needs: Needs
+) -> tuple[Tensor, TopLogprobs | None]:
+    """logits [N, V] of any float dtype, rows [N] of `state` -> token ids [N] int64, and log-probabilities if needed."""
+    logits = scores = logits.float()
+    if needs.penalties:
+        num_prompt = state.num_prompt_tokens[rows]
+        penalties = state.repetition_penalty[rows], state.presence_penalty[rows], state.frequency_penalty[rows]
+        scores = penalize(scores, state.token_ids[rows], num_prompt, num_prompt + draws.indices, *penalties)
+    if needs.min_tokens:
+        scores = suppress_stops(scores, state.stop_ids[rows], draws.indices < state.min_tokens[rows])
+    if needs.min_p or needs.num_candidates:
+        scores = filter_scores(
+            scores,
+            draws.temperature,
+            min_p=state.min_p[rows] if needs.min_p else None,
+            top_k=state.top_k[rows],
+            top_p=state.top_p[rows],
+            num_candidates=needs.num_candidates,
+        )
+    tokens = choose(add_noise(scores, draws))
+    # What was ruled out may have been what was wrong with the row.
+    tokens = torch.where(logits.amax(-1).isfinite(), tokens, -1)
+    return tokens, None if needs.num_logprobs is None else top_logprobs(logits, tokens, needs.num_logprobs)
+
+
+def add_noise(scores: Tensor, draws: Draws) -> Tensor:
+    """scores [N, V] float32 -> scores + temperature * Gumbel noise [N, V]"""
+    if draws.all_greedy:
+        return scores
+    token_ids = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    return gumbel(draws.seeds, draws.indices, token_ids).mul_(draws.temperature[:, None]).add_(scores)
+
+
+def choose(scores: Tensor) -> Tensor:
+    """The id of the largest score of each row [N]; -1 where that is not finite."""
+    largest, ids = scores.max(-1)
+    return torch.where(largest.isfinite(), ids, -1)

@@ -1,0 +1,329 @@
+"""The sampler draws what it should, row by row, whatever stands beside a row (CASES M1, M2, M3)."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.runner.sampler import Draws, sample_full, sample_plain
+from nanovllm.runner.sampling_state import SamplingState
+from nanovllm.sampling_params import SamplingParams
+
+VOCAB = 40
+DRAWS = 20_000
+
+
+class Rows:
+    """Rows of one batch with everything that the two tails want. History: per row (prompt, output)."""
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        history: Sequence[tuple[list[int], list[int]]] | None = None,
+        vocab_size: int = VOCAB,
+        eos: Sequence[int] = (),
+    ) -> None:
+        history = history or [([0], [])] * len(params)
+        longest = max(len(prompt) + len(output) for prompt, output in history)
+        # What follows the known tokens is left over from an earlier owner of the row.
+        token_ids = torch.full((len(params), longest + 3), 7, dtype=torch.int32)
+        for i, (prompt, output) in enumerate(history):
+            token_ids[i, : len(prompt) + len(output)] = torch.tensor(prompt + output, dtype=torch.int32)
+        num_prompt = torch.tensor([len(prompt) for prompt, _ in history], dtype=torch.int32)
+        self.params = list(params)
+        self.indices = torch.tensor([len(output) for _, output in history])
+        self.state = SamplingState(token_ids, num_prompt, vocab_size, eos)
+        self.state.install(range(len(params)), params)
+
+    def draws(self, rows: Tensor, indices: Tensor | None = None, seeds: Tensor | None = None) -> Draws:
+        temperature = torch.tensor([p.temperature for p in self.params])[rows]
+        own_seeds = torch.tensor([p.seed or 0 for p in self.params])[rows]
+        return Draws(
+            temperature, own_seeds if seeds is None else seeds, self.indices[rows] if indices is None else indices
+        )
+
+    def plain(self, logits: Tensor) -> list[int]:
+        return sample_plain(logits, self.draws(torch.arange(len(self.params)))).tolist()
+
+    def full(self, logits: Tensor) -> list[int]:
+        rows = torch.arange(len(self.params))
+        needs = self.state.needs(rows.tolist())
+        assert needs is not None, "no row needs the full tail"
+        return sample_full(logits, self.draws(rows), rows, self.state, needs)[0].tolist()
+
+
+def probabilities(logits: Tensor, p: SamplingParams) -> Tensor:
+    """One row's distribution, written down literally: float64, a Python loop, no cleverness."""
+    prob = (logits.double() / p.temperature).softmax(-1)
+    prob[prob < p.min_p * prob.max()] = 0
+    order = sorted(range(len(prob)), key=lambda i: (-prob[i].item(), i))
+    if p.top_k > 0:
+        prob[order[p.top_k :]] = 0
+    prob = prob / prob.sum()
+    total, kept = 0.0, []
+    for i in order:
+        if total < p.top_p or p.top_p == 1:
+            kept.append(i)
+        total += prob[i].item()
+    mask = torch.zeros_like(prob)
+    mask[kept] = 1
+    return prob * mask / (prob * mask).sum()
+
+
+def chi_square_is_plausible(counts: Tensor, expected: Tensor) -> bool:
+    """Pearson's statistic is within 5 standard deviations of its mean; cells that expect fewer than 5 are merged."""
+    assert counts[expected == 0].sum() == 0, "a token that cannot be drawn was drawn"
+    n = counts.sum()
+    rare = expected * n < 5
+    c = torch.cat((counts[~rare], counts[rare].sum()[None])).double()
+    e = torch.cat((expected[~rare], expected[rare].sum()[None])).double() * n
+    c, e = c[e > 0], e[e > 0]
+    degrees = len(e) - 1
+    statistic = ((c - e) ** 2 / e).sum().item()
+    return statistic <= degrees + 5 * math.sqrt(2 * max(degrees, 1))
+
+
+def lively_logits(n: int, vocab_size: int = VOCAB, scale: float = 2.0, seed: int = 0) -> Tensor:
+    return scale * torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+MIXED = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, top_k=0),
+    SamplingParams(temperature=1.0, top_k=-1),
+    SamplingParams(temperature=1.3, top_k=1),
+    SamplingParams(temperature=1.3, top_k=5),
+    SamplingParams(temperature=0.7, top_k=VOCAB + 1),
+    SamplingParams(temperature=1.0, top_p=1e-9),
+    SamplingParams(temperature=1.0, top_p=1.0),
+    SamplingParams(temperature=1.5, top_p=0.8),
+    SamplingParams(temperature=1.5, min_p=0.1),
+    SamplingParams(temperature=1.5, top_k=7, top_p=0.7, min_p=0.02),
+]
+
+
+def test_frequencies_fit_the_known_probabilities_in_a_mixed_batch() -> None:
+    """M2: 20,000 draws of each row, all rows in the same batches, through the full tail."""
+    batch = Rows(MIXED)
+    rows = torch.arange(len(MIXED))
+    logits = lively_logits(len(MIXED))
+    needs = batch.state.needs(rows.tolist())
+    assert needs is not None
+    counts = torch.zeros(len(MIXED), VOCAB, dtype=torch.int64)
+    step = 2_000
+    for start in range(0, DRAWS, step):
+        many = rows.repeat(step)  # the same rows at `step` output positions
+        positions = torch.arange(start, start + step).repeat_interleave(len(MIXED))
+        draws = batch.draws(many, indices=positions, seeds=1234 + many)
+        tokens, _ = sample_full(logits[many], draws, many, batch.state, needs)
+        counts += torch.zeros_like(counts).index_put_((many, tokens), torch.tensor(1), accumulate=True)
+    for row, p in enumerate(MIXED):
+        expected = torch.zeros(VOCAB).double()
+        if p.temperature == 0:
+            expected[logits[row].argmax()] = 1
+        else:
+            expected = probabilities(logits[row], p)
+        assert chi_square_is_plausible(counts[row], expected), p
+
+
+def test_frequencies_over_seeds_fit_as_well() -> None:
+    """One draw for each of 20,000 neighbouring seeds, as when every request of a service has its own."""
+    logits = lively_logits(1)
+    seeds = torch.arange(DRAWS)
+    draws = Draws(torch.ones(DRAWS), seeds, torch.zeros(DRAWS, dtype=torch.int64))
+    tokens = sample_plain(logits.expand(DRAWS, -1), draws)
+    assert chi_square_is_plausible(tokens.bincount(minlength=VOCAB), logits[0].double().softmax(-1))
+
+
+def test_a_row_without_filters_gets_the_same_token_from_both_tails() -> None:
+    params = [SamplingParams(temperature=t, seed=s) for s, t in enumerate((0.0, 0.3, 1.0, 2.0, 1e-5))]
+    beside = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.5, min_tokens=2, logprobs=3)
+    logits = lively_logits(6, scale=1.0)
+    batch = Rows([*params, beside], eos=[3])
+    assert batch.full(logits)[:5] == batch.plain(logits)[:5]
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4, 1e-3])
+def test_tiny_temperatures_agree_with_argmax_on_wide_logits(temperature: float) -> None:
+    """M1, mixed with rows at 0 and 1, in both tails."""
+    logits = lively_logits(64, scale=200.0)
+    params = [SamplingParams(temperature=(0.0, temperature, 1.0)[i % 3], seed=i, top_k=30) for i in range(64)]
+    batch = Rows(params)
+    for tokens in (batch.plain(logits), batch.full(logits)):
+        assert min(tokens) >= 0
+        cold = [i for i in range(64) if i % 3 < 2]
+        assert [tokens[i] for i in cold] == logits[cold].argmax(-1).tolist()
+
+
+def test_temperature_zero_is_exact_argmax_and_takes_the_lowest_of_equals() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[1, [9, 4, 30]] = 2.0
+    logits[2] = -1000.0
+    batch = Rows([SamplingParams(temperature=0.0, logprobs=0)] * 3)
+    assert batch.plain(logits) == batch.full(logits) == [0, 4, 0]
+    near = torch.full((1, VOCAB), 1.0)
+    near[0, 17] = 1.0 + 2**-23  # the next float32
+    assert Rows([SamplingParams(temperature=0.0)]).plain(near) == [17]
+
+
+def test_denormal_and_huge_temperatures_give_a_token() -> None:
+    logits = lively_logits(4, scale=1e4)
+    batch = Rows([SamplingParams(temperature=t, seed=1, top_p=0.9) for t in (1e-45, 1e-30, 1e10, 1e30)])
+    for tokens in (batch.plain(logits), batch.full(logits)):
+        assert all(0 <= t < VOCAB for t in tokens)
+        assert tokens[:2] == logits[:2].argmax(-1).tolist()
+
+
+def test_alone_and_in_a_batch_give_the_same_tokens_and_logprobs() -> None:
+    """M3: each request alone, in a batch of five, and in that batch turned round."""
+    params = [
+        SamplingParams(temperature=1.0, seed=5, logprobs=4),
+        SamplingParams(temperature=0.8, seed=6, top_p=0.9, logprobs=0),
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(temperature=1.2, seed=7, top_k=3, repetition_penalty=1.3),
+        SamplingParams(temperature=1.0, seed=8, min_p=0.2, frequency_penalty=0.5, min_tokens=4, logprobs=3),
+    ]
+    history = [([1, 2], [3] * i) for i in range(5)]
+    logits = lively_logits(5)
+
+    def run(rows: list[int]) -> list[object]:
+        batch = Rows([params[i] for i in rows], [history[i] for i in rows], eos=[2])
+        index = torch.arange(len(rows))
+        needs = batch.state.needs(index.tolist())
+        assert needs is not None
+        tokens, top = sample_full(logits[rows], batch.draws(index), index, batch.state, needs)
+        logprobs = top.per_row([params[i].logprobs for i in rows]) if top else [None] * len(rows)
+        return list(zip(tokens.tolist(), logprobs, strict=True))
+
+    together = run([0, 1, 2, 3, 4])
+    assert run([4, 3, 2, 1, 0]) == together[::-1]
+    assert [run([i])[0] for i in range(5)] == together
+
+
+def test_a_bad_row_fails_alone() -> None:
+    """Rule 9, in both tails, for each way in which a row can be bad; also where the bad logit is one that is masked."""
+    logits = lively_logits(6)
+    good = logits.clone()
+    logits[1, 3] = math.nan
+    logits[2, 3] = math.inf
+    logits[3] = -math.inf
+    logits[4, 3] = math.nan
+    params = [SamplingParams(temperature=1.0, seed=i) for i in range(6)]
+    params[4] = SamplingParams(temperature=1.0, top_k=2, min_tokens=5, stop_token_ids=[3])
+    batch = Rows(params)
+    for run in (batch.plain, batch.full):
+        tokens = run(logits)
+        assert tokens[1:5] == [-1] * 4
+        assert [tokens[0], tokens[5]] == [run(good)[0], run(good)[5]]
+    logits[5, 0] = -math.inf  # a token that cannot be drawn is no fault
+    assert batch.plain(logits)[5] >= 0
+
+
+def test_top_k_keeps_exactly_k_among_equals() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 20:30] = 1.0
+    n = 2_000
+    for k, allowed in ((1, {20}), (3, {20, 21, 22}), (12, {*range(20, 30), 0, 1})):
+        batch = Rows([SamplingParams(temperature=5.0, top_k=k)])
+        rows = torch.zeros(n, dtype=torch.int64)
+        needs = batch.state.needs([0])
+        assert needs is not None
+        tokens, _ = sample_full(
+            logits.expand(n, -1), batch.draws(rows, indices=torch.arange(n)), rows, batch.state, needs
+        )
+        assert set(tokens.tolist()) == allowed
+
+
+def literal_penalties(logits: Tensor, p: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
+    scores = logits.tolist()
+    for i in set(prompt + output):
+        scores[i] = scores[i] / p.repetition_penalty if scores[i] > 0 else scores[i] * p.repetition_penalty
+    for i in set(output):
+        scores[i] -= p.frequency_penalty * output.count(i) + p.presence_penalty
+    return scores
+
+
+def test_penalties_against_a_literal_reference() -> None:
+    generator = torch.Generator().manual_seed(3)
+    settings = [(1.0, 0.0, 0.0), (1.7, 0.0, 0.0), (1.0, 1.5, 0.0), (1.0, 0.0, 0.9), (0.6, -1.0, -0.5), (1.2, 0.5, 0.4)]
+    params, history = [], []
+    for i in range(60):
+        repetition, presence, frequency = settings[i % len(settings)]
+        params.append(
+            SamplingParams(
+                temperature=0.0,
+                repetition_penalty=repetition,
+                presence_penalty=presence,
+                frequency_penalty=frequency,
+            )
+        )
+        tokens = torch.randint(0, 12, (20,), generator=generator).tolist()
+        history.append((tokens[: 1 + i % 9], tokens[9 : 9 + i % 11]))
+    logits = lively_logits(60, vocab_size=12)
+    expected = []
+    for row, p, (prompt, output) in zip(logits, params, history, strict=True):
+        scores = literal_penalties(row, p, prompt, output)
+        expected.append(scores.index(max(scores)))
+    tokens = Rows(params, history, vocab_size=12).full(logits)
+    assert tokens == expected
+    assert tokens != logits.argmax(-1).tolist()  # the penalties did something
+
+
+def test_min_tokens_holds_back_eos_and_stop_ids_until_then() -> None:
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 9], logits[:, 8], logits[:, 7] = 3.0, 2.0, 1.0
+    params = [
+        SamplingParams(temperature=0.0, min_tokens=2),
+        SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[8, 8, VOCAB + 5]),
+        SamplingParams(temperature=0.0, min_tokens=2),
+        SamplingParams(temperature=0.0),
+    ]
+    history = [([1], [5]), ([1], [5]), ([1], [5, 5]), ([1], [])]
+    assert Rows(params, history, eos=[9]).full(logits) == [8, 7, 9, 9]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Before temperature, penalties and filters; the sampled token with its rank, then the likeliest."""
+    logits = lively_logits(3)
+    truth = logits.double().log_softmax(-1)
+    params = [
+        SamplingParams(temperature=1.9, seed=4, logprobs=5, repetition_penalty=1.9),
+        SamplingParams(temperature=1.9, seed=2, logprobs=0, top_k=20),
+        SamplingParams(temperature=0.0),
+    ]
+    batch = Rows(params)
+    rows = torch.arange(3)
+    needs = batch.state.needs(rows.tolist())
+    assert needs is not None
+    tokens, top = sample_full(logits, batch.draws(rows), rows, batch.state, needs)
+    assert top is not None
+    reported = top.per_row([p.logprobs for p in params])
+    assert reported[2] is None
+    for row, n in ((0, 5), (1, 0)):
+        got = reported[row]
+        assert got is not None
+        order = truth[row].argsort(descending=True).tolist()
+        assert got.keys() == {tokens[row].item(), *order[:n]}
+        for token, (logprob, rank) in got.items():
+            assert logprob == pytest.approx(truth[row, token].item(), abs=1e-5)
+            assert order[rank - 1] == token
+
+
+def test_needs_names_only_what_is_asked_for() -> None:
+    def needs(*params: SamplingParams) -> object:
+        return Rows(params, eos=[1]).state.needs(range(len(params)))
+
+    assert needs(SamplingParams(temperature=0.7), SamplingParams(top_k=-1, top_p=1.0), SamplingParams(top_k=99)) is None
+    assert needs(SamplingParams(temperature=0.0, top_k=5, top_p=0.5)) is None  # filters mean nothing to greedy
+    state = Rows([SamplingParams(top_k=5), SamplingParams(top_p=0.5, top_k=9), SamplingParams(top_p=0.5)]).state
+    narrow, wide = state.needs([0, 1]), state.needs([0, 1, 2])
+    assert narrow is not None and narrow.num_candidates == 9
+    assert wide is not None and wide.num_candidates == VOCAB
+    state.install([1, 2], [SamplingParams()] * 2)  # rows change hands
+    narrow = state.needs([0, 1, 2])
+    assert narrow is not None and narrow.num_candidates == 5
+    assert state.needs([1, 2]) is None
