@@ -52,7 +52,8 @@ class StepHandle(Protocol):
     """A step that was submitted."""
 
     def result(self) -> StepResult:
-        """Wait for the step and return what it sampled. Called once, in the order of submission."""
+        """Wait for the step and return what it sampled. Called once, in the order of submission; or
+        never, if the engine gives everything up."""
         ...
 
 
@@ -65,7 +66,8 @@ class Executor(Protocol):
         ...
 
     def remove(self, key: int) -> None:
-        """The sequence is over. A step in flight may still contain it; what that step samples for it is not used."""
+        """The sequence is over, if it was ever added. A step in flight may still contain it; what that step samples for
+        it is not used."""
         ...
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -73,5 +75,5 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything. Steps in flight are not collected any more."""
+        """Release everything; steps in flight are not collected any more. May be called twice."""
         ...

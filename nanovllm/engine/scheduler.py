@@ -1,0 +1,244 @@
+"""Continuous batching: what the next step computes, who gets memory, who has to give it back.
+
+One rule: a sequence has tokens it knows and tokens whose KV is computed, and a step computes some of that gap. Prefill,
+chunked prefill, decode, prefix hits and recomputation after a preemption are all this rule. (Scheduling by
+iteration: Orca, Yu et al. 2022; chunks beside decodes: Sarathi-Serve, Agrawal et al. 2024; recomputation: vLLM.)
+"""
+
+import time
+from bisect import bisect_left, insort
+from collections import Counter
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import NamedTuple
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.plan import Scheduled, StepPlan, StepResult, TokenLogprobs
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.trace import Trace
+from nanovllm.engine.waiting_queue import WaitingQueue
+from nanovllm.outputs import FinishReason
+
+_order = attrgetter("priority", "arrival")
+
+
+class Committed(NamedTuple):
+    """What a step added to a sequence; `seq.finish_reason` says whether that ended it."""
+
+    seq: Sequence
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+
+
+class Scheduler:
+    """Owns queues, rows and blocks. `schedule` may run one step ahead of `commit`: it reads lengths, never new tokens.
+
+    Policy. The smaller (priority, arrival) goes first. Out of blocks, the running sequence with the greatest is
+    preempted, possibly the one that asks: so the foremost always advances, and since it fits the pool alone, everything
+    ends. A waiting sequence takes a seat or blocks only from strictly worse priority, and none overtakes another within
+    its priority: nothing there waits forever.
+    """
+
+    def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
+        if config.kvcache_block_size is None or config.num_kv_blocks is None:
+            raise ValueError("kvcache_block_size and num_kv_blocks must be known by now: see EngineConfig.resolve")
+        self.config = config
+        self.trace = trace or Trace()
+        self.num_kv_blocks: int = config.num_kv_blocks
+        self.block_size: int = config.kvcache_block_size
+        self._num_steps = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all sequences and all cached blocks, also from a state that an exception left half changed."""
+        self.blocks = BlockManager(self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching)
+        self.sequences: dict[int, Sequence] = {}  # by key, all that are not finished
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # in order of (priority, arrival)
+        self._free_rows = list(range(self.config.max_num_seqs))  # a heap: low rows first
+        self._freed_rows = list(self._free_rows)  # not yet told to the data plane; of what it holds nothing is known
+        # The plan in the making: tokens to compute for each sequence, and what is left of the token budget.
+        self._planned: dict[Sequence, int] = {}
+        self._budget = 0
+
+    def add(self, seq: Sequence) -> None:
+        self.sequences[seq.key] = seq
+        self.waiting.push(seq)
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence in whatever state it is. A step in flight that contains it will find it gone."""
+        del self.sequences[seq.key]
+        if seq.status is SequenceStatus.RUNNING:
+            del self.running[bisect_left(self.running, _order(seq), key=_order)]
+            self._release(seq, keep_cached=reason != "error")
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        was, seq.status = seq.status, SequenceStatus.FINISHED
+        if was is SequenceStatus.WAITING:
+            self.waiting.note_finished()
+        self.trace.emit("finished", seq, reason=reason)
+
+    def schedule(self) -> StepPlan:
+        """Plan a step. With nothing in `scheduled` it need not run (and `freed_rows` waits for the next plan)."""
+        self.trace.step = self._num_steps
+        self._planned, self._budget = {}, self.config.max_num_batched_tokens
+        # One that already knows its last token, or has it in flight, only awaits the commit of that token.
+        ready = [seq for seq in self.running if seq.num_known < seq.limit]
+        ready.sort(key=lambda seq: seq.num_known - seq.num_computed > 1)  # decodes first; stable within each group
+        for seq in ready:
+            num_tokens = min(seq.num_known - seq.num_computed, self._budget)
+            if not num_tokens:
+                break
+            if self._make_room(seq, seq.num_computed + num_tokens):
+                self._planned[seq] = num_tokens
+                self._budget -= num_tokens
+        self._admit()
+        return self._finish_plan()
+
+    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
+        """Grow the blocks of a running sequence to `num_tokens`, if need be at the cost of the running one that is last
+        in order. False if that was `seq` itself, now or earlier in this plan."""
+        needed = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
+        while seq.status is SequenceStatus.RUNNING and needed > self.blocks.num_free:
+            self._preempt()
+        if seq.status is not SequenceStatus.RUNNING:
+            return False
+        if needed > 0:
+            self.trace.blocks(seq, taken=self.blocks.grow(seq, num_tokens))
+        return True
+
+    def _admit(self) -> None:
+        """Let waiting sequences start, in order, until one does not fit."""
+        while self._budget and (seq := self.waiting.peek()):
+            # Preempted with a step in flight: its next token may not be known yet, and its turn is not given away.
+            if seq.num_in_flight:
+                return
+            last = self.running[-1] if self.running else None
+            if not self._free_rows and (last is None or last.priority <= seq.priority):
+                return
+            cached = self.blocks.find_prefix(seq)
+            num_cached = len(cached) * self.block_size
+            num_tokens = min(seq.num_known - num_cached, self._budget)
+            whole = not self.config.enable_chunked_prefill and not seq.num_preemptions
+            if whole and num_cached + num_tokens < seq.num_known:
+                return
+            if not self._claim_seat(seq, cached):
+                return
+            self.waiting.pop()
+            self._start(seq, cached)
+            self.trace.blocks(seq, shared=cached, taken=self.blocks.grow(seq, num_cached + num_tokens))
+            self._planned[seq] = num_tokens
+            self._budget -= num_tokens
+
+    def _claim_seat(self, seq: Sequence, cached: list[int]) -> bool:
+        """A row, and room for all that `seq` knows (not only its first chunk, or it would soon be in the way), if need
+        be from running ones of strictly worse priority: as few as suffice, and none if all would not."""
+        shortage = self.blocks.num_needed(seq.num_known, cached) - self.blocks.num_free
+        has_row = bool(self._free_rows)
+        shared = set(cached)
+        users: Counter[int] = Counter()  # of a block, among the victims
+        victims = 0
+        for victim in reversed(self.running):
+            if victim.priority <= seq.priority or (has_row and shortage <= 0):
+                break
+            victims += 1
+            has_row = True
+            users.update(victim.block_table)
+            # A block is free when its last user is gone. One that `seq` will share was never part of the shortage.
+            shortage -= sum(users[b] == self.blocks.ref_counts[b] and b not in shared for b in victim.block_table)
+        if not has_row or shortage > 0:
+            return False
+        for _ in range(victims):
+            self._preempt()
+        return True
+
+    def _start(self, seq: Sequence, cached: list[int]) -> None:
+        """Move a sequence from waiting to running, with the blocks `cached` as its beginning."""
+        self.blocks.share(seq, cached)
+        seq.status = SequenceStatus.RUNNING
+        seq.row = heappop(self._free_rows)
+        seq.num_computed = len(cached) * self.block_size
+        insort(self.running, seq, key=_order)
+        if seq.first_scheduled_time is None:
+            seq.first_scheduled_time = time.perf_counter()
+            seq.num_cached_tokens = seq.num_computed
+        self.trace.emit("admitted", seq, cached=seq.num_computed)
+
+    def _preempt(self) -> None:
+        """Take everything from the running sequence that is last in order, also its share of the plan in the making."""
+        seq = self.running.pop()
+        self._release(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_preemptions += 1
+        self._budget += self._planned.pop(seq, 0)
+        self.waiting.push(seq)
+        self.trace.emit("preempted", seq)
+
+    def _release(self, seq: Sequence, keep_cached: bool = True) -> None:
+        """Give back row and blocks at once, even with a step in flight: their next user is computed after that step."""
+        self.trace.blocks(seq, freed=self.blocks.release(seq, keep_cached))
+        heappush(self._free_rows, seq.row)
+        self._freed_rows.append(seq.row)
+        seq.row = -1
+        seq.num_computed = seq.num_blocks_sent = 0
+
+    def _finish_plan(self) -> StepPlan:
+        """Write the plan down, and advance the sequences as if it had run."""
+        if not self._planned:
+            return StepPlan(self._num_steps, [])
+        scheduled = []
+        for seq, num_tokens in self._planned.items():
+            start = seq.num_computed
+            seq.num_computed += num_tokens
+            seq.num_in_flight += 1
+            sample = seq.num_computed == seq.num_known
+            seq.num_known += sample  # the next token: known by its length only, until the commit
+            new_blocks = tuple(seq.block_table[seq.num_blocks_sent :])
+            seq.num_blocks_sent += len(new_blocks)
+            scheduled.append(Scheduled(seq.key, seq.row, start, num_tokens, sample, new_blocks))
+            self.trace.emit("scheduled", seq, tokens=num_tokens, cached=start)
+        plan = StepPlan(self._num_steps, scheduled, self._freed_rows)
+        self._freed_rows = []
+        self._num_steps += 1
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Committed]:
+        """Take in what a step computed and sampled. Steps are committed in order, each once."""
+        self.trace.step = plan.step
+        committed = []
+        for key, _, start, num_tokens, sample, _ in plan.scheduled:
+            seq = self.sequences.get(key)
+            if seq is None:  # it ended while the step was in flight: what was sampled for it is surplus
+                continue
+            seq.num_in_flight -= 1
+            token_ids, logprobs = result.tokens[key] if sample else ([], None)
+            if -1 in token_ids:
+                self.finish(seq, "error")
+                committed.append(Committed(seq, [], None))
+                continue
+            if seq.status is SequenceStatus.RUNNING:  # if not, it was preempted after this step was planned
+                self.blocks.publish(seq, start + num_tokens)
+            if sample:
+                token_ids = self._append(seq, token_ids)
+                committed.append(Committed(seq, token_ids, logprobs and logprobs[: len(token_ids)]))
+        return committed
+
+    def _append(self, seq: Sequence, token_ids: list[int]) -> list[int]:
+        """Append new tokens up to the one that ends the sequence, if one does; returns those."""
+        for count, token in enumerate(token_ids, start=1):
+            seq.token_ids.append(token)
+            reason: FinishReason | None = None
+            stop_reason = None
+            if seq.num_output_tokens >= seq.params.min_tokens:
+                if token in seq.eos_ids:
+                    reason = "stop"
+                elif token in seq.params.stop_token_ids:
+                    reason, stop_reason = "stop", token
+            if reason is None and len(seq.token_ids) >= seq.limit:
+                reason = "length"
+            if reason is not None:
+                self.trace.emit("token", seq, ids=token_ids[:count])
+                self.finish(seq, reason, stop_reason)
+                return token_ids[:count]
+        self.trace.emit("token", seq, ids=token_ids)
+        return token_ids

@@ -1,0 +1,37 @@
+"""Events: plain dicts from which pictures, metrics and replays are made. Nearly free without a listener."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.engine.sequence import Sequence
+
+Event = dict[str, Any]
+OnEvent = Callable[[Event], None]
+
+
+class Trace:
+    """Tells a listener what happens to each request, and in which step.
+
+    type       details, beside t (seconds of time.perf_counter()), step, request (its id) and choice (0 .. n - 1)
+    added      prompt_tokens
+    admitted   cached: tokens that need not be computed
+    scheduled  tokens: how many this step computes; cached: how many have been computed before
+    token      ids: the new tokens
+    preempted
+    finished   reason
+    blocks     taken, shared, freed: lists of block numbers
+    """
+
+    def __init__(self, on_event: OnEvent | None = None) -> None:
+        self.on_event = on_event
+        self.step = 0
+
+    def emit(self, type: str, seq: Sequence, **details: Any) -> None:
+        if self.on_event is not None:
+            event = {"t": time.perf_counter(), "step": self.step, "type": type, "request": seq.request_id}
+            self.on_event(event | {"choice": seq.choice} | details)
+
+    def blocks(self, seq: Sequence, *, taken: list[int] = [], shared: list[int] = [], freed: list[int] = []) -> None:  # noqa: B006
+        if self.on_event is not None and (taken or shared or freed):
+            self.emit("blocks", seq, taken=taken, shared=shared, freed=freed)
