@@ -10,7 +10,6 @@ class RequestOutputKind(Enum):
     """What `step()` reports of a request that is not finished yet."""
 
     CUMULATIVE = 0  # all of its output so far
-    DELTA = 1  # what is new
     FINAL_ONLY = 2  # nothing
 
 

@@ -1,0 +1,185 @@
+"""The engine: requests in, steps, outputs out. It joins the scheduler (what to compute) and an executor (computing)."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from itertools import count
+
+import xxhash
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.limits import check_token_ids, length_limit
+from nanovllm.engine.plan import Executor, StepHandle, StepPlan
+from nanovllm.engine.request import Choice, MakeDetokenizer, Request
+from nanovllm.engine.scheduler import Committed, Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.trace import OnEvent, Trace
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of the n choices. The first keeps the request's, so that n=1 gives its tokens."""
+    return seed if choice == 0 else int(xxhash.xxh3_64_intdigest(f"{seed}/{choice}".encode()) >> 1)
+
+
+class LLMEngine:
+    """Not thread-safe. After an exception out of any of its methods, `abort_all` or `close` still frees everything."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        make_detokenizer: MakeDetokenizer | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        """`config` is resolved, `num_kv_blocks` included. Without `make_detokenizer` outputs have ids but no text."""
+        self.executor = executor
+        self.config = config
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.make_detokenizer = make_detokenizer
+        self.trace = Trace(on_event)
+        self.scheduler = Scheduler(config, self.trace)
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._max_in_flight = 1 if config.async_scheduling else 0  # steps that run on while the next one is planned
+        self._keys = count()
+        self._seeds = random.Random(config.seed)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request. The smaller `priority` goes first; within one, whoever was added first.
+
+        Requests share cached prefixes only under the same `cache_salt`. `arrival_time` is in seconds of
+        `time.perf_counter()`, for the metrics only. Raises ValueError (TypeError for ids that are no integers) for what
+        could never run, and changes nothing then.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is in use by a request that is not finished; choose another")
+        prompt = check_token_ids(prompt_token_ids, params, self.vocab_size)
+        limit = length_limit(len(prompt), params, self.config)
+        if params.stop and self.make_detokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and there is none; use stop_token_ids")
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        arrived = time.perf_counter() if arrival_time is None else arrival_time
+        request = Request(request_id, prompt, params, arrived)
+        for choice in range(params.n):
+            key = next(self._keys)
+            seq = Sequence(
+                key=key,
+                request_id=request_id,
+                choice=choice,
+                token_ids=list(prompt),
+                num_prompt_tokens=len(prompt),
+                params=replace(params, seed=choice_seed(seed, choice)),
+                limit=limit,
+                eos_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+                priority=priority,
+                arrival=key,
+                cache_salt=cache_salt,
+            )
+            detokenizer = None if self.make_detokenizer is None else self.make_detokenizer(prompt, params)
+            wanted = params.logprobs is not None
+            request.choices.append(Choice(seq, detokenizer, [] if wanted else None, 0.0 if wanted else None))
+        self._requests[request_id] = request
+        seqs = [choice.seq for choice in request.choices]
+        # Its other choices find the first one's prompt in the prefix cache, where that holds anything of it.
+        shareable = self.config.enable_prefix_caching and len(prompt) > self.scheduler.block_size
+        request.held = seqs[1:] if shareable else []
+        for seq in seqs[: len(seqs) - len(request.held)]:
+            self._start(seq)
+
+    def _start(self, seq: Sequence) -> None:
+        self.executor.add(seq.key, seq.token_ids, seq.params)
+        self.scheduler.add(seq)
+        self.trace.emit("added", seq, prompt_tokens=seq.num_prompt_tokens)
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request now, wherever it is; no output of it follows. Nothing happens if there is no such request."""
+        if request_id in self._requests:
+            for choice in self._requests[request_id].choices:
+                if choice.seq.key in self.scheduler.sequences:
+                    self.scheduler.finish(choice.seq, "abort")
+                    self.executor.remove(choice.seq.key)
+            del self._requests[request_id]
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something left to do, if only to take back a step whose requests have all ended."""
+        return bool(self._requests or self._in_flight)
+
+    def step(self) -> list[RequestOutput]:
+        """Submit the next step and take in the oldest one that should be finished: the same one, or with asynchronous
+        scheduling the one before. Returns an output for every request that this brought something new."""
+        plan = self.scheduler.schedule()
+        if plan.scheduled:
+            self._in_flight.append((plan, self.executor.submit(plan)))
+        if not self._in_flight or (plan.scheduled and len(self._in_flight) <= self._max_in_flight):
+            return []
+        oldest, handle = self._in_flight.popleft()
+        return self._report(self.scheduler.commit(oldest, handle.result()))
+
+    def _report(self, committed: list[Committed]) -> list[RequestOutput]:
+        now = time.perf_counter()
+        changed: dict[str, Request] = {}
+        for seq, token_ids, logprobs in committed:
+            request = changed[seq.request_id] = self._requests[seq.request_id]
+            if request.first_token_time is None and token_ids:
+                request.first_token_time = now
+            choice = request.choices[seq.choice]
+            choice.take(token_ids, logprobs)
+            self._check_text(choice)
+            if seq.finish_reason is not None:
+                self.executor.remove(seq.key)
+            while request.held:  # the first choice has computed the prompt, or failed
+                self._start(request.held.pop(0))
+        outputs = []
+        for request in changed.values():
+            if request.finished:
+                del self._requests[request.request_id]
+            if request.finished or request.params.output_kind is RequestOutputKind.CUMULATIVE:
+                outputs.append(request.output(now))
+        return outputs
+
+    def _check_text(self, choice: Choice) -> None:
+        """End a choice that met a stop string, also where its last token ended it for another reason."""
+        seq, detokenizer = choice.seq, choice.detokenizer
+        if detokenizer is None:
+            return
+        if detokenizer.stop_reason is not None:
+            if seq.finish_reason is None:
+                self.scheduler.finish(seq, "stop", detokenizer.stop_reason)
+            elif seq.finish_reason == "length":
+                seq.finish_reason, seq.stop_reason = "stop", detokenizer.stop_reason
+        elif seq.finish_reason is not None:
+            detokenizer.finish()
+
+    def abort_all(self) -> None:
+        """End every request without output and forget every cached block, also after an exception cut a step short."""
+        seqs = [choice.seq for request in self._requests.values() for choice in request.choices]
+        self._requests.clear()
+        self._in_flight.clear()
+        self.scheduler.reset()
+        for seq in seqs:
+            self.executor.remove(seq.key)
+            if seq.finish_reason is None:
+                seq.finish_reason = "abort"
+                self.trace.emit("finished", seq, reason="abort")
+
+    def close(self) -> None:
+        """Abort everything and release the executor."""
+        self.abort_all()
+        self.executor.close()
