@@ -55,7 +55,7 @@ def test_a_cut_keeps_the_hint_and_hides_the_solution() -> None:
     assert "    # exercise 1.1: double x, and\n    #   say \"so\" or 'so'.\n    raise NotImplementedError(" in text
     namespace: dict[str, object] = {}
     exec(text, namespace)
-    with pytest.raises(NotImplementedError, match="exercise 1.1: double x, and say \"so\" or 'so'"):
+    with pytest.raises(NotImplementedError, match=r"exercise 1\.1: double x, and say \"so\" or 'so'"):
         namespace["f"](1)  # type: ignore[operator]
 
 
