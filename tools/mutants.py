@@ -9,6 +9,7 @@ All runs share this one process, because importing torch and transformers takes 
 
 import argparse
 import contextlib
+import importlib
 import io
 import shlex
 import sys
@@ -92,6 +93,7 @@ def run_tests(stage: Stage, source: str, arguments: SequenceOf[str] = ()) -> Ver
         for name in list(sys.modules):  # what an earlier run imported must not answer for this one
             if name.split(".")[0] == "exercises" or name.startswith("tests.stages"):
                 del sys.modules[name]
+        importlib.invalidate_caches()
         command = ["tests/stages", f"--stage={stage.number}", "--impl=exercises", "-x", "-q", "-p", "no:cacheprovider"]
         search_path = shlex.join([directory, str(ROOT)])  # before a real exercises/ of the learner
         command += ["-o", f"pythonpath={search_path}", f"--timeout={SECONDS_PER_TEST}", *arguments]

@@ -80,10 +80,10 @@ def compare(number: int) -> StageDiff:
     replaced = {(old.stage, old.key) for old in counterparts.values() if old}
     gone = {u.key: u for where, u in sorted(reach(number - 1).items()) if where not in now and where not in replaced}
     removed = sorted((u for u in gone.values() if u.key not in file.units), key=lambda u: (u.stage, u.first_line))
-    kept = {u.label: u.stage for u in now.values() if u.stage < number and "." not in u.key}
-    return StageDiff(
-        stage, file, read_stage(number - 1), pairs, removed, dict(sorted(kept.items(), key=lambda k: k[1]))
+    used = sorted(
+        (u for u in now.values() if u.stage < number and "." not in u.key), key=lambda u: (u.stage, u.first_line)
     )
+    return StageDiff(stage, file, read_stage(number - 1), pairs, removed, {u.label: u.stage for u in used})
 
 
 def counterpart(file: StageFile, unit: Unit) -> Unit | None:
