@@ -22,7 +22,7 @@ of the bushes|From behind a {tree}] came {helper}. "[I hope I did not frighten y
 {Helper} was sitting {spot}, [looking {worry}|with a long face]. "[I have lost my glasses|My cart is stuck in the
 mud|My roof is leaking|I cannot reach the apples]," said {the_helper}. {N} and {F} [rolled up their sleeves|helped at
 once], and soon [it was put right|all was well]. "[One good turn deserves another|I shall not forget it]," said
-{the_helper}. "[Go {path}|If you go {path}], and you will not go wrong."
+{the_helper}. "[Go {path}, and|If you go {path},] you will not go wrong."
 
 "Do you know what I think?" said {F}. "[What|Tell me]?" asked {N}. "I think that [the best days begin badly|the clouds
 look like {food}|we ought to do this every year]." {N} [had to smile|laughed out loud]. That was just like {F}:

@@ -256,7 +256,7 @@ on its nail|had to be moved to the windowsill].
 """),
     compile_passages("""
 When the tables stood ready, {N} {signal}. From [all sides|every lane] they came, the young and the old, each with a
-dish. There was {food}, there was {food2}, and there was {drink} for all. [{Helper} played a waltz.|Somebody began to
+dish. They had {food}, they had {food2}, and they had {drink} for all. [{Helper} played a waltz.|Somebody began to
 sing.] And in the middle of the longest table, among the {flower}, was the {O}.
 
 The moon rose, and [a hundred candles|the candles] were lit. "[Is there enough|Will it be enough]?" whispered {F}. {N}

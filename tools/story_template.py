@@ -8,6 +8,7 @@ capitalises what the slot gives.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
@@ -15,6 +16,9 @@ from tools.story_words import GREETINGS, HELPERS, LISTS, PRONOUNS
 
 Part: TypeAlias = "str | list[list[Part]]"  # a literal, or a choice of alternatives
 Template: TypeAlias = list[Part]
+
+# Only the letters that begin with the sound of a vowel in every word of the lists ("a unicorn", "a one-eyed cat")
+_A_BEFORE_VOWEL: Final = re.compile(r"\b([Aa])(?= (?!one\b|one-|once\b|eu)[aeioéÉAEIO]\w)")
 
 # Slots that are drawn together: who helps also decides the pronoun.
 _GROUPS: Final[dict[str, list[dict[str, str]]]] = {
@@ -108,14 +112,14 @@ class Slots(dict[str, str]):
 
 
 def write(template: Template, slots: Slots, rng: random.Random) -> str:
-    """One passage of text: every choice made, every slot filled, no double spaces."""
+    """One passage of text: every choice made, every slot filled, no double spaces, "an" before a vowel."""
     pieces: list[str] = []
     _choose(template, rng.random, pieces)
     text = "".join(pieces).format_map(slots)
     slots.forget_passage()
     while "  " in text:
         text = text.replace("  ", " ")
-    return text.strip()
+    return _A_BEFORE_VOWEL.sub(r"\1n", text.strip())
 
 
 def _choose(template: Template, uniform: Callable[[], float], pieces: list[str]) -> None:
