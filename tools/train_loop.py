@@ -1,0 +1,242 @@
+"""The training loop of the embedded models: whole stories from position 0, padded on the right, batched by length.
+
+A story is never cut and never sees another one, so a prompt at position 0 is what the model was trained on. Padding on the
+right needs no mask: under causal attention no real token sees it, and its own losses are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tools.train_data import EOS_ID, VOCAB_SIZE, Corpus
+
+MAX_POSITIONS: Final = 2048
+WIDTH_STEP: Final = 64  # widths of batches are multiples of this
+IGNORED: Final = -100
+WARMUP_STEPS: Final = 150
+MEASURED_STEPS: Final = (20, 100)  # speed is measured between these steps, then the schedule is planned
+CHECKPOINT_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to train: at most `max_tokens` (real tokens, padding not counted) and about `seconds`."""
+
+    max_tokens: int
+    seconds: float
+    batch_tokens: int
+    learning_rate: float
+    weight_decay: float
+    seed: int
+    compile: bool
+
+
+def make_model(kind: str, seed: int) -> Qwen3ForCausalLM:
+    """A fresh `target` (7.3M parameters) or `draft` (0.9M)."""
+    shape: dict[str, dict[str, int]] = {
+        "target": {
+            "hidden_size": 256,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 768,
+        },
+        "draft": {
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 384,
+        },
+    }
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        **shape[kind],
+        vocab_size=VOCAB_SIZE,
+        head_dim=64,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+        pad_token_id=None,
+        use_cache=True,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+class Batches:
+    """Every story once an epoch, in batches of about equal length; the order depends on the seed and the epoch only."""
+
+    def __init__(self, corpus: Corpus, batch_tokens: int, seed: int, device: torch.device) -> None:
+        self.tokens = torch.from_numpy(corpus.tokens.astype(np.int32)).to(device)  # [T]
+        self.starts = torch.from_numpy(corpus.offsets[:-1]).to(device)  # [S]
+        self.lengths = torch.from_numpy(corpus.lengths).to(device)  # [S]
+        self._widths = -(-(corpus.lengths - 1) // WIDTH_STEP) * WIDTH_STEP  # the last token is only a label
+        self._batch_tokens = batch_tokens
+        self._seed = seed
+
+    def epoch(self, number: int) -> list[tuple[int, NDArray[np.int64]]]:
+        """(width, stories) of each batch; smaller last batches of a width are kept."""
+        rng = np.random.default_rng((self._seed, number))
+        batches: list[tuple[int, NDArray[np.int64]]] = []
+        for width in np.unique(self._widths).tolist():
+            stories = rng.permutation(np.flatnonzero(self._widths == width))
+            rows = max(1, self._batch_tokens // width)
+            batches += [(width, stories[first : first + rows]) for first in range(0, len(stories), rows)]
+        return [batches[index] for index in rng.permutation(len(batches))]
+
+    def forever(self, skip: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The batches of all epochs, without the first `skip`."""
+        number = 0
+        while True:
+            batches = self.epoch(number)
+            yield from batches[skip:]
+            skip = max(0, skip - len(batches))
+            number += 1
+
+    def load(self, width: int, stories: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Inputs and labels, [B, width] each."""
+        rows = torch.from_numpy(stories).to(self.starts.device)
+        steps = torch.arange(width + 1, device=rows.device)
+        real = steps[None, :] < self.lengths[rows, None]  # [B, width + 1]
+        where = (self.starts[rows, None] + steps).clamp(max=len(self.tokens) - 1)
+        ids = torch.where(real, self.tokens[where].long(), EOS_ID)
+        return ids[:, :-1], torch.where(real, ids, IGNORED)[:, 1:]
+
+
+def loss_of(model: torch.nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy in nats over the real tokens; bf16 on a GPU, fp32 on a CPU (few CPUs are fast in bf16)."""
+    with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=inputs.is_cuda):
+        logits = model(input_ids=inputs, use_cache=False).logits  # [B, width, V]
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
+
+
+def _optimizer(model: torch.nn.Module, plan: Plan) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": plan.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95), fused=parameters[0].is_cuda)
+
+
+def _rate(step: int, total_steps: int | None) -> float:
+    """Linear warm-up, then a cosine down to 2% of the peak at `total_steps`."""
+    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
+    if total_steps is None:
+        return warmup
+    return warmup * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / total_steps))))
+
+
+def _compile_layers(model: Qwen3ForCausalLM, batches: Batches) -> bool:
+    """Compile the decoder layer (one graph for all layers and widths). Says so, loudly, where that is impossible."""
+    try:
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
+        for width, stories in batches.epoch(0)[:2]:
+            loss_of(model, *batches.load(width, stories)).backward()
+        model.zero_grad(set_to_none=True)
+    except Exception:
+        traceback.print_exc()
+        print("WARNING: torch.compile failed (traceback above); training goes on WITHOUT it, more slowly", flush=True)
+        for layer in model.model.layers:
+            layer._compiled_call_impl = None
+        model.zero_grad(set_to_none=True)
+        return False
+    return True
+
+
+def train(kind: str, model: Qwen3ForCausalLM, corpus: Corpus, plan: Plan, checkpoint: Path, resume: bool) -> dict[str, Any]:
+    """Train in place and return the figures. Checkpoints go to `checkpoint`; with `resume` an existing one is continued."""
+    device = next(model.parameters()).device
+    batches = Batches(corpus, plan.batch_tokens, plan.seed, device)
+    epoch_steps = len(batches.epoch(0))
+    max_steps = max(1, math.ceil(plan.max_tokens / len(corpus.tokens) * epoch_steps))
+    optimizer = _optimizer(model, plan)
+    step, total_steps, spent = 0, None if max_steps > MEASURED_STEPS[1] else max_steps, 0.0
+    if resume and checkpoint.exists():
+        state = torch.load(checkpoint, map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, total_steps, spent = state["step"], state["total_steps"], state["spent"]
+        print(f"{kind}: resumed at step {step} of {total_steps}", flush=True)
+    started = time.monotonic()
+    compiled = plan.compile and _compile_layers(model, batches)
+    print(f"{kind}: {model.num_parameters():,} parameters, compiled={compiled}, {time.monotonic() - started:.0f} s", flush=True)
+
+    model.train()
+    lengths = corpus.lengths
+    saved = measured = logged = time.monotonic()
+    logged_tokens = 0
+    logged_loss = torch.zeros((), device=device)
+    logged_steps = 0
+    for width, stories in batches.forever(skip=step):
+        if total_steps is not None and step >= total_steps:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = plan.learning_rate * _rate(step, total_steps)
+        loss = loss_of(model, *batches.load(width, stories))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        logged_loss += loss.detach()
+        logged_steps += 1
+        logged_tokens += int(lengths[stories].sum())
+
+        if total_steps is None and step in MEASURED_STEPS:
+            logged_loss.item()  # waits for the device
+            now = time.monotonic()
+            if step == MEASURED_STEPS[0]:
+                measured = now
+            else:
+                a_step = (now - measured) / (MEASURED_STEPS[1] - MEASURED_STEPS[0])
+                total_steps = max(step, min(max_steps, step + int((plan.seconds - spent - (now - started)) / a_step)))
+                print(f"{kind}: {a_step * 1000:.1f} ms a step, {total_steps} steps planned "
+                      f"({total_steps / epoch_steps:.2f} epochs)", flush=True)  # fmt: skip
+        if step % 100 == 0 or step == total_steps:
+            mean = float(logged_loss) / logged_steps
+            if not math.isfinite(mean):
+                raise RuntimeError(f"{kind}: the loss is {mean} at step {step}; lower the learning rate")
+            now = time.monotonic()
+            print(f"{kind}: step {step}/{total_steps} loss {mean:.4f} lr {optimizer.param_groups[0]['lr']:.2e} "
+                  f"{logged_tokens / (now - logged):,.0f} tokens/s {now - started + spent:.0f} s", flush=True)  # fmt: skip
+            logged, logged_tokens, logged_steps = now, 0, 0
+            logged_loss.zero_()
+            if now - saved > CHECKPOINT_SECONDS or step == total_steps:
+                saved = now
+                _save(checkpoint, model, optimizer, step, total_steps, spent + now - started)
+    seconds = spent + time.monotonic() - started
+    model.eval()
+    return {
+        "parameters": model.num_parameters(),
+        "steps": step,
+        "tokens": round(step / epoch_steps * len(corpus.tokens)),
+        "epochs": round(step / epoch_steps, 2),
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round(step / epoch_steps * len(corpus.tokens) / max(seconds, 1e-9)),
+        "compiled": compiled,
+        "learning_rate": plan.learning_rate,
+    }
+
+
+def _save(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, total_steps: int | None,
+          spent: float) -> None:  # fmt: skip
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    partial = path.with_suffix(".partial")
+    torch.save({**state, "step": step, "total_steps": total_steps, "spent": spent}, partial)
+    partial.replace(path)
