@@ -1,0 +1,87 @@
+"""What every file is held to: ruff, mypy, 300 lines of Python at most, and no path of somebody's machine."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LONGEST_FILE = 300  # lines, docstrings and all: what a reader can hold in mind
+CODE = ("stages", "nanovllm", "tools", "benchmarks", "tests", "example.py")
+
+# Home and scratch directories on Linux, macOS and Windows, in a form that does not find itself.
+MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:work|root|tmp|home/[a-z]\w*|Users/[A-Za-z]\w*)/|\b[A-Z]:\\Users\\")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+
+
+def present(*names: str) -> list[str]:
+    return [name for name in names if (ROOT / name).exists()]
+
+
+def repository_files() -> list[Path]:
+    """Files that are in git or about to be; in an archive without git, all those outside hidden directories."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode == 0:
+        paths = [ROOT / name for name in listing.stdout.split("\0") if name]
+    else:
+        paths = [path for path in ROOT.rglob("*") if not any(part[0] == "." for part in path.relative_to(ROOT).parts)]
+    return [path for path in paths if path.is_file()]
+
+
+def too_long(paths: list[Path]) -> Iterator[str]:
+    for path in paths:
+        if path.suffix == ".py" and (length := len(path.read_text().splitlines())) > LONGEST_FILE:
+            yield f"{path}: {length} lines"
+
+
+def machine_paths(paths: list[Path]) -> Iterator[str]:
+    for path in paths:
+        content = path.read_bytes()
+        if b"\0" in content:
+            continue  # binary
+        for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
+            if found := MACHINE_PATH.search(line):
+                yield f"{path}:{number}: {found[0]}"
+
+
+@pytest.mark.skipif(find_spec("ruff") is None, reason="ruff is not installed: make setup")
+def test_ruff_finds_nothing() -> None:
+    done = run("ruff", "check", "--no-cache", "--output-format", "concise", *present(*CODE, "notebooks"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(find_spec("mypy") is None, reason="mypy is not installed: make setup")
+def test_mypy_finds_nothing() -> None:
+    done = run("mypy", *present(*CODE))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_python_file_is_too_long() -> None:
+    assert list(too_long(repository_files())) == []
+
+
+def test_no_path_of_one_machine() -> None:
+    assert list(machine_paths(repository_files())) == []
+
+
+def test_the_length_check_bites(tmp_path: Path) -> None:
+    (tmp_path / "fits.py").write_text("x = 1\n" * LONGEST_FILE)
+    (tmp_path / "long.py").write_text("x = 1\n" * (LONGEST_FILE + 1))
+    (tmp_path / "long.md").write_text("text\n" * 1000)
+    assert list(too_long(sorted(tmp_path.iterdir()))) == [f"{tmp_path / 'long.py'}: 301 lines"]
+
+
+@pytest.mark.parametrize("parts", [("work", "main"), ("home", "ann", "x"), ("root", ".cache"), ("Users", "Ann", "x")])
+def test_the_path_check_bites(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    (tmp_path / "notes.md").write_text("fine: https://example.org/home/, ~/.cache/x, a/tmp/b\nsee /" + "/".join(parts))
+    (tmp_path / "weights.bin").write_bytes(b"\0/" + "/".join(parts).encode())
+    (found,) = machine_paths(sorted(tmp_path.iterdir()))
+    assert found.startswith(f"{tmp_path / 'notes.md'}:2: ")
