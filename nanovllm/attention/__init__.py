@@ -1,0 +1,74 @@
+"""Attention over the paged KV cache: one interface, three backends, and the choice among them."""
+
+import importlib.util
+import logging
+
+import torch
+
+from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
+from nanovllm.attention.torch_ref import TorchRefBackend
+
+__all__ = ["AttentionBackend", "AttentionMetadata", "select_backend"]
+
+logger = logging.getLogger(__name__)
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def select_backend(
+    name: str, device: torch.device, head_dim: int, block_size: int, dtype: torch.dtype
+) -> AttentionBackend:
+    """Make the backend called `name`; "auto" takes Triton's where it can run and PyTorch's elsewhere, and logs why.
+
+    Args:
+        name: "auto", "torch_ref", "triton" or "flash_attn".
+        device: where the KV cache is.
+        head_dim: elements of a head.
+        block_size: tokens of a block.
+        dtype: of the queries and of the KV cache.
+
+    Raises:
+        ValueError: if that backend cannot serve this device, shape or dtype; it says why and what to do.
+    """
+    if name == "auto":
+        reason = _why_not_triton(device, head_dim, block_size, dtype)
+        name = "torch_ref" if reason else "triton"
+        logger.info("attention_backend='auto' chose %s: %s", name, reason or f"{device} can run its kernels")
+    if name == "torch_ref":
+        return TorchRefBackend()
+    if name not in ("triton", "flash_attn"):
+        raise ValueError(f"attention_backend must be auto, torch_ref, triton or flash_attn; got {name!r}")
+
+    reason = _why_not_triton(device, head_dim, block_size, dtype)  # flash_attn decodes by our kernels
+    if reason:
+        raise ValueError(f"attention_backend={name!r} cannot be used: {reason}; take attention_backend='torch_ref'")
+    properties = torch.cuda.get_device_properties(device)
+    capability = torch.cuda.get_device_capability(device)
+    if name == "triton":
+        from nanovllm.attention.triton_backend import TritonBackend
+
+        return TritonBackend(properties.multi_processor_count, large_tiles=capability[0] in (9, 10))
+    if dtype == torch.float32:
+        raise ValueError("attention_backend='flash_attn' works in 16 bits; take dtype='bfloat16' or the triton backend")
+    from nanovllm.attention.flash_attn import FlashAttnBackend, find_library
+
+    library, prefill = find_library(capability, block_size)
+    logger.info("attention_backend='flash_attn' uses %s for prefill and Triton for decode", library)
+    return FlashAttnBackend(properties.multi_processor_count, prefill)
+
+
+def _why_not_triton(device: torch.device, head_dim: int, block_size: int, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"its kernels need an NVIDIA GPU, and the KV cache is on {str(device)!r}"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton; Linux only)"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"its kernels need compute capability 8.0 or more, and this GPU has {major}.{minor}"
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"its kernels need a kvcache_block_size that is a power of two of at least 16, not {block_size}"
+    if head_dim not in HEAD_DIMS:
+        return f"its kernels need a head_dim of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"its kernels work in float32, float16 and bfloat16, not {dtype}"
+    return None

@@ -1,0 +1,155 @@
+"""Attention by the flash-attn library for prefill, by our Triton kernel for decode.
+
+Two packages go by that name. `flash-attn-4` is pure Python over NVIDIA's CuTe DSL and installs from wheels, while
+version 2, `flash-attn`, has to be compiled. On Hopper the former has no split-KV and the latter decodes no faster than
+our kernel, so both are used for what they are best at, long chunks of queries.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from nanovllm.attention.interface import AttentionMetadata
+from nanovllm.attention.triton_backend import TritonBackend
+
+# (q, kv, block_table, query_start, context_len, max_query_len, max_context_len, scale) -> [T, Hq, D]
+Prefill = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, float], torch.Tensor
+]
+
+FLASH_4_PAGE = 128  # the page that flash-attn-4's tiles of keys equal, and that the copy engine can then fetch whole
+
+
+def find_library(capability: tuple[int, int], block_size: int) -> tuple[str, Prefill]:
+    """The library that serves this GPU and block size: its name, and prefill by it.
+
+    Raises:
+        ValueError: if there is none; says for each of the two why not, and what to do.
+    """
+    reasons = []
+    for name, module, prefill, obstacle in (
+        ("flash-attn-4", "flash_attn.cute.interface", _prefill_4, _obstacle_4(capability)),
+        ("flash-attn 2", "flash_attn", _prefill_2, _obstacle_2(capability, block_size)),
+    ):
+        if obstacle is None:
+            try:
+                return name, partial(prefill, import_module(module).flash_attn_varlen_func)
+            except (ImportError, AttributeError) as error:  # flash-attn-4 alone leaves an empty package flash_attn
+                obstacle = f"cannot be imported ({error})"
+        reasons.append(f"{name} {obstacle}")
+    raise ValueError(
+        f"attention_backend='flash_attn' finds no library: {'; '.join(reasons)}. "
+        "Install one (pip install 'nanovllm[flash]') or take attention_backend='triton'"
+    )
+
+
+def _obstacle_4(capability: tuple[int, int]) -> str | None:
+    if capability[0] in (9, 10, 11):
+        return None
+    return f"has no paged KV cache for compute capability {capability[0]}.{capability[1]}"
+
+
+def _obstacle_2(capability: tuple[int, int], block_size: int) -> str | None:
+    if capability[0] < 8:
+        return f"needs compute capability 8.0 or more, and this GPU has {capability[0]}.{capability[1]}"
+    if block_size % 256:
+        return f"needs a kvcache_block_size that is a multiple of 256, not {block_size}"
+    return None
+
+
+def _prefill_4(
+    flash_attn_varlen_func: Any,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_len: torch.Tensor,
+    max_query_len: int,
+    max_context_len: int,
+    scale: float,
+) -> torch.Tensor:
+    pages = kv  # [2, num_pages, page size, Hkv, D]
+    per_block, rest = divmod(kv.shape[2], FLASH_4_PAGE)
+    if per_block > 1 and rest == 0:
+        # A block is then several whole pages, one after the other, and the cache need not be moved to be called so.
+        pages = kv.unflatten(2, (per_block, FLASH_4_PAGE)).flatten(1, 2)
+        page = torch.arange(per_block, dtype=torch.int32, device=kv.device)
+        block_table = (block_table[:, :, None] * per_block + page).flatten(1)  # [S, M * per_block]
+    out = flash_attn_varlen_func(
+        q,
+        pages[0],
+        pages[1],
+        cu_seqlens_q=query_start,
+        seqused_k=context_len,
+        page_table=block_table,
+        max_seqlen_q=max_query_len,
+        max_seqlen_k=max_context_len,
+        softmax_scale=scale,
+        causal=True,
+    )
+    return out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp as well
+
+
+def _prefill_2(
+    flash_attn_varlen_func: Any,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_len: torch.Tensor,
+    max_query_len: int,
+    max_context_len: int,
+    scale: float,
+) -> torch.Tensor:
+    key_start = torch.nn.functional.pad(context_len.cumsum(0, dtype=torch.int32), (1, 0))  # [S + 1]
+    return flash_attn_varlen_func(
+        q,
+        kv[0],
+        kv[1],
+        query_start,
+        key_start,
+        max_query_len,
+        max_context_len,
+        softmax_scale=scale,
+        causal=True,
+        block_table=block_table,
+    )
+
+
+class FlashAttnBackend(TritonBackend):
+    """Prefill through the library; write, decode and capture as `TritonBackend` does.
+
+    Args:
+        num_sms: multiprocessors of the GPU.
+        prefill: the library's function, from `find_library`.
+    """
+
+    name = "flash_attn"
+
+    def __init__(self, num_sms: int, prefill: Prefill) -> None:
+        super().__init__(num_sms, large_tiles=False)
+        self._library = prefill
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        out: torch.Tensor,
+        first_sequence: int,
+    ) -> None:
+        # The sequences before `first_sequence` have one token each, so it is the first token's number as well.
+        out[first_sequence:] = self._library(
+            q[first_sequence:],
+            kv,
+            meta.block_table[first_sequence:],
+            meta.query_start[first_sequence:] - first_sequence,
+            meta.context_len[first_sequence:],
+            meta.max_query_len,
+            meta.max_context_len,
+            scale,
+        )

@@ -1,0 +1,52 @@
+"""What the model runner and an attention backend say to each other.
+
+Slots number the places of the KV cache: slot = block * block_size + offset. The KV cache of one layer is a contiguous
+tensor [2, num_blocks + 1, block_size, Hkv, D]: keys, then values. Its last block is the scratch block, which belongs to
+no sequence: padding writes there, because slot -1 would be the last slot of somebody's block.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """Which tokens of a step belong to which sequence, and where the keys and values of each sequence lie.
+
+    The T tokens of S sequences lie end to end: first those of sequences with a single query (decodes), then the others.
+    Sequence s has the tokens query_start[s] to query_start[s + 1]. They are the last of its context, so its query i sees
+    the keys from 0 up to and with context_len[s] - query_len + i.
+
+    The two maxima may exceed what the step needs (a CUDA graph is recorded once for all lengths), never fall short.
+    A padding sequence is one query with a context_len of 1 in the scratch block; its output has no meaning.
+    """
+
+    slots: torch.Tensor  # [T] int64, where each token's key and value go
+    query_start: torch.Tensor  # [S + 1] int32
+    context_len: torch.Tensor  # [S] int32, keys that the last query of a sequence sees, its own included
+    block_table: torch.Tensor  # [S, M] int32; entries past a sequence's last block are never used
+    num_decodes: int  # the first num_decodes sequences have exactly one query
+    max_query_len: int
+    max_context_len: int
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention over the paged KV cache. Holds no state of sequences or steps.
+
+    `name` is how the configuration calls it. `capturable` says that `write` and `attend` read lengths, tables and slots
+    on the device only, so that a CUDA graph that recorded them follows later changes of the metadata's tensors.
+    """
+
+    name: str
+    capturable: bool
+
+    def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store k and v [T, Hkv, D] of the step's tokens in `slots` [T] of one layer's cache `kv`."""
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+        """Causal attention of q [T, Hq, D] over what `kv` holds, the step's own keys already written: [T, Hq, D].
+
+        Query head h reads the KV head h // (Hq // Hkv). `scale` multiplies the scores.
+        """

@@ -1,0 +1,177 @@
+"""Attention in plain PyTorch: the oracle of the other backends, and the default on a CPU.
+
+Sequences with the same number of queries and contexts of similar length form a rectangle: their blocks are gathered
+into one padded [B, L] tensor of keys and one of values, and a single call attends for all of them. A decode batch is a
+few rectangles with one query a row. There is no loop over tokens, and what does not depend on the layer (which blocks,
+which masks) is worked out once a step and kept for the step's other layers.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.attention.interface import AttentionMetadata
+
+# Contexts of at least half the longest one share its rectangle, so padding is less than half of what is gathered;
+# finer classes would pay more for their calls than they save.
+MIN_FILL = 0.5
+# Keys of a rectangle: bounds the memory of what is gathered, 32 MiB with 128 fp32 elements in each of K and V.
+MAX_KEYS = 32 * 1024
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    """B sequences with n queries each, padded to L keys; P is L rounded up to whole blocks."""
+
+    tokens: torch.Tensor | None  # [B * n] rows of q; None when they are all of them, in order
+    num_queries: int
+    num_keys: int  # L
+    blocks: torch.Tensor  # [B * P / block_size] int64, which to gather
+    padding: torch.Tensor | None  # rows of the gathered [B * P] that are beyond a context but within L
+    is_causal: bool  # whole prompts of one length: PyTorch's own mask will do
+    bias: torch.Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None when all see all
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A step's rectangles, and what they were made from."""
+
+    query_start: list[int]
+    context_len: list[int]
+    block_table: torch.Tensor
+    block_size: int
+    dtype: torch.dtype
+    rectangles: list[_Rectangle]
+
+
+class TorchRefBackend:
+    """Works on every device, with any block size, head_dim and dtype that PyTorch has; see `AttentionBackend`."""
+
+    name = "torch_ref"
+    capturable = False
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+
+    def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        rows = kv.flatten(1, 2)  # [2, num_slots, Hkv, D], a view
+        rows[0].index_copy_(0, slots, k)
+        rows[1].index_copy_(0, slots, v)
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+        plan = self._plan_of(meta, kv.shape[2], q.dtype)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
+        for rectangle in plan.rectangles:
+            if rectangle.tokens is None:
+                out = _attend_rectangle(q, kv, rectangle, scale)
+            else:
+                out[rectangle.tokens] = _attend_rectangle(q[rectangle.tokens], kv, rectangle, scale)
+        return out
+
+    def _plan_of(self, meta: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
+        """The plan for `meta`: the last one, if it was made from equal numbers. Only a step's first layer makes one."""
+        query_start, context_len = meta.query_start.tolist(), meta.context_len.tolist()
+        plan = self._plan
+        if (
+            plan is None
+            or plan.query_start != query_start
+            or plan.context_len != context_len
+            or plan.block_size != block_size
+            or plan.dtype != dtype
+            or not torch.equal(plan.block_table, meta.block_table)
+        ):
+            table = meta.block_table.clone()
+            rectangles = _rectangles(query_start, context_len, table, block_size, dtype)
+            plan = self._plan = _Plan(query_start, context_len, table, block_size, dtype, rectangles)
+        return plan
+
+
+def _rectangles(
+    query_start: list[int], context_len: list[int], block_table: torch.Tensor, block_size: int, dtype: torch.dtype
+) -> list[_Rectangle]:
+    query_len = [end - start for start, end in pairwise(query_start)]
+    order = sorted(range(len(context_len)), key=lambda s: (query_len[s], context_len[s]), reverse=True)
+    members: list[list[int]] = []
+    for s in order:
+        if query_len[s] == 0:
+            continue
+        if members:
+            n, longest = query_len[members[-1][0]], context_len[members[-1][0]]
+            room = MAX_KEYS // longest > len(members[-1])
+            if query_len[s] == n and context_len[s] >= MIN_FILL * longest and room:
+                members[-1].append(s)
+                continue
+        members.append([s])
+    if len(members) == 1:
+        members[0].sort()  # the tokens are then all of q, in order
+    return [_rectangle(m, query_start, query_len, context_len, block_table, block_size, dtype) for m in members]
+
+
+def _rectangle(
+    members: list[int],
+    query_start: list[int],
+    query_len: list[int],
+    context_len: list[int],
+    block_table: torch.Tensor,
+    block_size: int,
+    dtype: torch.dtype,
+) -> _Rectangle:
+    device = block_table.device
+    n = query_len[members[0]]
+    starts = torch.tensor([query_start[s] for s in members], device=device)  # [B]
+    context = torch.tensor([context_len[s] for s in members], device=device)  # [B]
+    tokens = (starts[:, None] + torch.arange(n, device=device)).flatten()  # [B * n]
+    length = max(context_len[s] for s in members)
+    key = torch.arange(-(-length // block_size) * block_size, device=device)  # [P]
+
+    # Where a sequence has no block any more its first one stands in: a block that is surely initialised.
+    has_block = key[::block_size] < context[:, None]  # [B, P / block_size]
+    table = block_table[members, : has_block.shape[1]].long()  # [B, P / block_size]
+    blocks = torch.where(has_block, table, table[:, :1])
+    # Slots that were never written may hold NaN, which neither a mask nor a probability of 0 would stop.
+    position_held = torch.where(has_block.repeat_interleave(block_size, 1), key, key % block_size)  # [B, P]
+    padding = ((position_held >= context[:, None]) & (key < length)).flatten().nonzero().flatten()
+
+    is_causal = n > 1 and all(context_len[s] == n for s in members)
+    bias = None
+    if not is_causal:
+        position = context[:, None] - n + torch.arange(n, device=device)  # [B, n]
+        hidden = key[:length] > position[:, :, None]  # [B, n, L]
+        if hidden.any():
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[:, None]
+    return _Rectangle(
+        tokens=None if len(tokens) == query_start[-1] else tokens,
+        num_queries=n,
+        num_keys=length,
+        blocks=blocks.flatten(),
+        padding=padding if len(padding) else None,
+        is_causal=is_causal,
+        bias=bias,
+    )
+
+
+def _attend_rectangle(q: torch.Tensor, kv: torch.Tensor, rectangle: _Rectangle, scale: float) -> torch.Tensor:
+    """q: [B * n, Hq, D] -> [B * n, Hq, D]."""
+    n = rectangle.num_queries
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = kv.shape[3]
+    batch = q.shape[0] // n
+    keys, values = (cache.index_select(0, rectangle.blocks).flatten(0, 1) for cache in kv)  # [B * P, Hkv, D]
+    if rectangle.padding is not None:
+        keys.index_fill_(0, rectangle.padding, 0)
+        values.index_fill_(0, rectangle.padding, 0)
+    shape = batch, -1, num_kv_heads, head_dim
+    k, v = (x.view(shape)[:, : rectangle.num_keys].transpose(1, 2) for x in (keys, values))  # [B, Hkv, L, D]
+    if n == 1:
+        # All heads of a group look at the same keys with the same mask: they can be "queries" of one head, and each key
+        # is read once for all of them.
+        grouped = q.view(batch, num_kv_heads, -1, head_dim)  # [B, Hkv, Hq / Hkv, D]
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=rectangle.bias, scale=scale)
+        return out.reshape(batch, num_heads, head_dim)
+    rows = q.view(batch, n, num_heads, head_dim).transpose(1, 2)  # [B, Hq, n, D]
+    out = F.scaled_dot_product_attention(
+        rows, k, v, attn_mask=rectangle.bias, is_causal=rectangle.is_causal, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2).reshape(batch * n, num_heads, head_dim)

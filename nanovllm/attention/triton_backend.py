@@ -1,0 +1,91 @@
+"""Attention by our Triton kernels: the default on a GPU. Nothing has to be built beforehand."""
+
+import torch
+
+from nanovllm.attention.interface import AttentionMetadata
+from nanovllm.kernels.kv_write import kv_write
+from nanovllm.kernels.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode
+from nanovllm.kernels.paged_prefill import paged_prefill, prefill_config
+
+
+class TritonBackend:
+    """See `AttentionBackend`. Block sizes are powers of two from 16 on, and so are head dimensions.
+
+    Args:
+        num_sms: multiprocessors of the GPU, which the decode kernel shares its work out to.
+        large_tiles: the GPU has Hopper's shared memory and matrix units; see `prefill_config`.
+    """
+
+    name = "triton"
+    capturable = True
+
+    def __init__(self, num_sms: int, large_tiles: bool) -> None:
+        self._num_sms = num_sms
+        self._large_tiles = large_tiles
+        self._workspaces: dict[tuple[int, ...], DecodeWorkspace] = {}
+
+    def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        kv_write(kv, k, v, slots)
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+        num_sequences = meta.context_len.shape[0]
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
+        group = q.shape[1] // kv.shape[3]
+        # Sequences that verify a few draft tokens are decodes too: what they cost is the reading of their context.
+        few_queries = meta.max_query_len * group <= MAX_ROWS
+        num_decodes = num_sequences if few_queries else meta.num_decodes
+        if num_decodes:
+            self._decode(q, kv, meta, scale, out, num_decodes, meta.max_query_len if few_queries else 1)
+        if num_decodes < num_sequences:
+            self._prefill(q, kv, meta, scale, out, num_decodes)
+        return out
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        out: torch.Tensor,
+        num_decodes: int,
+        max_queries: int,
+    ) -> None:
+        _, _, _, num_kv_heads, head_dim = kv.shape
+        config = decode_config(head_dim, q.element_size())
+        pieces = max(1, self._num_sms * config.programs_per_sm // num_kv_heads)
+        key = pieces, max_queries, q.shape[1], head_dim
+        if key not in self._workspaces:
+            self._workspaces[key] = DecodeWorkspace.allocate(*key, device=q.device)
+        paged_decode(
+            q,
+            kv,
+            meta.block_table,
+            meta.query_start,
+            meta.context_len[:num_decodes],
+            scale,
+            out,
+            self._workspaces[key],
+            config,
+        )
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        out: torch.Tensor,
+        first_sequence: int,
+    ) -> None:
+        config = prefill_config(kv.shape[-1], q.element_size(), self._large_tiles)
+        paged_prefill(
+            q,
+            kv,
+            meta.block_table,
+            meta.query_start,
+            meta.context_len,
+            scale,
+            out,
+            config,
+            first_sequence=first_sequence,
+        )

@@ -1,0 +1,220 @@
+"""Decode attention over the paged KV cache: one or a few queries a sequence, each against its whole context.
+
+There is nothing to compute here, only memory to read: 2 * D elements of K and V a key, for a handful of multiply-adds
+each. So the kernel is built for one thing, to keep every multiprocessor reading until the last byte.
+
+*Equal shares.* Contexts differ by a factor of ten or more within a batch, and one program a sequence would leave the
+GPU waiting for the longest. Instead the key tiles of all sequences are laid end to end and that line is cut into equal
+pieces, as many as programs fit on the GPU at once (stream-K, Osama et al. 2023; lean attention, Sanovar et al. 2024).
+A piece may begin and end in mid-sequence. Of a sequence that lies within one piece the answer is final; of others each
+piece leaves a partial (m, denom, acc), which a second, small kernel merges, as flash-decoding does. The grid depends on
+nothing but the GPU and the number of KV heads, so it can be captured in a CUDA graph and serve every context length.
+
+*Neighbours read neighbours.* In the cache the heads of a token lie side by side, and the programs of one piece, one for
+each KV head, are adjacent in the grid: they walk the same tokens at the same pace.
+
+*Grouped queries.* The query heads that share a KV head are rows of one tile, padded to the 16 rows that tl.dot needs;
+a key is read once for all of them. The few queries of a sequence that verifies a draft are rows of that tile too.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.paged_tile import LOG2_E, attend_tile, keys_per_tile, locate, padded_sequences, token_offsets
+
+MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
+MERGED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the kernel is laid out: keys of a tile, warps of a program, tiles in flight, programs a multiprocessor."""
+
+    keys: int
+    num_warps: int = 4
+    num_stages: int = 3  # one for the block table's look-up, one for K and V on their way, one to compute
+    programs_per_sm: int = 3
+
+
+def decode_config(head_dim: int, element_size: int) -> DecodeConfig:
+    """Tiles of 16 KiB, K and V: 64 keys at a head_dim of 128 in 16 bits.
+
+    By Little's law an H100 must have 3.1 TB/s * 0.8 microseconds = 2.5 MB on its way to stay busy, 19 KB for each of
+    its 132 multiprocessors. Three programs, each with a tile of K and one of V on their way, cover that even while two
+    of them compute. Registers allow no fourth, and smaller tiles pay more often for the reductions across warps.
+    """
+    return DecodeConfig(keys=keys_per_tile(head_dim, element_size, 16 * 1024))
+
+
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_stride"],
+    do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
+)
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, kv_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
+    num_sequences, scale, q_stride, v_offset, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    piece = tl.program_id(1)
+    index = tl.arange(0, SEQUENCES)
+    tiles = tl.cdiv(tl.load(context_len_ptr + index, mask=index < num_sequences, other=0), KEYS)
+    total = tl.sum(tiles)
+    share = tl.cdiv(total, tl.num_programs(1))
+    tile = piece * share
+    last = tl.minimum(tile + share, total)
+    sequence, begin = locate(tile, tiles, index)
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD_DIM)
+    query = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    token_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    while tile < last:
+        context_len = tl.load(context_len_ptr + sequence)
+        query_start = tl.load(query_start_ptr + sequence)
+        query_len = tl.load(query_start_ptr + sequence + 1) - query_start
+        end = begin + tl.cdiv(context_len, KEYS)
+        stop = tl.minimum(end, last)
+        used = (row < QUERIES * GROUP) & (query < query_len)
+        position = context_len - query_len + query  # query i sees the keys up to its own position
+        token = (query_start + query).to(tl.int64)
+        q = tl.load(q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=used[:, None], other=0.0)
+
+        m = tl.full([ROWS], -1e30, tl.float32)
+        denom = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+        table_ptr = block_table_ptr + sequence * table_stride
+        for start in range((tile - begin) * KEYS, (stop - begin) * KEYS, KEYS):
+            key = start + tl.arange(0, KEYS)
+            offset = token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
+            pointer = kv_ptr + offset[:, None] + dim[None, :]
+            in_context = (key < context_len)[:, None]  # beyond it lies anything: a NaN in V would survive p = 0
+            k = tl.load(pointer, mask=in_context, other=0.0)  # [KEYS, D]
+            v = tl.load(pointer + v_offset, mask=in_context, other=0.0)  # [KEYS, D]
+            visible = key[None, :] <= position[:, None]
+            m, denom, acc = attend_tile(q, k, v, visible, scale, m, denom, acc, True)
+
+        if (tile == begin) & (stop == end):
+            offset = (token * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+            out = acc / denom[:, None]
+            tl.store(out_ptr + offset[:, None] + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=used[:, None])
+        else:
+            # A piece can leave two partials: of the sequence it begins within (slot 1) and of the one it ends within.
+            slot = ((piece * 2 + (tile > begin).to(tl.int32)) * QUERIES + query) * (NUM_KV_HEADS * GROUP) + head
+            tl.store(m_ptr + slot, m, mask=used)
+            tl.store(denom_ptr + slot, denom, mask=used)
+            tl.store(acc_ptr + slot[:, None] * HEAD_DIM + dim[None, :], acc, mask=used[:, None])
+        tile = stop
+        begin = end
+        sequence += 1
+
+
+@triton.jit(
+    do_not_specialize=["num_sequences", "pieces"],
+    do_not_specialize_on_alignment=["query_start_ptr", "context_len_ptr"],
+)
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, num_sequences, pieces,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SEQUENCES: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    sequence = tl.program_id(1) // QUERIES
+    query = tl.program_id(1) % QUERIES
+    index = tl.arange(0, SEQUENCES)
+    tiles = tl.cdiv(tl.load(context_len_ptr + index, mask=index < num_sequences, other=0), KEYS)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles), pieces), 1)
+    begin = tl.sum(tl.where(index < sequence, tiles, 0))
+    end = begin + tl.sum(tl.where(index == sequence, tiles, 0))
+    first = begin // share
+    last = (end - 1) // share
+    query_start = tl.load(query_start_ptr + sequence)
+    query_len = tl.load(query_start_ptr + sequence + 1) - query_start
+    if (query >= query_len) | (first == last):
+        return  # no such query, or the sequence lay within one piece and its output is written
+
+    dim = tl.arange(0, HEAD_DIM)
+    m = -1e30
+    denom = 0.0
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(first, last + 1, MERGED):
+        piece = start + tl.arange(0, MERGED)
+        used = piece <= last
+        slot = ((piece * 2 + (piece > first).to(tl.int32)) * QUERIES + query) * NUM_HEADS + head
+        part_m = tl.load(m_ptr + slot, mask=used, other=float("-inf"))
+        part_denom = tl.load(denom_ptr + slot, mask=used, other=0.0)
+        part_acc = tl.load(acc_ptr + slot[:, None] * HEAD_DIM + dim[None, :], mask=used[:, None], other=0.0)
+        new_m = tl.maximum(m, tl.max(part_m, 0))
+        weight = tl.exp2(part_m - new_m)  # [MERGED]
+        repair = tl.exp2(m - new_m)
+        denom = denom * repair + tl.sum(weight * part_denom, 0)
+        acc = acc * repair + tl.sum(weight[:, None] * part_acc, 0)
+        m = new_m
+    out = acc / denom
+    offset = ((query_start + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+    tl.store(out_ptr + offset + dim, out.to(out_ptr.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Partial results between the two kernels: two slots a piece. Reused by every layer, since layers run in turn."""
+
+    m: torch.Tensor  # [pieces, 2, QUERIES, Hq] float32
+    denom: torch.Tensor  # [pieces, 2, QUERIES, Hq] float32
+    acc: torch.Tensor  # [pieces, 2, QUERIES, Hq, D] float32
+
+    @classmethod
+    def allocate(
+        cls, pieces: int, queries: int, num_heads: int, head_dim: int, device: torch.device
+    ) -> "DecodeWorkspace":
+        shape = pieces, 2, queries, num_heads
+        return cls(*(torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape, (*shape, head_dim))))
+
+
+def paged_decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_len: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    workspace: DecodeWorkspace,
+    config: DecodeConfig,
+) -> None:
+    """Causal attention of S sequences with few queries each; writes their rows of `out`.
+
+    Args:
+        q: [T, Hq, D], rows contiguous; sequence s owns the rows query_start[s] to query_start[s + 1], at most as many
+            as the workspace has room for.
+        kv: [2, num_blocks, block_size, Hkv, D], contiguous; block_size a power of two of at least 16.
+        block_table: [>= S, M] int32.
+        query_start: [>= S + 1] int32.
+        context_len: [S] int32, at least 1 each: the keys that the last query of a sequence sees.
+        scale: what scores are multiplied with.
+        out: [T, Hq, D], contiguous.
+        workspace: its `pieces` is the number of programs for each KV head.
+    """
+    _, _, block_size, num_kv_heads, head_dim = kv.shape
+    num_heads = q.shape[1]
+    num_sequences = context_len.shape[0]
+    pieces, _, queries, _ = workspace.m.shape
+    sequences = padded_sequences(num_sequences)
+    group = num_heads // num_kv_heads
+    _decode_kernel[(num_kv_heads, pieces)](
+        q, kv, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len,
+        num_sequences, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, QUERIES=queries,
+        ROWS=max(16, triton.next_power_of_2(queries * group)), KEYS=config.keys, SEQUENCES=sequences,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    _merge_kernel[(num_heads, num_sequences * queries)](
+        out, workspace.m, workspace.denom, workspace.acc, query_start, context_len, num_sequences, pieces,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys, SEQUENCES=sequences,
+        MERGED=MERGED_AT_ONCE, num_warps=1,
+    )  # fmt: skip

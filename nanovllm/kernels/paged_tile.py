@@ -1,0 +1,71 @@
+"""What the paged attention kernels share: finding one's sequence, addressing a tile of keys, online softmax.
+
+Arguments that differ from step to step (numbers of sequences, where a slice of the step's packed integers begins) are
+kept out of Triton's specialisation by every kernel here: each new divisor would cost a compilation in mid-service.
+"""
+
+import triton
+import triton.language as tl
+
+# Scores are kept in powers of two, because the hardware's exponential is exp2.
+LOG2_E = 1.4426950408889634
+
+
+def keys_per_tile(head_dim: int, element_size: int, tile_bytes: int) -> int:
+    """Keys whose K (or V) fills `tile_bytes`: at least the 16 that tl.dot needs, at most 128."""
+    return max(16, min(128, tile_bytes // (head_dim * element_size)))
+
+
+def padded_sequences(num_sequences: int) -> int:
+    """Width of the vector that holds a number for each sequence: few widths, so that few kernels are compiled."""
+    return 32 if num_sequences <= 32 else max(512, triton.next_power_of_2(num_sequences))
+
+
+@triton.jit
+def locate(tile, tiles, index):  # type: ignore[no-untyped-def]
+    """Sequence that owns `tile` when the sequences' tiles are laid end to end, and the first tile of that sequence.
+
+    tiles [SEQUENCES]: tiles of each sequence, 0 beyond the last; index [SEQUENCES]: 0, 1, 2, ...
+    """
+    ends = tl.cumsum(tiles)
+    sequence = tl.sum((ends <= tile).to(tl.int32))
+    begin = tl.sum(tl.where(index < sequence, tiles, 0))
+    return sequence, begin
+
+
+@triton.jit
+def token_offsets(  # type: ignore[no-untyped-def]
+    table_ptr, start, limit, TOKEN_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr
+):
+    """Where the keys start, start + 1, ... of a sequence lie in the cache, in elements: [KEYS] int64.
+
+    A block that holds whole tiles costs one look-up in the block table; smaller blocks cost one for each key, since a
+    tile then spans several of them. Keys from `limit` on get an address that must not be read.
+    """
+    offset = tl.arange(0, KEYS)
+    if BLOCK_SIZE >= KEYS:
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        return block * (BLOCK_SIZE * TOKEN_STRIDE) + (start % BLOCK_SIZE + offset) * TOKEN_STRIDE
+    else:
+        key = start + offset
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < limit, other=0).to(tl.int64)
+        return (block * BLOCK_SIZE + key % BLOCK_SIZE) * TOKEN_STRIDE
+
+
+@triton.jit
+def attend_tile(q, k, v, visible, scale, m, denom, acc, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One step of online softmax: a tile of keys joins the running maximum, sum and weighted sum of values.
+
+    q [ROWS, D], k and v [KEYS, D], visible [ROWS, KEYS]; m and denom [ROWS] and acc [ROWS, D] in fp32. `m` starts
+    finite, so that a row which sees no key of a tile keeps its zeros: exp2(-inf - m) is 0, exp2(-inf + inf) is NaN.
+    Scaling by a positive number commutes with the maximum, so it waits for the multiply-add before the exponential.
+    """
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        score = tl.where(visible, score, float("-inf"))
+    new_m = tl.maximum(m, tl.max(score, 1) * scale)
+    p = tl.exp2(score * scale - new_m[:, None])
+    repair = tl.exp2(m - new_m)
+    denom = denom * repair + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * repair[:, None], input_precision="ieee")
+    return new_m, denom, acc
