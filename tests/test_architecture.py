@@ -1,0 +1,214 @@
+"""Who may import whom, asserted from the imports; each rule is shown to bite on a small planted source.
+
+Two more tests import for real: with torch hidden, everything of the control plane; with Triton hidden, everything
+that has to work on a machine that has none (macOS, Windows).
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.imports import Sources, inside
+
+ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY = Sources.read(ROOT, "stages", "nanovllm")
+
+# What offers the engine to users: requests, text and their outputs.
+FRONT = tuple(f"nanovllm.{name}" for name in ("llm", "async_llm", "cli", "server", "outputs", "tokenizer"))
+# Loaded on demand only, by the machine that can use them.
+BACKENDS_ON_TRITON = ("nanovllm.attention.triton_backend", "nanovllm.attention.flash_attn")
+
+
+def is_kernels(module: str) -> bool:
+    return module.startswith("nanovllm.kernels.") or bool(re.fullmatch(r"stages\.\w+_triton", module))
+
+
+def stage_number(module: str) -> int | None:
+    found = re.fullmatch(r"stages\.stage_(\d+)_\w+", module)
+    return int(found[1]) if found else None
+
+
+def stages_and_engine_are_strangers(sources: Sources) -> list[str]:
+    found = [str(i) for i in sources.all_imports("stages") if i.of("nanovllm")]
+    return found + [str(i) for i in sources.all_imports("nanovllm") if i.of("stages")]
+
+
+def a_stage_imports_only_earlier_ones(sources: Sources) -> list[str]:
+    """And what all stages share imports none of them."""
+    found = []
+    for statement in sources.all_imports("stages"):
+        target, own = stage_number(statement.target), stage_number(statement.module)
+        if target is not None and (own is None or target >= own):
+            found.append(str(statement))
+    return found
+
+
+def a_reader_holds_two_classes_at_most(sources: Sources) -> list[str]:
+    """A stage's class may extend a class of `stages/` only if that one extends nothing of `stages/`."""
+    classes = sources.classes()
+    ours = {name: [b for b in bases if b in classes] for name, bases in classes.items() if inside(name, "stages")}
+    return [
+        f"{name} extends {base}, which extends {', '.join(ours[base])}"
+        for name, bases in ours.items()
+        for base in bases
+        if ours.get(base)
+    ]
+
+
+def the_control_plane_has_no_torch(sources: Sources) -> list[str]:
+    """No statement of `engine/` names torch, not even in a function, and nothing that it loads brings torch in."""
+    found = [str(i) for i in sources.all_imports("nanovllm.engine") if i.of("torch", "triton")]
+    for module in sources.trees:
+        if inside(module, "nanovllm.engine"):
+            reached = sources.loads(module).items()
+            found += [f"{module} loads {via}" for name, via in reached if inside(name, "torch") and via]
+    return found
+
+
+def the_data_plane_knows_no_requests(sources: Sources) -> list[str]:
+    """`runner/` shares the messages of `engine/plan.py` with the control plane, and nothing else; nor any text."""
+    imports = sources.all_imports("nanovllm.runner")
+    foreign = ("nanovllm.engine", "tokenizers", "transformers", *FRONT)
+    return [str(i) for i in imports if i.of(*foreign) and not i.of("nanovllm.engine.plan")]
+
+
+def models_know_only_the_attention_interface(sources: Sources) -> list[str]:
+    imports = sources.all_imports("nanovllm.layers", "nanovllm.models")
+    foreign = ("nanovllm.attention", "nanovllm.engine", "nanovllm.runner", "nanovllm.sampling_params", *FRONT)
+    return [str(i) for i in imports if i.of(*foreign) and not i.of("nanovllm.attention.interface")]
+
+
+def triton_is_imported_lazily(sources: Sources) -> list[str]:
+    """Only kernel modules import Triton, and nothing but a kernel or a backend loads one when it is itself imported."""
+    found = [str(i) for i in sources.all_imports() if i.of("triton") and not is_kernels(i.module)]
+    for module in sources.trees:
+        if not is_kernels(module) and module not in BACKENDS_ON_TRITON:
+            reached = sources.loads(module).items()
+            found += [f"{module} loads {via}" for name, via in reached if inside(name, "triton") and via]
+    return found
+
+
+Rule = Callable[[Sources], list[str]]
+RULES: list[Rule] = [
+    stages_and_engine_are_strangers,
+    a_stage_imports_only_earlier_ones,
+    a_reader_holds_two_classes_at_most,
+    the_control_plane_has_no_torch,
+    the_data_plane_knows_no_requests,
+    models_know_only_the_attention_interface,
+    triton_is_imported_lazily,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_repository_obeys(rule: Rule) -> None:
+    assert rule(REPOSITORY) == []
+
+
+def test_the_repository_was_read() -> None:
+    for module in ("stages.core", "nanovllm.engine.scheduler", "nanovllm.runner.model_runner", "nanovllm.models"):
+        assert module in REPOSITORY.trees
+    assert REPOSITORY.imports["stages.core"], "a module without a single import would obey any rule"
+
+
+OUTSIDE = stages_and_engine_are_strangers
+EARLIER = a_stage_imports_only_earlier_ones
+CLASSES = a_reader_holds_two_classes_at_most
+CONTROL = the_control_plane_has_no_torch
+DATA = the_data_plane_knows_no_requests
+MODELS = models_know_only_the_attention_interface
+LAZY = triton_is_imported_lazily
+
+# rule, sources that break it, what each complaint says
+PLANTED: list[tuple[Rule, dict[str, str], str]] = [
+    (OUTSIDE, {"stages.a": "def f():\n    from nanovllm.config import X"}, "nanovllm.config"),
+    (OUTSIDE, {"stages.a": "import importlib\nimportlib.import_module('nanovllm')"}, "nanovllm"),
+    (OUTSIDE, {"nanovllm.a": "import stages.core as c"}, "stages.core"),
+    (EARLIER, {"stages.stage_2_b": "from .stage_3_c import X", "stages.stage_3_c": ""}, "stage_3_c"),
+    (EARLIER, {"stages.core": "from stages import stage_1_a", "stages.stage_1_a": ""}, "stage_1_a"),
+    (
+        CLASSES,
+        {
+            "stages.a": "class A: ...",
+            "stages.b": "from stages.a import A as First\nclass B(First): ...",
+            "stages.c": "import stages.b\nclass C(stages.b.B): ...",
+        },
+        "stages.c.C extends stages.b.B, which extends stages.a.A",
+    ),
+    (
+        CLASSES,
+        {"stages.a": "class A(Generic[T]): ...\nclass B(A[int]): ...\nclass C(B): ..."},
+        "stages.a.C extends stages.a.B",
+    ),
+    (CONTROL, {"nanovllm.engine.a": "def f():\n    import torch.nn"}, "torch.nn"),
+    (CONTROL, {"nanovllm.engine.a": "if TYPE_CHECKING:\n    from torch import Tensor"}, "torch"),
+    (
+        CONTROL,
+        {"nanovllm.engine.a": "from ..config import C", "nanovllm.config": "try:\n    import torch\nexcept E: ..."},
+        "nanovllm.engine.a loads nanovllm.config:2 imports torch",
+    ),
+    (DATA, {"nanovllm.runner.a": "from nanovllm.engine.request import R"}, "engine"),
+    (DATA, {"nanovllm.runner.a": "from transformers import AutoTokenizer"}, "transformers"),
+    (DATA, {"nanovllm.runner.a": "from nanovllm.outputs import R"}, "outputs"),
+    (MODELS, {"nanovllm.models.a": "from nanovllm.attention import select"}, "attention"),
+    (MODELS, {"nanovllm.layers.a": "import nanovllm.runner.rows"}, "runner.rows"),
+    (LAZY, {"nanovllm.layers.a": "def f():\n    import triton"}, "triton"),
+    (
+        LAZY,
+        {"nanovllm.attention.a": "from nanovllm.kernels import b", "nanovllm.kernels.b": "import triton"},
+        "nanovllm.attention.a loads nanovllm.kernels.b:1 imports triton",
+    ),
+    (
+        LAZY,
+        {"stages.a": "if LINUX:\n    import stages.b_triton", "stages.b_triton": "import triton.language as tl"},
+        "stages.a loads stages.b_triton:1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "texts", "complaint"), PLANTED, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_rule_bites(rule: Rule, texts: dict[str, str], complaint: str) -> None:
+    found = rule(Sources(texts))
+    assert found and all(complaint in line for line in found), found
+
+
+def test_what_is_allowed_passes() -> None:
+    sources = Sources(
+        {
+            "stages.core": "class Engine(Protocol[T]): ...",
+            "stages.stage_1_a": "from stages.core import Engine\nclass A(Engine): ...\nclass B(nn.Module): ...",
+            "stages.stage_2_b": "from stages.stage_1_a import B\nclass C(B): ...\ndef f():\n    import stages.k_triton",
+            "stages.k_triton": "import triton",
+            "nanovllm.config": "def f():\n    import torch",
+            "nanovllm.engine.plan": "from nanovllm.config import C",
+            "nanovllm.runner.a": "import torch\nfrom nanovllm.engine.plan import P\nimport nanovllm.attention",
+            "nanovllm.models.a": "from nanovllm.attention.interface import AttentionBackend",
+            "nanovllm.attention": "def f():\n    from nanovllm.attention.triton_backend import T",
+            "nanovllm.attention.triton_backend": "from nanovllm.kernels.b import kernel",
+            "nanovllm.kernels.b": "import triton",
+        },
+        packages=frozenset({"nanovllm.attention"}),
+    )
+    assert {rule.__name__: rule(sources) for rule in RULES} == {rule.__name__: [] for rule in RULES}
+
+
+def import_all(modules: list[str], hidden: str) -> subprocess.CompletedProcess[str]:
+    """Import the modules in a fresh process where `hidden` cannot be imported."""
+    script = "import sys\nsys.modules[sys.argv[1]] = None\nfor name in sys.argv[2:]: __import__(name)"
+    return subprocess.run([sys.executable, "-c", script, hidden, *modules], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_control_plane_imports_without_torch() -> None:
+    modules = [name for name in REPOSITORY.trees if inside(name, "nanovllm.engine")]
+    done = import_all(modules, hidden="torch")
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_but_the_kernels_imports_without_triton() -> None:
+    modules = [name for name in REPOSITORY.trees if not is_kernels(name) and name not in BACKENDS_ON_TRITON]
+    done = import_all(modules, hidden="triton")
+    assert done.returncode == 0, done.stderr
