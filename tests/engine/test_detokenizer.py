@@ -62,7 +62,7 @@ def check_never_taken_back(texts: Sequence[str]) -> None:
         assert after.startswith(before)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(IDS, st.booleans(), st.sampled_from([(), ("zzz", "\ufffd\ufffdq")]))
 def test_any_ids_one_at_a_time_give_the_full_decode(ids: list[int], skip: bool, stop: tuple[str, ...]) -> None:
     texts = list(stream(BYTE_LEVEL, ids, skip_special_tokens=skip, stop=stop))
@@ -72,7 +72,7 @@ def test_any_ids_one_at_a_time_give_the_full_decode(ids: list[int], skip: bool, 
         assert texts[-1] == full
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.text(max_size=30), st.lists(st.tuples(st.integers(1, 20), st.booleans()), min_size=1, max_size=5))
 def test_any_text_in_pieces_of_any_size(text: str, steps: list[tuple[int, bool]]) -> None:
     """Also where nobody looks in between, and where several tokens come at once."""
@@ -118,7 +118,7 @@ def test_a_character_that_began_in_the_prompt_does_not_swallow_the_output() -> N
     assert list(stream(BYTE_LEVEL, output, prompt))[-1] == BYTE_LEVEL.decode(output)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, 7), max_size=7), st.lists(st.integers(0, 7), max_size=20))
 def test_spaces_of_a_metaspace_tokenizer(prompt: list[int], output: list[int]) -> None:
     """A word's space is written if something stands before it, be it in the prompt."""
@@ -242,7 +242,7 @@ def test_min_tokens_a_stop_string_counts_only_behind_them() -> None:
     assert list(stream(tokenizer, ids, stop="STOP", min_tokens=5))[-1] == "STOPSTOP STOP"
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_search_and_held_text_against_the_literal_definition(text: str, stops: list[str]) -> None:
     finder = StopStrings(stops)
@@ -257,7 +257,7 @@ def test_search_and_held_text_against_the_literal_definition(text: str, stops: l
         assert finder.held == max(n for s in stops for n in range(len(s)) if seen.endswith(s[:n]))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(IDS, st.lists(st.text("the 你🙂\ufffd", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_stop_strings_in_any_ids(ids: list[int], stops: list[str]) -> None:
     texts = list(stream(BYTE_LEVEL, ids, stop=stops))

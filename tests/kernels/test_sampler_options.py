@@ -1,0 +1,100 @@
+"""Penalties, min_tokens and log-probabilities, and what the host knows of them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.runner.sampler import sample_full
+from nanovllm.sampling_params import SamplingParams
+from tests.kernels.sampling import VOCAB, Rows, lively_logits
+
+
+def literal_penalties(logits: Tensor, p: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
+    scores = logits.tolist()
+    for i in set(prompt + output):
+        scores[i] = scores[i] / p.repetition_penalty if scores[i] > 0 else scores[i] * p.repetition_penalty
+    for i in set(output):
+        scores[i] -= p.frequency_penalty * output.count(i) + p.presence_penalty
+    return scores
+
+
+def test_penalties_against_a_literal_reference() -> None:
+    generator = torch.Generator().manual_seed(3)
+    settings = [(1.0, 0.0, 0.0), (1.7, 0.0, 0.0), (1.0, 1.5, 0.0), (1.0, 0.0, 0.9), (0.6, -1.0, -0.5), (1.2, 0.5, 0.4)]
+    params, history = [], []
+    for i in range(60):
+        repetition, presence, frequency = settings[i % len(settings)]
+        params.append(
+            SamplingParams(
+                temperature=0.0,
+                repetition_penalty=repetition,
+                presence_penalty=presence,
+                frequency_penalty=frequency,
+            )
+        )
+        tokens = torch.randint(0, 12, (20,), generator=generator).tolist()
+        history.append((tokens[: 1 + i % 9], tokens[9 : 9 + i % 11]))
+    logits = lively_logits(60, vocab_size=12)
+    expected = []
+    for row, p, (prompt, output) in zip(logits, params, history, strict=True):
+        scores = literal_penalties(row, p, prompt, output)
+        expected.append(scores.index(max(scores)))
+    tokens = Rows(params, history, vocab_size=12).full(logits)
+    assert tokens == expected
+    assert tokens != logits.argmax(-1).tolist()  # the penalties did something
+
+
+def test_min_tokens_holds_back_eos_and_stop_ids_until_then() -> None:
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 9], logits[:, 8], logits[:, 7] = 3.0, 2.0, 1.0
+    params = [
+        SamplingParams(temperature=0.0, min_tokens=2),
+        SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[8, 8, VOCAB + 5]),
+        SamplingParams(temperature=0.0, min_tokens=2),
+        SamplingParams(temperature=0.0),
+    ]
+    history = [([1], [5]), ([1], [5]), ([1], [5, 5]), ([1], [])]
+    assert Rows(params, history, eos=[9]).full(logits) == [8, 7, 9, 9]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Before temperature, penalties and filters; the sampled token with its rank, then the likeliest."""
+    logits = lively_logits(3)
+    truth = logits.double().log_softmax(-1)
+    params = [
+        SamplingParams(temperature=1.9, seed=4, logprobs=5, repetition_penalty=1.9),
+        SamplingParams(temperature=1.9, seed=2, logprobs=0, top_k=20),
+        SamplingParams(temperature=0.0),
+    ]
+    batch = Rows(params)
+    rows = torch.arange(3)
+    needs = batch.state.needs(rows.tolist())
+    assert needs is not None
+    tokens, top = sample_full(logits, batch.draws(rows), rows, batch.state, needs)
+    assert top is not None
+    reported = top.per_row([p.logprobs for p in params])
+    assert reported[2] is None
+    for row, n in ((0, 5), (1, 0)):
+        got = reported[row]
+        assert got is not None
+        order = truth[row].argsort(descending=True).tolist()
+        assert got.keys() == {tokens[row].item(), *order[:n]}
+        for token, (logprob, rank) in got.items():
+            assert logprob == pytest.approx(truth[row, token].item(), abs=1e-5)
+            assert order[rank - 1] == token
+
+
+def test_needs_names_only_what_is_asked_for() -> None:
+    def needs(*params: SamplingParams) -> object:
+        return Rows(params, eos=[1]).state.needs(range(len(params)))
+
+    assert needs(SamplingParams(temperature=0.7), SamplingParams(top_k=-1, top_p=1.0), SamplingParams(top_k=99)) is None
+    assert needs(SamplingParams(temperature=0.0, top_k=5, top_p=0.5)) is None  # filters mean nothing to greedy
+    state = Rows([SamplingParams(top_k=5), SamplingParams(top_p=0.5, top_k=9), SamplingParams(top_p=0.5)]).state
+    narrow, wide = state.needs([0, 1]), state.needs([0, 1, 2])
+    assert narrow is not None and narrow.num_candidates == 9
+    assert wide is not None and wide.num_candidates == VOCAB
+    state.install([1, 2], [SamplingParams()] * 2)  # rows change hands
+    narrow = state.needs([0, 1, 2])
+    assert narrow is not None and narrow.num_candidates == 5
+    assert state.needs([1, 2]) is None
