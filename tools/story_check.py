@@ -1,7 +1,8 @@
 """The grammar's own judge: did a story keep its facts to the end?
 
-The words of the reserved lists (names, species, object nouns) occur only in the roles of the protagonist, the friend and the
-object. Any other word of these lists in a text is therefore an exchange, and the last paragraph must still name all three.
+The words of the reserved lists (names, species, object nouns) occur only in the roles of the protagonist, the friend
+and the object. Any other word of these lists in a text is therefore an exchange, and the last paragraph must still
+name all three.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def check_story(text: str, facts: Facts) -> Verdict:
     problems = [*_strangers(words, facts), *_exchanges(words, facts)]
     last = text.rsplit("\n\n", 1)[-1]
     last_words = set(_WORD.findall(last))
-    problems += [f"the last paragraph does not name {name}" for name in (facts.name, facts.friend) if name not in last_words]
+    named = (facts.name, facts.friend)
+    problems += [f"{name} is missing from the last paragraph" for name in named if name not in last_words]
     if facts.object not in last:
-        problems.append(f"the last paragraph does not mention the {facts.object}")
+        problems.append(f"the {facts.object} is missing from the last paragraph")
     if not last.endswith((".", "!", "?", '"', *EMOJI)):
         problems.append("the story breaks off")
     return Verdict(tuple(problems))

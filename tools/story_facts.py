@@ -34,7 +34,9 @@ class Facts:
 
 
 def is_held_out(facts: Facts) -> bool:
-    """The rule: crc32 of "name|species|noun" (UTF-8) divisible by 50. Such a combination is never in the training corpus."""
+    """The rule: crc32 of "name|species|noun" (UTF-8) divisible by 50. Such a combination is never in the training
+    corpus.
+    """
     return zlib.crc32(f"{facts.name}|{facts.species}|{facts.noun}".encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -47,31 +49,31 @@ def draw_facts(rng: random.Random, held_out: bool) -> Facts:
     while True:
         name, friend = pick(_NAMES, rng), pick(_NAMES, rng)
         species, friend_species = pick(SPECIES, rng), pick(SPECIES, rng)
-        facts = Facts(name, species, friend, friend_species, pick(ADJECTIVES, rng), pick(_NOUNS, rng), pick(PLACES, rng))
+        adjective, noun, place = pick(ADJECTIVES, rng), pick(_NOUNS, rng), pick(PLACES, rng)
+        facts = Facts(name, species, friend, friend_species, adjective, noun, place)
         if name != friend and species != friend_species and is_held_out(facts) == held_out:
             return facts
 
 
-def with_article(phrase: str) -> str:
-    return f"an {phrase}" if phrase[0] in "aeio" else f"a {phrase}"
-
-
 def slot_values(facts: Facts, rng: random.Random) -> dict[str, str]:
-    """The slots that stay the same through a story. Capitals: N(ame), S(pecies), F(riend), O(bject)."""
+    """The slots that stay the same through a story. Capitals: N(ame), S(pecies), F(riend), O(bject).
+
+    Articles are plain "a" here; `story_template.write` makes an "an" of it where one is due.
+    """
     thing = NOUNS[facts.noun]
     he, him, his, himself = PRONOUNS[NAMES[facts.name]]
     friend_he, friend_him, friend_his, _ = PRONOUNS[NAMES[facts.friend]]
     values = {
         "N": facts.name,
         "S": facts.species,
-        "a_S": with_article(facts.species),
+        "a_S": f"a {facts.species}",
         "F": facts.friend,
         "FS": facts.friend_species,
-        "a_FS": with_article(facts.friend_species),
+        "a_FS": f"a {facts.friend_species}",
         "O": facts.object,
         "o": facts.noun,
-        "a_O": with_article(f"{pick(SIZES, rng)} {facts.object}"),
-        "a_plain_O": with_article(facts.object),
+        "a_O": f"a {pick(SIZES, rng)} {facts.object}",
+        "a_plain_O": f"a {facts.object}",
         "adj": facts.adjective,
         "he": he,
         "him": him,

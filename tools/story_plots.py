@@ -1,29 +1,11 @@
-"""Plots, first half: lost and found, a promise kept, home before the storm, a shared feast.
-
-A plot is a set-up, some episodes of its own (mixed with those of `story_episodes`), a climax and a closing. Every closing
-names the protagonist, the friend and the object, because that is what a reader (and `story_check`) looks for at the end.
-"""
+"""Plots, first half: lost and found, a promise kept, home before the storm, a shared feast."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-from tools.story_template import Template, compile_passages
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    name: str
-    setups: list[Template]
-    middles: list[Template]
-    climaxes: list[Template]
-    closings: list[Template]
-    carried: bool = True  # whether the protagonist has the object, whole, during the middle episodes
-    journey: bool = True  # whether they travel
-    leisure: bool = True  # whether there is time for games and inns
-    overnight: bool = True  # whether a night may pass
-
+from tools.story_plot import Plot
+from tools.story_template import compile_passages
 
 LOST: Final = Plot(
     "lost",
@@ -39,7 +21,7 @@ the way we came|Come, we will search every inch]," said {F}, [and took {his} han
 
 In the night a [great wind|storm] had blown through {place}, and in the morning the {O} was missing. {N} [ran from
 door to door|looked up at every roof], but nobody had seen it. "[The wind went {path}|It blew {path}]," said {F}. "So
-that is where we must look." {N} [packed some {food}|put on {his} boots], and off they went.
+that is where we must look." {N} [packed some {snack}|put on {his} boots], and off they went.
 """),
     compile_passages("""
 They looked {spot}. [Nothing.|No luck.|All they found was an old boot.] They looked {spot2}. [Nothing there
@@ -67,24 +49,28 @@ Then, {spot}, {N} saw it. There it lay, [half hidden by {flower}|under a big lea
 "[Are you looking for this|Is this yours]?" said a [small|shy] voice. It was {helper}, and in front of {hhim} lay the
 {O}. "[I found it {spot}|It fell right at my feet]. I have been taking good care of it." {N} could hardly speak.
 "[Thank you|Thank you a thousand times]," {he} said at last, and {F} [shook {hhim} by the hand|gave {hhim} the last of
-the {food}].
+the {snack}].
 
 [High up in|In the very top of] a {tree} there hung something {adj}. "[There it is|My {o}]!" cried {N}. {F} [climbed
 onto {his} shoulders|held the trunk], and {N} [reached up|stretched] as far as {he} could. A little more, a little
 more, and the {O} [dropped into {his} arms|came tumbling down]. [They both fell over into the {flower}.|It was not
 even dusty.]
+
+"[Look|Look there], {N}!" {F} [whispered|said, very softly]. In a nest of moss and straw {spot} lay four tiny eggs,
+and over them, like a roof, the {O}. {N} [waited|would not touch it]. Only when the chicks had hatched and
+[flown|waved goodbye] did {he} take the {o} [home|back]. "[They needed it more than I did|It was in good hands]," said
+{N}.
 """),
     compile_passages("""
 That evening {N} put the {O} back [in its place|where it belonged] and [looked at it for a long time|said good night
-to it]. "[A thing can get lost|You can lose a thing]," {he} said to {F}, "but [a friend like you stays|not a friend
-who helps you look]."
+to it]. "[A thing can get lost|You can lose a thing]," {he} said to {F}, "but [a friend like you is for always|never a
+friend who helps you look]."
 
 So {N} the {S} and {F} the {FS} went home to {place}, [tired but {joy}|arm in arm], and {N} never let go of the {O}
-all the way. [The end.|]
+all the way.
 
-From that day on {N} [tied a string to|wrote {his} name on] the {O}. "[Now it can never get lost again|Just to be
-safe]," said {he}. {F} laughed. "[And if it does|If it does], we will go and find it. [We are good at that now.|We
-know how.]"
+From that day on {N} [tied a string to|kept a label on] the {O}. "[Now it can never get lost again|Just to be safe],"
+said {he}. {F} laughed. "[And if it does|If it does], we will go and find it. [We are good at that now.|We know how.]"
 
 "[How shall I ever thank you|What can I give you], {F}?" asked {N}, with the {O} [safe in {his} arms|held tight].
 "[With {food}|Some {food} would be nice]," said {F}. And that is just what they had, the two of them, with the {O} on
@@ -106,7 +92,7 @@ far|It is a long walk]," said {F}. "A promise is a promise," said {N}. So they s
 
 "[Will you come to the lighthouse|Will you visit me on my hill]?" {N}'s [uncle|aunt] had written. "[And bring the
 {O}|And do not forget the {O}]. I have told everyone about it." {N} had written back a single word, yes, and drawn a
-{emoji} beside it. So {morning} {he} [put on {his} boots|packed some {food}], and {F} came to share the walk.
+{emoji} beside it. So {morning} {he} [put on {his} boots|packed some {snack}], and {F} came to share the walk.
 """),
     compile_passages("""
 "[Come and play {game}|Stay and play {game} with us]!" called [a band of|some] children {spot}. {N} [would have loved
@@ -116,16 +102,16 @@ they went on.
 
 "Why not turn back?" said {helper}. "[It is such a long way|Nobody would blame you]." {N} looked at {his} tired feet
 and then at the {O}. "[I would know it|I would blame myself]," {he} said. {The_helper} [said nothing for a while|was
-silent], and then {hhe} [showed them a short cut {path}|gave them {food} for the journey].
+silent], and then {hhe} [showed them a short cut {path}|gave them {snack} for the journey].
 
 {F} counted the milestones. "[Five more|Seven more], and then we are there." "[You said that an hour ago|You always
 say that]," said {N}. [They both laughed.|They looked at each other and giggled.] [To pass the time|To make the road
 shorter], {N} told {F} how {he} had come to make the promise, and {he} [told it so well|took so long over it] that
 they [forgot their sore feet|were there before {he} had finished].
 
-A [thick|grey] fog lay over the fields. "[I cannot see my own nose|Where are you]?" said {F}. {N} [thought quickly|had
-an idea]. {He} {signal}. [Somewhere ahead, a dog barked, and they walked towards it.|A kind voice answered, "This
-way!"] So they got through, {path}, one careful step after another.
+A [thick|grey] fog lay over the fields. "[I cannot see my own nose.|Where are you?]" said {F}. {N} [thought
+quickly|had an idea]. {He} {signal}. [Somewhere ahead, a dog barked, and they walked towards it.|A kind voice
+answered, "This way!"] So they got through, {path}, one careful step after another.
 """),
     compile_passages("""
 The sun was [touching the hills|almost gone] when they [came to the gate|saw the house]. {N} ran the last stretch.
@@ -135,17 +121,22 @@ as wide as the sky]. {N} {signal}, and everybody [came out to see|clapped].
 "You came!" said a voice from the [window|doorway]. "[I always come when I say so|I promised]," said {N}, out of
 breath. {He} [laid the {O} down gently|held out the {O}] for all to see. [For a moment nobody spoke.|It grew very
 quiet.] Then somebody [laughed for joy|began to clap], and {F} [wiped away a tear|did a little dance].
+
+The gate was locked, and nobody heard them knock. "[And now|What now]?" [asked|sighed] {F}. {N} [walked round the
+house|took a step back] and {signal}. A window flew open. "[I knew you would come|Is it you? Is it really you]!"
+somebody called down, laughing and crying at once, and [the key|a rope of sheets] came down to let them in, the {O}
+first of all.
 """),
     compile_passages("""
-[Late that night|On the way home] {F} said, "[You could have stayed at home|It was hard, was it not]?" {N} looked down
-at the {O}. "[It would have been heavier to carry a broken promise|Yes, and I am {joy} that we went]," said {N}.
+[Late that night|On the way home] {F} said, "[You could have stayed at home.|It was hard, was it not?]" {N} looked
+down at the {O}. "[It would have been heavier to carry a broken promise|Yes, and I am {joy} that we went]," said {N}.
 
 And ever since, when someone in {place} gives their word, they say: "I promise it like {N} the {S}." Then {N}
 [blushes|looks at {his} feet], {F} [winks|smiles], and the {O} [lies in the sun, as {adj} as ever|has its place of
 honour].
 
 So {N} kept {his} word, and {F} had helped {him} keep it. [They slept late the next day|They went home under the
-stars], with the {O} between them. [A promise kept makes a soft pillow.|The end.]
+stars], with the {O} between them. [A promise kept makes a soft pillow.|]
 
 "[Next time|Next year] we will do it again," said {N}, and {F} agreed. Then {he} took the {O} in {his} arms, and the
 two friends [walked home under the first stars|went home to {place}, singing].
@@ -185,7 +176,7 @@ you]." So now they were three.
 that was afraid|to give {himself} courage]. "[Do not be afraid|We will make it]," {he} [told it|said], and they ran
 {path}.
 
-The path [was gone|had turned into a brook]. "[We are lost|Which way]?" cried {F}. {N} [shut {his} eyes to
+The path [was gone|had turned into a brook]. "[We are lost!|Which way now?]" cried {F}. {N} [shut {his} eyes to
 think|turned round and round]. Then {he} caught a whiff of warm bread. "[I know where we are|This way]!" {he} said.
 "[That is the bakery|The wind is blowing from {place}]." With the {O} [safe and dry|in front], they went {path}.
 """),
@@ -198,18 +189,22 @@ It was so dark that they could not see [the village|their own feet]. Then {N} st
 held their breath.] A light appeared, and another. "[Here|Over here]!" called the neighbours of {place}, who had been
 [searching for them|waiting at the gate]. [A minute later they were all inside, and the storm could do as it liked.|So
 they were brought home, just in time.]
+
+The bridge to {place} was [shaking|groaning] in the wind. "[You first|After you]," said {N}. "[Together|Both at
+once]," said {F}. With the {O} between them they ran, and behind them, plank after plank, the bridge fell into the
+[foaming|roaring] river. Then the door of {N}'s house closed behind them, and it was [warm|quiet and warm] at last.
 """),
     compile_passages("""
 {N} and {F} sat by the fire with {drink} and listened to the [rain|thunder]. The {O} hung [over the stove|by the fire]
-to dry. "[I like a storm best from indoors|It is a fine storm from in here]," said {N}. "[So do I|So does your {o}, I
-think]," said {F}.
+to dry. "[I like a storm best from indoors," said {N}. "So do I, and so does your {o}," said {F}.|It is a fine storm,
+from in here," said {N}. "The finest I ever ran away from," said {F}.]
 
 [In the morning|The next day] the sky was [washed clean|as blue as could be]. {N} opened the door, looked at the {O}
 and then at {F}. "[Shall we go for a walk|Where shall we go today]?" asked {N}. "[Not too far|Only as far as the
 garden]," said {F}, and they both laughed.
 
 "[Home is never so lovely|There is no place like home]," said {N} the {S}, wrapped up in [wool|a thick towel], with
-the {O} in {his} lap. {F} was already asleep. [Outside the storm roared, but it did not matter at all.|The end.]
+the {O} in {his} lap. {F} was already asleep. [Outside the storm roared, but it did not matter at all.|]
 
 They told the story for years in {place}: how {N} and {F} ran a race with a storm and won, and how the {O} [came home
 without a scratch|was the first thing in the door].
@@ -227,9 +222,9 @@ empty. "[Winter was long for everyone|It is the same all over {place}]," said {F
 us ask the neighbours]!"
 
 "[Tomorrow is the harvest moon|It is midsummer tomorrow]," said {F}, "and nobody has thought of a feast!" "[Then we
-must do it|We will do it]," said {N}. "[I will bring the {O}|The {O} shall have a place on the table], and we will go
-from door to door until there is something to eat for everyone." [They wrote a list, and {F} drew a {emoji} at the
-top.|They began at once.]
+must do it|We will do it]," said {N}. "[I will bring the {O} for luck|The {O} shall have a place on the table], and we
+will go from door to door until there is something to eat for everyone." [They wrote a list, and {F} drew a {emoji} at
+the top.|They began at once.]
 
 {Morning} {N} found {himself} with a whole [pot|tray] of {food}, far too much for one {S}. "[Let us share it|We could
 have a feast]," said {F}. "[With everybody|With all of {place}]!" said {N}. {He} took the {O} along to [call the
@@ -247,12 +242,12 @@ loudest]."
 
 They [gathered|picked] {flower} {spot}, enough to cover a table. {F} [sneezed|got stung by a nettle], and {N} found a
 [patch|bush] of late raspberries. "[One for the feast, one for me|These are for later]," said {N}, with red juice on
-{his} chin. {He} laid a wreath around the {O}, and it [looked splendid|had never looked so fine].
+{his} chin. {He} laid a wreath around the {o}, and it [looked splendid|had never looked so fine].
 
 "[Who will cook all this|Who will stir the pot]?" asked {F}. "[I can make {food}|I know how to make {food}]," said
-{N}, "but not for so many." {Helper} put {hhis} head around the door. "[Did somebody say {food2}|I smell {smell}]?"
-{hhe} asked. "[Give me a spoon|Move over]!" Soon the kitchen was full of steam and laughter, and the {O} [hung safely
-on its nail|had to be moved to the windowsill].
+{N}, "but not for so many." {Helper} put {hhis} head around the door. "[Did somebody say {food2}?|I could not help
+hearing you.]" {hhe} said. "[Give me a spoon|Move over]!" Soon the kitchen was full of steam and laughter, and the {O}
+[hung safely on its nail|had to be moved to the windowsill].
 """),
     compile_passages("""
 When the tables stood ready, {N} {signal}. From [all sides|every lane] they came, the young and the old, each with a
@@ -263,6 +258,11 @@ The moon rose, and [a hundred candles|the candles] were lit. "[Is there enough|W
 looked along the tables. Everyone had brought so little, and there was so much: {food}, {food2}, {food3}. "[Three
 cheers for {N}|A toast to {N} and {F}]!" called {helper}. {N} turned [pink|red] and held up the {O}, and the whole of
 {place} cheered.
+
+They had [just sat down|hardly begun] when {rain}. "[Oh no, the tables|The feast]!" cried {F}. {N} [jumped up|did not
+hesitate] and {signal}. "[Everybody into the barn|Take a table, everyone]!" {he} called, and the whole of {place}
+lifted and carried. In the barn it was crowded and warm, and the {food} [went round|was passed] from lap to lap, with
+{drink} after it.
 """),
     compile_passages("""
 [When the last guest had gone home|Long after midnight], {N} and {F} sat on the doorstep with the {O}. "[Yesterday we
@@ -273,7 +273,7 @@ They danced until the [candles burned low|cock crowed], and {N} danced with the 
 year|Every year from now on]?" asked {F}. "[Every year|Yes]," said {N} the {S}.
 
 And so it became a custom in {place}. Once a year {N} brings out the {O}, {F} writes the list, and nobody [stays
-hungry|stays alone]. [The end.|There is always a place left at the table for you, too.]
+hungry|stays alone]. [There is always a place left at the table for you, too.|]
 
 {N} was too full to move. "[That was the best feast in the world|I could not eat another crumb]," {he} said, and laid
 {his} head down beside the {O}. {F} [covered {him} with a coat|put out the last candle] and [tiptoed home|sat down

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.story_plots import Plot
+from tools.story_plot import Plot
 from tools.story_template import compile_passages
 
 CONTEST: Final = Plot(
@@ -20,8 +20,8 @@ take part]," said {F}. "[You have the {O}|Nobody else has {a_plain_O}], and you 
 pale]. "[What if they laugh|And if I come last]?" {he} asked. "Then we laugh, too," said {F}.
 
 "[I shall win the contest|Nobody can beat me]," boasted {helper}, loud enough for the whole of {place} to hear. {N}
-said nothing, but {he} [went home and took out|looked at] the {O}. "[We could try|Why not us]?" {he} said to {F}.
-"[There is a week left|We have five days]," said {F}. "[Let us begin|Time to practise]!"
+said nothing, but {he} [went home and took out|looked at] the {O}. "[We could try, too.|Why not us?]" {he} said to
+{F}. "[There is a week left|We have five days]," said {F}. "[Let us begin|Time to practise]!"
 """),
     compile_passages("""
 They practised {spot}, where nobody could see. {N} {signal}. "[Once more|Again]!" said {F}. {N} tried again, and
@@ -43,13 +43,18 @@ everything]. [And it was the best day of my life|And do you know what? Nothing b
 """),
     compile_passages("""
 [The great day came.|Then it was time.] The whole of {place} was there. First came {helper}, who juggled [five
-plums|seven eggs] and dropped only one. Then they called for {N}. {He} walked out with the {O}, looked for {F} in the
-crowd, and {signal}. [It was so quiet that you could hear the bees.|People forgot to breathe.] Then the clapping
-began, and [it did not stop|it grew and grew].
+plums|seven eggs] and dropped only one. Then they called for {N}. {He} [walked out|climbed onto the stage], looked for
+{F} in the crowd, and {signal}. [It was so quiet that you could hear the bees.|People forgot to breathe.] Then the
+clapping began, and [it did not stop|it grew and grew].
 
 "Number seven: {N} the {S}!" {N} stepped forward on [shaky legs|tiptoe]. Halfway through, {helper} in the first row
 [sneezed|fell off the bench], and {N} forgot what came next. "[The {o}|Now the {o}]!" called {F}. Of course! {N} took
 a deep breath and {signal}. [The crowd roared.|Caps flew into the air.] "[Bravo|Encore]!" they called.
+
+{N} had waited [so long|all day] that {he} was the very last. By then half the crowd [had gone home|was yawning]. "[Go
+on|Now or never]," said {F}. {N} shut {his} eyes and {signal}. Someone turned round, and someone else came back. When
+{N} opened {his} eyes again the square was full, and [even the judges were on their feet|a judge was crying into his
+beard].
 """),
     compile_passages("""
 {N} did not win first prize. It went to {helper}, who [shared it with everyone|had earned it]. But the
@@ -81,7 +86,7 @@ the beginning.]
 
 {N} [practised in front of the wall|said it over and over]: "Good morning, I am {N}, would you like to play?" But when
 {he} stood at {F}'s door with the {O}, all {he} could say was: "[Hm|Um]." {F} [did not mind|smiled]. "Hm," said {F},
-too. "[I am {F}. Is that {a_plain_O}|What a wonderful {o}]? [Come in|Do come in]!"
+too. "[I am {F}. Is that {a_plain_O}?|What a wonderful {o}!] [Come in|Do come in]!"
 
 "{hello}!" called {F}, when {fhe} saw {N}. {N} did not understand. {F} [laughed|smiled]. "[That is {tongue}|It means
 hello in {tongue}]. [We spoke it where I used to live|My grandmother taught me]." "{hello}," said {N} slowly, and
@@ -113,9 +118,14 @@ Then {N} heard that {F} might have to move away again. {He} [could not eat|did n
 is all settled]. We are staying in {place}!"
 
 On {N}'s birthday nobody seemed to remember. {He} sat with the {O} {spot} and felt {worry}. Then {he} heard {sound},
-and out jumped {F}, with {food}, and behind {fhim} the whole of {place}. "[Happy birthday|Surprise], {N}!" they
+and out jumped {F}, with {snack}, and behind {fhim} the whole of {place}. "[Happy birthday|Surprise], {N}!" they
 called. "[How did they all know|Who told them]?" asked {N}. "[I knocked on every door|I am new here]," said {F}.
 "[That is a good way to meet people|I had to ask everyone's name anyway]."
+
+One night there was {sound}, and {F}'s voice, very small: "[Help|Is anybody there]?" {N} [did not stop to put on
+shoes|ran out in {his} nightshirt]. {F} had [climbed the {tree}|fallen into the ditch] in the dark and could not get
+[back|out]. {N} {signal}, until the neighbours [woke up|came running] with a ladder. "[You came|You heard me]," said
+{F}, and held on to {N} and the {o} [all the way home|for a long time].
 """),
     compile_passages("""
 [Since then|Ever since] there has been a hole in the hedge between the two houses, just wide enough for {a_S}, {a_FS}
@@ -123,10 +133,10 @@ and {a_plain_O}. {N} goes through it every morning, and {F} [comes back|returns]
 
 "[Once I had only the {O}|I used to have one treasure, my {o}]," said {N}. "[Now I have two treasures|Now I have you
 as well]." "[And I have a friend|I am no {o}]," said {F}, but {fhe} was very {joy}. And the {O} lay between them in
-the grass, {adj} and [still|quiet].
+the grass, [as if it were listening|and said nothing, as usual].
 
-That is how {N} the {S} and {F} the {FS} became friends. [If you hear laughter in {place}, it is theirs.|The end.] The
-{O} belongs to {N}, as it always did, but [they share it|on Sundays {F} may take it home].
+That is how {N} the {S} and {F} the {FS} became friends. [If you hear laughter in {place}, it is theirs.|] The {O}
+belongs to {N}, as it always did, but [they share it|on Sundays {F} may take it home].
 
 In the evening {N} wrote in {his} diary: "Today I played with {F}. Tomorrow, too." Then {he} [drew a {emoji}|drew a
 little heart] underneath, put the {O} beside {his} pillow and [fell asleep, smiling|blew out the light].
@@ -154,18 +164,18 @@ there is a mender [in the next valley|across the river]. [We will go together|Pa
 """),
     compile_passages("""
 They asked {helper} for help. {The_helper} turned the {O} this way and that. "[Hm|Oh dear]. That is {crack}. [I can
-mend a roof, but not this|This needs finer fingers than mine]. Go {path} and ask again." {N} wrapped the {o} in [soft
+mend a roof, but not this|This needs finer fingers than mine]. Go {path} and ask again." {N} wrapped it in [soft
 moss|a woollen sock], and they went on.
 
 "[Throw it away|Buy a new one]," said {helper}. "[There are plenty of others|At the market they have them by the
 dozen]." "[Not one like this|But this one is mine]," said {N}. "[It has been everywhere with me|It knows me]."
-{The_helper} looked at the broken {O} for a long while. "[I had something like that once|You are right]," {hhe} said
-softly. "[Try the mender|Good luck to you], {path}."
+{The_helper} looked at the broken {o} for a long while. "[I had something like that once|You are right]," {hhe} said
+softly. "[Try the mender, {path}|You will find the mender {path}]. Good luck!"
 
 "[We need|The mender will need] {glue}," said {F}. They [searched|looked] {spot} and {spot2}, and they asked {helper},
-who had [just that|some to spare]. "[What do I owe you|What does it cost]?" asked {N}. "[A song|Come and tell me how
-it ends]," said {the_helper}. [So they sang all the verses of {song}.|{N} promised to do so, and put it into {his} bag
-beside the broken {o}.]
+who had [just that|some to spare]. "[What do I owe you|What does it cost]?" asked {N}. "[A song," said {the_helper}.
+So they sang all the verses of {song}.|Come and tell me how it ends," said {the_helper}. {N} promised to do so, and
+put it all into {his} bag beside the broken {o}.]
 
 {F} was very quiet. "[What is it|Are you tired]?" asked {N}. "[I keep thinking of the {O}|I wish it had not
 happened]," said {F}. {N} [stopped|stood still]. "[Listen|Look at me]. A thing is a thing, and you are my friend.
@@ -181,19 +191,24 @@ But the mender's door was shut. "[Gone to the sea|Back in a month]," said a note
 on the step|could have cried]. "[Then we do it ourselves|We have watched and asked all the way here]," said {F}. They
 took {glue}, and {F} held the two sides together while {N} worked. [It took all day.|They hardly dared to breathe.]
 And look, the {O} was {mended}, and it held!
+
+"[Who sent you to me|How did you find me]?" asked the mender, who was {helper}. "[Everyone|Half the country]," said
+{N}. {The_helper} had {glue} and a great deal of patience. "[Hold this|Keep still]," {hhe} told {F}, "and you, {N}, do
+the last bit yourself. [Then you will know how|It is yours, after all]." {N} did it with {his} tongue between {his}
+teeth, and the {O} was {mended}.
 """),
     compile_passages("""
 Where {crack} had been, there was now a thin bright line. "[It is more beautiful than before|I like it even better
 now]," said {N}, holding the {O} up to the sun. "[It has a story now|Now it can tell a story]," said {F}.
 
 {N} carried the {O} home to {place}, and when anyone asked about the mark, {he} said, "[That is where my friend {F}
-helped me|That is the place where it is strongest. Ask {F}]." [The end.|]
+helped me|That is the place where it is strongest. Ask {F}]."
 
 From then on {N} and {F} were the menders of {place}. A chair, a clasp, a quarrel: [nothing was too difficult|they
 mended everything]. And over their door, for all to see, hung the {O}.
 
-"[Thank you for not being angry|Are you still sad]?" asked {F} on the way back. {N} looked at the {mended} {o}, {adj}
-and whole in {his} hands. "Friends mend," {he} said, and {he} let {F} carry the {O} the rest of the way.
+"[Thank you for not being angry," said|Are you still sad?" asked] {F} on the way back. {N} looked at the {mended} {o},
+{adj} and whole in {his} hands. "Friends mend," {he} said, and {he} let {F} carry the {O} the rest of the way.
 """),
     carried=False,
 )
@@ -207,12 +222,12 @@ arm|took the {O} in both hands]. "[Then we must go|Let us hurry]," {he} said, an
 
 [A pigeon brought|The wind blew] a note to {N}'s window. "I am stuck on the mountain and cannot get down," it said.
 "Please come!" There was no name, only a {emoji}. {N} showed it to {F}. "[It may be dangerous|We are only small],"
-said {F}. "[So is whoever wrote this|Then we will be careful]," said {N}. {He} packed {food} and the {O}, and off they
-went.
+said {F}. "[So is whoever wrote this|Then we will be careful]," said {N}. {He} packed {snack} and the {O}, and off
+they went.
 
 The ferry had not come back to {place}. [All night|Since yesterday] {helper} had stood on the shore and waited. "[My
-children are on that boat|Who will go and look]?" {hhe} asked. "[We will|{F} and I will go]," said {N}. "[And take the
-{O} with you|Take your {O}]," said {F}. "[You never know|It has brought us luck before]." So they went, {path}.
+children are on that boat.|Will nobody go and look?]" {hhe} said. "[We will|{F} and I will go]," said {N}. "[And take
+the {O} with you|Take your {O}]," said {F}. "[You never know|It has brought us luck before]." So they went, {path}.
 """),
     compile_passages("""
 "[Hello! Can you hear us|Where are you]?" called {N}. They [listened|waited]. There was only {sound}. Then {N}
@@ -230,8 +245,8 @@ back]. [A stone came loose and fell for a long, long time.|Far below lay {place}
 
 They found a [small footprint|torn mitten|trail of crumbs] {spot}. "[We are close|We are on the right track]," said
 {F}. {N} knelt down. "[It leads|They go] {path}," {he} said. {He} [polished|touched] the {O} for luck, and they
-followed the trail until {rain} and [washed it away|hid it]. "[I know the way now|No matter]," said {N}.
-"[Listen|Straight on]!"
+followed the trail until {rain} and [washed it away|hid it]. "[I know the way now|No matter]," said {N}. "[Straight
+on|Follow me]!"
 """),
     compile_passages("""
 And there, {spot}, sat a [tiny calf|little goat|small gull], [shaking with cold|wet through]. "[You came|I thought
@@ -239,25 +254,30 @@ nobody would come]!" it sobbed. But how to get it [home|down]? {N} thought of th
 [they saw it|they noticed], and soon [the strong old ox|half the village] came with ropes and warm coats, and all was
 well.
 
-They were nearly there when a [rockslide|flood] cut off the way back. "[Now we are the ones who need help|What do we
-do]?" said {F}. "[Now it is the turn of the {O}|I know]," said {N}. {He} climbed onto a boulder and {signal}. [They
+They were nearly there when a [rockslide|flood] cut off the way back. "[Now we are the ones who need help.|What do we
+do?]" said {F}. "[Now it is the turn of the {O}|I know]," said {N}. {He} climbed onto a boulder and {signal}. [They
 counted to a hundred.|It seemed like hours.] Then there came a shout, and {helper} threw them a line. One after the
 other, the lost [child|little one] first, they were pulled to safety.
+
+At the end of the path [there was a deep hole|gaped a dark pit], and from the bottom two eyes looked up. "[Are you
+hurt|Can you climb]?" called {F}. "[A little|No]," came the answer. {N} {signal}, to let the little one know [where
+they were|that help had come]. Then {F} lay flat on the ground, {N} held {F} by the feet, and [one, two, three|with a
+pull and a heave], up came a very muddy [little goat|baby stork].
 """),
     compile_passages("""
 In {place} they wanted to put up a statue of {N} the {S}. "[Oh no|Please do not]," said {N}. "[I was not alone|It was
 {F}, and it was the {O}, and a bit of luck]." So they [had {food} instead|planted a {tree} instead], and {F} and {N}
 sat in its shade with the {O}.
 
-The little one gave {N} a kiss, and {F} got one, too. "[And one for the {o}|What about the {O}]!" said {F}. So the {O}
-got the third kiss, [and was never quite so {adj} before|and then they all went home].
+The little one gave {N} a kiss, and {F} got one, too. "[And one for the {o}!|What about the {o}?]" said {F}. So the
+{O} got the third kiss, [and {F} swore that it blushed|and then they all went home].
 
 "[Were you not afraid|Weren't you scared]?" asked {F} that evening. "[The whole time|Very much]," said {N}, and rubbed
 a smear of mud off the {O}. "[But I was afraid with you, and that is only half as bad|But somebody had to be brave, so
 we both were]."
 
 Ever since that day the {O} has hung by the gate of {place}. Whoever is in need may use it, and {N} and {F} will come.
-[Nobody who called has waited long.|The end.]
+[Nobody who called has waited long.|]
 """),
 )
 

@@ -1,8 +1,8 @@
 """The template language of the story grammar: `[one|another]` chooses, `{slot}` inserts; choices nest.
 
-Templates are split once, at import, into nested lists of literal strings and choices, so that writing a story is a walk over
-lists and one `str.format_map` a passage. An empty alternative makes a sentence optional. A capitalised slot (`{The_helper}`)
-capitalises what the slot gives.
+Templates are split once, at import, into nested lists of literal strings and choices, so that writing a story is a
+walk over lists and one `str.format_map` a passage. An empty alternative makes a sentence optional. A capitalised slot
+(`{The_helper}`) capitalises what the slot gives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tools.story_words import GREETINGS, HELPERS, LISTS, PRONOUNS
 Part: TypeAlias = "str | list[list[Part]]"  # a literal, or a choice of alternatives
 Template: TypeAlias = list[Part]
 
-# Only the letters that begin with the sound of a vowel in every word of the lists ("a unicorn", "a one-eyed cat")
+# "a" before a word that begins with the sound of a vowel; no word of the lists begins with a vocalic u.
 _A_BEFORE_VOWEL: Final = re.compile(r"\b([Aa])(?= (?!one\b|one-|once\b|eu)[aeioéÉAEIO]\w)")
 
 # Slots that are drawn together: who helps also decides the pronoun.
@@ -69,7 +69,8 @@ def _parse(text: str, start: int) -> tuple[Template, int]:
 
 
 class Slots(dict[str, str]):
-    """The slot values of one story. Unknown slots are drawn from the word lists when first needed and live for one passage.
+    """The slot values of one story. Unknown slots are drawn from the word lists when first needed and live for one
+    passage.
 
     Within a story a drawn word is not drawn again as long as others are left to find in a few tries.
     """

@@ -47,7 +47,7 @@ def story_text(seed: int, index: int, held_out: bool = False) -> str:
 
 
 def train_tokenizer(seed: int, stories: int) -> Tokenizer:
-    """Byte-level BPE over the first stories of the corpus. Every byte is in the alphabet, so any text can be encoded."""
+    """Byte-level BPE over the first stories of the corpus. Every byte is in the alphabet: any text can be encoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,8 +58,10 @@ def train_tokenizer(seed: int, stories: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator((story_text(seed, index) for index in range(stories)), trainer)
-    if tokenizer.token_to_id(EOS) != EOS_ID:
-        raise RuntimeError(f"the end-of-text token must have id {EOS_ID}")
+    if tokenizer.token_to_id(EOS) != EOS_ID or tokenizer.get_vocab_size() != VOCAB_SIZE:
+        raise RuntimeError(
+            f"{tokenizer.get_vocab_size()} entries instead of {VOCAB_SIZE}: the grammar has too few words"
+        )
     return tokenizer
 
 

@@ -15,7 +15,16 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from tools.train_data import EOS, EOS_ID, VOCAB_SIZE, Corpus, build_corpus, build_validation, save_tokenizer, train_tokenizer
+from tools.train_data import (
+    EOS,
+    EOS_ID,
+    VOCAB_SIZE,
+    Corpus,
+    build_corpus,
+    build_validation,
+    save_tokenizer,
+    train_tokenizer,
+)
 
 HELD_OUT_RULE: Final = 'crc32("name|species|object") divisible by 50'
 TARGET_SHARE: Final = 0.8  # of the training time; the draft gets the rest
@@ -36,7 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"tokenizer: {tokenizer.get_vocab_size()} entries, {time.monotonic() - start:.0f} s", flush=True)
     corpus = build_corpus(tokenizer, args.seed, args.tokens, args.processes)
     validation = build_validation(tokenizer, args.seed, args.validation_stories)
-    print(f"corpus: {len(corpus.lengths):,} stories, {len(corpus.tokens):,} tokens, {time.monotonic() - start:.0f} s", flush=True)
+    size = f"{len(corpus.lengths):,} stories, {len(corpus.tokens):,} tokens"
+    print(f"corpus: {size}, {time.monotonic() - start:.0f} s", flush=True)
 
     # Only now, because every worker process of the corpus imports this module.
     import torch
@@ -90,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
         "share": kept / len(told),
         "temperature": TEMPERATURE,
         "samples": told[:10],
-        "failures": [{"story": index, "problems": story["problems"]} for index, story in enumerate(told) if story["problems"]],
+        "failures": {index: story["problems"] for index, story in enumerate(told) if story["problems"]},
     }
     write_report(out, report)
     if args.tars:
@@ -127,19 +137,20 @@ def _pack(out: Path, directory: Path) -> None:
         tar.add(weights, weights.relative_to(out))
     with tarfile.open(directory / "rest.tar", "w") as tar:
         for path in sorted(out.rglob("*")):
-            if path.is_file() and path != weights and "work" not in path.relative_to(out).parts and path.suffix != ".tar":
-                tar.add(path, path.relative_to(out))
+            inside = path.relative_to(out)
+            if path.is_file() and path != weights and inside.parts[0] != "work":
+                tar.add(path, inside)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where story_model/, story_draft/, README.md and training.json go")
-    parser.add_argument("--tars", type=Path, help="also pack the results into target.tar and rest.tar in this directory")
+    parser.add_argument("--out", type=Path, required=True, help="where the models and the report go")
+    parser.add_argument("--tars", type=Path, help="also pack the results into two archives here")
     parser.add_argument("--work", type=Path, help="checkpoints go here (default: OUT/work)")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--tokens", type=int, default=40_000_000, help="size of the corpus")
     parser.add_argument("--train-tokens", type=int, default=600_000_000, help="at most so many tokens are trained on")
-    parser.add_argument("--minutes-target", type=float, default=5.5, help="planned training time of both models together")
+    parser.add_argument("--minutes-target", type=float, default=5.5, help="planned training time of both models")
     parser.add_argument("--batch-tokens", type=int, default=32768)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--tokenizer-stories", type=int, default=20_000)
@@ -149,7 +160,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in the work directory")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile, on cuda only")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile, on cuda only"
+    )
     parser.add_argument("--smoke", action="store_true", help="a miniature run of everything")
     return parser.parse_args(arguments)
 

@@ -1,7 +1,7 @@
 """The training loop of the embedded models: whole stories from position 0, padded on the right, batched by length.
 
-A story is never cut and never sees another one, so a prompt at position 0 is what the model was trained on. Padding on the
-right needs no mask: under causal attention no real token sees it, and its own losses are ignored.
+A story is never cut and never sees another one, so a prompt at position 0 is what the model was trained on. Padding
+on the right needs no mask: under causal attention no real token sees it, and its own losses are ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ IGNORED: Final = -100
 WARMUP_STEPS: Final = 150
 MEASURED_STEPS: Final = (20, 100)  # speed is measured between these steps, then the schedule is planned
 CHECKPOINT_SECONDS: Final = 60.0
+LOG_STEPS: Final = 100
 
 
 @dataclass(frozen=True)
@@ -159,84 +160,117 @@ def _compile_layers(model: Qwen3ForCausalLM, batches: Batches) -> bool:
     return True
 
 
-def train(kind: str, model: Qwen3ForCausalLM, corpus: Corpus, plan: Plan, checkpoint: Path, resume: bool) -> dict[str, Any]:
-    """Train in place and return the figures. Checkpoints go to `checkpoint`; with `resume` an existing one is continued."""
+@dataclass
+class Progress:
+    """Where a training stands; kept in its checkpoint."""
+
+    step: int = 0
+    total_steps: int | None = None  # unknown until the speed has been measured
+    spent: float = 0.0  # seconds, in earlier processes
+
+
+class Log:
+    """Mean loss and speed since the last line. Losses stay on the device until a line is due."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._losses = torch.zeros((), device=device)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._losses.zero_()
+        self._steps = self._tokens = 0
+        self._since = time.monotonic()
+
+    def add(self, loss: Tensor, tokens: int) -> None:
+        self._losses += loss.detach()
+        self._steps += 1
+        self._tokens += tokens
+
+    def line(self) -> str:
+        """Raises RuntimeError if the loss is not finite any more."""
+        mean = float(self._losses) / self._steps  # waits for the device
+        if not math.isfinite(mean):
+            raise RuntimeError(f"the loss is {mean}; lower the learning rate")
+        speed = self._tokens / (time.monotonic() - self._since)
+        self._restart()
+        return f"loss {mean:.4f} {speed:,.0f} tokens/s"
+
+
+def train(
+    kind: str, model: Qwen3ForCausalLM, corpus: Corpus, plan: Plan, checkpoint: Path, resume: bool
+) -> dict[str, Any]:
+    """Train in place and return the figures. With `resume`, go on from `checkpoint`, if there is one."""
     device = next(model.parameters()).device
     batches = Batches(corpus, plan.batch_tokens, plan.seed, device)
     epoch_steps = len(batches.epoch(0))
-    max_steps = max(1, math.ceil(plan.max_tokens / len(corpus.tokens) * epoch_steps))
+    max_steps = math.ceil(plan.max_tokens / len(corpus.tokens) * epoch_steps)
     optimizer = _optimizer(model, plan)
-    step, total_steps, spent = 0, None if max_steps > MEASURED_STEPS[1] else max_steps, 0.0
+    at = Progress(total_steps=max_steps if max_steps <= MEASURED_STEPS[1] else None)
     if resume and checkpoint.exists():
-        state = torch.load(checkpoint, map_location=device, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, total_steps, spent = state["step"], state["total_steps"], state["spent"]
-        print(f"{kind}: resumed at step {step} of {total_steps}", flush=True)
-    started = time.monotonic()
+        at = _load(checkpoint, model, optimizer)
+        print(f"{kind}: resumed at step {at.step} of {at.total_steps}", flush=True)
+    started = saved = measured = time.monotonic()
     compiled = plan.compile and _compile_layers(model, batches)
-    print(f"{kind}: {model.num_parameters():,} parameters, compiled={compiled}, {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{kind}: {model.num_parameters():,} parameters, compiled: {compiled}", flush=True)
 
     model.train()
     lengths = corpus.lengths
-    saved = measured = logged = time.monotonic()
-    logged_tokens = 0
-    logged_loss = torch.zeros((), device=device)
-    logged_steps = 0
-    for width, stories in batches.forever(skip=step):
-        if total_steps is not None and step >= total_steps:
+    log = Log(device)
+    for width, stories in batches.forever(skip=at.step):
+        if at.step == at.total_steps:
             break
+        rate = plan.learning_rate * _rate(at.step, at.total_steps)
         for group in optimizer.param_groups:
-            group["lr"] = plan.learning_rate * _rate(step, total_steps)
+            group["lr"] = rate
         loss = loss_of(model, *batches.load(width, stories))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        step += 1
-        logged_loss += loss.detach()
-        logged_steps += 1
-        logged_tokens += int(lengths[stories].sum())
+        at.step += 1
+        log.add(loss, int(lengths[stories].sum()))
 
-        if total_steps is None and step in MEASURED_STEPS:
-            logged_loss.item()  # waits for the device
+        if at.total_steps is None and at.step in MEASURED_STEPS:
+            loss.item()  # waits for the device
+            if at.step == MEASURED_STEPS[1]:
+                seconds_left = plan.seconds - at.spent - (time.monotonic() - started)
+                a_step = (time.monotonic() - measured) / (MEASURED_STEPS[1] - MEASURED_STEPS[0])
+                at.total_steps = min(max_steps, at.step + max(1, int(seconds_left / a_step)))
+                epochs = at.total_steps / epoch_steps
+                print(f"{kind}: {a_step:.4f} s a step, {at.total_steps} steps, {epochs:.2f} epochs", flush=True)
+            measured = time.monotonic()
+        if at.step % LOG_STEPS == 0 or at.step == at.total_steps:
             now = time.monotonic()
-            if step == MEASURED_STEPS[0]:
-                measured = now
-            else:
-                a_step = (now - measured) / (MEASURED_STEPS[1] - MEASURED_STEPS[0])
-                total_steps = max(step, min(max_steps, step + int((plan.seconds - spent - (now - started)) / a_step)))
-                print(f"{kind}: {a_step * 1000:.1f} ms a step, {total_steps} steps planned "
-                      f"({total_steps / epoch_steps:.2f} epochs)", flush=True)  # fmt: skip
-        if step % 100 == 0 or step == total_steps:
-            mean = float(logged_loss) / logged_steps
-            if not math.isfinite(mean):
-                raise RuntimeError(f"{kind}: the loss is {mean} at step {step}; lower the learning rate")
-            now = time.monotonic()
-            print(f"{kind}: step {step}/{total_steps} loss {mean:.4f} lr {optimizer.param_groups[0]['lr']:.2e} "
-                  f"{logged_tokens / (now - logged):,.0f} tokens/s {now - started + spent:.0f} s", flush=True)  # fmt: skip
-            logged, logged_tokens, logged_steps = now, 0, 0
-            logged_loss.zero_()
-            if now - saved > CHECKPOINT_SECONDS or step == total_steps:
+            where = f"{kind}: step {at.step}/{at.total_steps} {at.spent + now - started:.0f} s"
+            print(f"{where} lr {rate:.2e} {log.line()}", flush=True)
+            if now - saved > CHECKPOINT_SECONDS or at.step == at.total_steps:
                 saved = now
-                _save(checkpoint, model, optimizer, step, total_steps, spent + now - started)
-    seconds = spent + time.monotonic() - started
+                _save(checkpoint, model, optimizer, Progress(at.step, at.total_steps, at.spent + now - started))
+    seconds = at.spent + time.monotonic() - started
+    tokens = round(at.step / epoch_steps * len(corpus.tokens))
     model.eval()
     return {
         "parameters": model.num_parameters(),
-        "steps": step,
-        "tokens": round(step / epoch_steps * len(corpus.tokens)),
-        "epochs": round(step / epoch_steps, 2),
+        "steps": at.step,
+        "tokens": tokens,
+        "epochs": round(at.step / epoch_steps, 2),
         "seconds": round(seconds, 1),
-        "tokens_per_second": round(step / epoch_steps * len(corpus.tokens) / max(seconds, 1e-9)),
+        "tokens_per_second": round(tokens / seconds),
         "compiled": compiled,
         "learning_rate": plan.learning_rate,
+        "batch_tokens": plan.batch_tokens,
     }
 
 
-def _save(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, total_steps: int | None,
-          spent: float) -> None:  # fmt: skip
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+def _save(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, at: Progress) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(at)}
     partial = path.with_suffix(".partial")
-    torch.save({**state, "step": step, "total_steps": total_steps, "spent": spent}, partial)
-    partial.replace(path)
+    torch.save(state, partial)
+    partial.replace(path)  # a checkpoint is whole or not there
+
+
+def _load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    state = torch.load(path, map_location=next(model.parameters()).device, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return Progress(**state["progress"])

@@ -14,9 +14,9 @@ def render_readme(training: dict[str, Any]) -> str:
         "",
         "Generated from `training.json` by `python -m tools.train_embedded_model`; do not edit.",
         "",
-        "`story_model/` is a tiny Qwen3 that tells little stories, `story_draft/` a still smaller draft of it. Both were trained",
-        "from scratch on the stories of `tools/story_grammar.py`. Who is introduced at the beginning is needed until the end, so",
-        "a wrong block of a KV cache can be *read*: the fox changes its name.",
+        "`story_model/` is a tiny Qwen3 that tells little stories, `story_draft/` a still smaller draft of it.",
+        "Both were trained from scratch on the stories of `tools/story_grammar.py`. Who is introduced at the beginning",
+        "is needed until the end, so a wrong block of a KV cache can be *read*: the fox changes its name.",
         "",
         "| | target | draft |",
         "|---|---|---|",
@@ -28,15 +28,18 @@ def render_readme(training: dict[str, Any]) -> str:
         f"| tokens a second | {target['tokens_per_second']:,} | {draft['tokens_per_second']:,} |",
         f"| validation loss (nats a token) | {scores['target_loss']} | {scores['draft_loss']} |",
         "",
-        f"- Corpus: {corpus['stories']:,} stories, {corpus['tokens']:,} tokens, of {corpus['shortest']} to {corpus['longest']}"
-        f" tokens each (mean {corpus['mean']}); no two alike ({corpus['duplicates']} duplicates left out). Seed {training['seed']}.",
-        f"- Held out: {corpus['held_out_rule']}. Validation: {scores['stories']} stories, {scores['tokens']:,} tokens of such"
-        " combinations.",
-        f"- Tokenizer: byte-level BPE, {training['vocab_size']:,} entries; end-of-text is `{training['eos']}`, id {training['eos_id']}.",
-        f"- The draft's argmax is the target's at {scores['agreement']:.1%} of the positions; speculative sampling at temperature 1"
-        f" would accept {scores['acceptance']:.1%} of its tokens.",
-        f"- {stories['kept']} of {stories['count']} stories ({stories['share']:.1%}) keep name, species, friend and object to the end"
-        f" (temperature {stories['temperature']}, no filters, held-out openings, judged by `tools/story_check.py`).",
+        f"- Corpus: {corpus['stories']:,} stories, {corpus['tokens']:,} tokens, of {corpus['shortest']} to"
+        f" {corpus['longest']} tokens each (mean {corpus['mean']}); no two alike"
+        f" ({corpus['duplicates']} duplicates left out). Seed {training['seed']}.",
+        f"- Held out: {corpus['held_out_rule']}. Validation: {scores['stories']} stories, {scores['tokens']:,} tokens"
+        " of such combinations.",
+        f"- Tokenizer: byte-level BPE, {training['vocab_size']:,} entries; end-of-text is `{training['eos']}`,"
+        f" id {training['eos_id']}.",
+        f"- The draft's argmax is the target's at {scores['agreement']:.1%} of the positions; speculative sampling"
+        f" at temperature 1 would accept {scores['acceptance']:.1%} of its tokens.",
+        f"- {stories['kept']} of {stories['count']} stories ({stories['share']:.1%}) keep name, species, friend and"
+        f" object to the end (temperature {stories['temperature']}, no filters, held-out openings, judged by"
+        " `tools/story_check.py`).",
         f"- Trained on {training['device']}, torch {training['torch']}, transformers {training['transformers']}.",
         "",
         f"## {len(stories['samples'])} unedited samples",
