@@ -8,22 +8,16 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from itertools import count
 
-import xxhash
-
 from nanovllm.config import EngineConfig
 from nanovllm.engine.limits import check_token_ids, length_limit
 from nanovllm.engine.plan import Executor, StepHandle, StepPlan
-from nanovllm.engine.request import Choice, MakeDetokenizer, Request
+from nanovllm.engine.request import Choice, Detokenizer, MakeDetokenizer, Request
 from nanovllm.engine.scheduler import Committed, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.trace import OnEvent, Trace
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of the n choices. The first keeps the request's, so that n=1 gives its tokens."""
-    return seed if choice == 0 else int(xxhash.xxh3_64_intdigest(f"{seed}/{choice}".encode()) >> 1)
+from nanovllm.seeding import derive_seed
 
 
 class LLMEngine:
@@ -85,7 +79,7 @@ class LLMEngine:
                 choice=choice,
                 token_ids=list(prompt),
                 num_prompt_tokens=len(prompt),
-                params=replace(params, seed=choice_seed(seed, choice)),
+                params=replace(params, seed=derive_seed(seed, choice)),
                 limit=limit,
                 eos_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
                 priority=priority,
@@ -136,16 +130,21 @@ class LLMEngine:
         now = time.perf_counter()
         changed: dict[str, Request] = {}
         for seq, token_ids, logprobs in committed:
-            request = changed[seq.request_id] = self._requests[seq.request_id]
-            if request.first_token_time is None and token_ids:
-                request.first_token_time = now
+            request = self._requests[seq.request_id]
             choice = request.choices[seq.choice]
             choice.take(token_ids, logprobs)
-            self._check_text(choice)
+            if choice.detokenizer is not None:
+                self._check_text(seq, choice.detokenizer)
+            if request.first_token_time is None and token_ids:
+                request.first_token_time = now
+            if request.held:  # the first choice has computed the prompt, or failed
+                for other in request.held:
+                    self._start(other)
+                request.held = []
             if seq.finish_reason is not None:
                 self.executor.remove(seq.key)
-            while request.held:  # the first choice has computed the prompt, or failed
-                self._start(request.held.pop(0))
+            if seq.finish_reason is not None or request.params.output_kind is RequestOutputKind.CUMULATIVE:
+                changed[request.request_id] = request
         outputs = []
         for request in changed.values():
             if request.finished:
@@ -154,15 +153,12 @@ class LLMEngine:
                 outputs.append(request.output(now))
         return outputs
 
-    def _check_text(self, choice: Choice) -> None:
+    def _check_text(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         """End a choice that met a stop string, also where its last token ended it for another reason."""
-        seq, detokenizer = choice.seq, choice.detokenizer
-        if detokenizer is None:
-            return
         if detokenizer.stop_reason is not None:
             if seq.finish_reason is None:
-                self.scheduler.finish(seq, "stop", detokenizer.stop_reason)
-            elif seq.finish_reason == "length":
+                self.scheduler.finish(seq, "stop")
+            if seq.finish_reason in ("stop", "length"):
                 seq.finish_reason, seq.stop_reason = "stop", detokenizer.stop_reason
         elif seq.finish_reason is not None:
             detokenizer.finish()

@@ -66,15 +66,15 @@ class Scheduler:
         self.sequences[seq.key] = seq
         self.waiting.push(seq)
 
-    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence in whatever state it is. A step in flight that contains it will find it gone."""
         del self.sequences[seq.key]
-        if seq.status is SequenceStatus.RUNNING:
+        seq.finish_reason = reason
+        was, seq.status = seq.status, SequenceStatus.FINISHED
+        if was is SequenceStatus.RUNNING:
             del self.running[bisect_left(self.running, _order(seq), key=_order)]
             self._release(seq, keep_cached=reason != "error")
-        seq.finish_reason, seq.stop_reason = reason, stop_reason
-        was, seq.status = seq.status, SequenceStatus.FINISHED
-        if was is SequenceStatus.WAITING:
+        else:
             self.waiting.note_finished()
         self.trace.emit("finished", seq, reason=reason)
 
@@ -86,26 +86,25 @@ class Scheduler:
         ready = [seq for seq in self.running if seq.num_known < seq.limit]
         ready.sort(key=lambda seq: seq.num_known - seq.num_computed > 1)  # decodes first; stable within each group
         for seq in ready:
-            num_tokens = min(seq.num_known - seq.num_computed, self._budget)
-            if not num_tokens:
+            if not self._budget:
                 break
-            if self._make_room(seq, seq.num_computed + num_tokens):
+            num_tokens = min(seq.num_known - seq.num_computed, self._budget)
+            if seq.num_computed + num_tokens > len(seq.block_table) * self.block_size:
+                self._make_room(seq, seq.num_computed + num_tokens)
+            if seq.row >= 0:  # else it was preempted, just now or for one before it
                 self._planned[seq] = num_tokens
                 self._budget -= num_tokens
         self._admit()
         return self._finish_plan()
 
-    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow the blocks of a running sequence to `num_tokens`, if need be at the cost of the running one that is last
-        in order. False if that was `seq` itself, now or earlier in this plan."""
+    def _make_room(self, seq: Sequence, num_tokens: int) -> None:
+        """Grow the block table of a running sequence to `num_tokens`, if need be at the cost of whoever is last in
+        order, which may be `seq` itself."""
         needed = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
-        while seq.status is SequenceStatus.RUNNING and needed > self.blocks.num_free:
+        while seq.row >= 0 and needed > self.blocks.num_free:
             self._preempt()
-        if seq.status is not SequenceStatus.RUNNING:
-            return False
-        if needed > 0:
+        if seq.row >= 0:
             self.trace.blocks(seq, taken=self.blocks.grow(seq, num_tokens))
-        return True
 
     def _admit(self) -> None:
         """Let waiting sequences start, in order, until one does not fit."""
@@ -187,16 +186,21 @@ class Scheduler:
         if not self._planned:
             return StepPlan(self._num_steps, [])
         scheduled = []
+        new_blocks: tuple[int, ...]
         for seq, num_tokens in self._planned.items():
             start = seq.num_computed
-            seq.num_computed += num_tokens
+            seq.num_computed = end = start + num_tokens
             seq.num_in_flight += 1
-            sample = seq.num_computed == seq.num_known
-            seq.num_known += sample  # the next token: known by its length only, until the commit
-            new_blocks = tuple(seq.block_table[seq.num_blocks_sent :])
-            seq.num_blocks_sent += len(new_blocks)
+            sample = end == seq.num_known
+            if sample:
+                seq.num_known += 1  # the next token: known by its length only, until the commit
+            new_blocks = ()
+            if seq.num_blocks_sent < len(seq.block_table):
+                new_blocks = tuple(seq.block_table[seq.num_blocks_sent :])
+                seq.num_blocks_sent = len(seq.block_table)
             scheduled.append(Scheduled(seq.key, seq.row, start, num_tokens, sample, new_blocks))
-            self.trace.emit("scheduled", seq, tokens=num_tokens, cached=start)
+            if self.trace.on_event is not None:
+                self.trace.emit("scheduled", seq, tokens=num_tokens, cached=start)
         plan = StepPlan(self._num_steps, scheduled, self._freed_rows)
         self._freed_rows = []
         self._num_steps += 1
@@ -216,7 +220,8 @@ class Scheduler:
                 self.finish(seq, "error")
                 committed.append(Committed(seq, [], None))
                 continue
-            if seq.status is SequenceStatus.RUNNING:  # if not, it was preempted after this step was planned
+            # Without a row it was preempted after this step was planned, and its blocks are no longer its own.
+            if seq.row >= 0 and (start + num_tokens) // self.block_size > seq.num_published:
                 self.blocks.publish(seq, start + num_tokens)
             if sample:
                 token_ids = self._append(seq, token_ids)
@@ -225,20 +230,18 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token_ids: list[int]) -> list[int]:
         """Append new tokens up to the one that ends the sequence, if one does; returns those."""
+        reason: FinishReason | None = None
         for count, token in enumerate(token_ids, start=1):
             seq.token_ids.append(token)
-            reason: FinishReason | None = None
-            stop_reason = None
-            if seq.num_output_tokens >= seq.params.min_tokens:
-                if token in seq.eos_ids:
-                    reason = "stop"
-                elif token in seq.params.stop_token_ids:
-                    reason, stop_reason = "stop", token
-            if reason is None and len(seq.token_ids) >= seq.limit:
+            if token in seq.stop_ids and seq.num_output_tokens >= seq.params.min_tokens:
+                reason, seq.stop_reason = "stop", None if token in seq.eos_ids else token
+            elif len(seq.token_ids) >= seq.limit:
                 reason = "length"
             if reason is not None:
-                self.trace.emit("token", seq, ids=token_ids[:count])
-                self.finish(seq, reason, stop_reason)
-                return token_ids[:count]
-        self.trace.emit("token", seq, ids=token_ids)
+                token_ids = token_ids[:count]
+                break
+        if self.trace.on_event is not None:
+            self.trace.emit("token", seq, ids=token_ids)
+        if reason is not None:
+            self.finish(seq, reason)
         return token_ids

@@ -34,14 +34,16 @@ class Sequence:
     num_prompt_tokens: int
     params: SamplingParams  # with `seed` filled in
     limit: int  # length at which it ends with "length": min(prompt + max_tokens, max_model_len)
-    eos_ids: frozenset[int]  # ids that end it like EOS; empty with `ignore_eos`
+    eos_ids: frozenset[int]  # empty with `ignore_eos`
     priority: int = 0  # the smaller goes first
     arrival: int = 0  # a number that grows with every sequence; kept for life, also through preemptions
     cache_salt: str | None = None
 
+    stop_ids: frozenset[int] = field(init=False)  # all ids that end it
+
     # Set by the scheduler.
     status: SequenceStatus = SequenceStatus.WAITING
-    row: int = -1  # while running
+    row: int = -1  # from 0 while running
     num_known: int = 0  # len(token_ids), and one more while a step in flight samples the next token
     num_computed: int = 0  # tokens whose KV exists once all submitted steps have run
     num_in_flight: int = 0  # submitted steps that contain it and are not committed
@@ -60,6 +62,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_known = len(self.token_ids)
+        self.stop_ids = self.eos_ids.union(self.params.stop_token_ids)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine import block_manager, engine
+from nanovllm.engine import block_manager
 from nanovllm.engine.block_manager import BlockManager, Content
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
@@ -73,7 +73,7 @@ FAULTS: dict[str, list[Edit]] = {
             Scheduler,
             "_finish_plan",
             "seq.num_in_flight += 1",
-            "seq.num_in_flight += 1; self.blocks.publish(seq, min(seq.num_computed, len(seq.token_ids)))",
+            "seq.num_in_flight += 1; self.blocks.publish(seq, min(end, len(seq.token_ids)))",
         )
     ],
     "a table is one block short at a border": [
@@ -129,15 +129,17 @@ FAULTS: dict[str, list[Edit]] = {
     "the last token is not foreseen": [Edit(Scheduler, "schedule", "seq.num_known < seq.limit", "True")],
     "a row is not reported as freed": [Edit(Scheduler, "_release", "self._freed_rows.append(seq.row)", "pass")],
     # Chunks, ends, choices
-    "every chunk samples": [Edit(Scheduler, "_finish_plan", "seq.num_computed == seq.num_known", "True")],
+    "every chunk samples": [Edit(Scheduler, "_finish_plan", "end == seq.num_known", "True")],
     "the token budget counts cached tokens": [
         Edit(Scheduler, "_admit", "min(seq.num_known - num_cached, self._budget)", "min(seq.num_known, self._budget)")
     ],
     "the end-of-sequence token ends nothing before the length does": [
-        Edit(Scheduler, "_append", "token in seq.eos_ids", "token in seq.eos_ids and len(seq.token_ids) >= seq.limit")
+        Edit(Scheduler, "_append", "token in seq.stop_ids", "False")
     ],
     "an abort leaves the blocks taken": [
         Edit(LLMEngine, "abort_request", 'self.scheduler.finish(choice.seq, "abort")', "pass")
     ],
-    "all choices draw with one seed": [Edit(engine, "choice_seed", "if choice == 0", "if True")],
+    "all choices draw with one seed": [
+        Edit(LLMEngine, "add_request", "derive_seed(seed, choice)", "derive_seed(seed, 0)")
+    ],
 }

@@ -71,7 +71,7 @@ class ShadowHandle:
     tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]]
 
     def result(self) -> StepResult:
-        assert self.step == self.executor.last_collected + 1, "steps are collected once and in order"
+        assert self.step == self.executor.pending.pop(0), "steps are collected once and in order"
         self.executor.last_collected = self.step
         return StepResult(self.tokens)
 
@@ -85,6 +85,7 @@ class ShadowExecutor:
         self.block_size = config.kvcache_block_size
         self.pool: list[int | None] = [None] * (config.num_kv_blocks * self.block_size)
         self.written = [-1] * config.num_kv_blocks  # the last step that wrote to the block
+        self.pending: list[int] = []  # steps submitted and not collected
         self.last_collected = -1
         self.rows: dict[int, Row] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -110,6 +111,7 @@ class ShadowExecutor:
 
     def submit(self, plan: StepPlan) -> ShadowHandle:
         self.plans.append(plan)
+        self.pending.append(plan.step)
         for number in plan.freed_rows:
             self.rows.pop(number, None)
         assert sum(item.num_tokens for item in plan.scheduled) <= self.config.max_num_batched_tokens

@@ -8,11 +8,12 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import Content
-from nanovllm.engine.engine import LLMEngine, choice_seed
+from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.seeding import derive_seed
 from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor, extend, root, solo
 
 
@@ -57,7 +58,7 @@ class World:
         self.engine.add_request(request_id, prompt, sampling, priority=priority, cache_salt=cache_salt)
         assert self.config.max_model_len and sampling.max_tokens
         limit = min(len(prompt) + sampling.max_tokens, self.config.max_model_len)
-        choices = [replace(sampling, seed=choice_seed(sampling.seed or 0, i)) for i in range(sampling.n)]
+        choices = [replace(sampling, seed=derive_seed(sampling.seed or 0, i)) for i in range(sampling.n)]
         alone = [solo(prompt, choice, limit, cache_salt) for choice in choices]
         self.requests[request_id] = Expected(limit, sampling.logprobs is not None, alone, [[] for _ in choices])
         return request_id

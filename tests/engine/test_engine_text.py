@@ -1,0 +1,86 @@
+"""Where the engine meets text: stop strings and what of the tokens is shown."""
+
+from typing import Any
+
+import pytest
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.engine import LLMEngine
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from tests.engine.helpers import BOTH, greedy_tokens, make
+from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor
+
+
+class Letters:
+    """A detokenizer of single letters that holds one back while it could begin the stop string."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.stops = list(params.stop)
+        self.text, self.held = "", ""
+        self.stop_reason: str | None = None
+
+    def append(self, token_ids: list[int]) -> None:
+        for token in token_ids:
+            self.held += "abcdefgh"[token]
+            found = next((stop for stop in self.stops if stop in self.held), None)
+            if found is not None:
+                self.text, self.held = self.text + self.held.split(found)[0], ""
+                self.stop_reason = found
+            elif len(self.held) > 1:
+                self.text, self.held = self.text + self.held[:-1], self.held[-1]
+
+    def finish(self) -> None:
+        self.text, self.held = self.text + self.held, ""
+
+
+def with_text(asynchronous: bool, prompt: list[int], **params: Any) -> list[RequestOutput]:
+    settings = EngineConfig(kvcache_block_size=2, num_kv_blocks=32, max_model_len=64, async_scheduling=asynchronous)
+    executor = ShadowExecutor(settings)
+    executor.engine = engine = LLMEngine(
+        executor,
+        settings,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids={EOS},
+        make_detokenizer=lambda prompt, params: Letters(params),
+    )
+    values = {"temperature": 0.0, "seed": 1, "ignore_eos": True, "max_tokens": 6} | params
+    engine.add_request("a", prompt, SamplingParams(**values))
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert engine.scheduler.blocks.num_free == 32
+    return outputs
+
+
+@BOTH
+def test_a_stop_string_ends_the_output(asynchronous: bool) -> None:
+    tokens = greedy_tokens([1, 2, 3], 6)
+    letters = "".join("abcdefgh"[token] for token in tokens)
+    whole = with_text(asynchronous, [1, 2, 3])[-1].outputs[0]
+    assert (whole.text, whole.finish_reason) == (letters, "length")
+    stop = letters[2:4]
+    outputs = with_text(asynchronous, [1, 2, 3], stop=stop)
+    last = outputs[-1].outputs[0]
+    assert (last.text, last.finish_reason, last.stop_reason) == (letters[:2], "stop", stop)
+    assert last.token_ids == tokens[:4]
+    assert sum(output.finished for output in outputs) == 1
+
+
+def test_a_stop_string_in_the_very_last_token_is_a_stop_and_not_a_length() -> None:
+    letters = "".join("abcdefgh"[token] for token in greedy_tokens([1, 2, 3], 6))
+    last = with_text(False, [1, 2, 3], stop=letters[4:6])[-1].outputs[0]
+    assert (last.text, last.finish_reason, last.stop_reason) == (letters[:4], "stop", letters[4:6])
+
+
+def test_a_token_that_stops_is_not_text_unless_asked_for() -> None:
+    tokens = greedy_tokens([1, 2, 3], 6)
+    first, letter = tokens[0], "abcdefgh"[tokens[0]]
+    for include, text in (False, ""), (True, letter):
+        output = with_text(False, [1, 2, 3], stop_token_ids=[first], include_stop_str_in_output=include)[-1].outputs[0]
+        assert (output.text, output.token_ids, output.stop_reason) == (text, [first], first)
+
+
+def test_stop_strings_without_text_are_refused() -> None:
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        make().add([1], stop="x")

@@ -1,0 +1,93 @@
+"""Sampling parameters and configuration: what is refused, and how it says so."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.engine import LLMEngine
+from nanovllm.sampling_params import SamplingParams
+from tests.engine.shadow import ShadowExecutor
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -2},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -2.5},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+        {"stop_token_ids": [-1]},
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"min_tokens": -1},
+        {"min_tokens": 65},
+        {"logprobs": -1},
+    ],
+)
+def test_parameters_out_of_range_are_named_with_the_remedy(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=rf"^{name} must be .+; got "):
+        SamplingParams(**wrong)
+
+
+def test_parameters_that_do_not_exist_are_a_type_error() -> None:
+    with pytest.raises(TypeError, match="best_off"):
+        SamplingParams(best_off=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="max_seqs"):
+        EngineConfig(max_seqs=2)  # type: ignore[call-arg]
+
+
+def test_stop_takes_one_string_several_or_none() -> None:
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop=None, stop_token_ids=None).stop == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_num_batched_tokens": 0},
+        {"max_num_seqs": 0},
+        {"max_model_len": 1},
+        {"kvcache_block_size": 0},
+        {"num_kv_blocks": 0},
+        {"tensor_parallel_size": 0},
+        {"gpu_memory_utilization": 0.0},
+        {"gpu_memory_utilization": 1.5},
+        {"kv_cache_gib": 0},
+        {"dtype": "int8"},
+        {"attention_backend": "magic"},
+        {"load_format": "pickle"},
+    ],
+)
+def test_a_configuration_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"^{name} must be .+; got|^{name} must be at least 2"):
+        EngineConfig(**wrong)
+
+
+def test_the_configuration_is_completed_from_device_and_model() -> None:
+    on_cpu = EngineConfig().resolve(on_gpu=False, model_max_len=512)
+    assert (on_cpu.max_model_len, on_cpu.kvcache_block_size, on_cpu.async_scheduling) == (512, 16, False)
+    on_gpu = EngineConfig().resolve(on_gpu=True, model_max_len=40960)
+    assert (on_gpu.max_model_len, on_gpu.kvcache_block_size, on_gpu.async_scheduling) == (4096, 256, True)
+    chosen = EngineConfig(max_model_len=8192, kvcache_block_size=32, async_scheduling=False)
+    assert chosen.resolve(on_gpu=True, model_max_len=40960) == chosen
+    with pytest.raises(ValueError, match=r"max_model_len=8192 .* 512"):
+        chosen.resolve(on_gpu=True, model_max_len=512)
+    with pytest.raises(ValueError, match="num_kv_blocks"):
+        LLMEngine(ShadowExecutor(replace(on_cpu, num_kv_blocks=4)), on_cpu, vocab_size=8)
