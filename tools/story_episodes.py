@@ -24,7 +24,7 @@ mud|My roof is leaking|I cannot reach the apples]," said {the_helper}. {N} and {
 once], and soon [it was put right|all was well]. "[One good turn deserves another|I shall not forget it]," said
 {the_helper}. "[Go {path}, and|If you go {path},] you will not go wrong."
 
-"Do you know what I think?" said {F}. "[What?|Tell me.]" said {N}. "I think that [the best days begin badly|the clouds
+"Do you know what I think?" said {F}. "[What?|Tell me,]" said {N}. "I think that [the best days begin badly|the clouds
 look like {food}|we ought to do this every year]." {N} [had to smile|laughed out loud]. That was just like {F}:
 whatever happened, a {FS} like that [was never {worry} for long|found something to be {joy} about].
 """)

@@ -12,6 +12,7 @@ Everything is drawn from the given generator: the same seed gives the same story
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +31,7 @@ __all__ = ["PLOTS", "Facts", "Opening", "Story", "Verdict", "check_story", "gene
 PLOTS: Final[tuple[Plot, ...]] = PLOTS_A + PLOTS_B
 MAX_WORDS: Final = 715  # under 1,000 tokens
 MINIATURE_SHARE: Final = 0.14
+PLACES_FOR_SPECIES: Final = r'(?:(?:^|[.!?"] ){0}(?= (?!the\b)[a-z])|(?:said|asked|called|cried|admitted) {0}(?=\.))'
 EPISODE_COUNTS: Final = (0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 7, 9, 11)
 CODA_SHARE: Final = 0.4
 
@@ -48,9 +50,12 @@ class Story:
 
 
 def opening(rng: random.Random) -> Opening:
-    """The first paragraph of a story whose facts are held out of the corpus: a test prompt."""
-    story = generate_story(rng, held_out=True)
-    return Opening(story.text.split("\n\n", 1)[0], story.facts)
+    """The first paragraph of a story whose facts are held out of the corpus: a test prompt. It tells all the facts."""
+    while True:
+        story = generate_story(rng, held_out=True)
+        text, facts = story.text.split("\n\n", 1)[0], story.facts
+        if all(fact in text for fact in (facts.name, facts.species, facts.friend, facts.friend_species, facts.noun)):
+            return Opening(text, facts)
 
 
 def generate_story(rng: random.Random, held_out: bool = False) -> Story:
@@ -72,9 +77,22 @@ def generate_story(rng: random.Random, held_out: bool = False) -> Story:
         if words > MAX_WORDS:
             break
         paragraphs.append(paragraph)
+    paragraphs[1:] = [_with_species(paragraph, facts, rng) for paragraph in paragraphs[1:]]
+    ending = [_with_species(paragraph, facts, rng) for paragraph in ending]
     if rng.random() < CODA_SHARE:
         ending[-1] += " " + write(pick(CODAS, rng), slots, rng)
     return Story("\n\n".join(paragraphs + ending), facts, plot.name)
+
+
+def _with_species(paragraph: str, facts: Facts, rng: random.Random) -> str:
+    """Now and then say again who is what: "Nell the mouse looked up", "said Nell the mouse"."""
+    for name, species, share in ((facts.name, facts.species, 0.5), (facts.friend, facts.friend_species, 0.4)):
+        if rng.random() < share and f"{name} the " not in paragraph:
+            places = [m.end() for m in re.finditer(PLACES_FOR_SPECIES.format(name), paragraph)]
+            if places:
+                place = pick(places, rng)
+                paragraph = f"{paragraph[:place]} the {species}{paragraph[place:]}"
+    return paragraph
 
 
 def _shared_episodes(plot: Plot) -> list[Template]:
