@@ -64,52 +64,59 @@ def smollm2() -> Path:
 # --- no network ------------------------------------------------------------------------------------------------------
 
 _attempts: list[str] = []
-_REAL = {name: getattr(socket.socket, name) for name in ("connect", "connect_ex")}
-_REAL_GETADDRINFO = socket.getaddrinfo
+_patch = pytest.MonkeyPatch()
 
 
-def _is_local(host: Any) -> bool:
-    if isinstance(host, bytes):
-        host = host.decode("ascii", "replace")
-    if host is None or host in ("", "localhost", "::1", "0.0.0.0", "::", socket.gethostname()):
-        return True
-    return str(host).startswith("127.")
+def _check(host: Any) -> None:
+    """Lets only this machine's own names and addresses pass, and remembers the others."""
+    name = host.decode(errors="replace") if isinstance(host, bytes) else str(host or "")
+    if not (name in ("", "localhost", "::1", "::", "0.0.0.0", socket.gethostname()) or name.startswith("127.")):
+        _attempts.append(name)
+        raise OSError(f"tests must not use the network, but something asked for {name}")
 
 
-def _refuse(target: Any) -> None:
-    _attempts.append(str(target))
-    raise OSError(f"tests must not use the network, but something asked for {target}")
+def _guard_socket(name: str) -> None:
+    real = getattr(socket.socket, name)
+
+    def guarded(self: socket.socket, *args: Any) -> Any:
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            _check(args[-1][0])  # the address comes last
+        return real(self, *args)
+
+    _patch.setattr(socket.socket, name, guarded)
 
 
-def _guarded(name: str) -> Any:
-    def method(self: socket.socket, address: Any, /) -> Any:
-        if self.family in (socket.AF_INET, socket.AF_INET6) and not _is_local(address[0]):
-            _refuse(address)
-        return _REAL[name](self, address)
+def pytest_configure() -> None:
+    for name in ("connect", "connect_ex", "sendto"):
+        _guard_socket(name)
+    real = socket.getaddrinfo
 
-    return method
+    def guarded(host: Any, *args: Any, **kwargs: Any) -> Any:
+        _check(host)
+        return real(host, *args, **kwargs)
 
-
-def _guarded_getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _is_local(host):
-        _refuse(host)
-    return _REAL_GETADDRINFO(host, *args, **kwargs)
+    _patch.setattr(socket, "getaddrinfo", guarded)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _network_guard() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _REAL:
-            patch.setattr(socket.socket, name, _guarded(name))
-        patch.setattr(socket, "getaddrinfo", _guarded_getaddrinfo)
+def pytest_unconfigure() -> None:
+    _patch.undo()
+
+
+def _fail_what_tried() -> Iterator[None]:
+    """Fails a test or a fixture that tried, even where the code under test swallowed the error and went on."""
+    try:
         yield
-
-
-@pytest.fixture(autouse=True)
-def _no_network(_network_guard: None) -> Iterator[None]:
-    """Fails the test that tried, even where the code under test swallowed the error and went on."""
-    yield
-    if _attempts:
-        tried = ", ".join(_attempts)
+        if _attempts:
+            pytest.fail(f"this test tried to use the network: {', '.join(_attempts)}", pytrace=False)
+    finally:
         _attempts.clear()
-        pytest.fail(f"this test tried to use the network: {tried}", pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    yield from _fail_what_tried()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    yield from _fail_what_tried()
