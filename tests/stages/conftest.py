@@ -53,8 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def applies(config: pytest.Config, item: pytest.Item) -> bool:
     wanted = config.getoption("stage")
-    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    number = params.get("subject", WITHOUT_SUBJECT.get(item.path.name))
+    callspec: Any = getattr(item, "callspec", None)
+    number: Any = (callspec.params if callspec else {}).get("subject", WITHOUT_SUBJECT.get(item.path.name))
     if number is None:
         return not learning(config)  # tests what all stages share, none of which is the learner's
     if wanted and number not in wanted:

@@ -1,13 +1,14 @@
 """A stand-in for the model under which the tokens themselves prove that every cache slot was right.
 
 *Shadow KV*: the value of a token is a vector that is zero but for its position, where it holds its id. Queries are
-zero, so attention is a plain mean of the values that a query sees, from which the whole prefix can be read back, token by
-token. The next token is a hash of that prefix. One slot that is stale, swapped, missing or someone else's, one key too
-many or too few, and the tokens differ from `continuation`, which never saw a cache. A step takes well under a
+zero, so attention is a plain mean of the values that a query sees, from which the whole prefix can be read back, token
+by token. The next token is a hash of that prefix. One slot that is stale, swapped, missing or someone else's, one key
+too many or too few, and the tokens differ from `continuation`, which never saw a cache. A step takes well under a
 millisecond, so thousands of random batches can be tried.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def shadow_checkpoint(directory: Path) -> Path:
     return lively_qwen3(directory, **shape, num_hidden_layers=1, head_dim=LONGEST, vocab_size=VOCAB)
 
 
-def scores(prefix: Sequence[int]) -> Tensor:
+@lru_cache(maxsize=100_000)
+def scores(prefix: tuple[int, ...]) -> Tensor:
     """The logits [V] of the token after `prefix`, a pure function of every token of it."""
     seed = xxhash.xxh64_intdigest(",".join(map(str, prefix)).encode())
     return 3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
@@ -38,7 +40,7 @@ def continuation(prompt: list[int], max_tokens: int, ignore_eos: bool = False) -
     """What a right engine answers, greedily."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(int(scores(tokens).argmax()))
+        tokens.append(int(scores(tuple(tokens)).argmax()))
         if tokens[-1] in EOS and not ignore_eos:
             break
     return tokens[len(prompt) :]
@@ -75,5 +77,5 @@ class ShadowModel:
             exact = bool(((row[:-1] - row[:-1].round()).abs() < 0.01).all())
             if not exact or -1 in prefix or any(seen[position + 1 :]):
                 raise AssertionError(f"the token at position {position} sees {row[: position + 3].tolist()} (ids + 1)")
-            rows.append(scores(prefix))
+            rows.append(scores(tuple(prefix)))
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)

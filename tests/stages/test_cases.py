@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from stages.core import Event, SamplingParams
-from tests.stages.conformance import greedy
+from tests import oracle
+from tests.oracle_record import record_alone
+from tests.stages.conformance import greedy, random_prompts
 from tests.stages.events import Listener
 from tests.stages.shadow import ShadowModel, continuation
 from tests.stages.subject import Subject, needs, since
+from tests.weights import lively_qwen3
 
 
 @pytest.fixture
@@ -214,6 +217,25 @@ def test_scheduler_s7_more_requests_than_seats(serve: Any, subject: Subject) -> 
 
 
 # --- chunked prefill ---
+
+
+@needs("max_num_batched_tokens")
+@pytest.mark.parametrize("blocks_cached", [0, 1, 2])
+def test_chunked_c1_first_token_scores_do_not_depend_on_the_chunks(
+    subject: Subject, checkpoints: Path, blocks_cached: int
+) -> None:
+    """A 23-token prompt, cut at every place, after 0, 1 and 2 cached blocks: the scores are HF's, on a real model."""
+    path = lively_qwen3(checkpoints)
+    [prompt] = random_prompts(23)
+    for budget in (1, 2, 3, 5, 64):
+        engine = subject.engine(path, block_size=8, num_blocks=16, max_num_batched_tokens=budget)
+        if blocks_cached:
+            engine.generate([prompt[: 8 * blocks_cached]], greedy(1))
+        _, recorder = record_alone(engine, prompt, greedy(1))
+        assert recorder.steps[0].positions[0] == 8 * blocks_cached
+        last = recorder.steps[-1].logits
+        assert last is not None
+        oracle.check_logits(last, oracle.truth(path).logits(prompt)[-1:])
 
 
 @needs("max_num_batched_tokens")

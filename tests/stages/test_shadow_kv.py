@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +52,8 @@ class Checked(Listener):
             assert self.pool.ref_counts == [held.count(block) for block in range(self.pool.num_blocks)], event
 
 
-@settings(max_examples=60)
+@since(2)
+@settings(max_examples=40)
 @given(rounds=rounds, geometry=geometries())
 def test_every_slot_that_is_read_is_right(
     subject: Subject, shadow: Path, rounds: list[list[tuple[list[int], int, bool]]], geometry: dict[str, Any]
@@ -72,10 +74,10 @@ def test_every_slot_that_is_read_is_right(
 @since(3)
 def test_an_interruption_at_any_event_frees_everything(subject: Subject, shadow: Path) -> None:
     """Ctrl-C may strike between any two events: while adding, admitting, sharing, sampling, preempting, releasing."""
-    engine = subject.engine(shadow, **TIGHT | {"num_blocks": 6})
+    engine = subject.engine(shadow, **TIGHT | {"num_blocks": 5})
     ShadowModel.on(engine)
     batch = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
-    params = [greedy(14, True), greedy(6, True), greedy(9, True)]
+    params = [greedy(10, True), greedy(4, True), greedy(6, True)]
     expected = [continuation(p, q.max_tokens, True) for p, q in zip(batch, params, strict=True)]
     events_left = 0
 
@@ -95,9 +97,10 @@ def test_an_interruption_at_any_event_frees_everything(subject: Subject, shadow:
             interrupted = events_left <= 0
         except KeyboardInterrupt:
             pass
+        events_left = 0
         subject.check_idle(engine)
         assert engine.generate(batch[1:], params[1:]) == expected[1:]
-    assert fatal_event > 60
+    assert fatal_event > 50
 
 
 def test_the_shadow_sees_what_it_should(subject: Subject, shadow: Path) -> None:
@@ -106,8 +109,6 @@ def test_the_shadow_sees_what_it_should(subject: Subject, shadow: Path) -> None:
     model = ShadowModel.on(engine)
     assert engine.generate([[5, 6, 7]], greedy(6)) == [continuation([5, 6, 7], 6)]
     assert model.num_tokens >= 3
-    import torch
-
     ids, positions = torch.tensor([5, 6, 7]), torch.arange(3)
     hidden = model(ids, positions, lambda layer, q, k, v: v.cumsum(0) / torch.arange(1, 4)[:, None, None])
     assert torch.equal(model.logits(hidden)[2], model.logits(hidden[2:])[0])

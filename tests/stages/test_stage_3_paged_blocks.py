@@ -1,0 +1,142 @@
+"""Stage 3's parts: the pool, the slots, the batch, and attention through a block table."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stages.checkpoint import read_config
+from stages.core import SamplingParams, Sequence
+from tests.stages.conformance import greedy, random_prompts
+from tests.stages.events import Listener
+from tests.stages.subject import Subject, since
+from tests.weights import lively_qwen3
+
+
+def sequence(num_tokens: int, table: list[int] | None = None, num_computed: int = 0) -> Sequence:
+    tokens = list(range(100, 100 + num_tokens))
+    seq = Sequence(0, tokens, num_tokens, SamplingParams(), seed=0)
+    seq.block_table, seq.num_computed = list(table or []), num_computed
+    return seq
+
+
+def in_the_pool(pool: Any) -> list[int]:
+    return sorted(pool.free_list)
+
+
+@since(3)
+def test_blocks_are_taken_as_needed_and_all_or_none(subject: Subject) -> None:
+    pool = subject.part("PrefixCachingPool" if subject.number > 3 else "BlockPool")(num_blocks=5, block_size=4)
+    seq, other = sequence(8), sequence(13)
+    for num_tokens, blocks in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (3, 3)):
+        assert pool.allocate(seq, num_tokens) and len(seq.block_table) == blocks, f"{num_tokens} tokens"
+    assert len(set(seq.block_table)) == 3
+    assert not pool.allocate(other, 9)  # three blocks, two are free
+    assert other.block_table == [] and len(pool.free_list) == 2
+    assert pool.allocate(other, 8)
+    assert not set(other.block_table) & set(seq.block_table) and not pool.free_list
+    assert pool.allocate(seq, 12)  # it has room for 12 tokens already
+    assert not pool.allocate(seq, 13)
+    table = list(seq.block_table)
+    assert sorted(pool.release(seq)) == sorted(table) == in_the_pool(pool) and seq.block_table == []
+    pool.release(other)
+    assert in_the_pool(pool) == [0, 1, 2, 3, 4]
+
+
+@since(3, 3)
+def test_a_slot_is_block_times_size_plus_offset(subject: Subject) -> None:
+    seq = sequence(10, table=[7, 0, 3])
+    slots_of = subject.part("slots_of")
+    assert slots_of(seq, 0, 10, 4) == [28, 29, 30, 31, 0, 1, 2, 3, 12, 13]
+    assert slots_of(seq, 3, 5, 4) == [31, 0]
+    assert slots_of(seq, 4, 4, 4) == []
+    assert slots_of(seq, 0, 3, 1) == [7, 0, 3]
+
+
+@since(3, 3)
+def test_a_batch_is_the_new_tokens_end_to_end(subject: Subject) -> None:
+    """A prefill, a chunk in the middle and a decode in one step."""
+    work = [
+        (sequence(5, [2, 6]), 5),
+        (sequence(9, [1, 4, 0], num_computed=3), 4),
+        (sequence(4, [5], num_computed=3), 1),
+    ]
+    batch = subject.part("make_batch")(work, 4, torch.device("cpu"))
+    assert batch.input_ids.tolist() == [100, 101, 102, 103, 104, 103, 104, 105, 106, 103]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 3]
+    assert batch.slots.tolist() == [8, 9, 10, 11, 24, 7, 16, 17, 18, 23]
+    assert batch.last_tokens.tolist() == [4, 8, 9]
+    assert batch.query_start.tolist() == [0, 5, 9, 10] and batch.context_lens.tolist() == [5, 7, 4]
+    assert [row[:n] for row, n in zip(batch.block_tables.tolist(), (2, 3, 1), strict=True)] == [[2, 6], [1, 4, 0], [5]]
+
+
+@since(3, 3)
+def test_attention_follows_the_block_table(subject: Subject, checkpoints: Path) -> None:
+    """Blocks in any order, chunks and decodes mixed, and everything that belongs to nobody poisoned."""
+    config = read_config(lively_qwen3(checkpoints))  # 4 query heads over 2 KV heads, head_dim 32
+    pool = subject.part("BlockPool")(num_blocks=8, block_size=4)
+    cache = subject.part("PagedKVCache")(config, pool, torch.device("cpu"), torch.float32)
+    cache.k.fill_(1e4)
+    cache.v.fill_(1e4)
+    work = [
+        (sequence(9, [6, 1, 4], num_computed=5), 4),
+        (sequence(6, [0, 7], num_computed=5), 1),
+        (sequence(3, [3]), 3),
+    ]
+    batch = subject.part("make_batch")(work, 4, torch.device("cpu"))
+    past = [torch.randn(2, len(seq.tokens), 2, 32) for seq, _ in work]  # the true keys and values of each sequence
+    for (seq, _), kv in zip(work, past, strict=True):
+        for position in range(len(seq.tokens)):
+            block, offset = seq.block_table[position // 4], position % 4
+            cache.k[1, block, offset], cache.v[1, block, offset] = kv[:, position]
+    new = [torch.cat([kv[i, seq.num_computed :] for (seq, _), kv in zip(work, past, strict=True)]) for i in (0, 1)]
+    before = cache.k.clone()
+    cache.write(batch, 1, *new)
+    assert torch.equal(cache.k, before)  # each new key came to lie exactly where this test had put it
+    q = torch.randn(8, 4, 32)
+    out = cache.attend(batch, 1, q)
+    row = 0
+    for (seq, n), (keys, values) in zip(work, past, strict=True):
+        for position in range(seq.num_computed, seq.num_computed + n):
+            for head in range(4):
+                weights = (keys[: position + 1, head // 2] @ q[row, head] * 32**-0.5).softmax(0)
+                torch.testing.assert_close(out[row, head], weights @ values[: position + 1, head // 2])
+            row += 1
+
+
+@since(3, 3)
+def test_any_blocks_in_any_order(subject: Subject, checkpoints: Path) -> None:
+    path = lively_qwen3(checkpoints)
+    engine, shuffled = (subject.engine(path, block_size=4, num_blocks=40) for _ in range(2))
+    for block in (0, 1, 17, 5, 33, 2):
+        shuffled.pool.free_list.move_to_end(block)
+    prompts = random_prompts(3, 14, 9)
+    assert shuffled.generate(prompts, greedy(9)) == engine.generate(prompts, greedy(9))
+
+
+@since(3, 4)
+def test_a_batch_is_as_large_as_its_reservations_allow(subject: Subject, checkpoints: Path) -> None:
+    """Each sequence reserves prompt + max_tokens - 1 slots: here 8, two blocks, so that three fit in seven."""
+    listener = Listener()
+    engine = subject.engine(lively_qwen3(checkpoints), block_size=4, num_blocks=7, on_event=listener)
+    prompts = random_prompts(3, 3, 3, 3)
+    params = [greedy(6, ignore_eos=True)] * 4
+    engine.generate(prompts, params)
+    order = [(e["type"], e["request"]) for e in listener.events if e["type"] in ("admitted", "finished")]
+    assert order[-2:] == [("admitted", 3), ("finished", 3)]
+    assert {kind for kind, _ in order[:3]} == {"admitted"} and {kind for kind, _ in order[3:6]} == {"finished"}
+    taken = [len(e["taken"]) + len(e["shared"]) for e in listener.events if e["type"] == "blocks" and not e["freed"]]
+    assert taken == [2, 2, 2, 2]
+
+
+@since(3, 3)
+def test_the_kernel_gives_the_same_tokens_as_the_gather(subject: Subject, checkpoints: Path) -> None:
+    """Through Triton's interpreter on a CPU."""
+    pytest.importorskip("triton")
+    path = lively_qwen3(checkpoints, head_dim=64, num_hidden_layers=1)
+    prompts = random_prompts(18, 3)
+    gather, kernel = (subject.engine(path, num_blocks=8, attention=a) for a in ("gather", "triton"))
+    assert kernel.generate(prompts, greedy(3)) == gather.generate(prompts, greedy(3))
+    with pytest.raises(ValueError, match=r"attention.*'flash'"):
+        subject.engine(path, attention="flash")
