@@ -61,7 +61,7 @@ def _exchanges(words: list[str], facts: Facts) -> list[str]:
     problems = []
     for first, second, third in zip(words, words[1:], words[2:], strict=False):
         if first in species_of and second == "the" and third in _SPECIES and third != species_of[first]:
-            problems.append(f"{first} has become a {third}")
+            problems.append(f"{first} has become {third}")
         if third == facts.noun and second in _ADJECTIVES and second != facts.adjective:
             problems.append(f"the {facts.object} has become {second}")
     return problems

@@ -1,4 +1,4 @@
-"""Corpus and tokenizer of the embedded model. Imports no torch, so that the worker processes start quickly."""
+"""Corpus and tokenizer of the embedded model. Imports neither torch nor transformers, so workers start quickly."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from tools.story_grammar import generate_story
 
@@ -63,18 +61,6 @@ def train_tokenizer(seed: int, stories: int) -> Tokenizer:
             f"{tokenizer.get_vocab_size()} entries instead of {VOCAB_SIZE}: the grammar has too few words"
         )
     return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json so that `AutoTokenizer` finds them."""
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        pad_token=EOS,
-        clean_up_tokenization_spaces=False,
-        model_max_length=max_length,
-    )
-    fast.save_pretrained(directory)
 
 
 _worker_tokenizer: Tokenizer | None = None

@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from tools.train_data import EOS_ID, VOCAB_SIZE, Corpus
+from tools.train_data import EOS_ID, Corpus
 
-MAX_POSITIONS: Final = 2048
 WIDTH_STEP: Final = 64  # widths of batches are multiples of this
 IGNORED: Final = -100
 WARMUP_STEPS: Final = 150
@@ -43,39 +42,6 @@ class Plan:
     weight_decay: float
     seed: int
     compile: bool
-
-
-def make_model(kind: str, seed: int) -> Qwen3ForCausalLM:
-    """A fresh `target` (7.3M parameters) or `draft` (0.9M)."""
-    shape: dict[str, dict[str, int]] = {
-        "target": {
-            "hidden_size": 256,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 768,
-        },
-        "draft": {
-            "hidden_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 384,
-        },
-    }
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        **shape[kind],
-        vocab_size=VOCAB_SIZE,
-        head_dim=64,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        eos_token_id=EOS_ID,
-        bos_token_id=None,
-        pad_token_id=None,
-        use_cache=True,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 class Batches:
