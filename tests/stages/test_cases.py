@@ -12,8 +12,8 @@ import pytest
 from stages.core import Event, SamplingParams
 from tests import oracle
 from tests.oracle_record import record_alone
-from tests.stages.conformance import greedy, random_prompts
 from tests.stages.events import Listener
+from tests.stages.requests import greedy, random_prompts
 from tests.stages.shadow import ShadowModel, continuation
 from tests.stages.subject import Subject, needs, since
 from tests.weights import lively_qwen3

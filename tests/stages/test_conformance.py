@@ -6,7 +6,8 @@ import pytest
 
 from stages.core import SamplingParams
 from stages.stage_1_naive import NaiveEngine
-from tests.stages.conformance import PROMPTS, TIGHT, Conformance, greedy, run, story_prompts
+from tests.stages.conformance import Conformance, run
+from tests.stages.requests import PROMPTS, TIGHT, greedy, story_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.core import Event
-from tests.stages.conformance import TIGHT, greedy
 from tests.stages.events import Listener
+from tests.stages.requests import TIGHT, greedy
 from tests.stages.shadow import ShadowModel, continuation
 from tests.stages.subject import Subject, since
 

@@ -6,7 +6,7 @@ import torch
 
 from stages.checkpoint import read_config
 from tests.oracle_record import Recorder
-from tests.stages.conformance import greedy, random_prompts
+from tests.stages.requests import greedy, random_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
 

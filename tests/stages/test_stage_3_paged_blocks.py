@@ -8,8 +8,8 @@ import torch
 
 from stages.checkpoint import read_config
 from stages.core import SamplingParams, Sequence
-from tests.stages.conformance import greedy, random_prompts
 from tests.stages.events import Listener
+from tests.stages.requests import greedy, random_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
 

@@ -10,7 +10,7 @@ import torch
 from stages.core import SamplingParams, Sequence
 from tests import oracle
 from tests.oracle_record import record_alone
-from tests.stages.conformance import greedy, random_prompts
+from tests.stages.requests import greedy, random_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
 
