@@ -168,7 +168,8 @@ small step at a time. [A branch came down behind them.|A gate flew by like a bir
 
 {Helper} stood {spot}, [not knowing where to go|shaking with fear]. "[Come with us|Come along]," said {N}. "[There is
 room for three at my house|Nobody should be out in this]." {The_helper} [did not wait to be asked twice|nodded
-gratefully]. "[You take care of that {o}|Mind your {O}]," {hhe} said, "and I will [watch the path|keep the wind off you]." So now they were three.
+gratefully]. "[You take care of that {o}|Mind your {O}]," {hhe} said, "and I will [watch the path|keep the wind off
+you]." So now they were three.
 
 [Lightning|A flash] lit up the whole sky. {F} [counted|began to count]: "One, two, three, four..." Then the thunder
 [rolled|crashed]. "[It is four miles away|It is coming nearer]," said {N}. {He} patted the {O}, [as if it were the one
