@@ -13,8 +13,12 @@ from nanovllm.sampling_params import SamplingParams
 class Detokenizer(Protocol):
     """The text of one choice, built while its tokens come, and its stop strings."""
 
-    text: str  # what may be shown: an end that could become a stop string or an unfinished character is held back
     stop_reason: str | None  # the stop string that was met; from then on `text` is final
+
+    @property
+    def text(self) -> str:
+        """What may be shown: an end that could become a stop string or an unfinished character is held back."""
+        ...
 
     def append(self, token_ids: list[int]) -> None:
         """Take in new tokens. A stop string counts only where it ends behind the first `min_tokens` of them."""

@@ -1,0 +1,17 @@
+"""nanovllm: an LLM inference engine that a person can read in an afternoon."""
+
+from typing import Any
+
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    # `LLM` brings torch along, which takes seconds; the control plane and the command line's help do without.
+    if name == "LLM":
+        from nanovllm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

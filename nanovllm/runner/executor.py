@@ -1,0 +1,61 @@
+"""The data plane behind one interface: plans go in, tokens come out, and nothing in between waits for the device.
+
+`LocalExecutor` drives one rank in this process. It keeps the host's copy of every sequence's tokens, so that a sequence
+that was preempted can be put back into a row without the control plane sending it again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanovllm.engine.plan import StepPlan, StepResult, TokenLogprobs
+from nanovllm.runner.model_runner import ModelRunner, StepOutput
+from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass
+class KnownSequence:
+    """What the data plane remembers of a sequence for its whole life."""
+
+    token_ids: list[int]  # prompt, then everything sampled whose step's result was read
+    num_prompt_tokens: int
+    params: SamplingParams
+
+
+class PendingStep:
+    """A submitted step. Its tokens are on their way to the host; `result` waits for them."""
+
+    def __init__(self, plan: StepPlan, output: StepOutput, sequences: dict[int, KnownSequence]) -> None:
+        self.keys = [s.key for s in plan.scheduled if s.sample]
+        self.output = output
+        self.sequences = sequences
+
+    def result(self) -> StepResult:
+        token_ids, logprobs = self.output.read()
+        tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]] = {}
+        for key, token, row in zip(self.keys, token_ids, logprobs, strict=True):
+            tokens[key] = ([token], None if row is None else [row])
+            sequence = self.sequences.get(key)
+            if sequence is not None:  # else it was removed while the step ran
+                sequence.token_ids.append(max(token, 0))
+        return StepResult(tokens)
+
+
+class LocalExecutor:
+    """One rank, in this process."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.sequences: dict[int, KnownSequence] = {}
+
+    def add(self, key: int, token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.sequences[key] = KnownSequence(list(token_ids), len(token_ids), params)
+
+    def remove(self, key: int) -> None:
+        self.sequences.pop(key, None)
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        return PendingStep(plan, self.runner.run(plan, self.sequences), self.sequences)
+
+    def close(self) -> None:
+        self.sequences.clear()
+        self.runner.close()

@@ -1,0 +1,55 @@
+"""How large the KV cache may be: what is left of the memory when weights and the largest step have had theirs."""
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.models.config import ModelConfig
+
+GIB = 2**30
+
+
+def block_bytes(model: ModelConfig, block_size: int) -> int:
+    """Bytes of one KV block over all layers: keys and values."""
+    values = 2 * model.num_hidden_layers * block_size * model.num_key_value_heads * model.head_dim
+    return values * model.dtype.itemsize
+
+
+def num_kv_blocks(
+    config: EngineConfig, model: ModelConfig, device: torch.device, run_largest_step: Callable[[], None]
+) -> int:
+    """Blocks of the pool: as configured, or as many as fit (a scratch block is extra).
+
+    On a CPU `kv_cache_gib` says how much memory they may take. On a GPU `run_largest_step` is run once to see the peak
+    of a step, and the blocks get what `gpu_memory_utilization` leaves beside it. Raises ValueError, saying how much is
+    missing, if not even one block fits.
+    """
+    assert config.kvcache_block_size is not None
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    each = block_bytes(model, config.kvcache_block_size)
+    if device.type == "cpu":
+        available, knob = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib}"
+    else:
+        available, knob = gpu_budget(config, device, run_largest_step), "gpu_memory_utilization, or free GPU memory"
+    count = available // each - 1
+    if count < 1:
+        missing = (2 * each - available) / GIB
+        raise ValueError(
+            f"no room for a KV block of {config.kvcache_block_size} tokens ({each / GIB:.3f} GiB): {missing:.3f} GiB "
+            f"are missing; raise {knob}, or lower max_num_batched_tokens or kvcache_block_size"
+        )
+    return count
+
+
+def gpu_budget(config: EngineConfig, device: torch.device, run_largest_step: Callable[[], None]) -> int:
+    """Bytes for the KV cache: the share of the card that we may use, less all that is in use at the peak of a step."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * config.gpu_memory_utilization) - (total - free) - step

@@ -1,0 +1,136 @@
+"""One rank's data plane: weights, KV cache and rows on one device, and the step that ties them together.
+
+A step is: put what is new into the rows, build the batch, run the model, sample, write the sampled tokens into the
+rows. It knows nothing of requests, queues or text, and never waits for the device: the tokens are copied to the host
+behind the step, and whoever reads them waits.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention import AttentionBackend, AttentionMetadata, select_backend
+from nanovllm.config import EngineConfig
+from nanovllm.engine.plan import StepPlan, TokenLogprobs
+from nanovllm.models.loader import LoadedModel
+from nanovllm.runner.batch import Batch, make_batch
+from nanovllm.runner.logprobs import TopLogprobs
+from nanovllm.runner.memory import num_kv_blocks
+from nanovllm.runner.rows import Known, Rows
+from nanovllm.runner.sampler import Draws, sample_full, sample_plain
+from nanovllm.runner.sampling_state import SamplingState
+
+
+class StepOutput:
+    """What a step sampled, on its way to the host."""
+
+    def __init__(self, token_ids: Tensor, logprobs: TopLogprobs | None, wanted: list[int | None]) -> None:
+        self.wanted = wanted
+        self.ready: torch.cuda.Event | None = None
+        self.token_ids, self.logprobs = token_ids, logprobs
+        if token_ids.is_cuda:
+            self.token_ids = token_ids.to("cpu", non_blocking=True)
+            self.logprobs = logprobs.to("cpu", non_blocking=True) if logprobs is not None else None
+            self.ready = torch.cuda.Event()
+            self.ready.record()
+
+    def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """The sampled tokens of the step's sequences in order, -1 for a bad row; and log-probabilities where wanted."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        logprobs: list[TokenLogprobs | None] = [None] * len(self.wanted)
+        if self.logprobs is not None:
+            logprobs = self.logprobs.per_row(self.wanted)
+        return self.token_ids.tolist(), logprobs
+
+
+class ModelRunner:
+    """Runs plans on one device. `config` is resolved; `config.num_kv_blocks` may be None, then it is measured."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, device: torch.device) -> None:
+        assert config.max_model_len is not None and config.kvcache_block_size is not None
+        self.device = device
+        self.model, self.model_config = loaded.model, loaded.config
+        c = loaded.config
+        self.block_size = config.kvcache_block_size
+        self.scale = c.head_dim**-0.5
+        self.backend: AttentionBackend = select_backend(
+            config.attention_backend,
+            device=device,
+            head_dim=c.head_dim,
+            block_size=self.block_size,
+            dtype=c.dtype,
+        )
+        self.num_kv_blocks = num_kv_blocks(config, c, device, lambda: self.run_largest_step(config))
+        # Keys and values of a layer: [2, num_blocks + 1, block_size, Hkv, D]; the last block is scratch, for padding
+        shape = (2, self.num_kv_blocks + 1, self.block_size, c.num_key_value_heads, c.head_dim)
+        self.kv = [torch.zeros(shape, dtype=c.dtype, device=device) for _ in range(c.num_hidden_layers)]
+        self.rows = Rows(config.max_num_seqs, config.max_model_len, self.block_size, self.num_kv_blocks, device)
+        self.sampling = SamplingState(
+            self.rows.token_ids, self.rows.num_prompt_tokens, c.vocab_size, loaded.eos_token_ids
+        )
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> StepOutput:
+        """Submit one step. Returns before the device is done with it."""
+        self.update_rows(plan, sequences)
+        batch = make_batch(plan.scheduled, self.rows)
+        hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [T, H]
+        logits = self.model.logits(hidden[batch.sampled_tokens])  # [N, V]
+        token_ids, logprobs = self.sample(logits, batch)
+        self.rows.token_ids[batch.sampled_rows, batch.next_positions] = token_ids.clamp(min=0).int()
+        return StepOutput(token_ids, logprobs, [self.rows.params[s.row].logprobs for s in batch.sampled])
+
+    def update_rows(self, plan: StepPlan, sequences: Mapping[int, Known]) -> None:
+        """Apply what a plan changes: rows given up, sequences that move into a row, new blocks of a row."""
+        for row in plan.freed_rows:
+            self.rows.owner[row] = -1
+        moving = [s for s in plan.scheduled if self.rows.owner[s.row] != s.key]
+        if moving:
+            known = [sequences[s.key] for s in moving]
+            self.rows.install(moving, known)
+            self.sampling.install([s.row for s in moving], [k.params for k in known])
+        growing = [s for s in plan.scheduled if s.new_blocks]
+        if growing:
+            self.rows.append_blocks(growing)
+
+    def bind_attention(self, meta: AttentionMetadata) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        """The model's `attend` for one step: write the new keys and values, then read all that a query may see."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.backend.write(self.kv[layer], k, v, meta.slots)
+            return self.backend.attend(q, self.kv[layer], meta, self.scale)
+
+        return attend
+
+    def sample(self, logits: Tensor, batch: Batch) -> tuple[Tensor, TopLogprobs | None]:
+        """logits [N, V] -> token ids [N], by the plain tail unless a row needs more."""
+        rows = batch.sampled_rows
+        draws = Draws(
+            temperature=self.rows.temperature[rows],
+            seeds=self.rows.seed[rows],
+            indices=batch.next_positions - self.rows.num_prompt_tokens[rows],
+            all_greedy=all(self.rows.params[s.row].temperature == 0 for s in batch.sampled),
+        )
+        needs = self.sampling.needs(s.row for s in batch.sampled)
+        if needs is None:
+            return sample_plain(logits, draws), None
+        return sample_full(logits, draws, rows, self.sampling, needs)
+
+    @torch.inference_mode()
+    def run_largest_step(self, config: EngineConfig) -> None:
+        """A step of the largest size, without attention, to see how much memory it takes."""
+        assert config.max_model_len is not None
+        num_tokens = config.max_num_batched_tokens
+        input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
+        positions = torch.arange(num_tokens, dtype=torch.int32, device=self.device) % config.max_model_len
+        hidden = self.model(input_ids, positions, lambda layer, q, k, v: torch.empty_like(q))
+        num_rows = min(config.max_num_seqs, num_tokens)
+        logits = self.model.logits(hidden[:num_rows])
+        zeros = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        sample_plain(logits, Draws(torch.ones(num_rows, device=self.device), zeros, zeros))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.kv.clear()

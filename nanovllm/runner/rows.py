@@ -1,0 +1,89 @@
+"""What every running sequence keeps on the device, in a row of its own: tokens, block table, sampling parameters.
+
+A step sends only what changed. Above all the newest token never travels: the sampler writes it into the row, and the
+next step reads it there, so that step n + 1 can be submitted before the host has seen what step n sampled.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nanovllm.engine.plan import Scheduled
+from nanovllm.sampling_params import SamplingParams
+
+
+class Known(Protocol):
+    """What a sequence brings along when it moves into a row."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it: from pinned memory, in stream order."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Rows:
+    """Persistent state of up to `num_rows` running sequences; one more row is scratch, for padding.
+
+    token_ids [R + 1, max_model_len + 1] int32: every known token, the newest included.
+    block_table [R + 1, M] int32: the scratch block where there is no block yet.
+    temperature [R + 1] float32, seed [R + 1] int64, num_prompt_tokens [R + 1] int32.
+    """
+
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, scratch_block: int, device: torch.device
+    ) -> None:
+        self.device = device
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids = torch.zeros(num_rows + 1, max_model_len + 1, dtype=torch.int32, device=device)
+        self.block_table = torch.full((num_rows + 1, max_blocks), scratch_block, dtype=torch.int32, device=device)
+        self.temperature = torch.zeros(num_rows + 1, device=device)
+        self.seed = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.num_prompt_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        # Host side: what stands in each row, to know what is new in a plan
+        self.owner = [-1] * (num_rows + 1)
+        self.num_blocks = [0] * (num_rows + 1)
+        self.params = [SamplingParams()] * (num_rows + 1)
+
+    def install(self, scheduled: list[Scheduled], known: Sequence[Known]) -> None:
+        """Move sequences into their rows, all of a step at once: known tokens, prompt lengths, temperature, seed."""
+        rows = np.array([s.row for s in scheduled], dtype=np.int32)
+        lengths = np.array([len(k.token_ids) for k in known])
+        ids = np.concatenate([k.token_ids for k in known])
+        flat = np.stack((np.repeat(rows, lengths), ragged_arange(lengths), ids))
+        row_of_token, column, token_ids = to_device(flat.astype(np.int32), self.device)
+        self.token_ids[row_of_token, column] = token_ids
+        index = to_device(rows, self.device)
+        self.num_prompt_tokens[index] = self.column([k.num_prompt_tokens for k in known], np.int32)
+        self.temperature[index] = self.column([k.params.temperature for k in known], np.float32)
+        self.seed[index] = self.column([k.params.seed for k in known], np.int64)
+        for s, k in zip(scheduled, known, strict=True):
+            self.owner[s.row], self.num_blocks[s.row], self.params[s.row] = s.key, 0, k.params
+
+    def append_blocks(self, scheduled: list[Scheduled]) -> None:
+        """Append to the block tables what each row was newly given."""
+        flat = []
+        for s in scheduled:
+            first = self.num_blocks[s.row]
+            flat += [(s.row, first + i, block) for i, block in enumerate(s.new_blocks)]
+            self.num_blocks[s.row] = first + len(s.new_blocks)
+        row, column, block_ids = to_device(np.array(flat, dtype=np.int32).T.copy(), self.device)
+        self.block_table[row, column] = block_ids
+
+    def column(self, values: Sequence[object], dtype: npt.DTypeLike) -> Tensor:
+        return to_device(np.array(values, dtype=dtype), self.device)
+
+
+def ragged_arange(lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """0..lengths[0]-1, 0..lengths[1]-1, ... in one array, without a loop."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)

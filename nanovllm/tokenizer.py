@@ -1,0 +1,46 @@
+"""Text to token ids and back, by the tokenizer that lies beside the weights."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+
+
+class Tokenizer:
+    """tokenizer.json through `tokenizers`, which loads in milliseconds; `transformers` only where a chat needs it."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: the checkpoint's directory. Raises ValueError if it has no tokenizer.json."""
+        if not (path / "tokenizer.json").is_file():
+            raise ValueError(
+                f"{path} has no tokenizer.json; pass token ids with skip_tokenizer_init=True, or convert it"
+            )
+        self.path = path
+        self.fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens that the tokenizer itself puts around a text (a BOS, for some models)."""
+        ids: list[int] = self.fast.encode(text).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self.fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    @cached_property
+    def _transformers(self) -> Any:
+        from transformers import AutoTokenizer  # seconds to import, and only chat templates need it
+
+        return AutoTokenizer.from_pretrained(self.path)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The conversation in the model's own format, ready for its answer. Raises ValueError without a template."""
+        if not self._transformers.chat_template:
+            raise ValueError(f"{self.path} has no chat template, so this model cannot chat; use generate")
+        text = self._transformers.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        ids: list[int] = self.fast.encode(text, add_special_tokens=False).ids
+        return ids
