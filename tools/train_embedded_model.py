@@ -143,7 +143,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-tokens", type=int, default=600_000_000, help="at most so many tokens are trained on")
     parser.add_argument("--minutes-target", type=float, default=5.5, help="planned training time of both models")
     parser.add_argument("--batch-tokens", type=int, default=32768)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--tokenizer-stories", type=int, default=20_000)
     parser.add_argument("--validation-stories", type=int, default=500)
     parser.add_argument("--stories", type=int, default=200, help="stories told for the share that keep their facts")
