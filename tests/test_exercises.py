@@ -4,23 +4,23 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from stages.core import SamplingParams
 from stages.manifest import Stage, load_stages
+from tests.stage_jobs import Job, run_jobs
+from tests.weights import lively_qwen3
 from tools import exercises
-from tools.exercises import ROOT, Hole, cut, find_holes, write_exercise
+from tools.exercises import ROOT, Hole, cut, exercise_source, find_holes, write_exercise
+from tools.stage_runs import solution
 
-STAGES = [stage for stage in load_stages() if stage.number <= 5]
-
-
-def solution(stage: Stage) -> str:
-    return (ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8")
-
+STAGES = load_stages()
 
 HOLES = [(stage, hole) for stage in STAGES for hole in find_holes(solution(stage))]
 by_slug = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.slug)
-by_hole = pytest.mark.parametrize(("stage", "hole"), HOLES, ids=lambda x: x.name if isinstance(x, Hole) else "hole")
+by_hole = pytest.mark.parametrize(("stage", "hole"), HOLES, ids=lambda x: x.name if isinstance(x, Hole) else x.slug)
 
 EXAMPLE = """\
 def f(x):
@@ -82,6 +82,53 @@ def test_a_damaged_marker_is_an_error(text: str) -> None:
 def test_an_unknown_exercise_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no exercise 9.9; there are 1.1, 1.2"):
         cut(EXAMPLE, {"9.9"})
+
+
+def generate(stage: Stage, source: str, checkpoint: Path) -> list[list[int]]:
+    """Two requests through the engine of that text, with a pool so small that stage 5 must preempt one of them."""
+    module = ModuleType("exercise")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "exercise", module)  # dataclasses look their module up
+        exec(source, vars(module))
+    small = {"max_num_seqs": 2, "block_size": 2, "num_blocks": 6, "max_num_batched_tokens": 64}
+    engine = getattr(module, stage.class_name)(checkpoint, **{k: small[k] for k in stage.options})
+    out: list[list[int]] = engine.generate([[5, 6, 7, 8], [5, 6, 9]], SamplingParams(0.0, 5, ignore_eos=True))
+    return out
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_qwen3(tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=1)
+
+
+@by_hole
+def test_even_a_small_run_meets_every_hole(stage: Stage, hole: Hole, checkpoint: Path) -> None:
+    with pytest.raises(NotImplementedError) as raised:
+        generate(stage, exercise_source(stage, {hole.name}), checkpoint)
+    assert str(raised.value) == f"exercise {hole.name}: {hole.hint}"
+
+
+@by_slug
+def test_with_no_hole_open_an_exercise_is_the_stage(stage: Stage, checkpoint: Path) -> None:
+    out = generate(stage, exercise_source(stage, set()), checkpoint)
+    assert out == generate(STAGES[0], solution(STAGES[0]), checkpoint)
+    assert [len(tokens) for tokens in out] == [5, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@by_slug
+def test_the_stage_s_tests_notice_every_hole_and_pass_without(stage: Stage) -> None:
+    names = [hole.name for hole in find_holes(solution(stage))]
+    jobs = [Job(name, stage.number, exercise_source(stage, {name})) for name in names]
+    jobs += [Job("all", stage.number, exercise_source(stage)), Job("none", stage.number, exercise_source(stage, set()))]
+    results = run_jobs(jobs, timeout=800)
+    nothing_open = results.pop("none")
+    assert nothing_open.test is None and nothing_open.passed > 10, nothing_open
+    assert results.pop("all").test is not None
+    for name, result in results.items():
+        assert result.test is not None, f"no test notices that exercise {name} is open"
+        assert f"exercise {name}:" in result.message
 
 
 @by_slug

@@ -1,0 +1,109 @@
+"""The mutants: that the catalogue fits the stages, that the tool reports honestly, and that every mutant is caught."""
+
+import pytest
+
+from stages.manifest import Stage, load_stages
+from tests.stage_jobs import Job, run_jobs
+from tools import mutants
+from tools.mutants import Mutant, load_mutants
+from tools.stage_runs import Verdict, solution
+
+STAGES = load_stages()
+by_slug = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.slug)
+# One a stage that is caught among the stage's own tests; the slow tier runs all of them against all tests
+SAMPLE = {
+    1: "not_causal",
+    2: "positions_restart",
+    3: "contiguous_blocks",
+    4: "count_not_raised",
+    5: "earliest_is_victim",
+}
+
+
+@by_slug
+def test_a_catalogue_has_at_least_five_mutants_that_fit(stage: Stage) -> None:
+    found, source = load_mutants(stage.number), solution(stage)
+    assert len(found) >= 5
+    assert len({m.name for m in found}) == len(found)
+    mutated = set()
+    for m in found:
+        assert m.mistake.endswith(".") and m.lesson.endswith(".") and m.name.isidentifier()
+        text = m.apply(source)
+        compile(text, m.name, "exec")
+        mutated.add(text)
+    assert len(mutated | {source}) == len(found) + 1, "two are the same, or one changes nothing"
+
+
+@pytest.mark.parametrize("source", ["x = 1", "x = 2 + 2"])
+def test_a_mutant_that_fits_nowhere_or_twice_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match=f"mutant m: its old text occurs {source.count('2')} times"):
+        Mutant("m", "", "2", "3", "").apply(source)
+
+
+def test_one_mutant_of_each_stage_is_caught() -> None:
+    jobs = [Job("unchanged", 2, solution(STAGES[1]), f"tests/stages/test_{STAGES[1].module_name}.py")]
+    for stage in STAGES:
+        for m in load_mutants(stage.number):
+            if m.name == SAMPLE.get(stage.number):
+                own = f"tests/stages/test_{stage.module_name}.py"
+                jobs.append(Job(m.name, stage.number, m.apply(solution(stage)), own))
+    results = run_jobs(jobs, timeout=240)
+    assert results.pop("unchanged").test is None
+    assert results.keys() == set(SAMPLE.values())
+    assert [name for name, result in results.items() if result.test is None] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@by_slug
+def test_every_mutant_is_caught(stage: Stage) -> None:
+    jobs = [Job(m.name, stage.number, m.apply(solution(stage))) for m in load_mutants(stage.number)]
+    survivors = [name for name, result in run_jobs(jobs, timeout=1100).items() if result.test is None]
+    assert not survivors, "no test notices these"
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, caught: bool, baseline: str | None = None) -> None:
+    """Let the tests of every stage be such that they notice all mutants, or none; `baseline` fails without any."""
+
+    def run_tests(stage: Stage, source: str) -> Verdict:
+        test = "test_x.py::test_the_rule[stage4]" if caught else None
+        return Verdict(baseline if source == solution(stage) else test, "why", 7)
+
+    monkeypatch.setattr(mutants, "run_tests", run_tests)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_the_table_names_the_test_and_the_lesson(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, caught=True)
+    assert mutants.main(["4"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("test_the_rule") == len(load_mutants(4)) and "Every one of them was caught." in out
+    assert "hash_forgets_parent" in out and "Equal blocks after different" in out
+
+
+def test_a_survivor_is_shown_and_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, caught=False)
+    assert mutants.main(["4", "--only", "count_not_raised", "one_byte_per_token"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("survives 7 tests") == 2 and "2 of them survived" in out and "old_name_stays" not in out
+
+
+def test_tests_that_fail_anyway_prove_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, caught=True, baseline="test_x.py::test_broken")
+    assert mutants.main(["4"]) == 2
+    assert "without any mutant test_x.py::test_broken fails already: why" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [(["99"], "no stage 99"), (["4", "--only", "x"], "no mutant x")])
+def test_what_is_not_there_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mutants.main(arguments) == 2
+    assert message in capsys.readouterr().err
