@@ -136,8 +136,6 @@ class BlockManager:
                 if self.contents[block] is None:
                     self.free.move_to_end(block, last=False)
         seq.block_table = []
-        seq.num_published = 0
-        seq.content = None
         return freed
 
     def _take(self) -> int:

@@ -70,7 +70,7 @@ def test_max_tokens_none_goes_on_to_max_model_len() -> None:
 
 @BOTH
 def test_a_bad_row_fails_alone_and_leaves_nothing_in_the_cache(asynchronous: bool) -> None:
-    world = make(asynchronous=asynchronous)
+    world = make(mbt=4, asynchronous=asynchronous)  # so that its first blocks are published before it fails
     beside = world.add([1, 2, 3], ignore_eos=True, max_tokens=6)
     prompt = bad_prompt()
     failed = run(world, prompt)
@@ -167,6 +167,17 @@ def test_events_tell_the_whole_story() -> None:
     ]
     assert all(event["request"] == "a" and event["choice"] == 0 for event in events)
     assert [event["t"] for event in events] == sorted(event["t"] for event in events)
+
+
+@BOTH
+def test_a_token_is_told_with_the_step_that_computed_it(asynchronous: bool) -> None:
+    world = make(asynchronous=asynchronous)
+    world.add([1, 2, 3], ignore_eos=True, max_tokens=4)
+    steps = []
+    while world.engine.has_unfinished():
+        world.step()
+        steps += [event["step"] for event in world.events if event["type"] == "token"]
+    assert steps == [0, 1, 2, 3]
 
 
 def test_events_of_preemption_sharing_and_abort() -> None:

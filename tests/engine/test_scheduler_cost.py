@@ -70,7 +70,7 @@ def milliseconds_a_step(num_waiting: int, asynchronous: bool, num_running: int =
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_ten_thousand_waiting_cost_nothing(asynchronous: bool) -> None:
     """On a quiet machine of two cores 512 running sequences take well under 2 ms; the bound allows for a busy one."""
-    none, many = (min(milliseconds_a_step(waiting, asynchronous) for _ in range(2)) for waiting in (0, 10_000))
+    none, many = (milliseconds_a_step(waiting, asynchronous) for waiting in (0, 10_000))
     print(f"\nschedule + commit, 512 running: {none:.2f} ms; with 10,000 waiting: {many:.2f} ms")
     assert many < 10
     assert many < 2.5 * none
