@@ -61,8 +61,8 @@ class Executor(Protocol):
     """The data plane as the engine sees it. Steps take effect in the order in which they are submitted."""
 
     def add(self, key: int, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """A new sequence: its prompt and its parameters, with `seed` filled in. Handed over once, also for later
-        recomputation after a preemption: the executor remembers what it sampled."""
+        """A new sequence: its prompt (to be copied) and its parameters, `seed` filled in. Handed over once, also for
+        later recomputation after a preemption: the executor remembers what it sampled."""
         ...
 
     def remove(self, key: int) -> None:
