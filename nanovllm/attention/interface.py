@@ -16,7 +16,7 @@ class AttentionMetadata:
     """Which tokens of a step belong to which sequence, and where the keys and values of each sequence lie.
 
     The T tokens of S sequences lie end to end: first those of sequences with a single query (decodes), then the others.
-    Sequence s has the tokens query_start[s] to query_start[s + 1]. They are the last of its context, so its query i sees
+    Sequence s has the tokens query_start[s] to query_start[s + 1]. They are the last of its context: its query i sees
     the keys from 0 up to and with context_len[s] - query_len + i.
 
     The two maxima may exceed what the step needs (a CUDA graph is recorded once for all lengths), never fall short.

@@ -1,1 +1,1 @@
-"""Triton kernels. Importing one imports Triton, so only code that runs on a GPU does; plain PyTorch has the same beside it."""
+"""Triton kernels. Importing one imports Triton, so only code for a GPU does; PyTorch can do all of it elsewhere."""

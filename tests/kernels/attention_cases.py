@@ -1,0 +1,94 @@
+"""Attention problems with their answers in float64, for the tests of every backend.
+
+Whatever a kernel must not read is NaN: the slots of a block beyond its sequence's context, blocks that belong to nobody
+(the unused entries of block tables point at one) and the scratch block.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
+
+Lengths = list[tuple[int, int]]  # (query_len, context_len) of each sequence, those with one query first
+
+
+@dataclass
+class Case:
+    q: torch.Tensor  # [T, Hq, D]
+    kv: torch.Tensor  # [2, num_blocks + 1, block_size, Hkv, D]
+    meta: AttentionMetadata
+    scale: float
+    expected: torch.Tensor  # [T, Hq, D] float64
+
+
+def make_case(
+    lengths: Lengths,
+    *,
+    group: int = 2,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Case:
+    random = torch.Generator(device).manual_seed(seed)
+    scale = head_dim**-0.5
+
+    def normal(tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, head_dim, generator=random, device=device).to(dtype)
+
+    needed = [-(-context // block_size) for _, context in lengths]
+    num_blocks = sum(needed) + 2
+    shuffled = torch.randperm(num_blocks, generator=random, device=device).int()
+    nobodys = shuffled[-1].item()
+    table = torch.full((len(lengths), max(needed) + 1), nobodys, dtype=torch.int32, device=device)
+    kv = torch.full((2, num_blocks + 1, block_size, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
+    queries, slots, expected = [], [], []
+    for s, (query_len, context) in enumerate(lengths):
+        table[s, : needed[s]] = shuffled[sum(needed[:s]) : sum(needed[: s + 1])]
+        position = torch.arange(context, device=device)
+        slot = table[s, position // block_size].long() * block_size + position % block_size
+        q, k, v = normal(query_len, num_kv_heads * group), normal(context, num_kv_heads), normal(context, num_kv_heads)
+        kv[0].view(-1, num_kv_heads, head_dim)[slot] = k
+        kv[1].view(-1, num_kv_heads, head_dim)[slot] = v
+        queries.append(q)
+        slots.append(slot[context - query_len :])
+        expected.append(attention_float64(q, k, v, scale))
+    query_len = [n for n, _ in lengths]
+    meta = AttentionMetadata(
+        slots=torch.cat(slots),
+        query_start=torch.tensor([0, *accumulate(query_len)], dtype=torch.int32, device=device),
+        context_len=torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
+        block_table=table,
+        num_decodes=next((s for s, n in enumerate(query_len) if n != 1), len(lengths)),
+        max_query_len=max(query_len),
+        max_context_len=max(context for _, context in lengths),
+    )
+    return Case(torch.cat(queries), kv, meta, scale, torch.cat(expected))
+
+
+def attention_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last tokens q [n, Hq, D] of a context k, v [L, Hkv, D], by the definition."""
+    n, context = q.shape[0], k.shape[0]
+    group = q.shape[1] // k.shape[1]
+    future = torch.arange(context, device=q.device) > torch.arange(context - n, context, device=q.device)[:, None]
+    heads = []
+    for h in range(q.shape[1]):  # one at a time: all scores of a long prompt are gigabytes in float64
+        scores = q[:, h].double() @ k[:, h // group].double().T * scale
+        heads.append(scores.masked_fill(future, float("-inf")).softmax(-1) @ v[:, h // group].double())
+    return torch.stack(heads, 1)
+
+
+def check(backend: AttentionBackend, case: Case, tolerance: float) -> None:
+    """Every row's error, relative to the row's own size, is within `tolerance`; no row is an average of others."""
+    out = backend.attend(case.q, case.kv, case.meta, case.scale)
+    assert out.shape == case.q.shape
+    assert out.dtype == case.q.dtype
+    error = (out.double() - case.expected).norm(dim=-1) / case.expected.norm(dim=-1)  # [T, Hq]
+    worst = error.amax(1).argmax().item()
+    assert error.max() <= tolerance, (
+        f"token {worst} is off by {error[worst].max():.2e} of its size, not {tolerance:.0e}"
+    )

@@ -1,0 +1,161 @@
+"""The attention backends against float64, on a CPU: PyTorch over the whole cross, Triton through its interpreter."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
+from nanovllm.attention.torch_ref import TorchRefBackend
+from tests.kernels.attention_cases import Case, Lengths, check, make_case
+
+FP32 = 1e-5
+
+# Decodes, a draft of three verified, whole prompts, chunks behind a cached part; across and at the borders of blocks.
+MIXED: Lengths = [(1, 1), (1, 16), (1, 17), (1, 300), (3, 40), (5, 5), (16, 32), (33, 100), (64, 64), (64, 257)]
+
+
+def on_cpu(make: Callable[[], AttentionBackend]) -> AttentionBackend:
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the GPU here; test_attention_gpu covers it")
+    return make()
+
+
+@pytest.fixture
+def triton_backend() -> AttentionBackend:
+    """Few programs, so that a sequence is cut into pieces and a piece spans several sequences."""
+    pytest.importorskip("triton")
+    from nanovllm.attention.triton_backend import TritonBackend
+
+    return on_cpu(lambda: TritonBackend(num_sms=2, large_tiles=False))
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_torch_ref(head_dim: int, group: int, block_size: int) -> None:
+    check(TorchRefBackend(), make_case(MIXED, group=group, head_dim=head_dim, block_size=block_size), FP32)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str)
+def test_torch_ref_in_16_bits(dtype: torch.dtype, tolerance: float) -> None:
+    check(TorchRefBackend(), make_case(MIXED, dtype=dtype), tolerance)
+
+
+def test_torch_ref_takes_contexts_of_every_size_in_one_batch() -> None:
+    lengths = [(1, n) for n in (900, 1, 40, 41, 450, 449, 7, 899, 100)]
+    check(TorchRefBackend(), make_case(lengths, num_kv_heads=1), FP32)
+
+
+def test_torch_ref_bounds_what_it_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.attention.torch_ref.MAX_KEYS", 100)
+    check(TorchRefBackend(), make_case([(1, 90), (1, 80), (1, 50), (1, 49), (1, 30), (2, 120)]), FP32)
+
+
+def test_torch_ref_notices_that_a_step_changed() -> None:
+    """The plan it keeps between layers must not outlive the step, whether the metadata is new or changed in place."""
+    backend = TorchRefBackend()
+    first = make_case([(1, 20), (1, 35), (4, 50)], seed=1)
+    for lengths in [(1, 20), (1, 34), (4, 50)], [(1, 20), (2, 35), (4, 50)]:  # one number differs from the first
+        check(backend, first, FP32)
+        check(backend, make_case(lengths, seed=1), FP32)
+    second = make_case([(1, 20), (1, 35), (4, 50)], seed=2)  # only the block table differs
+    check(backend, first, FP32)
+    check(backend, second, FP32)
+    for name in ("query_start", "context_len", "block_table"):
+        getattr(second.meta, name).copy_(getattr(first.meta, name))
+    check(backend, dataclasses.replace(first, meta=second.meta), FP32)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_triton_decode_over_pieces(triton_backend: AttentionBackend, block_size: int, head_dim: int) -> None:
+    lengths = [(1, 200), (1, 1), (1, 16), (1, 130)]
+    check(triton_backend, make_case(lengths, block_size=block_size, head_dim=head_dim, num_kv_heads=1), FP32)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_triton_decode_groups(triton_backend: AttentionBackend, group: int) -> None:
+    check(triton_backend, make_case([(1, 64), (1, 65), (1, 33)], group=group, num_kv_heads=2), FP32)
+
+
+def test_triton_merges_many_pieces() -> None:
+    """19 tiles in as many pieces, more than the merge takes at once; two heads score highest in the last of them."""
+    pytest.importorskip("triton")
+    from nanovllm.attention.triton_backend import TritonBackend
+
+    backend = on_cpu(lambda: TritonBackend(num_sms=8, large_tiles=False))
+    check(backend, make_case([(1, 600)], group=8, num_kv_heads=1, head_dim=128, seed=2), FP32)
+
+
+def test_triton_verifies_drafts(triton_backend: AttentionBackend) -> None:
+    """A few queries a sequence; some of them see no key at all in the last piece of their context."""
+    check(triton_backend, make_case([(1, 70), (5, 66), (2, 129), (3, 3)], group=3, num_kv_heads=1), FP32)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_triton_chunks(triton_backend: AttentionBackend, group: int, block_size: int) -> None:
+    lengths = [(1, 40), (40, 73), (17, 17), (35, 36)]
+    check(triton_backend, make_case(lengths, group=group, block_size=block_size, num_kv_heads=1), FP32)
+
+
+def test_triton_chunk_of_128_dimensions(triton_backend: AttentionBackend) -> None:
+    check(triton_backend, make_case([(30, 50)], head_dim=128), FP32)
+
+
+def test_triton_fp16(triton_backend: AttentionBackend) -> None:
+    check(triton_backend, make_case([(1, 140), (20, 150)], dtype=torch.float16), 2e-3)
+
+
+def padded(case: Case) -> Case:
+    """The case as a graph would run it: two more sequences, of one query, in the scratch block."""
+    meta, scratch = case.meta, case.kv.shape[1] - 1
+    sequences, columns = meta.block_table.shape
+    table = torch.full((sequences + 2, columns), scratch, dtype=torch.int32)
+    table[:sequences] = meta.block_table
+    last = meta.query_start[-1]
+    rows = torch.cat((case.q, case.q[:2]))
+    longer = AttentionMetadata(
+        slots=torch.cat((meta.slots, torch.full((2,), scratch * case.kv.shape[2]))),
+        query_start=torch.cat((meta.query_start, torch.tensor([last + 1, last + 2], dtype=torch.int32))),
+        context_len=torch.cat((meta.context_len, torch.ones(2, dtype=torch.int32))),
+        block_table=table,
+        num_decodes=sequences + 2,
+        max_query_len=1,
+        max_context_len=4096,
+    )
+    return Case(rows, case.kv, longer, case.scale, case.expected)
+
+
+@pytest.mark.parametrize("name", ["torch_ref", "triton"])
+def test_write_then_attend_with_padding(name: str, request: pytest.FixtureRequest) -> None:
+    """Written keys land in their slots and nowhere else, padding in the scratch block; padding changes no answer."""
+    backend = TorchRefBackend() if name == "torch_ref" else request.getfixturevalue("triton_backend")
+    case = padded(make_case([(1, 33), (1, 48), (1, 7)], num_kv_heads=3, group=1))
+    slots = case.meta.slots
+    rows = case.kv.flatten(1, 2)  # [2, num_slots, Hkv, D]
+    new_k, new_v = rows[:, slots].clone()
+    new_k[3:], new_v[3:] = 7.0, 8.0
+    fused = torch.cat((new_k, new_v), 1)  # [T, 2 * Hkv, D], as a projection leaves them: the tokens are strided
+    rows[:, slots] = float("nan")
+    before = case.kv.clone()
+
+    backend.write(case.kv, fused[:, :3], fused[:, 3:], slots)
+
+    torch.testing.assert_close(rows[0, slots[:4]], new_k[:4], rtol=0, atol=0)
+    torch.testing.assert_close(rows[1, slots[:4]], new_v[:4], rtol=0, atol=0)
+    untouched = torch.ones(rows.shape[1], dtype=torch.bool)
+    untouched[slots] = False
+    torch.testing.assert_close(rows[:, untouched], before.flatten(1, 2)[:, untouched], rtol=0, atol=0, equal_nan=True)
+    out = backend.attend(case.q, case.kv, case.meta, case.scale)
+    torch.testing.assert_close(out[:3].double(), case.expected, rtol=FP32, atol=FP32)
+
+
+@pytest.mark.parametrize("name", ["torch_ref", "triton"])
+def test_queries_may_be_a_view_of_a_fused_projection(name: str, request: pytest.FixtureRequest) -> None:
+    backend = TorchRefBackend() if name == "torch_ref" else request.getfixturevalue("triton_backend")
+    case = make_case([(1, 20), (18, 30)], num_kv_heads=1)
+    fused = torch.cat((case.q, torch.full_like(case.q, float("nan"))), 1)
+    check(backend, dataclasses.replace(case, q=fused[:, : case.q.shape[1]]), FP32)
