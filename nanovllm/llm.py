@@ -1,7 +1,8 @@
 """The offline API: prompts in, finished outputs out. The same calls as vLLM's `LLM`, for what is supported."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -56,7 +57,7 @@ class LLM:
         if chosen.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size={chosen.tensor_parallel_size} is not supported yet; use 1")
         device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        path = find_checkpoint(model or EMBEDDED_MODEL, weights=chosen.load_format != "dummy")
+        self.path = path = find_checkpoint(model or EMBEDDED_MODEL, weights=chosen.load_format != "dummy")
         resolved = chosen.resolve(on_gpu=device.type == "cuda", model_max_len=read_config(path).max_position_embeddings)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer(path)
         loaded = load_model(
@@ -67,6 +68,7 @@ class LLM:
             load_format=chosen.load_format,
         )
         runner = ModelRunner(loaded, resolved, device)
+        self.attention_backend = runner.backend.name
         self.config = replace(resolved, num_kv_blocks=runner.num_kv_blocks)
         self.engine = LLMEngine(
             LocalExecutor(runner),
@@ -96,10 +98,11 @@ class LLM:
         priorities = spread("priority", priority if priority is not None else 0, len(batch))
         ids = [str(next(self._ids)) for _ in batch]
         try:
-            for request_id, prompt, p, order in zip(ids, batch, params, priorities, strict=True):
-                token_ids, salt = self._encode(prompt)
-                final = replace(p, output_kind=RequestOutputKind.FINAL_ONLY)
-                self.engine.add_request(request_id, token_ids, final, order, salt)
+            for i, (request_id, prompt, p, order) in enumerate(zip(ids, batch, params, priorities, strict=True)):
+                with naming(f"prompts[{i}]"):
+                    token_ids, salt = self._encode(prompt)
+                    final = replace(p, output_kind=RequestOutputKind.FINAL_ONLY)
+                    self.engine.add_request(request_id, token_ids, final, order, salt)
         except (ValueError, TypeError):
             for request_id in ids:  # those that were fine
                 self.engine.abort_request(request_id)
@@ -162,6 +165,15 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say in an error which of many it was about."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{what}: {error}") from None
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,0 +1,175 @@
+"""The command line: `nanovllm generate`, `chat`, `bench`, `info`. A mistake of the user's is one line, no traceback."""
+
+import argparse
+import random
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for a mistake, 130 for Ctrl-C."""
+    args = parser().parse_args(arguments)
+    try:
+        args.run(args)
+    except (ValueError, TypeError) as error:
+        print(f"nanovllm: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="nanovllm", description="An LLM inference engine to read in an afternoon.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        sub.add_argument("--model", help="directory or hub id; without it, the story model that comes with nanovllm")
+        sub.add_argument("--device", help="cpu or cuda; without it, a GPU if there is one")
+        sub.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+        sub.add_argument("--attention-backend", default="auto", help="auto, torch_ref, triton or flash_attn")
+        return sub
+
+    def sampling(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)")
+        sub.add_argument("--top-p", type=float, default=1.0)
+        sub.add_argument("--top-k", type=int, default=0)
+        sub.add_argument("--max-tokens", type=int, default=256)
+        sub.add_argument("--seed", type=int)
+
+    generate = command("generate", run_generate, "complete a text, and show it while it is written")
+    generate.add_argument("prompt")
+    sampling(generate)
+    chat = command("chat", run_chat, "talk to an instruction model")
+    sampling(chat)
+    bench = command("bench", run_bench, "throughput on random prompts of mixed lengths")
+    bench.add_argument("--num-requests", type=int, default=16)
+    bench.add_argument(
+        "--max-length", type=int, default=256, help="prompt and output lengths are 10%% to 100%% of this"
+    )
+    bench.add_argument("--load-format", default="auto", help="dummy: random weights, only config.json is needed")
+    command("info", run_info, "what was detected and chosen, and why")
+    return top
+
+
+def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
+    from nanovllm.llm import LLM  # torch takes seconds, and --help needs none of it
+
+    return LLM(args.model, device=args.device, dtype=args.dtype, attention_backend=args.attention_backend, **config)
+
+
+def params_of(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_tokens, seed=args.seed
+    )
+
+
+def stream(llm: "LLM", prompt_token_ids: list[int], params: SamplingParams) -> RequestOutput:
+    """Print one answer as it grows, then return it."""
+    llm.engine.add_request("0", prompt_token_ids, params)
+    shown = 0
+    while True:
+        for output in llm.engine.step():
+            text = output.outputs[0].text
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+            if output.finished:
+                print()
+                return output
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    params = params_of(args)
+    with make_llm(args) as llm:
+        assert llm.tokenizer is not None
+        print(args.prompt, end="", flush=True)
+        output = stream(llm, llm.tokenizer.encode(args.prompt), params)
+        summary(output)
+
+
+def run_chat(args: argparse.Namespace) -> None:
+    params = params_of(args)
+    with make_llm(args) as llm:
+        assert llm.tokenizer is not None
+        messages: list[dict[str, str]] = []
+        llm.tokenizer.encode_chat([{"role": "user", "content": "?"}])  # no template: say so before anybody types
+        print("Type a message; an empty line or Ctrl-D ends the conversation.", file=sys.stderr)
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                return
+            if not line:
+                return
+            messages.append({"role": "user", "content": line})
+            output = stream(llm, llm.tokenizer.encode_chat(messages), params)
+            messages.append({"role": "assistant", "content": output.outputs[0].text})
+
+
+def run_bench(args: argparse.Namespace) -> None:
+    draw = random.Random(0)
+    low, high = max(1, args.max_length // 10), args.max_length
+    with make_llm(args, load_format=args.load_format, skip_tokenizer_init=True) as llm:
+        vocab = llm.engine.vocab_size
+        prompts = [[draw.randrange(vocab) for _ in range(draw.randint(low, high))] for _ in range(args.num_requests)]
+        params = [
+            SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=draw.randint(low, high), seed=i)
+            for i in range(args.num_requests)
+        ]
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=8), use_tqdm=False)  # warm up
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+        seconds = time.perf_counter() - start
+    generated = sum(len(o.outputs[0].token_ids) for o in outputs)
+    print(f"{args.num_requests} requests, {sum(map(len, prompts))} prompt tokens, {generated} output tokens")
+    print(f"{seconds:.2f} s, {generated / seconds:.1f} output tokens/s")
+
+
+def run_info(args: argparse.Namespace) -> None:
+    import logging
+    import platform
+
+    import torch
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)  # choices log their reasons
+
+    print(f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        name = torch.cuda.get_device_name(i)
+        print(f"GPU {i}: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    if not torch.cuda.is_available():
+        print("no usable CUDA GPU")
+    with make_llm(args, skip_tokenizer_init=True) as llm:
+        print(f"model: {llm.path}")
+        print(f"attention backend: {llm.attention_backend}")
+        for name, value in vars(llm.config).items():
+            print(f"  {name} = {value}")
+
+
+def summary(output: RequestOutput) -> None:
+    """One line on standard error: how much, how fast, why it ended."""
+    choice, m = output.outputs[0], output.metrics
+    if m.first_token_time is None or m.finished_time is None or m.time_to_first_token is None:
+        return
+    decode = m.finished_time - m.first_token_time
+    speed = f", {(len(choice.token_ids) - 1) / decode:.1f} tokens/s after that" if len(choice.token_ids) > 1 else ""
+    print(
+        f"[{len(output.prompt_token_ids)} prompt tokens, {len(choice.token_ids)} generated; first token after "
+        f"{m.time_to_first_token * 1e3:.0f} ms{speed}; ended by {choice.finish_reason}]",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
