@@ -121,8 +121,8 @@ def test_missing_tools_are_named_and_do_not_stop_a_reused_environment(reused: Pa
 
 
 def test_an_unsupported_python_is_told_what_to_do() -> None:
-    script = "import sys, runpy; sys.version_info = (3, 14, 0); runpy.run_module('tools.setup_env', run_name='__main__')"
-    done = run(sys.executable, "-c", script)
+    pretend = "import sys; sys.version_info = (3, 14, 0); from tools import setup_env; setup_env.main()"
+    done = run(sys.executable, "-c", pretend)
     assert done.returncode == 1
     assert "needs Python 3.11 to 3.13" in done.stderr and "PYTHON=" in done.stderr
 
