@@ -1,0 +1,110 @@
+"""Measure a stage's showcase against the stage before it and Hugging Face: `make stage-N-bench`.
+
+    python -m benchmarks.stage_bench 3 [--model DIRECTORY] [--device cuda] [--threads 1] [--rounds 3] [--quick]
+
+Prints a table and writes benchmarks/results/stage_N.json (with the card in its name if there is one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import harness, wording
+from benchmarks.harness import Showcase
+from benchmarks.showcases import SHOWCASES
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of everything that measures."""
+    parser.add_argument("--model", type=Path, default=harness.EMBEDDED_MODEL, help="checkpoint directory")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of every contender (default 1)")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh processes of every contender (default 3)")
+    parser.add_argument("--quick", action="store_true", help="a tiny workload: for tests, its figures mean nothing")
+    parser.add_argument("--results", type=Path, default=harness.RESULTS, help="directory for the JSON")
+
+
+def vocab_size(model: Path) -> int:
+    config = model / "config.json"
+    if not config.is_file():
+        sys.exit(f"--model {model}: there is no checkpoint in it (no config.json)")
+    size: int = json.loads(config.read_text())["vocab_size"]
+    return size
+
+
+def measure(showcase: Showcase, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Run a showcase, with a line for each process; print its table, write its JSON and return it."""
+    if options.rounds < 1 or options.threads < 1:
+        sys.exit(f"--rounds {options.rounds} --threads {options.threads}: both must be at least 1")
+    model = options.model.resolve()
+    total = options.rounds * len(showcase.contenders)
+    records = []
+    for record in harness.run_rounds(
+        showcase, model, device=options.device, threads=options.threads, rounds=options.rounds
+    ):
+        records.append(record)
+        seconds = sum(measured["seconds"] for measured in record["scenarios"].values())
+        console.print(f"{len(records)}/{total} round {record['round'] + 1} {record['contender']}: {seconds:.1f} s")
+    result = harness.assemble(showcase, records, model)
+    path = harness.write_result(result, options.results)
+    console.print(render(result))
+    for line in remarks(result):
+        console.print(f"- {line}")
+    console.print(f"written to {path.relative_to(harness.ROOT) if path.is_relative_to(harness.ROOT) else path}")
+    return result
+
+
+def render(result: dict[str, Any]) -> Table:
+    """A row for each figure, a column for each contender: the median, and the spread below it where there is one."""
+    table = Table(title=result["title"], caption=result["workload"], show_lines=True)
+    table.add_column("")
+    names = wording.contenders(result)
+    for name in names:
+        table.add_column(name, justify="right", style="bold" if name == result["contender"] else None)
+    for figure in result["figures"]:
+        cells = []
+        for name in names:
+            value = figure["values"].get(name)
+            if value is None:
+                cells.append("–")
+                continue
+            low, middle, high = (wording.number(value[k], figure["unit"]) for k in ("min", "median", "max"))
+            cells.append(middle if low == high else f"{middle}\n[dim]{low} to {high}[/dim]")
+        table.add_row(wording.label(figure), *cells)
+    return table
+
+
+def remarks(result: dict[str, Any]) -> list[str]:
+    """Below the table: the gain, where the stage loses, whose tokens differ, what was measured where and how."""
+    headline = next(figure for figure in result["figures"] if figure["key"] == result["headline"])
+    ratio = wording.number(harness.headline_gain(result), "times")
+    return [
+        f"{headline['label']}: {result['contender']} is {ratio} times better than {result['rival']}",
+        *wording.losses(result),
+        *wording.same_tokens(result),
+        *result["notes"],
+        wording.clock(result),
+        wording.machine(result),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure a stage's showcase.")
+    parser.add_argument("stage", type=int, choices=sorted(SHOWCASES))
+    add_options(parser)
+    options = parser.parse_args()
+    showcase = SHOWCASES[options.stage](vocab_size(options.model), options.quick)
+    result = measure(showcase, options, Console())
+    if harness.headline_gain(result) <= 1 and not options.quick:
+        sys.exit(f"stage {options.stage} did not win its showcase")
+
+
+if __name__ == "__main__":
+    main()

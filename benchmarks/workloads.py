@@ -1,0 +1,91 @@
+"""What is generated in a measurement: requests of exact lengths, made from a seed, the same for every contender.
+
+Token ids are random. The time of a step depends on how many tokens there are, never on which, and random ids fit every
+model and share nothing by accident: what two prompts have in common is put there on purpose.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how many tokens are to be generated: exactly that many, whatever they are."""
+
+    prompt: list[int]
+    max_tokens: int
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + self.max_tokens
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Calls of `generate`, one after another on one engine, and the limits that every contender keeps to.
+
+    kv_slots: KV memory in tokens; None is as much as all requests of the largest call need at once.
+    max_num_seqs: how many sequences may share a step, and rows a padded batch.
+    """
+
+    name: str
+    calls: list[list[Request]]
+    kv_slots: int | None = None
+    max_num_seqs: int = 16
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Scenario:
+        return cls(**{**raw, "calls": [[Request(**request) for request in call] for call in raw["calls"]]})
+
+    def num_blocks(self, block_size: int) -> int:
+        """The memory as blocks, for the stages that have a pool."""
+        if self.kv_slots is not None:
+            return self.kv_slots // block_size
+        return max(sum(-(-request.length // block_size) for request in call) for call in self.calls)
+
+    def num_rows(self, row_length: int) -> int:
+        """The memory as rows of a rectangle, for stage 2 and Hugging Face; at least one, however long it is."""
+        if self.kv_slots is None:
+            return self.max_num_seqs
+        return max(1, min(self.max_num_seqs, self.kv_slots // row_length))
+
+    def warm_up(self, vocab_size: int) -> list[Request]:
+        """The first call again with other prompts and two tokens each: shapes alike, nothing left to be found."""
+        lengths = [len(request.prompt) for request in self.calls[0][: self.max_num_seqs]]
+        return make_requests(((n, 2) for n in lengths), vocab_size, seed=2**32)
+
+
+def make_requests(lengths: Iterable[tuple[int, int]], vocab_size: int, seed: int) -> list[Request]:
+    """Requests with nothing in common; `lengths` are pairs (prompt tokens, tokens to generate)."""
+    rng = random.Random(seed)
+    return [Request([rng.randrange(vocab_size) for _ in range(prompt)], tokens) for prompt, tokens in lengths]
+
+
+def mixed_lengths(
+    count: int, prompt: tuple[int, int], output: tuple[int, int], seed: int, *, long_every: int = 0, long: int = 1
+) -> list[tuple[int, int]]:
+    """`count` pairs (prompt tokens, tokens to generate), uniform in the two ranges, ends included.
+
+    Every `long_every`-th (0: none) is `long` times as long: most requests are short, and the few long ones decide
+    what a static batch costs.
+    """
+    rng = random.Random(seed)
+    pairs = []
+    for i in range(count):
+        factor = long if long_every and i % long_every == long_every - 1 else 1
+        pairs.append((rng.randint(*prompt) * factor, rng.randint(*output) * factor))
+    return pairs
+
+
+def share_prefix(requests: list[Request], num_tokens: int, vocab_size: int, seed: int) -> list[Request]:
+    """The same requests, all opening with the same `num_tokens` tokens in front of their own."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(vocab_size) for _ in range(num_tokens)]
+    return [Request(prefix + request.prompt, request.max_tokens) for request in requests]

@@ -1,0 +1,338 @@
+"""Measurements and the tables made from them. Times are never judged here: a busy machine turns no test red."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import check, harness, ladder, report, stage_bench, wording, worker
+from benchmarks.recorder import CallRecorder, choose_clock, metrics
+from benchmarks.showcases import SHOWCASES
+from benchmarks.showcases import ladder as ladder_showcase
+from benchmarks.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
+from stages.manifest import load_stages
+from tests.weights import VOCAB, lively_qwen3
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_qwen3(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+def job(contender: harness.Contender, scenarios: list[Scenario], model: Path) -> dict[str, Any]:
+    return {
+        "contender": contender.spec,
+        "model": str(model),
+        "device": "cpu",
+        "threads": 1,
+        "scenarios": [s.as_json() for s in scenarios if contender.only is None or s.name in contender.only],
+    }
+
+
+def run_here(showcase: harness.Showcase, model: Path) -> dict[str, Any]:
+    """One round of a showcase in this process."""
+    records = [
+        {"round": 0, "contender": c.name, **worker.run(job(c, showcase.scenarios, model))} for c in showcase.contenders
+    ]
+    return json.loads(json.dumps(harness.assemble(showcase, records, model)))
+
+
+@pytest.fixture(scope="module")
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a quick result of every showcase, each run in this process."""
+    directory = tmp_path_factory.mktemp("results")
+    for build in [*SHOWCASES.values(), ladder_showcase]:
+        harness.write_result(run_here(build(VOCAB, quick=True), model), directory)
+    return directory
+
+
+# --- workloads and what is measured ----------------------------------------------------------------------------------
+
+
+def test_workloads_come_from_their_seed() -> None:
+    lengths = mixed_lengths(12, (4, 9), (2, 5), seed=1, long_every=4, long=10)
+    assert lengths == mixed_lengths(12, (4, 9), (2, 5), seed=1, long_every=4, long=10)
+    assert [p for p, _ in lengths if p >= 40] == [p for p, _ in lengths[3::4]]
+    requests = make_requests(lengths, 50, seed=2)
+    assert requests != make_requests(lengths, 50, seed=3)
+    assert [(len(r.prompt), r.max_tokens) for r in requests] == lengths
+    shared = share_prefix(requests, 5, 50, seed=4)
+    assert {tuple(r.prompt[:5]) for r in shared} == {tuple(shared[0].prompt[:5])}
+    assert [r.prompt[5:] for r in shared] == [r.prompt for r in requests]
+
+
+def test_the_same_memory_is_blocks_for_one_and_rows_for_another() -> None:
+    scenario = Scenario("s", [[Request([1] * 20, 12), Request([1] * 5, 4)]], kv_slots=100, max_num_seqs=4)
+    assert scenario.num_blocks(16) == 6
+    assert [scenario.num_rows(n) for n in (10, 32, 51, 200)] == [4, 3, 1, 1]
+    ample = Scenario("s", scenario.calls)
+    assert ample.num_blocks(16) == 2 + 1
+    assert Scenario.from_json(json.loads(json.dumps(scenario.as_json()))) == scenario
+
+
+def event(type: str, request: int, **details: Any) -> dict[str, Any]:
+    return {"t": 0.0, "step": 0, "type": type, "request": request, **details}
+
+
+def test_memory_is_read_off_the_events() -> None:
+    requests = [Request([1] * 5, 2), Request([1] * 5, 1)]
+    recorder = CallRecorder(requests, 4, "wall")
+    recorder.on_event(event("blocks", 0, taken=[7, 8], shared=[], freed=[]))
+    recorder.on_event(event("blocks", 1, taken=[9], shared=[7], freed=[]))
+    recorder.on_event(event("preempted", 1, tokens=5))
+    recorder.on_event(event("blocks", 1, taken=[], shared=[], freed=[9]))
+    recorder.on_event(event("blocks", 1, taken=[9, 3], shared=[], freed=[]))
+    for request in (0, 0, 1):
+        recorder.on_event(event("token", request, ids=[1]))
+    for request, freed in ((0, [7, 8]), (1, [9, 3])):
+        recorder.on_event(event("finished", request, reason="length"))
+        recorder.on_event(event("blocks", request, taken=[], shared=[], freed=freed))
+    assert (recorder.most_at_once, recorder.preemptions) == (2, 1)
+    assert recorder.peak_slots == 4 * 4  # 7, 8 and 9, 3 together; before that the shared 7 counted once
+    measured = metrics([(recorder, 0.0, 2.0)], [[[1, 1], [1]]], wall_seconds=3.0)
+    assert measured["waste_percent"] == pytest.approx(100 * (1 - (6 + 5) / 16))
+    assert measured["tokens_per_second"] == 1.5
+
+
+def test_a_request_with_too_few_tokens_is_no_measurement() -> None:
+    recorder = CallRecorder([Request([1], 3)], 4, "wall")
+    recorder.token_times = [[0.1, 0.2]]
+    with pytest.raises(ValueError, match="wrong number of tokens"):
+        metrics([(recorder, 0.0, 1.0)], [[[5, 6]]], wall_seconds=1.0)
+
+
+def test_cpu_time_is_a_stopwatch_for_one_thread_alone() -> None:
+    assert [choose_clock("cpu", 1), choose_clock("cpu", 2), choose_clock("cuda", 1)] == ["cpu", "wall", "wall"]
+
+
+# --- showcases -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*(f"stage_{n}" for n in SHOWCASES), "ladder"])
+def test_a_quick_showcase_is_complete(name: str, results: Path) -> None:
+    result = report.load(name, results)
+    assert result["machine"]["threads"] >= 1 and result["commit"]["hash"]
+    assert not result["differing_tokens"], "greedy tokens in float32 are the same from everybody"
+    figures = {figure["key"]: figure for figure in result["figures"]}
+    assert set(result["shown"]) <= figures.keys() and result["headline"] in result["shown"]
+    for key in result["shown"]:
+        assert {result["contender"], result["rival"]} <= figures[key]["values"].keys()
+    assert any(name.startswith("HF") for name in figures[result["headline"]]["values"])
+    assert harness.headline_gain(result) > 0
+    text = json.dumps(result)
+    assert str(ROOT) not in text and str(Path.home()) not in text
+
+
+def test_every_stage_that_exists_has_a_showcase_or_needs_a_gpu() -> None:
+    assert set(SHOWCASES) >= {stage.number for stage in load_stages() if stage.number <= 5}
+
+
+def test_paged_blocks_hold_more_and_waste_less(results: Path) -> None:
+    """Counts do not depend on the machine, so these are judged."""
+    figures = {f["key"]: f["values"] for f in report.load("stage_3", results)["figures"]}
+    assert figures["at_once"]["stage 3"]["median"] > figures["at_once"]["stage 2"]["median"]
+    assert figures["waste"]["stage 3"]["median"] < figures["waste"]["stage 2"]["median"]
+
+
+def test_prefix_caching_stores_the_shared_beginning_once(results: Path) -> None:
+    figures = {f["key"]: f["values"] for f in report.load("stage_4", results)["figures"]}
+    assert figures["slots"]["stage 4"]["median"] < figures["slots"]["stage 3"]["median"] / 2
+
+
+def test_the_tiny_pool_of_stage_5_is_survived(results: Path) -> None:
+    figures = {f["key"]: f["values"] for f in report.load("stage_5", results)["figures"]}
+    assert figures["survived"]["stage 5"]["median"] == 1
+    assert figures["preemptions"]["stage 5"]["median"] > 0
+
+
+# --- harness ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_round_starts_with_another_contender_and_each_process_is_fresh(model: Path) -> None:
+    scenario = Scenario("short", [make_requests([(8, 3), (5, 2)], VOCAB, seed=1)])
+    throughput = harness.Figure("f", "throughput", "tokens/s", "higher", harness.metric("short", "tokens_per_second"))
+    stages = [harness.stage_contender(2), harness.stage_contender(3)]
+    showcase = harness.Showcase("s", "", "", stages, [scenario], [throughput], "f", ("f",), "stage 3", "stage 2")
+    records = list(harness.run_rounds(showcase, model, device="cpu", threads=1, rounds=2))
+    assert [(r["round"], r["contender"]) for r in records] == [
+        (0, "stage 2"),
+        (0, "stage 3"),
+        (1, "stage 3"),
+        (1, "stage 2"),
+    ]
+    assert len({r["pid"] for r in records}) == 4
+    assert {r["facts"]["threads"] for r in records} == {1}
+    [figure] = harness.summarize(showcase, records)
+    for name, value in figure["values"].items():
+        mine = [r["scenarios"]["short"]["tokens_per_second"] for r in records if r["contender"] == name]
+        assert (value["min"], value["max"]) == (min(mine), max(mine))
+    assert harness.differing_tokens(records) == {}
+    records[1]["scenarios"]["short"]["tokens_digest"] = "other"
+    records[2]["scenarios"]["short"]["tokens_digest"] = "other"
+    assert harness.differing_tokens(records)["short"]
+
+
+def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"stage 2 failed(.|\n)*config\.json"):
+        harness.run_worker(harness.stage_contender(2), [], tmp_path / "nothing", "cpu", 1)
+
+
+def test_rotation_gives_everybody_the_first_place() -> None:
+    contenders = [harness.stage_contender(n) for n in (1, 2, 3)]
+    firsts = [harness.order_of_round(contenders, n)[0].name for n in range(3)]
+    assert sorted(firsts) == ["stage 1", "stage 2", "stage 3"]
+
+
+def test_results_of_a_card_have_its_name() -> None:
+    directory = Path("results")
+    assert harness.result_path("stage_3", "cpu", directory) == directory / "stage_3.json"
+    assert harness.result_path("stage_3", "NVIDIA H100 80GB HBM3", directory) == directory / "stage_3.h100.json"
+    assert harness.result_path("s", "NVIDIA GeForce RTX 4070 Laptop GPU", directory) == directory / "s.4070.json"
+
+
+def test_gain_counts_in_the_direction_that_is_better() -> None:
+    values = {"a": {"median": 2.0}, "b": {"median": 4.0}}
+    assert harness.gain({"better": "higher", "values": values}, "b", "a") == 2
+    assert harness.gain({"better": "lower", "values": values}, "b", "a") == 0.5
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def page(*names: str) -> str:
+    return "# Title\n" + "".join(f"\n<!-- generated: {name} -->\n<!-- end generated -->\n" for name in names)
+
+
+@pytest.fixture
+def site(tmp_path: Path, results: Path) -> Path:
+    """A project whose README and docs have every kind of table, all up to date."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(report.regenerate(page("stages", "ladder"), results))
+    (tmp_path / "docs" / "results.md").write_text(report.regenerate(page("stage_3"), results))
+    return tmp_path
+
+
+def test_tables_are_made_once_and_stay(site: Path, results: Path) -> None:
+    text = (site / "README.md").read_text()
+    assert "5. Continuous batching" in text and "stage 4: prefix caching" in text
+    assert report.stale_pages(site, results) == []
+
+
+def test_a_figure_edited_by_hand_is_found(site: Path, results: Path) -> None:
+    for path in (site / "README.md", site / "docs" / "results.md"):
+        good = path.read_text()
+        numbers = [i for i, c in enumerate(good) if c.isdigit() and good.rfind("|", 0, i) > good.rfind("\n", 0, i)]
+        for position in numbers[:: max(1, len(numbers) // 10)]:
+            digit = "1" if good[position] != "1" else "2"
+            path.write_text(good[:position] + digit + good[position + 1 :])
+            assert report.stale_pages(site, results) == [path]
+        path.write_text(good)
+    assert report.stale_pages(site, results) == []
+
+
+def test_a_new_measurement_makes_a_table_stale(site: Path, results: Path, tmp_path: Path) -> None:
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    for path in results.iterdir():
+        result = json.loads(path.read_text())
+        if result["name"] == "stage_3":
+            result["figures"][0]["values"]["stage 3"]["median"] += 100
+        (fresh / path.name).write_text(json.dumps(result))
+    assert len(report.stale_pages(site, fresh)) == 2
+
+
+def test_a_table_of_what_was_not_measured_is_an_error(tmp_path: Path) -> None:
+    for name in ("stages", "ladder", "stage_3"):
+        with pytest.raises(ValueError, match=r"measured|benchmark"):
+            report.table(name, tmp_path)
+
+
+def test_the_tables_of_this_project_are_what_its_results_say() -> None:
+    assert report.stale_pages(ROOT, harness.RESULTS) == []
+
+
+def test_recorded_results_name_no_place() -> None:
+    for path in harness.RESULTS.glob("*.json"):
+        result = json.loads(path.read_text())
+        assert not result["model"]["name"].startswith(("/", "~")), path.name
+        assert "hostname" not in path.read_text(), path.name
+
+
+def test_a_loss_is_told(results: Path) -> None:
+    result = copy.deepcopy(report.load("stage_3", results))
+    equal = next(f for f in result["figures"] if f["key"] == "equal")
+    equal["values"]["stage 2"]["median"], equal["values"]["stage 3"]["median"] = 100.0, 80.0
+    assert wording.losses(result)[-1].startswith("stage 3 loses 20% against stage 2")
+    assert "loses 20%" in "".join(report.result_table(result))
+
+
+def test_numbers_have_few_digits() -> None:
+    shown = [wording.number(v, "ms") for v in (1234.5, 123.4, 12.34, 1.234)]
+    assert shown == ["1,234", "123", "12.3", "1.23"]
+    assert [wording.number(1.0, "yes/no"), wording.number(3.0, "")] == ["yes", "3"]
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def fake_worker(results: Path, stage: int, factor: float = 1.0) -> Any:
+    """Stands in for `run_worker`: what was measured in the fixture, with the time of the showcased stage stretched."""
+    recorded = report.load(f"stage_{stage}", results)
+    pids = itertools.count()
+
+    def run_worker(contender: harness.Contender, *_: Any) -> dict[str, Any]:
+        scenarios = next(copy.deepcopy(r["scenarios"]) for r in recorded["rounds"] if r["contender"] == contender.name)
+        for measured in scenarios.values():
+            measured["ttft_ms"] = 10 * factor if contender.name == recorded["contender"] else 50.0
+        facts = {**recorded["machine"], "clock": "cpu"}
+        return {"pid": next(pids), "facts": facts, "parameters": 1, "scenarios": scenarios}
+
+    return run_worker
+
+
+def test_stage_bench_writes_what_it_prints(
+    model: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "run_worker", fake_worker(results, 4))
+    command = ["bench", "4", "--quick", "--rounds", "2", "--model", str(model), "--results", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", command)
+    stage_bench.main()
+    written = report.load("stage_4", tmp_path)
+    assert [r["contender"] for r in written["rounds"]] == [
+        *("stage 3", "stage 4", "HF generate"),
+        *("stage 4", "HF generate", "stage 3"),
+    ]
+    assert "5.00 times better than stage 3" in " ".join(capsys.readouterr().out.split())
+    # The check measures again: the same holds, a stage twice as slow does not
+    monkeypatch.setattr("sys.argv", ["check", *command[1:]])
+    check.main()
+    monkeypatch.setattr(harness, "run_worker", fake_worker(results, 4, factor=2))
+    with pytest.raises(SystemExit, match="stage 4: the recorded gain is not borne out"):
+        check.main()
+    assert report.load("stage_4", tmp_path) == written
+
+
+def test_the_check_has_a_stated_tolerance() -> None:
+    assert check.holds(3.0, 4.0, 0.3) and check.holds(9.0, 4.0, 0.3)
+    assert not check.holds(2.7, 4.0, 0.3)
+    assert not check.holds(0.99, 1.2, 0.3), "a stage that lost its gain has failed, whatever the tolerance"
+
+
+def test_the_ladder_is_drawn(results: Path, tmp_path: Path) -> None:
+    ladder.draw(report.load("ladder", results), tmp_path / "figures" / "ladder.png")
+    drawn = (tmp_path / "figures" / "ladder.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    ladder.draw(report.load("ladder", results), tmp_path / "again.png")
+    assert (tmp_path / "again.png").read_bytes() == drawn
+
+
+def test_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="there is no checkpoint in it"):
+        stage_bench.vocab_size(tmp_path)
