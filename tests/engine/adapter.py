@@ -32,11 +32,11 @@ class EngineAsStage:
 
     @property
     def model(self) -> Any:
-        return self.llm.engine.executor.runner.model  # type: ignore[attr-defined]
+        return self.llm.engine.executor.runner.model
 
     @model.setter
     def model(self, model: Any) -> None:
-        self.llm.engine.executor.runner.model = model  # type: ignore[attr-defined]
+        self.llm.engine.executor.runner.model = model
 
     def generate(self, prompts: list[list[int]], params: Any) -> list[list[int]]:
         outputs = self.llm.generate(
@@ -71,4 +71,4 @@ class EngineSubject:
         assert not core.has_unfinished() and not core.scheduler.running and not core.scheduler.sequences
         blocks = core.scheduler.blocks
         assert blocks.num_free == blocks.num_blocks and not any(blocks.ref_counts)
-        assert not core.executor.sequences  # type: ignore[attr-defined]
+        assert not core.executor.sequences
