@@ -18,7 +18,7 @@ import pytest
 from stages.manifest import Stage
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS_PER_TEST = 60  # some mistakes never end, and that is how they are caught
+SECONDS_PER_TEST = 120  # some mistakes never end, and that is how they are caught
 
 
 @dataclass(eq=False)  # pytest keeps its plugins in sets
