@@ -56,9 +56,7 @@ def run(*command: str | Path) -> int:
 
 
 def pip_install(*arguments: str | Path) -> bool:
-    # --no-compile: pip would byte-compile thousands of files that are never imported; `warm_up` does those that are.
-    options = ("--quiet", "--disable-pip-version-check", "--no-compile")
-    return run(python_in_venv(), "-m", "pip", "install", *options, *arguments) == 0
+    return run(python_in_venv(), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments) == 0
 
 
 def package_directories() -> list[Path]:
@@ -139,12 +137,6 @@ def install_missing() -> None:
         (site_packages() / "a_nanovllm.pth").write_text(f"{ROOT}\n")
 
 
-def warm_up() -> None:
-    """Import the heavy packages once, so that the first demo does not wait for Python to compile them."""
-    modules = "torch, torch.nn.functional, transformers.models.llama.modeling_llama, tokenizers, rich.table"
-    run(python_in_venv(), "-c", f"import {modules}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--torch", default="torch==2.13.0", help="arguments for the pip install that brings torch")
@@ -172,7 +164,6 @@ def main() -> None:
         install_missing()
     else:
         install_everything(options.torch)
-        warm_up()
     RECORD.write_text(json.dumps(wanted, indent=2) + "\n")
     print(f"{VENV.name} is ready after {time.monotonic() - started:.0f} s: torch {version_in_venv('torch')}")
 
