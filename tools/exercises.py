@@ -132,7 +132,7 @@ def write_exercise(stage: Stage, directory: Path, *, force: bool = False) -> Pat
     if target.exists():
         if not force:
             raise FileExistsError(
-                f"{target} is there already, and may hold your work, so it stays as it is. To begin again: "
+                f"{directory.name}/{target.name} is there already, and may hold your work, so it stays as it is. To begin again: "
                 f"make stage-{stage.number}-exercise ARGS=--force (the old file is kept as {free_name(target).name})"
             )
         target.rename(free_name(target))
