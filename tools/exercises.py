@@ -133,7 +133,8 @@ def write_exercise(stage: Stage, directory: Path, *, force: bool = False) -> Pat
         if not force:
             raise FileExistsError(
                 f"{directory.name}/{target.name} is there already, and may hold your work, so it stays as it is. "
-                f"To begin again: make stage-{stage.number}-exercise ARGS=--force (the old file is kept as {free_name(target).name})"
+                f"To begin again: make stage-{stage.number}-exercise ARGS=--force "
+                f"(the old file is kept as {free_name(target).name})"
             )
         target.rename(free_name(target))
     directory.mkdir(parents=True, exist_ok=True)
