@@ -209,7 +209,11 @@ def check_greedy(
 def check_greedy_half(
     path: Path, prompts: list[list[int]], outputs: list[list[int]], params: Params, dtype: torch.dtype, device: str
 ) -> None:
-    """bf16 and fp16: a token that differs from HF's is no fault by itself; the margin decides."""
+    """bf16 and fp16: a token that differs from HF's is no fault by itself; the margin decides.
+
+    Two logits decide, and HF's own half-precision run gets either of them wrong by up to `own_error`. So two tokens may
+    change places when they are up to twice that apart: with errors of that size HF itself might have swapped them.
+    """
     exact, half = truth(path, torch.float32, device), truth(path, dtype, device)
     ties, positions = [], 0
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
@@ -217,7 +221,7 @@ def check_greedy_half(
         scores = exact.choices(prompt, output)
         own_error = (half.choices(prompt, output) - scores).abs().amax(-1)  # [len(output)]
         short = scores.amax(-1) - scores.gather(-1, torch.tensor(output)[:, None])[:, 0]  # of the top one
-        beyond = (short > own_error).nonzero().flatten().tolist()
+        beyond = (short > 2 * own_error).nonzero().flatten().tolist()
         assert not beyond, (
             f"request {i}: output token {beyond[0]} is {output[beyond[0]]}, {short[beyond[0]]:.3f} below HF's best "
             f"logit, and HF's own {dtype} error there is only {own_error[beyond[0]]:.3f}"

@@ -108,6 +108,6 @@ def test_greedy_fp32_tokens_in_tight_quarters(subject: Subject, checkpoints: Pat
         subject.check_idle(engine)
 
 
-def test_the_checkpoints_dtype_is_the_default(subject: Subject, checkpoints: Path) -> None:
-    engine = subject.engine(lively_qwen3(checkpoints, dtype="bfloat16"), device=DEVICE)
+def test_the_checkpoints_dtype_is_the_default(subject: Subject, story_model: Path) -> None:
+    engine = subject.engine(story_model, device=DEVICE)
     assert next(engine.model.parameters()).dtype == torch.bfloat16
