@@ -17,8 +17,8 @@ from nanovllm.attention.interface import AttentionMetadata
 # Contexts of at least half the longest one share its rectangle, so padding is less than half of what is gathered;
 # finer classes would pay more for their calls than they save.
 MIN_FILL = 0.5
-# Keys of a rectangle: bounds the memory of what is gathered, 32 MiB with 128 fp32 elements in each of K and V.
-MAX_KEYS = 32 * 1024
+# What a rectangle gathers, unless one sequence alone has more: little enough to be in a CPU's cache when it is read.
+MAX_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class _Rectangle:
     num_queries: int
     num_keys: int  # L
     blocks: torch.Tensor  # [B * P / block_size] int64, which to gather
-    padding: torch.Tensor | None  # rows of the gathered [B * P] that are beyond a context but within L
+    padding: (
+        torch.Tensor | None
+    )  # rows of the gathered [B * P] that are beyond a context but within L, if lengths differ
     is_causal: bool  # whole prompts of one length: PyTorch's own mask will do
     bias: torch.Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None when all see all
 
@@ -61,7 +63,7 @@ class TorchRefBackend:
         rows[1].index_copy_(0, slots, v)
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float) -> torch.Tensor:
-        plan = self._plan_of(meta, kv.shape[2], q.dtype)
+        plan = self._plan_of(meta, kv, q.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
         for rectangle in plan.rectangles:
             if rectangle.tokens is None:
@@ -70,9 +72,10 @@ class TorchRefBackend:
                 out[rectangle.tokens] = _attend_rectangle(q[rectangle.tokens], kv, rectangle, scale)
         return out
 
-    def _plan_of(self, meta: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
+    def _plan_of(self, meta: AttentionMetadata, kv: torch.Tensor, dtype: torch.dtype) -> _Plan:
         """The plan for `meta`: the last one, if it was made from equal numbers. Only a step's first layer makes one."""
         query_start, context_len = meta.query_start.tolist(), meta.context_len.tolist()
+        block_size = kv.shape[2]
         plan = self._plan
         if (
             plan is None
@@ -83,13 +86,19 @@ class TorchRefBackend:
             or not torch.equal(plan.block_table, meta.block_table)
         ):
             table = meta.block_table.clone()
-            rectangles = _rectangles(query_start, context_len, table, block_size, dtype)
+            max_keys = MAX_BYTES // (2 * kv[0, 0, 0].numel() * kv.element_size())
+            rectangles = _rectangles(query_start, context_len, table, block_size, max_keys, dtype)
             plan = self._plan = _Plan(query_start, context_len, table, block_size, dtype, rectangles)
         return plan
 
 
 def _rectangles(
-    query_start: list[int], context_len: list[int], block_table: torch.Tensor, block_size: int, dtype: torch.dtype
+    query_start: list[int],
+    context_len: list[int],
+    block_table: torch.Tensor,
+    block_size: int,
+    max_keys: int,
+    dtype: torch.dtype,
 ) -> list[_Rectangle]:
     query_len = [end - start for start, end in pairwise(query_start)]
     order = sorted(range(len(context_len)), key=lambda s: (query_len[s], context_len[s]), reverse=True)
@@ -99,7 +108,7 @@ def _rectangles(
             continue
         if members:
             n, longest = query_len[members[-1][0]], context_len[members[-1][0]]
-            room = MAX_KEYS // longest > len(members[-1])
+            room = max_keys // longest > len(members[-1])
             if query_len[s] == n and context_len[s] >= MIN_FILL * longest and room:
                 members[-1].append(s)
                 continue
@@ -120,33 +129,34 @@ def _rectangle(
 ) -> _Rectangle:
     device = block_table.device
     n = query_len[members[0]]
-    starts = torch.tensor([query_start[s] for s in members], device=device)  # [B]
-    context = torch.tensor([context_len[s] for s in members], device=device)  # [B]
-    tokens = (starts[:, None] + torch.arange(n, device=device)).flatten()  # [B * n]
     length = max(context_len[s] for s in members)
-    key = torch.arange(-(-length // block_size) * block_size, device=device)  # [P]
+    num_blocks = -(-length // block_size)
+    starts = torch.tensor([query_start[s] for s in members], device=device)  # [B]
+    tokens = (starts[:, None] + torch.arange(n, device=device)).flatten()  # [B * n]
+    blocks = block_table[members, :num_blocks].long()  # [B, P / block_size]
+    context = torch.tensor([context_len[s] for s in members], device=device)  # [B]
 
-    # Where a sequence has no block any more its first one stands in: a block that is surely initialised.
-    has_block = key[::block_size] < context[:, None]  # [B, P / block_size]
-    table = block_table[members, : has_block.shape[1]].long()  # [B, P / block_size]
-    blocks = torch.where(has_block, table, table[:, :1])
-    # Slots that were never written may hold NaN, which neither a mask nor a probability of 0 would stop.
-    position_held = torch.where(has_block.repeat_interleave(block_size, 1), key, key % block_size)  # [B, P]
-    padding = ((position_held >= context[:, None]) & (key < length)).flatten().nonzero().flatten()
-
-    is_causal = n > 1 and all(context_len[s] == n for s in members)
-    bias = None
-    if not is_causal:
+    padding = bias = None
+    is_ragged = any(context_len[s] != length for s in members)
+    if is_ragged:
+        key = torch.arange(num_blocks * block_size, device=device)  # [P]
+        # Where a sequence has no block any more its first one stands in: a block that is surely initialised.
+        has_block = key[::block_size] < context[:, None]  # [B, P / block_size]
+        blocks = torch.where(has_block, blocks, blocks[:, :1])
+        # Slots that were never written may hold NaN, which neither a mask nor a probability of 0 would stop.
+        position_held = torch.where(has_block.repeat_interleave(block_size, 1), key, key % block_size)  # [B, P]
+        padding = ((position_held >= context[:, None]) & (key < length)).flatten().nonzero().flatten()
+    is_causal = not is_ragged and 1 < n == length
+    if is_ragged or 1 < n < length:
         position = context[:, None] - n + torch.arange(n, device=device)  # [B, n]
-        hidden = key[:length] > position[:, :, None]  # [B, n, L]
-        if hidden.any():
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[:, None]
+        hidden = torch.arange(length, device=device) > position[:, :, None]  # [B, n, L]
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[:, None]
     return _Rectangle(
         tokens=None if len(tokens) == query_start[-1] else tokens,
         num_queries=n,
         num_keys=length,
         blocks=blocks.flatten(),
-        padding=padding if len(padding) else None,
+        padding=padding,
         is_causal=is_causal,
         bias=bias,
     )
@@ -158,12 +168,12 @@ def _attend_rectangle(q: torch.Tensor, kv: torch.Tensor, rectangle: _Rectangle, 
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv.shape[3]
     batch = q.shape[0] // n
-    keys, values = (cache.index_select(0, rectangle.blocks).flatten(0, 1) for cache in kv)  # [B * P, Hkv, D]
+    gathered = kv.index_select(1, rectangle.blocks)  # [2, B * P / block_size, block_size, Hkv, D]
     if rectangle.padding is not None:
-        keys.index_fill_(0, rectangle.padding, 0)
-        values.index_fill_(0, rectangle.padding, 0)
-    shape = batch, -1, num_kv_heads, head_dim
-    k, v = (x.view(shape)[:, : rectangle.num_keys].transpose(1, 2) for x in (keys, values))  # [B, Hkv, L, D]
+        gathered.flatten(1, 2).index_fill_(1, rectangle.padding, 0)
+    k, v = gathered.view(2, batch, -1, num_kv_heads, head_dim)[:, :, : rectangle.num_keys].transpose(
+        2, 3
+    )  # [B, Hkv, L, D]
     if n == 1:
         # All heads of a group look at the same keys with the same mask: they can be "queries" of one head, and each key
         # is read once for all of them.

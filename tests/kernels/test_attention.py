@@ -49,7 +49,7 @@ def test_torch_ref_takes_contexts_of_every_size_in_one_batch() -> None:
 
 
 def test_torch_ref_bounds_what_it_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.attention.torch_ref.MAX_KEYS", 100)
+    monkeypatch.setattr("nanovllm.attention.torch_ref.MAX_BYTES", 100 * 1024)  # 100 keys
     check(TorchRefBackend(), make_case([(1, 90), (1, 80), (1, 50), (1, 49), (1, 30), (2, 120)]), FP32)
 
 
