@@ -5,7 +5,7 @@ from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -119,6 +119,8 @@ def test_a_character_that_began_in_the_prompt_does_not_swallow_the_output() -> N
 
 
 @settings(max_examples=150)
+@example([], [2, 0])
+@example([], [7, 2, 7, 0])
 @given(st.lists(st.integers(0, 7), max_size=7), st.lists(st.integers(0, 7), max_size=20))
 def test_spaces_of_a_metaspace_tokenizer(prompt: list[int], output: list[int]) -> None:
     """A word's space is written if something stands before it, be it in the prompt."""
@@ -129,6 +131,24 @@ def test_spaces_of_a_metaspace_tokenizer(prompt: list[int], output: list[int]) -
         assert METASPACE.decode(prompt) + texts[-1] == METASPACE.decode(prompt + output)
     if not prompt and output.count(7) < 8:
         assert texts[-1] == METASPACE.decode(output)
+
+
+@pytest.mark.parametrize("gap", [1, 7, 8, 9, 30])
+def test_skipped_tokens_do_not_break_a_character(gap: int) -> None:
+    ids = [i for byte in BYTE_LEVEL.encode("a𝄞b").ids for i in [byte, *[0] * gap]]
+    assert list(stream(BYTE_LEVEL, ids))[-1] == "a𝄞b"
+
+
+def test_a_token_that_ends_one_character_and_begins_another_behind_stray_bytes() -> None:
+    """ " \xd0" is a token here: its space is out while its byte still waits."""
+    stray = BYTE_LEVEL.encode("𝄞").ids[-1:]
+    both = [i for i in range(BYTE_LEVEL.get_vocab_size()) if BYTE_LEVEL.decode([i]) == " \ufffd"]
+    assert both
+    for n in range(14):
+        ids = [*stray * n, *both[:1], *stray]
+        texts = list(stream(BYTE_LEVEL, ids))
+        check_never_taken_back(texts)
+        assert texts[-1] == BYTE_LEVEL.decode(ids)
 
 
 class Meter:

@@ -93,6 +93,14 @@ def test_noise_reaches_far_and_is_never_infinite() -> None:
     assert 15 < largest <= 22.2
 
 
+@pytest.mark.parametrize("bits", [-1, -2, -128, 0, 1, 2**31 - 1, -(2**31)])
+def test_noise_is_finite_at_both_ends_of_the_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An infinite value would come once in 30 million, and make a greedy row NaN."""
+    monkeypatch.setattr("nanovllm.runner.gumbel.random_bits", lambda *_: torch.tensor([[bits]], dtype=torch.int32))
+    noise = gumbel(torch.tensor([0]), torch.tensor([0]), torch.tensor([0])).item()
+    assert -2.9 < noise < 22.2
+
+
 def test_derived_seeds_are_distinct_and_in_range() -> None:
     seeds = {derive_seed(seed, choice) for seed in (0, 1, 2, 2**63 - 1) for choice in range(1000)}
     assert len(seeds) == 4000

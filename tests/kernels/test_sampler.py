@@ -94,12 +94,20 @@ def test_frequencies_over_seeds_fit_as_well() -> None:
     assert chi_square_is_plausible(tokens.bincount(minlength=VOCAB), logits[0].double().softmax(-1))
 
 
-def test_a_row_without_filters_gets_the_same_token_from_both_tails() -> None:
-    params = [SamplingParams(temperature=t, seed=s) for s, t in enumerate((0.0, 0.3, 1.0, 2.0, 1e-5))]
-    beside = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.5, min_tokens=2, logprobs=3)
-    logits = lively_logits(6, scale=1.0)
+@pytest.mark.parametrize(
+    "beside",
+    [
+        SamplingParams(top_p=0.5, min_p=0.1, repetition_penalty=1.5, min_tokens=2, logprobs=3),
+        SamplingParams(top_k=2, frequency_penalty=0.4),  # for which two candidates would do
+        SamplingParams(min_p=0.5),
+        SamplingParams(logprobs=0),
+    ],
+)
+def test_a_row_without_filters_gets_the_same_token_from_both_tails(beside: SamplingParams) -> None:
+    params = [SamplingParams(temperature=(0.0, 0.3, 1.0, 2.0, 1e-5)[s % 5], seed=s) for s in range(50)]
+    logits = lively_logits(51, scale=1.0)
     batch = Rows([*params, beside], eos=[3])
-    assert batch.full(logits)[:5] == batch.plain(logits)[:5]
+    assert batch.full(logits)[:50] == batch.plain(logits)[:50]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-4, 1e-3])

@@ -35,6 +35,7 @@ def test_penalties_against_a_literal_reference() -> None:
         tokens = torch.randint(0, 12, (20,), generator=generator).tolist()
         history.append((tokens[: 1 + i % 9], tokens[9 : 9 + i % 11]))
     logits = lively_logits(60, vocab_size=12)
+    logits[::2] -= 6.0  # a penalty makes negative scores more negative
     expected = []
     for row, p, (prompt, output) in zip(logits, params, history, strict=True):
         scores = literal_penalties(row, p, prompt, output)
