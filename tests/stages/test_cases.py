@@ -4,6 +4,7 @@ The shadow's tokens are right only if every slot that was read held what it shou
 below means: the very same keys and values.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +102,25 @@ def test_prefix_p4_the_first_is_interrupted_in_mid_prefill(serve: Any) -> None:
     assert cached(ask(engine, [b])) == [4]
 
 
+COLLISIONS: dict[str, Callable[[int, tuple[int, ...]], int]] = {
+    "a constant": lambda parent, tokens: 7,
+    "first blocks collide": lambda parent, tokens: sum(t * 100**i for i, t in enumerate(tokens)) + 1 if parent else 1,
+}
+
+
 @since(4)
-def test_prefix_p5_colliding_digests(serve: Any, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hash forced to a constant: tokens and parent decide, so there is never a false hit."""
-    monkeypatch.setattr(subject.home("chained_digest"), "chained_digest", lambda parent, tokens: 7)
-    engine = serve(block_size=2, num_blocks=12)
-    prompts = [[1, 2, 3, 4, 5], [3, 4, 1, 2, 5], [1, 2, 1, 2, 5], [3, 4, 3, 4, 5], [9, 2, 3, 4, 5]]
+@pytest.mark.parametrize("digest", COLLISIONS.values(), ids=COLLISIONS)
+def test_prefix_p5_colliding_digests(
+    serve: Any, subject: Subject, monkeypatch: pytest.MonkeyPatch, digest: Callable[..., int]
+) -> None:
+    """Whatever the hash does, tokens and parent decide, so there is never a false hit."""
+    monkeypatch.setattr(subject.home("chained_digest"), "chained_digest", digest)
+    engine = serve(block_size=2, num_blocks=24)
+    prompts = [[1, 2, 9], [3, 4, 5, 6, 9], [1, 2, 5, 6, 9], [5, 6, 1, 2, 9], [1, 2, 1, 2, 9], [3, 4, 5, 7, 9]]
     for _ in range(2):
-        ask(engine, prompts)
         for prompt in prompts:
             ask(engine, [prompt])
+        ask(engine, prompts)
 
 
 @since(4)
