@@ -117,9 +117,10 @@ class KVCacheEngine:
         input_ids = torch.tensor(padded, device=self.device)  # [B, L]
         positions = torch.arange(longest, device=self.device).expand(len(batch), longest)  # [B, L]
         hidden = self.forward(cache, input_ids, positions)  # [B, L, H]
-        # exercise 2.3: the hidden state of each prompt's last real token [B, H], and the logits from it.
+        # exercise 2.2: the hidden state of each prompt's last real token [B, H], and the logits from it.
+        rows = torch.arange(len(batch), device=self.device)
         last = torch.tensor([seq.num_prompt_tokens - 1 for seq in batch], device=self.device)
-        return self.model.logits(hidden[torch.arange(len(batch), device=self.device), last])
+        return self.model.logits(hidden[rows, last])
         # end exercise
 
     def decode(self, cache: KVCache, batch: list[Sequence], running: set[int]) -> Tensor:
@@ -127,7 +128,7 @@ class KVCacheEngine:
         self.events.step += 1
         for row in sorted(running):
             self.events.emit("scheduled", batch[row].request, tokens=1, cached=len(batch[row].tokens) - 1)
-        # exercise 2.4: input ids [B, 1] and positions [B, 1] of the newest tokens; forward; logits [B, V].
+        # exercise 2.3: input ids [B, 1] and positions [B, 1] of the newest tokens; forward; logits [B, V].
         input_ids = torch.tensor([[seq.tokens[-1]] for seq in batch], device=self.device)
         positions = torch.tensor([[len(seq.tokens) - 1] for seq in batch], device=self.device)
         return self.model.logits(self.forward(cache, input_ids, positions)[:, 0])
@@ -135,9 +136,11 @@ class KVCacheEngine:
 
     def forward(self, cache: KVCache, input_ids: Tensor, positions: Tensor) -> Tensor:
         """The rectangle [B, Q] laid flat, through the model, and back -> [B, Q, H]."""
+        # exercise 2.4: the mask [B, 1, Q, context]: a query sees the keys at positions up to its own, in its own row.
+        #   No query looks beyond the largest position, so that is how many columns of the cache are read.
         context = int(positions.max()) + 1
-        # exercise 2.2: the mask [B, 1, Q, context]: a query sees the keys at positions up to its own, in its own row.
-        mask = torch.arange(context, device=self.device) <= positions[:, None, :, None]
+        columns = torch.arange(context, device=self.device)
+        mask = columns <= positions[:, None, :, None]
         # end exercise
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

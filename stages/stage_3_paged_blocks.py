@@ -92,8 +92,10 @@ class Batch:
 
 def slots_of(seq: Sequence, start: int, stop: int, block_size: int) -> list[int]:
     """The slots of tokens start..stop-1 of a sequence."""
-    # exercise 3.2: block number times block size plus the offset inside the block.
-    return [seq.block_table[p // block_size] * block_size + p % block_size for p in range(start, stop)]
+    # exercise 3.2: which block holds each position, and at which offset? A slot is block * block_size + offset.
+    positions = range(start, stop)
+    blocks = [seq.block_table[position // block_size] for position in positions]
+    return [block * block_size + position % block_size for block, position in zip(blocks, positions, strict=True)]
     # end exercise
 
 
@@ -260,10 +262,8 @@ class PagedEngine:
         batch = make_batch(work, self.pool.block_size, self.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # exercise 3.4: first write the new keys and values into the cache, then attend: a token sees itself too.
-            self.cache.write(batch, layer, k, v)
+            self.cache.write(batch, layer, k, v)  # first: a token sees itself, too
             return self.paged_attention(batch, layer, q)
-            # end exercise
 
         hidden = self.model(batch.input_ids, batch.positions, attend)  # [T, H]
         for seq, n in work:

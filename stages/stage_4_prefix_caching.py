@@ -34,7 +34,9 @@ def chained_digest(parent: int, tokens: tuple[int, ...]) -> int:
     """The name of a block: equal tokens after different beginnings have different keys and values, and names."""
     # exercise 4.1: xxhash.xxh64_intdigest over the parent's digest (8 bytes) followed by the token ids. An
     #   array("q", ...) has tobytes(); one byte for a token is not enough.
-    return xxhash.xxh64_intdigest(parent.to_bytes(8, "little") + array("q", tokens).tobytes())
+    ids = array("q", tokens)
+    data = parent.to_bytes(8, "little") + ids.tobytes()
+    return xxhash.xxh64_intdigest(data)
     # end exercise
 
 

@@ -68,7 +68,6 @@ class Scheduler:
         """Fill the token budget: first the running (decodes and unfinished prompts), then the waiting."""
         budget = self.max_num_batched_tokens
         plan: list[Scheduled] = []
-        preempted = False
         for seq in list(self.running):
             if seq not in self.running or budget == 0:
                 continue  # preempted by an earlier one, a moment ago
@@ -76,7 +75,6 @@ class Scheduler:
             # exercise 5.1: get the blocks for seq.num_computed + num_tokens tokens. As long as there are too few,
             #   preempt the latest arrival of self.running; if that is seq itself, it computes nothing in this step.
             while not self.allocate(seq, seq.num_computed + num_tokens):
-                preempted = True
                 victim = self.running[-1]
                 self.preempt(victim)
                 if victim is seq:
@@ -85,8 +83,8 @@ class Scheduler:
             if seq in self.running:
                 plan.append(Scheduled(seq, num_tokens))
                 budget -= num_tokens
-        # Whoever was just preempted would take the blocks back at once; let the others advance first
-        while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
+        # A victim of this very step is not let in again: it would need more blocks than it has just given up
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             # exercise 5.2: admit seq if there are blocks for all its tokens (let in with less, it would only be pushed
             #   out again). What the prefix cache knows costs no budget: schedule as much of the rest as fits in it.

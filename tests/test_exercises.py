@@ -45,7 +45,7 @@ def test_every_stage_has_two_to_four_small_holes(stage: Stage) -> None:
     assert 2 <= len(holes) <= 4
     assert sorted(hole.name for hole in holes) == [f"{stage.number}.{i + 1}" for i in range(len(holes))]
     for hole in holes:
-        assert hole.num_code_lines <= 15, f"exercise {hole.name} asks for {hole.num_code_lines} lines at once"
+        assert 3 <= hole.num_code_lines <= 15, f"exercise {hole.name} asks for {hole.num_code_lines} lines"
         assert hole.hint.endswith("."), f"the hint of {hole.name} breaks off: {hole.hint!r}"
 
 

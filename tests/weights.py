@@ -32,6 +32,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()  # or "Writing model shards" stands in the report of every test that fails
 
 Spelling = Literal["new", "old"]
 

@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]
     if learning(config):  # the parts of a stage before the whole of it
-        items.sort(key=lambda item: not item.path.name.startswith("test_stage_"))
+        own = tuple(f"test_stage_{number}_" for number in config.getoption("stage") or ())
+        items.sort(key=lambda item: (not item.path.name.startswith(own), not item.path.name.startswith("test_stage_")))
 
 
 def applies(config: pytest.Config, item: pytest.Item) -> bool:
