@@ -2,11 +2,13 @@
 #   PYTHON=python3.12          the Python that .venv is made from (3.11 to 3.13)
 #   SYSTEM_SITE=1              reuse the packages (say, a CUDA torch) that PYTHON already has; downloads only what is missing
 #   TORCH="torch==2.12.0"      the torch to install, as arguments for pip
+#   JOBS=4                     how many processes share the tests of `make test` and `make test-slow`
 #   ARGS="-k prefix -x"        handed on to pytest, the demo or the benchmark
 PYTHON ?= python3
 SYSTEM_SITE ?=
 TORCH ?= torch==2.13.0
 IMPL ?= stages
+JOBS ?= 2
 ARGS ?=
 
 RUN := .venv/bin/python
@@ -32,10 +34,10 @@ demo: $(STAMP) ## the main job on the embedded model: text from every stage, wit
 	$(RUN) -m tools.demo $(ARGS)
 
 test: $(STAMP) ## the fast tests: a few minutes on two cores, no network, no GPU
-	$(RUN) -m pytest -m "not slow and not gpu" $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) -m "not slow and not gpu" $(ARGS)
 
 test-slow: models ## the slow tests: a real model, long random runs, every notebook
-	$(RUN) -m pytest -m "slow and not gpu" $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) -m "slow and not gpu" $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA GPU
 	$(RUN) -m pytest -m gpu $(ARGS)
