@@ -49,7 +49,7 @@ def swimlane(
     close to the time it takes. `until` fixes the right end of the axis, so that two pictures can be compared.
     """
     timeline = read_events(events)
-    picture, axes = new_picture(1.7 + 0.42 * len(timeline.lives), title)
+    picture, axes = new_picture(1.75 + 0.48 * len(timeline.lives), title)
     left: dict[int, float] = {}
     width: dict[int, float] = {}
     position = 0.0
@@ -62,13 +62,13 @@ def swimlane(
         for span in life.spans:
             used.add(span.phase)
             share = width[span.step] / scale
-            style: dict[str, Any] = {"height": 0.72, "edgecolor": "white", "linewidth": 0.5 if share > 0.004 else 0}
+            style: dict[str, Any] = {"height": 0.68, "edgecolor": "white", "linewidth": 0.5 if share > 0.004 else 0}
             style |= PHASE_STYLE[span.phase][1]
             if span.phase == "waiting":
                 style |= {"height": 0.12, "linewidth": 0}
             axes.barh(row, width[span.step], left=left[span.step], **style)
             if span.tokens:
-                write_tokens(axes, span, left[span.step] + width[span.step] / 2, row, share)
+                write_tokens(axes, span, left[span.step], width[span.step], row, scale)
         mark_ends(axes, life, row, left, width, scale)
     axes.set_yticks(range(len(timeline.lives)), life_names(timeline, names))
     axes.set_ylim(len(timeline.lives) - 0.4, -0.6)
@@ -83,14 +83,15 @@ def swimlane(
     return picture
 
 
-def write_tokens(axes: Axes, span: Span, middle: float, row: int, share: float) -> None:
-    """How many tokens the box stands for, where there is room; a prompt's first box always says it."""
-    text = f"{span.tokens} ({span.hit} cached)" if span.hit else str(span.tokens)
-    fits = share > 0.015 * max(2, len(text))
-    if span.tokens > 1 and (fits or (span.phase == "prefill" and share > 0.012)):
-        size = 9 if fits or not span.hit else 7
+def write_tokens(axes: Axes, span: Span, left: float, width: float, row: int, scale: float) -> None:
+    """How many tokens the box stands for, where there is room; a prompt's box always says it. Above: cache hits."""
+    fits = width / scale > (0.05 if span.phase == "again" else 0.015 * max(2, len(str(span.tokens))))
+    if span.tokens > 1 and (fits or (span.phase == "prefill" and width / scale > 0.012)):
         rotation = 0 if fits else 90
-        axes.text(middle, row, text, rotation=rotation, ha="center", va="center", color="white", fontsize=size)
+        middle = left + width / 2
+        axes.text(middle, row, str(span.tokens), rotation=rotation, ha="center", va="center", color="white", fontsize=9)
+    if span.hit:
+        axes.text(left, row - 0.36, f"+{span.hit} from the cache", va="bottom", fontsize=9)
 
 
 def mark_ends(axes: Axes, life: Life, row: int, left: dict[int, float], width: dict[int, float], scale: float) -> None:

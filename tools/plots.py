@@ -107,7 +107,7 @@ def prefix_tree(
             node.owners.append(i)
     num_rows = place(root, 0)
     nodes = list(descendants(root))
-    picture, axes = new_picture(0.7 + 0.85 * num_rows, title)
+    picture, axes = new_picture(0.5 + 0.95 * num_rows, title)
     for node in nodes:
         for child in node.children.values():
             axes.plot([node.depth + 0.92, child.depth], [node.row, child.row], color="#707070", linewidth=1.5, zorder=0)
@@ -140,9 +140,9 @@ def draw_block(
     full, shared = len(node.tokens) == block_size, len(owners) > 1
     axes.add_patch(
         FancyBboxPatch(
-            (node.depth, node.row - 0.36),
+            (node.depth, node.row - 0.4),
             0.92,
-            0.72,
+            0.8,
             boxstyle="round,pad=0,rounding_size=0.04",
             facecolor="#FFF3D6" if shared else "white",
             edgecolor=BLACK if full else "#707070",
@@ -151,6 +151,6 @@ def draw_block(
         )
     )
     text = textwrap.wrap(decode(list(node.tokens)).replace("\n", "¶ "), 18, max_lines=3, placeholder=" …")
-    axes.text(node.depth + 0.04, node.row - 0.12, "\n".join(text), fontsize=9, va="center")
+    axes.text(node.depth + 0.04, node.row - 0.31, "\n".join(text), fontsize=9, va="top")
     label = f"{', '.join(owners)}: {len(node.tokens)} tokens"
-    axes.text(node.depth + 0.04, node.row + 0.27, label, fontsize=9, va="center", fontweight="bold")
+    axes.text(node.depth + 0.04, node.row + 0.29, label, fontsize=9, va="center", fontweight="bold")
