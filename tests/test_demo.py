@@ -1,0 +1,148 @@
+"""The demo says what is true: the texts are the engine's, the picture is its state, and nothing slow is imported."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from stages.core import SamplingParams
+from stages.manifest import load_stage, load_stages
+from tools import demo, demo_live
+from tools.story_grammar import generate_story
+
+MODEL = demo.EMBEDDED_MODEL
+STAGES = [stage for stage in load_stages() if stage.number not in demo.NEEDS_A_GPU]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return demo.load_tokenizer(MODEL)
+
+
+def console(width: int = 100, **options: Any) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=width, highlight=False, **options), out
+
+
+def test_a_story_is_printed_whole_and_wrapped_between_words(tokenizer: Any) -> None:
+    text = generate_story(random.Random(0), held_out=True).text + '\n\n"안녕하세요!" 🎈 naïve.\nTomás'
+    screen, out = console(width=40)
+    teller = demo.StoryTeller(screen, tokenizer.decode)
+    for token in tokenizer.encode(text).ids:
+        teller.on_event({"type": "token", "ids": [token]})
+    teller.end(cut_off=False)
+    assert out.getvalue().split() == text.split()
+    assert max(map(cell_len, out.getvalue().splitlines())) <= 40
+    assert out.getvalue().count("\n\n") == text.count("\n\n") + 1
+
+
+def test_every_stage_tells_a_story_of_its_own(tokenizer: Any) -> None:
+    screen, out = console()
+    demo.tell_stories(screen, STAGES, tokenizer, MODEL, "cpu", 6)
+    printed = out.getvalue()
+    for stage in STAGES:
+        workload = demo.story_workload(tokenizer, stage.number, 6)
+        [expected] = stage.engine_class()(str(MODEL)).generate(workload.prompts, workload.params)
+        part = printed.split(f"Stage {stage.number}: {stage.title}")[1].split("What still hurts")[0]
+        story = tokenizer.decode(workload.prompts[0] + expected)
+        assert " ".join(story.split()) in " ".join(part.split())
+        assert "tokens/s" in part
+
+
+def test_the_race_runs_every_stage_on_the_same_requests(tokenizer: Any) -> None:
+    workload = demo.race_workload(tokenizer, (3, 9, 4, 2))
+    assert workload.prompts[0] == workload.prompts[1] != workload.prompts[2]
+    screen, out = console()
+    demo.race(screen, STAGES, workload, MODEL, "cpu", 512)
+    for stage in STAGES:
+        [line] = [line for line in out.getvalue().splitlines() if f"{stage.number} {stage.title.lower()}" in line]
+        assert "yes" in line and "×" in line
+    assert "NO" not in out.getvalue()
+
+
+def test_the_race_tells_when_a_stage_changes_the_text(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Constant:
+        def __init__(self, stage: Any, *_: Any, **__: Any) -> None:
+            self.token = 5 if stage.number < 3 else 6
+
+        def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+            return [[self.token] * p.max_tokens for p in params]
+
+    monkeypatch.setattr(demo, "build", Constant)
+    screen, out = console()
+    demo.race(screen, STAGES[:3], demo.race_workload(tokenizer, (2, 3)), MODEL, "cpu", 512)
+    assert [line.split()[-2] for line in out.getvalue().splitlines() if "×" in line] == ["yes", "yes", "NO"]
+
+
+def test_the_stages_of_the_race_have_the_same_memory(tokenizer: Any) -> None:
+    workload = demo.race_workload(tokenizer, (30, 8, 8))
+    longest = len(workload.prompts[0]) + 30
+    options = [demo.engine_options(stage, workload, 4 * longest) for stage in STAGES]
+    assert options[0] == {} and options[1] == {"max_num_seqs": 4}
+    assert all(o == {"num_blocks": 4 * longest // 16, "block_size": 16} for o in options[2:])
+
+
+def test_the_view_follows_the_engine(tokenizer: Any) -> None:
+    """In every step the picture shows what the engine's own queues and pool say."""
+    stage = load_stage(5)
+    workload = demo.race_workload(tokenizer, (20, 30, 10, 12))
+    view = demo_live.EngineView("title", [p.max_tokens for p in workload.params], 16, tokenizer.decode)
+    seen: set[str] = set()
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["type"] == "scheduled":  # all that this step takes, preempts and admits has been told by now
+            tables = {seq.request: seq.block_table for seq in engine.scheduler.running}
+            assert view.tables == tables
+            running = [i for i, r in enumerate(view.requests) if r.status == "running"]
+            assert running == sorted(tables)
+            counts = engine.pool.ref_counts
+            cells = view.block_map().plain.split()
+            assert [cell == "·" for cell in cells] == [n == 0 for n in counts]
+            assert [cell == "*" for cell in cells] == [n > 1 for n in counts]
+            seen.update(cells)
+        view.on_event(event)
+
+    engine = demo.build(stage, MODEL, "cpu", on_event, num_blocks=16, block_size=16)
+    outputs = engine.generate(workload.prompts, workload.params)
+    assert {"A", "*", "·"} <= seen
+    assert [request.ids for request in view.requests] == outputs
+    assert {request.status for request in view.requests} == {"finished"} and not view.tables
+    assert sum(request.preemptions for request in view.requests) > 0
+    assert view.generated == sum(map(len, outputs))
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_one_stage_live(number: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal the picture moves; into a file one is printed while requests still run."""
+    monkeypatch.setattr(demo_live, "LENGTHS", (4, 9, 3, 2))
+    monkeypatch.setattr(demo_live, "PACE", 0.0)
+    for terminal in (False, True):
+        screen, out = console(force_terminal=terminal)
+        demo_live.show(screen, load_stage(number), tokenizer, MODEL, "cpu")
+        assert "4 requests, 18 tokens in" in out.getvalue()
+        assert out.getvalue().count("counters") == 1 or terminal
+        assert ("\x1b[" in out.getvalue()) == terminal
+    assert out.getvalue().count("counters") > 3
+
+
+def test_nothing_slow_is_imported(tmp_path: Path) -> None:
+    script = (
+        "import sys; from tools import demo, demo_live; demo_live.LENGTHS = (2, 2); demo.main(['--stage', '4']); "
+        "slow = {'transformers', 'matplotlib', 'pandas'} & sys.modules.keys(); assert not slow, slow"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=demo.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("nanovllm, qwen3, 8 layers")
+
+
+def test_a_directory_without_tokenizer_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"there is no tokenizer\.json in it"):
+        demo.main(["--model", str(tmp_path)])
