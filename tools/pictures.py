@@ -14,7 +14,17 @@ from tools.picture_style import BLACK, BLUE, SKY, VERMILION, Picture, colour_of,
 from tools.plots import lines, prefix_tree, time_per_token, waste
 from tools.timeline import Life, Span, Timeline, held_tokens, read_events, slot_use
 
-__all__ = ["block_map", "cache_growth", "lines", "prefix_tree", "slot_use", "swimlane", "time_per_token", "waste"]
+__all__ = [
+    "block_map",
+    "cache_growth",
+    "lines",
+    "prefix_tree",
+    "slot_use",
+    "swimlane",
+    "time_per_token",
+    "waste",
+    "work_map",
+]
 
 PHASE_STYLE: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill": ("prefill: the prompt, for the first time", {"facecolor": BLUE}),
@@ -101,6 +111,39 @@ def mark_ends(axes: Axes, life: Life, row: int, left: dict[int, float], width: d
     if life.finished is not None:
         end = left[life.finished] + width[life.finished]
         axes.plot([end, end], [row - 0.42, row + 0.42], color=BLACK, linewidth=2.5, clip_on=False)
+
+
+def work_map(
+    events: Sequence[Event], request: int = 0, *, until: int | None = None, title: str = "What each step computes"
+) -> Picture:
+    """One request: a row for each of its steps, and in it the positions of the text that the step computes or reads.
+
+    `until` fixes the right end of the axis, so that two pictures can be compared.
+    """
+    life = next(life for life in read_events(events).lives if life.request == request)
+    spans = [span for span in life.spans if span.tokens]
+    picture, axes = new_picture(1.5 + 0.1 * max(12, len(spans)), title)
+    computed = 0
+    used: dict[str, dict[str, Any]] = {}
+    for row, span in enumerate(spans, start=1):
+        end = span.cached + span.tokens
+        old = max(span.cached, min(computed, end))
+        new = "prefill" if span.cached < life.prompt_tokens and computed < life.prompt_tokens else "decode"
+        for phase, first, last in (("read", 0, span.cached), ("again", span.cached, old), (new, old, end)):
+            if last > first:
+                style = used[phase] = {"facecolor": "#D8D8D8"} if phase == "read" else PHASE_STYLE[phase][1]
+                axes.barh(row, last - first, left=first, height=0.9, **({"linewidth": 0} | style))
+        computed = max(computed, end)
+    axes.axvline(life.prompt_tokens, color=BLACK, linewidth=1, linestyle=":")
+    axes.text(life.prompt_tokens, 0.2, " the prompt ends here", fontsize=9, va="bottom")
+    axes.set_ylim(len(spans) + 0.6, 0.4)
+    axes.set_yticks([n for n in range(1, len(spans) + 1) if n == 1 or n % 5 == 0])
+    axes.set_xlim(0, until or life.computed)
+    axes.set_xlabel("position in the text [tokens]")
+    axes.set_ylabel("step of this request")
+    words = {phase: text for phase, (text, _) in PHASE_STYLE.items()} | {"read": "read from the cache"}
+    legend_below(axes, [Patch(label=words[phase], **style) for phase, style in used.items()])
+    return picture
 
 
 def block_map(
