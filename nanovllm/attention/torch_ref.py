@@ -29,9 +29,7 @@ class _Rectangle:
     num_queries: int
     num_keys: int  # L
     blocks: torch.Tensor  # [B * P / block_size] int64, which to gather
-    padding: (
-        torch.Tensor | None
-    )  # rows of the gathered [B * P] that are beyond a context but within L, if lengths differ
+    padding: torch.Tensor | None  # rows of the gathered [B * P] between a sequence's context and L
     is_causal: bool  # whole prompts of one length: PyTorch's own mask will do
     bias: torch.Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None when all see all
 

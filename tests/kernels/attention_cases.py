@@ -57,14 +57,14 @@ def make_case(
         queries.append(q)
         slots.append(slot[context - query_len :])
         expected.append(attention_float64(q, k, v, scale))
-    query_len = [n for n, _ in lengths]
+    query_lens = [n for n, _ in lengths]
     meta = AttentionMetadata(
         slots=torch.cat(slots),
-        query_start=torch.tensor([0, *accumulate(query_len)], dtype=torch.int32, device=device),
+        query_start=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
         context_len=torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
         block_table=table,
-        num_decodes=next((s for s, n in enumerate(query_len) if n != 1), len(lengths)),
-        max_query_len=max(query_len),
+        num_decodes=next((s for s, n in enumerate(query_lens) if n != 1), len(lengths)),
+        max_query_len=max(query_lens),
         max_context_len=max(context for _, context in lengths),
     )
     return Case(torch.cat(queries), kv, meta, scale, torch.cat(expected))

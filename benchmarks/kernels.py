@@ -1,0 +1,233 @@
+"""Kernels against what the GPU can do: GB/s of KV read in decode, TFLOP/s in prefill, as shares of the measured limits.
+
+    python -m benchmarks.kernels --out kernels.json
+    python -m benchmarks.kernels --out sweep.json --decode 64,4,3,3 --decode 32,4,3,4 --prefill 128,64,8,3
+
+Shape: 16 query heads, 8 KV heads, head_dim 128, bf16. A layout of the decode kernel is keys,warps,stages,programs a
+multiprocessor; of the prefill kernel rows,keys,warps,stages. Without any, a small set of both is tried. Every layout's
+output is compared with that of the layout the engine uses.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from itertools import accumulate, cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
+SCALE = HEAD_DIM**-0.5
+L2_FLUSH = 256 * 2**20  # bytes of KV between two readings of the same: more than any cache holds
+
+DECODE_LAYOUTS = [
+    (64, 4, 3, 3), (64, 4, 2, 3), (64, 4, 5, 3), (64, 4, 5, 2), (64, 8, 3, 2), (64, 4, 3, 4),
+    (32, 4, 3, 4), (32, 4, 5, 4), (32, 2, 3, 5), (128, 4, 3, 2), (128, 8, 3, 1), (128, 8, 5, 1),
+]  # fmt: skip
+PREFILL_LAYOUTS = [
+    (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (64, 64, 4, 3), (64, 128, 4, 3),
+]  # fmt: skip
+
+
+@dataclass
+class Problem:
+    """Sequences of (query_len, context_len) over shuffled blocks, and as many layers' caches as defeat the L2 cache."""
+
+    name: str
+    lengths: list[tuple[int, int]]
+    block_size: int
+
+    def __post_init__(self) -> None:
+        from nanovllm.attention.interface import AttentionMetadata
+
+        torch.manual_seed(0)
+        needed = [-(-context // self.block_size) for _, context in self.lengths]
+        order = torch.randperm(sum(needed)).int()
+        table = torch.zeros(len(needed), max(needed), dtype=torch.int32)
+        for row, count, start in zip(table, needed, accumulate(needed, initial=0), strict=False):
+            row[:count] = order[start : start + count]
+        query_lens = [n for n, _ in self.lengths]
+        query_start = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device="cuda")
+        self.q = torch.randn(sum(query_lens), NUM_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        self.meta = AttentionMetadata(
+            slots=torch.empty(0, dtype=torch.int64, device="cuda"),
+            query_start=query_start,
+            context_len=torch.tensor([c for _, c in self.lengths], dtype=torch.int32, device="cuda"),
+            block_table=table.cuda(),
+            num_decodes=len(needed) if max(query_lens) == 1 else 0,
+            max_query_len=max(query_lens),
+            max_context_len=max(c for _, c in self.lengths),
+        )
+        layers = max(1, min(28, -(-L2_FLUSH // self.kv_bytes)))
+        shape = layers, 2, sum(needed) + 1, self.block_size, NUM_KV_HEADS, HEAD_DIM
+        self.kvs = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(context for _, context in self.lengths) * 2 * NUM_KV_HEADS * HEAD_DIM * 2
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of q K^T and p V over the pairs that the causal mask leaves."""
+        pairs = sum(n * context - n * (n - 1) // 2 for n, context in self.lengths)
+        return 4 * pairs * NUM_HEADS * HEAD_DIM
+
+    def measure(self, attend: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """`attend` maps a layer's KV cache to the output; each call of it gets another layer's."""
+        layers = cycle(self.kvs)
+        from benchmarks.ceilings import graph_microseconds
+
+        microseconds = graph_microseconds(lambda: attend(next(layers)), calls=max(10, len(self.kvs)))
+        return {
+            "microseconds": microseconds,
+            "gb_per_second": self.kv_bytes / microseconds / 1e3,
+            "tflop_per_second": self.operations / microseconds / 1e6,
+        }
+
+
+def decode_problems() -> list[Problem]:
+    rng = random.Random(0)
+    contexts = [rng.randint(100, 1600) for _ in range(256)]  # mean 850
+    problems = [Problem(f"decode {n}", [(1, c) for c in contexts[:n]], 256) for n in (256, 64, 32, 8, 1)]
+    return [*problems, Problem("decode 256", [(1, c) for c in contexts], 16)]
+
+
+def prefill_problems() -> list[Problem]:
+    rng = random.Random(0)
+    prompts = [(n, n) for n in (rng.randint(100, 1024) for _ in range(29))]
+    chunks = [(1024, 1536)] * 16
+    return [Problem("chunks of 1024 at 1536", chunks, b) for b in (256, 16)] + [Problem("whole prompts", prompts, 256)]
+
+
+def by_backend(name: str, problem: Problem) -> dict[str, Any]:
+    from nanovllm.attention import select_backend
+
+    row = {"kernel": name, "problem": problem.name, "block_size": problem.block_size}
+    try:
+        backend = select_backend(name, problem.q.device, HEAD_DIM, problem.block_size, torch.bfloat16)
+    except ValueError as error:
+        return {**row, "error": str(error)}
+    return row | problem.measure(lambda kv: backend.attend(problem.q, kv, problem.meta, SCALE))
+
+
+def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str, Any]:
+    """One layout of our kernel. A layout that does not fit the GPU, or whose output is wrong, is reported as such."""
+    from triton.runtime.errors import OutOfResources
+
+    from nanovllm.attention import select_backend
+    from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
+    from nanovllm.kernels.paged_prefill import PrefillConfig, paged_prefill
+
+    q, meta = problem.q, problem.meta
+    out = torch.empty_like(q)
+    inputs = meta.block_table, meta.query_start, meta.context_len, SCALE, out
+    if kind == "decode":
+        config = DecodeConfig(*layout)
+        num_sms = torch.cuda.get_device_properties().multi_processor_count
+        pieces = num_sms * config.programs_per_sm // NUM_KV_HEADS
+        workspace = DecodeWorkspace.allocate(pieces, 1, NUM_HEADS, HEAD_DIM, q.device)
+
+        def attend(kv: torch.Tensor) -> torch.Tensor:
+            paged_decode(q, kv, *inputs, workspace, config)
+            return out
+    else:
+        prefill = PrefillConfig(*layout)
+
+        def attend(kv: torch.Tensor) -> torch.Tensor:
+            paged_prefill(q, kv, *inputs, prefill)
+            return out
+
+    row = {"kernel": kind, "layout": layout, "problem": problem.name, "block_size": problem.block_size}
+    try:
+        found = attend(problem.kvs[0]).clone()
+    except OutOfResources as error:
+        return {**row, "error": str(error)}
+    usual = select_backend("triton", q.device, HEAD_DIM, problem.block_size, q.dtype)
+    expected = usual.attend(q, problem.kvs[0], meta, SCALE)
+    if not (found - expected).abs().max() < 2e-2:
+        return {**row, "error": f"output is off by {(found - expected).abs().max():.3f}"}
+    return row | problem.measure(attend)
+
+
+def layout(text: str) -> tuple[int, ...]:
+    numbers = tuple(map(int, text.split(",")))
+    if len(numbers) != 4:
+        raise argparse.ArgumentTypeError(f"four numbers are needed, got {text!r}")
+    return numbers
+
+
+def show(row: dict[str, Any], limits: dict[str, Any]) -> None:
+    name = f"{row['kernel']} {','.join(map(str, row.get('layout', ())))}".strip()
+    text = f"{name:<24} {row['problem']:<24} block {row['block_size']:>3}  "
+    if "error" in row:
+        print(text + row["error"], flush=True)
+        return
+    if row["problem"].startswith("decode"):
+        row["share_of_limit"] = row["gb_per_second"] * 1e9 / limits["read"]["bytes_per_second"]
+        figure = f"{row['gb_per_second']:7.0f} GB/s"
+    else:
+        row["share_of_limit"] = row["tflop_per_second"] * 1e12 / limits["matmul"]["operations_per_second"]
+        figure = f"{row['tflop_per_second']:7.0f} TFLOP/s"
+    print(f"{text}{row['microseconds']:8.1f} us {figure}  {row['share_of_limit']:.1%} of the limit", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
+    parser.add_argument("--decode", type=layout, action="append", metavar="KEYS,WARPS,STAGES,PROGRAMS")
+    parser.add_argument("--prefill", type=layout, action="append", metavar="ROWS,KEYS,WARPS,STAGES")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks.kernels measures a GPU, and this machine has none", file=sys.stderr)
+        return 2
+    import triton
+
+    from benchmarks.ceilings import matmul_rate, read_bandwidth
+    from benchmarks.harness import commit
+    from nanovllm.kernels.paged_decode import decode_config
+    from nanovllm.kernels.paged_prefill import prefill_config
+
+    limits = {"read": read_bandwidth(), "matmul": matmul_rate()}
+    print(f"read {limits['read']['bytes_per_second'] / 1e9:.0f} GB/s, ", end="")
+    print(f"matmul {limits['matmul']['operations_per_second'] / 1e12:.0f} TFLOP/s", flush=True)
+    rows: list[dict[str, Any]] = []
+    result = {
+        "card": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "commit": commit(),
+        "layouts_in_use": {
+            "decode": astuple(decode_config(HEAD_DIM, 2)),
+            "prefill": astuple(prefill_config(HEAD_DIM, 2, torch.cuda.get_device_capability()[0] in (9, 10))),
+        },
+        "limits": limits,
+        "rows": rows,
+    }
+
+    def record(row: dict[str, Any]) -> None:
+        show(row, limits)
+        rows.append(row)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(
+            json.dumps(result, indent=1) + "\n"
+        )  # after each row: a run that is cut short keeps its rows
+
+    chosen = arguments.decode or arguments.prefill
+    for kind, problems, layouts in (
+        ("decode", decode_problems(), arguments.decode if chosen else DECODE_LAYOUTS),
+        ("prefill", prefill_problems(), arguments.prefill if chosen else PREFILL_LAYOUTS),
+    ):
+        for problem in problems:
+            record(by_backend("triton", problem))
+            if kind == "prefill":
+                record(by_backend("flash_attn", problem))
+        for each in layouts or []:
+            record(by_layout(kind, each, problems[0]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
