@@ -12,7 +12,7 @@ import torch
 from nanovllm.models.checkpoint import read_eos_token_ids
 from nanovllm.models.config import parse_config
 from nanovllm.models.loader import load_model
-from tests.weights import lively_qwen3, random_llama
+from tests.weights import lively_qwen3, random_llama, random_qwen2
 
 
 def test_directories_that_are_no_checkpoint(checkpoints: Path, edit: Callable[..., Path], tmp_path: Path) -> None:
@@ -103,6 +103,13 @@ def test_a_config_that_is_not_supported_is_refused_by_name(
     with pytest.raises(ValueError, match=message) as caught:
         load_model(path)
     assert str(path / "config.json") in str(caught.value)
+
+
+def test_what_a_config_without_head_dim_means_depends_on_the_family(checkpoints: Path) -> None:
+    expected = ((lively_qwen3, 128), (random_llama, 96 // 6), (random_qwen2, 64 // 4))
+    for build, head_dim in expected:
+        for absent in (..., None):
+            assert parse_config(raw_config(build(checkpoints), head_dim=absent)).head_dim == head_dim
 
 
 def test_no_gpu_where_one_is_asked_for(checkpoints: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nanovllm.layers.norm import add_rms_norm, rms_norm
+from nanovllm.layers.rope import RotaryEmbedding, apply_rope
 from nanovllm.models.loader import LoadedModel, load_model
 from tests.models.plain_attention import DictAttention
 from tests.weights import lively_qwen3, random_llama, random_qwen2
@@ -124,6 +125,17 @@ def test_a_position_beyond_the_table_is_an_error(checkpoints: Path) -> None:
     our_logits(loaded, tokens(1), torch.tensor([63]))
     with pytest.raises(IndexError):
         our_logits(loaded, tokens(1), torch.tensor([64]))
+
+
+def test_rotation_rounds_once() -> None:
+    """float32 inside, whatever the dtype of the heads."""
+    x = torch.randn(50, 3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cos, sin = RotaryEmbedding(32, 1e4, None, 50)(torch.arange(50))
+    whole, half = x.double(), x.double().roll(16, -1)
+    truth = whole * cos.double() + half * sin.double()
+    scale = (whole * cos.double()).abs() + (half * sin.double()).abs()
+    error = (apply_rope(x, cos, sin).double() - truth).abs()
+    assert (error <= 0.51 * torch.finfo(torch.bfloat16).eps * truth.abs() + 1e-6 * scale).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
