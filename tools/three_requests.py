@@ -1,12 +1,13 @@
 """The three requests that open every notebook, and the few things that all notebooks need beside pictures.
 
-A and B begin with the same 48 tokens (three blocks of 16) and then go different ways; C is short and comes last. They
-want 8, 24 and 16 tokens. Two of them can run at a time, so that somebody always has to wait.
+A and B begin with the same 50 tokens (three blocks of 16 and a bit) and then go different ways; C is short and comes
+last. They want 8, 24 and 16 tokens. Two of them can run at a time, so that somebody always has to wait.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,10 @@ def record(
 def hugging_face_greedy(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
     """What `transformers` generates in float32, one prompt at a time: the judge of every notebook's live check."""
     import torch
-    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on import tqdm laments that widgets are not installed
+        import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
