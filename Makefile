@@ -14,6 +14,7 @@ ARGS ?=
 RUN := .venv/bin/python
 STAMP := .venv/setup.json
 SETUP = "$(PYTHON)" tools/setup_env.py --torch "$(TORCH)" $(if $(SYSTEM_SITE),--system-site)
+SHARE = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf %s '-n $(JOBS)')
 LINTED = $(wildcard stages nanovllm tools benchmarks tests notebooks example.py)
 
 unexport VIRTUAL_ENV PYTHONHOME
@@ -34,10 +35,10 @@ demo: $(STAMP) ## the main job on the embedded model: text from every stage, wit
 	$(RUN) -m tools.demo $(ARGS)
 
 test: $(STAMP) ## the fast tests: a few minutes on two cores, no network, no GPU
-	$(RUN) -m pytest -n $(JOBS) -m "not slow and not gpu" $(ARGS)
+	$(RUN) -m pytest $(SHARE) -m "not slow and not gpu" $(ARGS)
 
 test-slow: models ## the slow tests: a real model, long random runs, every notebook
-	$(RUN) -m pytest -n $(JOBS) -m "slow and not gpu" $(ARGS)
+	$(RUN) -m pytest $(SHARE) -m "slow and not gpu" $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA GPU
 	$(RUN) -m pytest -m gpu $(ARGS)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text()
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+SHARED = "-n 3 " if find_spec("xdist") else ""
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make on this machine")
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    # Make hands its own variables down to the tests that it runs.
+    dropped = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS", "IMPL", "JOBS", "PYTHON", "SYSTEM_SITE", "TORCH")
+    inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     arguments = [str(part) for part in command]
     return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, env=inherited | environment)
 
@@ -43,8 +47,8 @@ def test_make_alone_is_help() -> None:
 @pytest.mark.parametrize(
     ("target", "command"),
     [
-        (["test"], '.venv/bin/python -m pytest -m "not slow and not gpu"'),
-        (["test-slow"], '.venv/bin/python -m pytest -m "slow and not gpu"'),
+        (["test", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "not slow and not gpu"'),
+        (["test-slow", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "slow and not gpu"'),
         (["test-slow"], ".venv/bin/python -m tools.make_models"),
         (["demo"], ".venv/bin/python -m tools.demo"),
         (["stage-4-test"], ".venv/bin/python -m pytest tests/stages --stage 4 --impl stages"),
@@ -57,7 +61,7 @@ def test_make_alone_is_help() -> None:
 def test_a_target_runs_its_command_in_the_projects_own_environment(target: list[str], command: str) -> None:
     """Also from a shell in which some other virtual environment is active."""
     done = run("make", "--dry-run", *target, VIRTUAL_ENV="elsewhere", PATH=os.environ["PATH"])
-    assert command in [line.strip() for line in done.stdout.splitlines()], done.stdout + done.stderr
+    assert command in [" ".join(line.split()) for line in done.stdout.splitlines()], done.stdout + done.stderr
 
 
 @needs_make
@@ -117,7 +121,16 @@ def test_missing_tools_are_named_and_do_not_stop_a_reused_environment(reused: Pa
     (reused / "pyproject.toml").write_text(text)
     assert done.returncode == 0, done.stderr
     assert "going on without" in done.stdout and "no-such-tool-anywhere" in done.stdout
-    assert json.loads((reused / ".venv" / "setup.json").read_text())["system_site"] is True
+    assert "addsitedir" in json.loads((reused / ".venv" / "setup.json").read_text())["reuse"]
+
+
+def test_reusing_a_python_without_torch_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "setup_env.py", tmp_path / "tools")
+    done = run(sys.executable, "-I", "-S", "tools/setup_env.py", "--system-site", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("setup: SYSTEM_SITE=1 reuses the torch of ")
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_an_unsupported_python_is_told_what_to_do() -> None:

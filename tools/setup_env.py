@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 RECORD = VENV / "setup.json"
+REUSE = "base_packages.pth"
 EXTRAS = ("dev", "notebooks", "models")
 SUPPORTED = ((3, 11), (3, 13))
 
@@ -59,25 +60,30 @@ def pip_install(*arguments: str | Path) -> bool:
     return run(python_in_venv(), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments) == 0
 
 
-def package_directories() -> list[Path]:
-    """Every directory of installed packages that this Python imports from, its own virtual environment's included."""
-    named = (Path(entry) for entry in sys.path if entry)
-    return [path for path in named if path.name in ("site-packages", "dist-packages") and path.is_dir()]
-
-
-def create(system_site: bool) -> None:
-    """An empty environment; `system_site` lets it see this Python's packages through a .pth file.
+def reuse_of_this_python() -> str:
+    """What goes into `.venv` as a .pth file so that it sees this Python's packages.
 
     `venv --system-site-packages` would show the packages of the Python *below* a virtual environment, never those of
     the environment itself, which is where a CUDA torch usually lies. `addsitedir` (rather than a plain path) honours
     the .pth files of those directories as well.
     """
-    reuse_pip = system_site and find_spec("pip") is not None
+    named = (Path(entry) for entry in sys.path if entry)
+    directories = [path for path in named if path.name in ("site-packages", "dist-packages") and path.is_dir()]
+    return "".join(f"import site; site.addsitedir({str(path)!r})\n" for path in directories)
+
+
+def reuse_of_venv() -> str | None:
+    """The same text as it stands in `.venv`, or None where it is an environment of its own or not there at all."""
+    pth = site_packages() / REUSE if python_in_venv().exists() else None
+    return pth.read_text() if pth and pth.exists() else None
+
+
+def create(reuse: str | None) -> None:
     print(f"making {VENV.name} with Python {sys.version.split()[0]}", flush=True)
-    venv.create(VENV, with_pip=not reuse_pip, clear=True, symlinks=os.name != "nt")
-    if system_site:
-        lines = [f"import site; site.addsitedir({str(path)!r})\n" for path in package_directories()]
-        (site_packages() / "base_packages.pth").write_text("".join(lines))
+    with_pip = reuse is None or find_spec("pip") is None  # a reused pip is there at once, and Debian may have no other
+    venv.create(VENV, with_pip=with_pip, clear=True, symlinks=os.name != "nt")
+    if reuse is not None:
+        (site_packages() / REUSE).write_text(reuse)
 
 
 def site_packages() -> Path:
@@ -109,14 +115,11 @@ def install_everything(torch: str) -> None:
     extras = ",".join(EXTRAS)
     print(f"installing {torch}, then the project and its tools", flush=True)
     if not (pip_install(*shlex.split(torch)) and pip_install("-e", f".[{extras}]")):
-        sys.exit("setup: pip could not install what the project needs (its message is above); is the network there?")
+        sys.exit("setup: pip failed, see above; once its complaint is met, `make clean` and `make setup` start afresh")
 
 
 def install_missing() -> None:
     """Add to a reused installation only what it lacks, and never another torch."""
-    torch = version_in_venv("torch")
-    if torch is None:
-        sys.exit(f"setup: SYSTEM_SITE=1 reuses the torch of {sys.executable}, which has none; leave SYSTEM_SITE out")
     core, extras = requirements()
     pins = VENV / "reused.txt"
     reused = {name: version_in_venv(name) for name in ("torch", "triton")}
@@ -131,10 +134,9 @@ def install_missing() -> None:
         sys.exit(f"setup: {sys.executable} lacks these, and they could not be installed: {', '.join(still)}")
     if still := missing(extras):
         print(f"setup: going on without {', '.join(still)}: the targets that use them will say so")
-    # The project itself: setuptools, where there is one, also writes the command-line script.
-    editable = ("--no-deps", "--no-build-isolation", "--editable", ".")
-    if not (find_spec("setuptools") and pip_install(*editable)):
-        (site_packages() / "a_nanovllm.pth").write_text(f"{ROOT}\n")
+    (site_packages() / "a_nanovllm.pth").write_text(f"{ROOT}\n")  # sorts before the others: this checkout comes first
+    if find_spec("setuptools"):  # which also writes the `nanovllm` script; too old a one fails, and it goes without
+        pip_install("--quiet", "--quiet", "--no-deps", "--no-build-isolation", "--editable", ".")
 
 
 def main() -> None:
@@ -146,24 +148,25 @@ def main() -> None:
         version = sys.version.split()[0]
         sys.exit(f"setup: needs Python 3.11 to 3.13 and {sys.executable} is {version}: pass PYTHON=python3.12, say")
 
+    if options.system_site and find_spec("torch") is None:
+        sys.exit(f"setup: SYSTEM_SITE=1 reuses the torch of {sys.executable}, which has none; leave SYSTEM_SITE out")
+
     started = time.monotonic()
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    found = reuse_of_venv()
     # A reused environment stays one when a later target only finds that pyproject.toml has changed.
-    system_site = options.system_site or record.get("system_site", False)
-    base = sys.executable if options.system_site else record.get("base")
-    changed = system_site and (record.get("system_site"), record.get("base")) != (True, base)
+    reuse = reuse_of_this_python() if options.system_site else found
     pyproject = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    wanted = {"system_site": system_site, "base": base, "torch": options.torch, "pyproject": pyproject}
-    if record == wanted and python_in_venv().exists():
+    wanted = {"torch": options.torch, "reuse": reuse, "pyproject": pyproject}
+    if RECORD.exists() and json.loads(RECORD.read_text()) == wanted and python_in_venv().exists():
         RECORD.touch()
         print(f"{VENV.name} is up to date")
         return
-    if changed or not python_in_venv().exists():
-        create(system_site)
-    if system_site:
-        install_missing()
-    else:
+    if reuse != found or not python_in_venv().exists():
+        create(reuse)
+    if reuse is None:
         install_everything(options.torch)
+    else:
+        install_missing()
     RECORD.write_text(json.dumps(wanted, indent=2) + "\n")
     print(f"{VENV.name} is ready after {time.monotonic() - started:.0f} s: torch {version_in_venv('torch')}")
 
