@@ -41,7 +41,8 @@ def prefill_config(head_dim: int, element_size: int, large_tiles: bool) -> Prefi
     if element_size == 4:  # exact fp32 products come from the ordinary units, with all operands in registers
         return PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2)
     keys = keys_per_tile(head_dim, element_size, (32 if large_tiles else 16) * 1024)
-    return PrefillConfig(rows=128, keys=keys, num_warps=8, num_stages=3)
+    rows = 128 if head_dim <= 128 else 64  # the accumulator of 128 x 256 would take half of all registers
+    return PrefillConfig(rows=rows, keys=keys, num_warps=8, num_stages=3)
 
 
 @triton.jit(
