@@ -145,8 +145,8 @@ def prefix_caching(vocab_size: int, quick: bool = False) -> Showcase:
 
 
 def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
-    count, prompt, output, seats = (8, (4, 12), (4, 8), 4) if quick else (32, (16, 64), (8, 40), 8)
-    lengths = mixed_lengths(count, prompt, output, seed=5, long_every=8, long=5)
+    count, prompt, output, seats, long = (6, (4, 12), (16, 24), 4, 1) if quick else (32, (16, 64), (8, 40), 8, 5)
+    lengths = mixed_lengths(count, prompt, output, seed=5, long_every=8, long=long)
     requests = make_requests(lengths, vocab_size, seed=5)
     longest = max(request.length for request in requests)
     tiny = -(-longest // 16) * 16 + 4 * seats  # hardly more than the longest needs alone

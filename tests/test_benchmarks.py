@@ -180,7 +180,7 @@ def test_each_round_starts_with_another_contender_and_each_process_is_fresh(mode
 
 
 def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"stage 2 failed(.|\n)*config\.json"):
+    with pytest.raises(RuntimeError, match=r"stage 2 failed(.|\n)*ValueError: model="):
         scenario = Scenario("short", [[Request([1], 1)]])
         harness.run_worker(harness.stage_contender(2), [scenario], tmp_path / "nothing", "cpu", 1)
 
