@@ -3,8 +3,8 @@
 #
 # You type a sentence, and a machine types back. Between the two there is a **language model**, which you can train in
 # PyTorch, and an **inference engine**, which you probably have never seen from the inside. The model is a function:
-# text in, scores for the next word out. The engine is everything else: it calls that function again and again, for
-# many people at once, without computing anything twice and without running out of memory.
+# text in, scores for the next word out. The engine is everything else: it calls that function again and again, for many
+# people at once, without computing anything twice and without running out of memory.
 #
 # In these notebooks you build such an engine, in stages. Every stage is one Python file with one new idea, under 300
 # lines. You need PyTorch and a laptop. There is nothing to download: a model of 7 million parameters, trained to tell
@@ -92,8 +92,8 @@ with torch.inference_mode():
         print(f"{len(text) - 1:2d} tokens through the model -> {tokenizer.decode(text)}")
 
 # %% [markdown]
-# You have just seen an inference engine. It is short, correct and slow, for a reason that stands in the left column: for
-# the last word it sent 16 tokens through the model, and *Lotte* for the eighth time. And it serves one person at a
+# You have just seen an inference engine. It is short, correct and slow, for a reason that stands in the left column:
+# for the last word it sent 16 tokens through the model, and *Lotte* for the eighth time. And it serves one person at a
 # time. The rest of the course is about these two sentences.
 #
 # ## The three requests
@@ -123,8 +123,8 @@ for name, prompt, output in zip(NAMES, prompts, goal.outputs, strict=True):
 # ## The picture
 #
 # While it works, an engine tells anyone who listens what it is doing, as plain dictionaries: `added`, `admitted`,
-# `scheduled`, `token`, `finished`, and more in later stages. Everything that you will see drawn comes from these
-# events alone. Here are the first ones of the run above (without their time stamps):
+# `scheduled`, `token`, `finished`, and more in later stages. Everything that you will see drawn comes from these events
+# alone. Here are the first ones of the run above (without their time stamps):
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -133,8 +133,8 @@ for event in goal.events[:12]:
 
 # %% [markdown]
 # The engine runs the model in **steps**, and in each step decides which tokens of which request to send through it.
-# Step 1 takes all 54 tokens of A and all 53 of B. C has to wait, as we allowed only two at a time
-# (`max_num_seqs=2`). As a picture:
+# Step 1 takes all 54 tokens of A and all 53 of B. C has to wait, as we allowed only two at a time (`max_num_seqs=2`).
+# As a picture:
 
 # %%
 swimlane(goal.events, names=NAMES, title="Stage 5, the goal")
@@ -169,7 +169,7 @@ print("same tokens out:", start.outputs == goal.outputs)
 compare(my_guess, work[0] / work[1], "times as many")
 
 # %% [markdown]
-# And these texts have at most 77 tokens. Let A go on for 1,000 tokens, and the factor is 525: the sum 54 + 55 + … + 1053
+# And these texts have at most 77 tokens. Let A go on for 1,000 tokens, and the factor is above 500: 54 + 55 + … + 1053
 # against 1,053. Something that grows with the square of the length is rarely what you want.
 #
 # Draw each step as wide as its work, both engines on the same scale, and the goal is a sliver:

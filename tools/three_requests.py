@@ -7,6 +7,7 @@ last. They want 8, 24 and 16 tokens. Two of them can run at a time, so that some
 from __future__ import annotations
 
 import inspect
+import textwrap
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.core import Event, SamplingParams
+from stages.manifest import load_stage
+from tools.exercises import find_holes
 
 ROOT = Path(__file__).resolve().parent.parent
 STORY_MODEL = str(ROOT / "assets" / "story_model")
@@ -112,6 +115,13 @@ def source(*pieces: Any) -> Any:
 
     texts = (inspect.cleandoc("\n" + inspect.getsource(piece)) for piece in pieces)
     return Markdown("```python\n" + "\n\n".join(texts) + "\n```")
+
+
+def list_exercises(number: int) -> None:
+    """Print the holes that `make stage-N-exercise` leaves, with their hints, as the stage's file has them."""
+    stage = load_stage(number)
+    for hole in find_holes((ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8")):
+        print(textwrap.fill(hole.hint, 100, initial_indent=f"{hole.name}  ", subsequent_indent="     "))
 
 
 def compare(guess: float | None, measured: float, unit: str) -> None:
