@@ -51,6 +51,13 @@ def test_logits_are_hf_s(checkpoints: Path, build: Callable[..., Path]) -> None:
     oracle.check_logits(logits(path), oracle.truth(path).logits(TOKENS))
 
 
+@pytest.mark.parametrize("build", [lively_qwen3, random_llama])
+def test_epsilon_is_used(checkpoints: Path, build: Callable[..., Path]) -> None:
+    """Large enough to matter beside activations of about one."""
+    path = build(checkpoints, rms_norm_eps=0.1)
+    oracle.check_logits(logits(path), oracle.truth(path).logits(TOKENS))
+
+
 def test_loading_l1_tied_embeddings(changed: Callable[..., Path]) -> None:
     """Tied with a head in the file, whatever it holds, and tied without: the same. Untied without a head: an error."""
     absent = changed(lambda t: t.pop(HEAD), tie_word_embeddings=True)

@@ -112,6 +112,15 @@ def test_the_shadow_sees_what_it_should(subject: Subject, shadow: Path) -> None:
     ids, positions = torch.tensor([5, 6, 7]), torch.arange(3)
     hidden = model(ids, positions, lambda layer, q, k, v: v.cumsum(0) / torch.arange(1, 4)[:, None, None])
     assert torch.equal(model.logits(hidden)[2], model.logits(hidden[2:])[0])
+    stale = torch.zeros(1, 1, 128)
+    stale[0, 0, 0] = 9  # right token, wrong beginning: only layer 1 can tell
+
+    def another_beginning(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        v = torch.cat((stale, v[1:])) if layer == 1 else v
+        return v.cumsum(0) / torch.arange(1, 4)[:, None, None]
+
+    with pytest.raises(AssertionError, match=r"of which \[0\] were computed after another beginning"):
+        model.logits(model(ids, positions, another_beginning)[2:])
     for wrong in (lambda v: v.sum(0, keepdim=True).expand(3, -1, -1) / 3, lambda v: v):
         hidden = model(ids, positions, lambda layer, q, k, v, wrong=wrong: wrong(v))
         with pytest.raises(AssertionError, match="sees"):
