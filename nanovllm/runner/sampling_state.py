@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.runner.rows import to_device
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -62,9 +63,9 @@ class SamplingState:
             ints.append((self._top_k(p), p.min_tokens))
             if p.min_tokens:
                 self._install_stop_ids(row, sorted(self.eos_token_ids | set(p.stop_token_ids)))
-        index = self._to_device(np.array(rows, dtype=np.int64))
-        self._floats[index] = self._to_device(np.array(floats, dtype=np.float32))
-        self._ints[index] = self._to_device(np.array(ints, dtype=np.int64))
+        index = to_device(np.array(rows, dtype=np.int64), self.token_ids.device)
+        self._floats[index] = to_device(np.array(floats, dtype=np.float32), self.token_ids.device)
+        self._ints[index] = to_device(np.array(ints, dtype=np.int64), self.token_ids.device)
 
     def needs(self, rows: Iterable[int]) -> Needs | None:
         """What the full tail has to do for these rows; None if the plain tail does for all of them."""
@@ -101,11 +102,7 @@ class SamplingState:
             wider = self.stop_ids[:, :1].expand(-1, len(ids) - self.stop_ids.shape[1])
             self.stop_ids = torch.cat((self.stop_ids, wider), dim=1)
         padded = ids + ids[:1] * (self.stop_ids.shape[1] - len(ids))  # naming an id twice does no harm
-        self.stop_ids[row] = self._to_device(np.array(padded, dtype=np.int64))
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        tensor, device = torch.from_numpy(array), self.token_ids.device
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        self.stop_ids[row] = to_device(np.array(padded, dtype=np.int64), self.token_ids.device)
 
 
 def has_penalties(p: SamplingParams) -> bool:
