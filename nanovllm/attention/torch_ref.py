@@ -138,13 +138,10 @@ def _rectangle(
     is_ragged = any(context_len[s] != length for s in members)
     if is_ragged:
         key = torch.arange(num_blocks * block_size, device=device)  # [P]
-        # Where a sequence has no block any more its first one stands in: a block that is surely initialised.
-        has_block = key[::block_size] < context[:, None]  # [B, P / block_size]
-        blocks = torch.where(has_block, blocks, blocks[:, :1])
-        # Slots that were never written may hold NaN, which neither a mask nor a probability of 0 would stop.
-        position_held = torch.where(has_block.repeat_interleave(block_size, 1), key, key % block_size)  # [B, P]
-        padding = ((position_held >= context[:, None]) & (key < length)).flatten().nonzero().flatten()
-    is_causal = not is_ragged and 1 < n == length
+        blocks = torch.where(key[::block_size] < context[:, None], blocks, 0)  # a block that exists stands in
+        # What lies there may be NaN, which neither a mask nor a probability of 0 would stop: it is overwritten.
+        padding = ((key >= context[:, None]) & (key < length)).flatten().nonzero().flatten()
+    is_causal = 1 < n == length
     if is_ragged or 1 < n < length:
         position = context[:, None] - n + torch.arange(n, device=device)  # [B, n]
         hidden = torch.arange(length, device=device) > position[:, :, None]  # [B, n, L]

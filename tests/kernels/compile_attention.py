@@ -1,4 +1,4 @@
-"""Compile the attention kernels for GPUs that need not be there: `python -m tests.kernels.compile_attention 90 bf16 ...`
+"""Compile the attention kernels for absent GPUs: `python -m tests.kernels.compile_attention 90 bf16 128 2 256`.
 
 Prints JSON: for each kernel the shared memory of a program in bytes. Run in a process of its own, because the tests'
 process has Triton's interpreter switched on, and the interpreter accepts much that a GPU does not.
