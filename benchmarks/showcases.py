@@ -35,7 +35,7 @@ def naive(vocab_size: int, quick: bool = False) -> Showcase:
             Figure(f"ms_{n}", f"time per token, prompt of {n}", "ms", "lower", metric(name, "ms_per_token"))
             for name, n in zip(names, prompts, strict=True)
         ],
-        headline=f"ms_{prompts[0]}",
+        headline=f"ms_{prompts[-1]}",
         shown=tuple(f"ms_{n}" for n in prompts),
         contender="stage 1",
         rival=without_cache,
