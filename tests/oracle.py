@@ -3,7 +3,8 @@
     logits, fp32     within 1e-4 x max(1, max |logit|) of HF's
     tokens, fp32     greedy: each is HF's argmax given the tokens before it: the sequences are identical
     tokens, half     greedy: each is HF's fp32 argmax given the same prefix, or lies below the top logit by no more than
-                     HF's own error in that precision at that position; at most 2% of positions may need that
+                     HF's own error in that precision can explain: twice the largest at that position, since both
+                     logits may err; at most 2% of positions may need that
     logits, half     RMS error against HF's fp32 over at least 512 positions at most 1.5 times that of HF's own
     sampled tokens   chi-square against HF's probabilities
 
