@@ -83,7 +83,7 @@ def test_a_target_does_its_own_setup(tmp_path: Path, target: str) -> None:
 def reused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project set up beside the packages of this very environment, without a network."""
     root = tmp_path_factory.mktemp("project")
-    for name in ("pyproject.toml", "LICENSE", "tools", "stages"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "tools", "stages"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, root / name)
     done = run(sys.executable, "tools/setup_env.py", "--system-site", cwd=root, **OFFLINE)
