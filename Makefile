@@ -20,7 +20,7 @@ LINTED = $(wildcard stages nanovllm tools benchmarks tests notebooks example.py)
 unexport VIRTUAL_ENV PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu models ladder lint format clean FORCE
+.PHONY: help setup demo test test-slow test-gpu models ladder bench-check report notebooks lint format clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { sub(/%/, "N", $$1); printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,15 @@ stage-%-demo: $(STAMP) FORCE ## text from stage N alone, with its speed
 
 ladder: $(STAMP) ## one workload through every stage and Hugging Face, drawn as a picture
 	$(RUN) -m benchmarks.ladder $(ARGS)
+
+bench-check: $(STAMP) ## compare a fresh quick measurement with the recorded ones
+	$(RUN) -m benchmarks.check $(ARGS)
+
+report: $(STAMP) ## write the tables of the README from benchmarks/results
+	$(RUN) -m benchmarks.report $(ARGS)
+
+notebooks: $(STAMP) ## run the notebooks' sources again and store their outputs
+	$(RUN) -m tools.notebooks $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy, as the tests run them
 	$(RUN) -m ruff check $(LINTED)
