@@ -165,14 +165,14 @@ for name, ours, theirs in zip(NAMES, run.outputs, hugging_face_greedy(prompts, p
 # %% [markdown]
 # ## How slow is it?
 #
-# Let one request write 200 tokens, and look at the time from each token to the next. The text grows from 6 tokens to
-# 206. **Guess:** the last tokens take how many times as long as the first ones?
+# Let one request write 160 tokens, and look at the time from each token to the next. The text grows from 6 tokens to
+# 166. **Guess:** the last tokens take how many times as long as the first ones?
 
 # %%
 my_guess = None  # times as long
 
 # %%
-long = record(NaiveEngine, [C], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+long = record(NaiveEngine, [C], SamplingParams(temperature=0, max_tokens=160, ignore_eos=True))
 times = [e["t"] for e in long.events if e["type"] == "token"]
 first, last = times[30] - times[10], times[-1] - times[-21]
 compare(my_guess, last / first, "times as long")
@@ -188,11 +188,11 @@ time_per_token({"stage 1": long.events})
 # %%
 P = len(C)
 totals = {
-    "stage 1": [n * P + n * (n - 1) / 2 for n in range(1, 201)],
-    "each token once": [P + n - 1 for n in range(1, 201)],
+    "stage 1": [n * P + n * (n - 1) / 2 for n in range(1, 161)],
+    "each token once": [P + n - 1 for n in range(1, 161)],
 }
 lines(
-    {label: (list(range(1, 201)), ys) for label, ys in totals.items()},
+    {label: (list(range(1, 161)), ys) for label, ys in totals.items()},
     xlabel="tokens generated",
     ylabel="tokens computed",
     title="What has gone through the model so far",

@@ -169,14 +169,14 @@ for i, theirs in enumerate(hugging_face_greedy(prompts, params)):
 # %% [markdown]
 # ## Is it fast?
 #
-# In notebook 1 the time of a token grew with the text. One request, 200 tokens. **Guess:** the last tokens take how
+# In notebook 1 the time of a token grew with the text. One request, 160 tokens. **Guess:** the last tokens take how
 # many times as long as the first ones, now?
 
 # %%
 my_guess = None  # times as long
 
 # %%
-C, many = prompts[2], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+C, many = prompts[2], SamplingParams(temperature=0, max_tokens=160, ignore_eos=True)
 long = {"stage 1": record(NaiveEngine, [C], many).events, "stage 2": record(KVCacheEngine, [C], many).events}
 times = [e["t"] for e in long["stage 2"] if e["type"] == "token"]
 compare(my_guess, (times[-1] - times[-21]) / (times[30] - times[10]), "times as long")

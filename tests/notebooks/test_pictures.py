@@ -1,0 +1,118 @@
+"""The pictures: drawn for every stage, the same bytes for the same events, and what they say is readable from them."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if find_spec("matplotlib") is None:
+    pytest.skip("matplotlib is not installed: make setup", allow_module_level=True)
+
+from stages.manifest import load_stage
+from tools.pictures import (
+    block_map,
+    cache_growth,
+    lines,
+    prefix_tree,
+    slot_use,
+    swimlane,
+    time_per_token,
+    waste,
+    work_map,
+)
+from tools.three_requests import (
+    BLOCK_SIZE,
+    NAMES,
+    NUM_BLOCKS,
+    SEATS,
+    Run,
+    compare,
+    list_exercises,
+    load_tokenizer,
+    record,
+    three_requests,
+)
+
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": SEATS,
+    "block_size": BLOCK_SIZE,
+    "num_blocks": NUM_BLOCKS,
+    "max_num_batched_tokens": 64,
+}
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[int, Run]:
+    stages = [load_stage(number) for number in (1, 2, 4, 5)]
+    return {s.number: record(s.engine_class(), **{k: v for k, v in OPTIONS.items() if k in s.options}) for s in stages}
+
+
+def texts(picture: Any) -> list[str]:
+    [axes] = picture.axes
+    return [text.get_text() for text in axes.texts]
+
+
+def legend(picture: Any) -> list[str]:
+    return [text.get_text() for text in picture.legends[0].get_texts()]
+
+
+def test_every_stage_gives_the_same_tokens_and_a_picture(runs: dict[int, Run]) -> None:
+    assert all(run.outputs == runs[1].outputs for run in runs.values())
+    for run in runs.values():
+        picture = swimlane(run.events, names=NAMES)
+        assert picture._repr_png_().startswith(PNG)
+        assert [tick.get_text() for tick in picture.axes[0].get_yticklabels()] == list(NAMES)
+
+
+def test_the_same_events_give_the_same_bytes(runs: dict[int, Run]) -> None:
+    first, second = (swimlane(runs[5].events, names=NAMES, by="tokens")._repr_png_() for _ in range(2))
+    assert first == second
+
+
+def test_the_legend_names_what_is_there_and_nothing_else(runs: dict[int, Run]) -> None:
+    assert "computed again" in legend(swimlane(runs[1].events))
+    assert "computed again" not in legend(swimlane(runs[2].events))
+    assert "shared by several" in legend(block_map(runs[4].events, NUM_BLOCKS, names=NAMES))
+    assert "shared by several" not in legend(block_map(runs[5].events, NUM_BLOCKS, names=NAMES))
+
+
+def test_hits_are_written_at_the_box(runs: dict[int, Run]) -> None:
+    assert "+48 from the cache" in texts(swimlane(runs[4].events, names=NAMES))
+    assert "54" in texts(swimlane(runs[4].events, names=NAMES))
+
+
+def test_the_other_pictures_have_units_on_their_axes(runs: dict[int, Run]) -> None:
+    tokenizer, (prompts, _) = load_tokenizer(), three_requests()
+    pictures = [
+        work_map(runs[4].events, request=1),
+        cache_growth(runs[5].events, names=NAMES, block_size=BLOCK_SIZE),
+        time_per_token({"stage 1": runs[1].events, "stage 2": runs[2].events}),
+        lines({"a": ([1, 2], [3, 4])}, xlabel="size [tokens]", ylabel="time [ms]", title="a line"),
+        waste({"stage 5": slot_use(runs[5].events, block_size=BLOCK_SIZE)}),
+    ]
+    for picture in pictures:
+        assert picture._repr_png_().startswith(PNG)
+        assert picture.axes[0].get_xlabel()
+    assert all("[" in picture.axes[0].get_ylabel() for picture in pictures[1:4])
+    tree = prefix_tree(prompts, BLOCK_SIZE, tokenizer.decode, names=NAMES)
+    assert texts(tree).count("A, B: 16 tokens") == 3
+    assert {"A: 6 tokens", "B: 5 tokens", "C: 6 tokens"} <= set(texts(tree))
+
+
+def test_a_guess_is_judged_by_its_factor(capsys: pytest.CaptureFixture[str]) -> None:
+    compare(None, 14.08, "times as many")
+    compare(10, 40, "ms")
+    compare(80, 40, "ms")
+    out = capsys.readouterr().out
+    assert "none yet" in out and "too low by 4 x" in out and "too high by 2 x" in out
+
+
+def test_exercises_are_listed_from_the_stage_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    list_exercises(2)
+    assert [line[:3] for line in capsys.readouterr().out.splitlines() if line[0] != " "] == ["2.1", "2.2", "2.3", "2.4"]
+
+
+def test_record_wants_prompts_with_their_parameters() -> None:
+    with pytest.raises(ValueError, match="prompts and params"):
+        record(load_stage(1).engine_class(), [[1, 2]])
