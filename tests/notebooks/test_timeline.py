@@ -126,6 +126,7 @@ def shared_blocks() -> list[Event]:
 def test_blocks_are_those_held_while_the_step_runs() -> None:
     first, second, third = read_events(shared_blocks(), block_size=2).blocks
     assert first.holders == {0: [0], 1: [0]}  # block 2 was taken before step 2, not before step 1
+    assert first.last == {}
     assert second.holders == {0: [0, 1], 1: [0], 2: [1]}
     assert third.holders == {0: [1], 2: [1]}
     assert third.last == {1: 0}  # free, with what request 0 left in it
@@ -137,6 +138,19 @@ def test_a_shared_block_counts_once() -> None:
     assert use[:2] == [SlotUse(1, reserved=4, used=3), SlotUse(2, reserved=6, used=5)]
     timeline = read_events(shared_blocks(), block_size=2)
     assert held_tokens(timeline, 2) == {0: 3, 1: 2}
+
+
+def test_a_block_is_as_full_as_its_fullest_holder_made_it() -> None:
+    """The second holder has not run yet."""
+    emit = Recorder()
+    for request in (0, 1):
+        emit("added", request, prompt_tokens=3)
+        emit("admitted", request, cached=0)
+    emit.blocks(0, taken=(0, 1))
+    emit.blocks(1, shared=(0,))
+    emit.step = 1
+    emit.run(0, 3, 0)
+    assert read_events(emit.events, block_size=2).blocks[0].filled == {0: 2, 1: 1}
 
 
 def test_a_rectangle_is_as_large_as_it_is_told() -> None:
