@@ -225,7 +225,7 @@ for stage in load_stages()[:5]:
 # |---|---|
 # | `make stage-1-notebook` | opens notebook 1 |
 # | `make stage-1-exercise` | writes `exercises/stage_1_naive.py`: the stage with holes in it |
-# | `make stage-1-test IMPL=exercises` | tests *your* file; every message says what went wrong and where to look |
+# | `make stage-1-test IMPL=exercises` | tests *your* file; an open hole fails with its hint |
 # | `make stage-1-test` | tests the solution, to see what passing looks like |
 # | `make stage-2-diff` | what stage 2 changed against stage 1 |
 # | `make stage-1-demo` | tells a story in the terminal |

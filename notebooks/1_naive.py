@@ -211,8 +211,8 @@ lines(
 list_exercises(1)
 
 # %% [markdown]
-# All three are shown above, so close this page while you write. If a test fails, it prints the first token that differs
-# from `transformers`, and which kind of mistake usually does that.
+# All three are shown above, so close this page while you write. Where your text differs from that of `transformers`, a
+# failing test names the first wrong token and the kind of mistake that it looks like.
 #
 # **To think about.** (a) Leave out `is_causal=True`: the engine still runs. Would you notice from the text? Try it. (b)
 # What would change if every text began at position 1000 instead of 0? Rotary embeddings only see differences of

@@ -263,12 +263,14 @@ list_exercises(2)
 # - **the mask**: the cell with "sees" above is all of it, with one comparison that broadcasts.
 #
 # The tests put prompts of different lengths into one batch, on purpose: half of the classic mistakes are invisible as
-# long as there is one row, or all are equally long. A failing test prints the first token that is wrong, and which kind
-# of mistake it looks like. `make stage-2-mutants` shows ten of these mistakes and what each does to the text.
+# long as there is one row, or all are equally long. Where texts differ, a failing test names the first wrong token and
+# the kind of mistake that it looks like. `make stage-2-mutants` shows ten of these mistakes and what each does to the
+# text.
 #
-# **To think about.** (a) In `decode`, shift all positions by one. The text becomes only slightly odd. Why? (b) Prefill
-# of a long prompt is as fast with a KV cache as without it. So for which workload is stage 2 not better than stage 1?
-# (c) A and B share their first 50 tokens. How many columns of the rectangle hold the same numbers twice?
+# **To think about.** (a) In `decode`, shift all positions by one. A does not change at all, and B writes "the wind had
+# never empty". Why so little? Which column does nobody write to? (b) Prefill of a long prompt is as fast with a KV
+# cache as without it. So for which workload is stage 2 not better than stage 1? (c) A and B share their first 50
+# tokens. How many columns of the rectangle hold the same numbers twice?
 #
 # ## Further reading
 #
