@@ -77,7 +77,7 @@ def kv_cache(vocab_size: int, quick: bool = False) -> Showcase:
 
 
 def paged_blocks(vocab_size: int, quick: bool = False) -> Showcase:
-    count, prompt, output, slots = (6, (4, 12), (2, 4), 128) if quick else (24, (16, 96), (16, 64), 2048)
+    count, prompt, output, slots = (6, (4, 12), (2, 4), 128) if quick else (18, (16, 96), (8, 32), 2048)
     lengths = mixed_lengths(count, prompt, output, seed=3, long_every=6, long=5)
     equal = [(prompt[1], output[1])] * (3 if quick else 12)
     return Showcase(
@@ -145,7 +145,7 @@ def prefix_caching(vocab_size: int, quick: bool = False) -> Showcase:
 
 
 def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
-    count, prompt, output, seats, long = (6, (4, 12), (16, 24), 4, 1) if quick else (32, (16, 64), (8, 40), 8, 5)
+    count, prompt, output, seats, long = (6, (4, 12), (16, 24), 4, 1) if quick else (24, (16, 64), (8, 24), 8, 5)
     lengths = mixed_lengths(count, prompt, output, seed=5, long_every=8, long=long)
     requests = make_requests(lengths, vocab_size, seed=5)
     longest = max(request.length for request in requests)
@@ -191,7 +191,7 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
 
 def ladder(vocab_size: int, quick: bool = False) -> Showcase:
     count, prompt, output, shared, slots = (
-        (4, (4, 12), (2, 4), 16, 128) if quick else (18, (16, 64), (8, 40), 128, 2048)
+        (4, (4, 12), (2, 4), 16, 128) if quick else (18, (16, 64), (8, 24), 128, 2048)
     )
     own = make_requests(mixed_lengths(count, prompt, output, seed=7, long_every=6, long=3), vocab_size, seed=7)
     with_prefix = share_prefix(own, shared, vocab_size, seed=7)
