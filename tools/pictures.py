@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from stages.core import Event
 from tools.picture_style import BLACK, BLUE, SKY, VERMILION, Picture, colour_of, label_steps, legend_below, new_picture
 from tools.plots import lines, prefix_tree, time_per_token, waste
-from tools.timeline import Life, Span, Timeline, held_tokens, read_events, slot_use
+from tools.timeline import Life, Span, Timeline, held_tokens, read_events, slot_use, token_times
 
 __all__ = [
     "block_map",
@@ -22,6 +22,7 @@ __all__ = [
     "slot_use",
     "swimlane",
     "time_per_token",
+    "token_times",
     "waste",
     "work_map",
 ]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,7 +12,7 @@ from matplotlib.patches import FancyBboxPatch, Patch
 
 from stages.core import Event
 from tools.picture_style import BLACK, BLUE, VERMILION, Picture, colour_of, legend_below, new_picture
-from tools.timeline import SlotUse, read_events
+from tools.timeline import SlotUse, token_times
 
 
 def waste(
@@ -63,18 +61,14 @@ def lines(
     return picture
 
 
-def time_per_token(
-    runs: Mapping[str, Sequence[Event]], *, window: int = 15, title: str = "Time for each new token"
-) -> Picture:
-    """Milliseconds from token to token of the first request, over the length of its text (running median)."""
+def time_per_token(runs: Mapping[str, Sequence[Event]], *, title: str = "Time for a new token") -> Picture:
+    """For each run (label -> events of requests with prompts of different lengths) the time of a token, by length."""
     curves: dict[str, tuple[list[float], list[float]]] = {}
     for label, events in runs.items():
-        life = read_events(events).lives[0]
-        times = life.token_times
-        gaps = [1000 * (b - a) for a, b in itertools.pairwise(times)]
-        smooth = [median(gaps[max(0, i - window // 2) : i + window // 2 + 1]) for i in range(len(gaps))]
-        curves[label] = ([life.prompt_tokens + 1.0 + i for i in range(len(gaps))], smooth)
-    return lines(curves, xlabel="length of the text [tokens]", ylabel="time per token [ms]", title=title)
+        points = token_times(events)
+        curves[label] = ([float(length) for length, _ in points], [ms for _, ms in points])
+    xlabel, ylabel = "length of the text [tokens]", "time per token [ms]"
+    return lines(curves, xlabel=xlabel, ylabel=ylabel, title=title, markers=True)
 
 
 @dataclass

@@ -140,6 +140,16 @@ def snapshot(
     return Blocks(step, holders, {b: i for b, i in filler.items() if b not in holders}, filled)
 
 
+def token_times(events: Sequence[Event]) -> list[tuple[int, float]]:
+    """For each request the length of its prompt and the milliseconds from a token to the next, at their shortest.
+
+    The shortest, since whatever else a machine does only ever makes it longer.
+    """
+    lives = [life for life in read_events(events).lives if len(life.token_times) > 1]
+    gaps = [min(after - before for before, after in itertools.pairwise(life.token_times)) for life in lives]
+    return [(life.prompt_tokens, 1000 * gap) for life, gap in zip(lives, gaps, strict=True)]
+
+
 @dataclass(frozen=True)
 class SlotUse:
     """KV memory in one step, in slots (one slot = keys and values of one token in every layer)."""

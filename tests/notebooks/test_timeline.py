@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from stages.core import Event
-from tools.timeline import SlotUse, held_tokens, read_events, slot_use
+from tools.timeline import SlotUse, held_tokens, read_events, slot_use, token_times
 
 
 class Recorder:
@@ -173,3 +173,12 @@ def test_a_second_call_starts_new_lives() -> None:
         emit.run(0, 2, 0)
         emit("finished", 0, reason="stop")
     assert phases(emit.events) == [["prefill"], ["prefill"]]
+
+
+def test_the_shortest_gap_between_tokens_counts() -> None:
+    emit = Recorder()
+    emit("added", 0, prompt_tokens=4)
+    for at in (1.0, 1.5, 1.75, 9.0):
+        emit.events.append({"t": at, "step": 1, "type": "token", "request": 0, "ids": [5]})
+    emit("added", 1, prompt_tokens=8)  # never got as far as a second token
+    assert token_times(emit.events) == [(4, 250.0)]
