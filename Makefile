@@ -61,10 +61,10 @@ stage-%-diff: $(STAMP) FORCE ## what stage N changes against stage N-1
 stage-%-exercise: $(STAMP) FORCE ## write exercises/stage_N_*.py: the stage with holes for you to fill
 	$(RUN) -m tools.exercises $* $(ARGS)
 
-stage-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in stage N and show which test catches each
+stage-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in stage N and show which test catches each (two minutes)
 	$(RUN) -m tools.mutants $* $(ARGS)
 
-stage-%-demo: $(STAMP) FORCE ## text from stage N alone, with its speed
+stage-%-demo: $(STAMP) FORCE ## a live view of stage N in the terminal: blocks, queues, text
 	$(RUN) -m tools.demo --stage $* $(ARGS)
 
 ladder: $(STAMP) ## one workload through every stage and Hugging Face, drawn as a picture

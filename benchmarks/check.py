@@ -41,7 +41,7 @@ def main() -> None:
     for heading in ("stage", "recorded", "now", ""):
         table.add_column(heading, justify="right")
     failed = []
-    recorded_in, size = options.results, vocab_size(options.model)
+    recorded_in, size = options.results or harness.RESULTS, vocab_size(options.model)
     with tempfile.TemporaryDirectory() as scratch:
         options.results = Path(scratch)  # what is recorded stays as it is
         for stage in options.stage or sorted(SHOWCASES):

@@ -28,7 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of every contender (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of every contender (default 3)")
     parser.add_argument("--quick", action="store_true", help="a tiny workload: for tests, its figures mean nothing")
-    parser.add_argument("--results", type=Path, default=harness.RESULTS, help="directory for the JSON")
+    parser.add_argument(
+        "--results", type=Path, help="directory for the JSON (default: benchmarks/results)"
+    )
 
 
 def vocab_size(model: Path) -> int:
@@ -53,10 +55,14 @@ def measure(showcase: Showcase, options: argparse.Namespace, console: Console) -
         seconds = sum(measured["seconds"] for measured in record["scenarios"].values())
         console.print(f"{len(records)}/{total} round {record['round'] + 1} {record['contender']}: {seconds:.1f} s")
     result = harness.assemble(showcase, records, model)
-    path = harness.write_result(result, options.results)
+    # What a quick run measures means nothing, so it must not end up where the README's tables come from
+    default = harness.ROOT / "build" / "bench" if options.quick else harness.RESULTS
+    path = harness.write_result(result, options.results or default)
     console.print(render(result))
     for line in remarks(result):
         console.print(f"- {line}")
+    if options.quick:
+        console.print("a quick run: these figures mean nothing")
     console.print(f"written to {path.relative_to(harness.ROOT) if path.is_relative_to(harness.ROOT) else path}")
     return result
 

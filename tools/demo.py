@@ -223,13 +223,18 @@ def main(arguments: list[str] | None = None) -> None:
     if options.stage is not None:
         from tools.demo_live import show
 
-        show(console, load_stage(options.stage), tokenizer, options.model, options.device)
+        try:
+            stage = load_stage(options.stage)
+        except ValueError as error:
+            sys.exit(str(error))
+        show(console, stage, tokenizer, options.model, options.device)
         return
     stages = [stage for stage in load_stages() if stage.number not in NEEDS_A_GPU]
     tell_stories(console, stages, tokenizer, options.model, options.device, STORY_TOKENS)
     workload = race_workload(tokenizer, RACE_LENGTHS)
     race(console, stages, workload, options.model, options.device, RACE_KV_SLOTS)
-    console.print("\nOne stage live: make stage-5-demo. Measured with care: make stage-5-bench and make ladder.")
+    console.print("\nOne run, unrepeated: differences below a fifth are noise.")
+    console.print("One stage live: make stage-5-demo. Measured with care: make stage-5-bench and make ladder.")
 
 
 if __name__ == "__main__":
