@@ -38,8 +38,13 @@ def repository_files() -> list[Path]:
 
 def too_long(paths: list[Path]) -> Iterator[str]:
     for path in paths:
-        if path.suffix == ".py" and (length := len(path.read_text().splitlines())) > LONGEST_FILE:
-            yield f"{path}: {length} lines"
+        if path.suffix != ".py":
+            continue
+        lines = path.read_text().splitlines()
+        if path.parent.name == "notebooks" and path.parent.parent == ROOT:
+            lines = [line for line in lines if not line.startswith("#")]  # without its prose
+        if len(lines) > LONGEST_FILE:
+            yield f"{path}: {len(lines)} lines"
 
 
 def machine_paths(paths: list[Path]) -> Iterator[str]:
