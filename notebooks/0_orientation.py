@@ -12,6 +12,10 @@
 #
 # This notebook takes about twenty minutes. It shows a model generating, by hand; the three requests that you will meet
 # again in every notebook; the picture that you will learn to read; and how to work with this repository.
+#
+# The notebooks are stored with their outputs, and so with the answers to every question. If you like to be surprised,
+# clear them first (*Edit, Clear Outputs of All Cells*). The mark `# NBVAL_CHECK_OUTPUT` at the head of a cell is for
+# the project's tests; ignore it.
 
 # %%
 import torch
@@ -134,6 +138,8 @@ for event in goal.events[:12]:
 # %% [markdown]
 # The engine runs the model in **steps**, and in each step decides which tokens of which request to send through it.
 # Step 1 takes all 54 tokens of A and all 53 of B. C has to wait, as we allowed only two at a time (`max_num_seqs=2`).
+# (A and B begin alike, but they enter in the same step, so neither can find what the other computes: notebook 4 shows
+# when that changes. What `blocks` tells is the subject of notebook 3.)
 # As a picture:
 
 # %%
@@ -154,7 +160,7 @@ swimlane(start.events, names=NAMES, title="Stage 1, where we begin")
 # One after the other, and striped boxes everywhere: tokens that had been through the model before and go through it
 # again. Counting steps even flatters it, for a striped box is not one token but a whole text.
 #
-# **Your turn to guess**, before you run the cell after the next. Together the three requests want 48 tokens. Stage 1
+# **Your turn to guess**, before you run the next two cells. Together the three requests want 48 tokens. Stage 1
 # and stage 5 return the very same ones. How many times as many tokens does stage 1 send through the model? Write a
 # number; `None` is allowed, but then there is nothing to be surprised about.
 

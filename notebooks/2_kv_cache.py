@@ -5,7 +5,8 @@
 # next word. This notebook is about taking notes. The notes are called the **KV cache**; every inference engine has one,
 # and nearly all that is interesting about inference engines is about where to keep it.
 #
-# Open `stages/stage_2_kv_cache.py` beside this notebook (146 lines), or run `make stage-2-diff` to see what changed.
+# The whole of it is `stages/stage_2_kv_cache.py`, about 150 lines; `make stage-2-diff` shows what changed. It holds the
+# solutions of the exercises, too, and so do some cells below: close both while you write your own.
 
 # %%
 import torch
