@@ -41,9 +41,10 @@ def stage_contender(number: int, only: tuple[str, ...] | None = None) -> Contend
 
 
 def hf_contender(
-    name: str, *, batch: bool = False, cache: bool = True, only: tuple[str, ...] | None = None
+    name: str, *, batch: bool = False, cache: bool = True, limited: bool = True, only: tuple[str, ...] | None = None
 ) -> Contender:
-    return Contender(name, {"kind": "hf", "batch": batch, "use_cache": cache}, only)
+    """`limited=False` lets it have as much KV memory as it wants, whatever the others have."""
+    return Contender(name, {"kind": "hf", "batch": batch, "use_cache": cache, "limited": limited}, only)
 
 
 @dataclass(frozen=True)

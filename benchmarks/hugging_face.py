@@ -38,7 +38,7 @@ class HuggingFaceRunner:
     other rows get beyond their own length is dropped and not counted.
     """
 
-    def __init__(self, model: str, device: str, *, batch: bool, use_cache: bool) -> None:
+    def __init__(self, model: str, device: str, *, batch: bool, use_cache: bool, limited: bool) -> None:
         # As the stages: the checkpoint's own dtype on a GPU, float32 on a CPU
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
@@ -46,7 +46,7 @@ class HuggingFaceRunner:
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
         self.device = device
-        self.batch, self.use_cache = batch, use_cache
+        self.batch, self.use_cache, self.limited = batch, use_cache, limited
         self.num_rows = 1
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.vocab_size: int = self.model.config.vocab_size
@@ -55,7 +55,8 @@ class HuggingFaceRunner:
         requests = [request for call in scenario.calls for request in call]
         # A row may have to hold the longest prompt's padding and the longest output
         row_length = max(len(r.prompt) for r in requests) + max(r.max_tokens for r in requests)
-        self.num_rows = scenario.num_rows(row_length) if self.batch else 1
+        rows = scenario.num_rows(row_length) if self.limited else scenario.max_num_seqs
+        self.num_rows = rows if self.batch else 1
 
     def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
         outputs: list[list[int]] = []

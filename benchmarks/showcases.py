@@ -6,7 +6,7 @@ the figures then mean nothing.
 
 from __future__ import annotations
 
-from benchmarks.harness import Contender, Figure, Measured, Showcase, hf_contender, metric, stage_contender
+from benchmarks.harness import Figure, Measured, Showcase, hf_contender, metric, stage_contender
 from benchmarks.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
 
 HF = "HF generate"
@@ -191,19 +191,24 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
 
 def ladder(vocab_size: int, quick: bool = False) -> Showcase:
     count, prompt, output, shared, slots = (
-        (4, (4, 12), (2, 4), 16, 128) if quick else (18, (16, 64), (8, 24), 128, 2048)
+        (4, (4, 12), (2, 4), 16, 128) if quick else (15, (16, 64), (8, 24), 256, 2048)
     )
     own = make_requests(mixed_lengths(count, prompt, output, seed=7, long_every=6, long=3), vocab_size, seed=7)
     with_prefix = share_prefix(own, shared, vocab_size, seed=7)
     requests = [with_prefix[i] if i % 3 else own[i] for i in range(count)]  # two in three share their beginning
     stages = [stage_contender(n) for n in (1, 2, 3, 4, 5)]
-    hugging_face: list[Contender] = [hf_contender(HF_ONE), hf_contender(HF_BATCH, batch=True)]
+    hugging_face = [
+        hf_contender(HF_ONE),
+        hf_contender(HF_BATCH, batch=True),
+        hf_contender("HF padded, any memory", batch=True, limited=False),
+    ]
     return Showcase(
         name="ladder",
         title="One workload through every stage",
         workload=f"{count} requests of {prompt[0]} to {prompt[1]} prompt tokens and {output[0]} to {output[1]} to "
         f"generate, every sixth three times as long; two in three open with the same {shared} tokens; "
-        f"KV memory for {slots} tokens, at most 16 sequences in a step",
+        f"KV memory for {slots} tokens, at most 16 sequences in a step"
+        " (Hugging Face once with all the memory it wants)",
         contenders=hugging_face + stages,
         scenarios=[Scenario("ladder", [requests], kv_slots=slots)],
         figures=[

@@ -28,9 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of every contender (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of every contender (default 3)")
     parser.add_argument("--quick", action="store_true", help="a tiny workload: for tests, its figures mean nothing")
-    parser.add_argument(
-        "--results", type=Path, help="directory for the JSON (default: benchmarks/results)"
-    )
+    parser.add_argument("--results", type=Path, help="directory for the JSON (default: benchmarks/results)")
 
 
 def vocab_size(model: Path) -> int:
@@ -68,23 +66,34 @@ def measure(showcase: Showcase, options: argparse.Namespace, console: Console) -
 
 
 def render(result: dict[str, Any]) -> Table:
-    """A row for each figure, a column for each contender: the median, and the spread below it where there is one."""
+    """Every figure of every contender: the median, and the spread below it where there is one.
+
+    A row for each figure, or for each contender where there are more of these.
+    """
+    names, figures = wording.contenders(result), result["figures"]
+    cells = {(name, figure["key"]): cell(figure, name) for name in names for figure in figures}
     table = Table(title=result["title"], caption=result["workload"], show_lines=True)
     table.add_column("")
-    names = wording.contenders(result)
-    for name in names:
-        table.add_column(name, justify="right", style="bold" if name == result["contender"] else None)
-    for figure in result["figures"]:
-        cells = []
+    if len(names) > len(figures):
+        for figure in figures:
+            table.add_column(wording.label(figure), justify="right")
         for name in names:
-            value = figure["values"].get(name)
-            if value is None:
-                cells.append("–")
-                continue
-            low, middle, high = (wording.number(value[k], figure["unit"]) for k in ("min", "median", "max"))
-            cells.append(middle if low == high else f"{middle}\n[dim]{low} to {high}[/dim]")
-        table.add_row(wording.label(figure), *cells)
+            style = "bold" if name == result["contender"] else None
+            table.add_row(name, *(cells[name, figure["key"]] for figure in figures), style=style)
+    else:
+        for name in names:
+            table.add_column(name, justify="right", style="bold" if name == result["contender"] else None)
+        for figure in figures:
+            table.add_row(wording.label(figure), *(cells[name, figure["key"]] for name in names))
     return table
+
+
+def cell(figure: dict[str, Any], contender: str) -> str:
+    value = figure["values"].get(contender)
+    if value is None:
+        return "–"
+    low, middle, high = (wording.number(value[k], figure["unit"]) for k in ("min", "median", "max"))
+    return middle if low == high else f"{middle}\n[dim]{low} to {high}[/dim]"
 
 
 def remarks(result: dict[str, Any]) -> list[str]:

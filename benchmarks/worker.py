@@ -93,7 +93,8 @@ def make_runner(contender: dict[str, Any], model: str, device: str) -> Runner:
         return StageRunner(contender["number"], model, device)
     from benchmarks.hugging_face import HuggingFaceRunner  # takes seconds to import
 
-    return HuggingFaceRunner(model, device, batch=contender["batch"], use_cache=contender["use_cache"])
+    options = {name: value for name, value in contender.items() if name != "kind"}
+    return HuggingFaceRunner(model, device, **options)
 
 
 def run_scenario(runner: Runner, scenario: Scenario, device: str, clock: ClockName) -> dict[str, Any]:
