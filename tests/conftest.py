@@ -16,8 +16,12 @@ if not torch.cuda.is_available():
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if "OMP_NUM_THREADS" not in os.environ:
-    # Under pytest-xdist every core has a process of its own already.
-    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Every core has a process of its own already; more threads than cores are many times slower than one each.
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for what the tests start
+    else:
+        torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
