@@ -53,7 +53,7 @@ def code_cells(notebook: Any) -> list[Any]:
 def run_nbval(notebook: Path, junit: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env"]
     command += [f"--nbval-cell-timeout={CELL_TIMEOUT}", "-p", "no:cacheprovider", f"--junit-xml={junit}", str(notebook)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 

@@ -59,6 +59,7 @@ def execute(notebook: Any) -> Any:
     """Run every cell with the Python that runs this, in the notebooks' directory; outputs are stored in place."""
     from nbclient import NotebookClient
 
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as fast as two on a model this small
     # A source tree that is not installed must be found as well; a kernel inherits the environment
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     client = NotebookClient(
