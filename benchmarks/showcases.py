@@ -191,7 +191,7 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
 
 def ladder(vocab_size: int, quick: bool = False) -> Showcase:
     count, prompt, output, shared, slots = (
-        (4, (4, 12), (2, 4), 16, 128) if quick else (15, (16, 64), (8, 24), 256, 2048)
+        (4, (4, 12), (2, 4), 16, 128) if quick else (18, (16, 64), (8, 24), 192, 1536)
     )
     own = make_requests(mixed_lengths(count, prompt, output, seed=7, long_every=6, long=3), vocab_size, seed=7)
     with_prefix = share_prefix(own, shared, vocab_size, seed=7)
@@ -207,10 +207,10 @@ def ladder(vocab_size: int, quick: bool = False) -> Showcase:
         title="One workload through every stage",
         workload=f"{count} requests of {prompt[0]} to {prompt[1]} prompt tokens and {output[0]} to {output[1]} to "
         f"generate, every sixth three times as long; two in three open with the same {shared} tokens; "
-        f"KV memory for {slots} tokens, at most 16 sequences in a step"
+        f"KV memory for {slots} tokens, at most 8 sequences in a step"
         " (Hugging Face once with all the memory it wants)",
         contenders=hugging_face + stages,
-        scenarios=[Scenario("ladder", [requests], kv_slots=slots)],
+        scenarios=[Scenario("ladder", [requests], kv_slots=slots, max_num_seqs=8)],
         figures=[
             Figure("throughput", "throughput", "tokens/s", "higher", metric("ladder", "tokens_per_second")),
             Figure("ttft", "time to first token", "ms", "lower", metric("ladder", "ttft_ms")),
