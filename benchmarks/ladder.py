@@ -13,11 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import harness
+from benchmarks import harness, wording
 from benchmarks.showcases import ladder
 from benchmarks.stage_bench import add_options, measure, vocab_size
-from benchmarks.wording import number
-from stages.manifest import load_stages
 
 FIGURE = harness.ROOT / "docs" / "figures" / "ladder.png"
 # Okabe and Ito's palette: told apart with any colour vision, and in grey
@@ -32,9 +30,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure = next(f for f in result["figures"] if f["key"] == "throughput")
-    titles = {f"stage {stage.number}": stage.title.lower() for stage in load_stages()}
+    titles = wording.contender_titles()
     values = figure["values"]
-    labels = [f"{name}: {titles[name]}" if name in titles else name for name in values]
+    labels = [titles.get(name, name) for name in values]
     medians = [value["median"] for value in values.values()]
     below = [value["median"] - value["min"] for value in values.values()]
     above = [value["max"] - value["median"] for value in values.values()]
@@ -45,7 +43,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.barh(labels, medians, xerr=[below, above], color=colours, edgecolor="black", ecolor="black", capsize=5)
         for row, (median, upper) in enumerate(zip(medians, above, strict=True)):
             axes.annotate(
-                number(median, "tokens/s"), (median + upper, row), (8, 0), textcoords="offset points", va="center"
+                wording.number(median, "tokens/s"),
+                (median + upper, row),
+                (8, 0),
+                textcoords="offset points",
+                va="center",
             )
         axes.invert_yaxis()
         axes.set_xlim(0, 1.18 * max(m + a for m, a in zip(medians, above, strict=True)))

@@ -39,8 +39,13 @@ def row(*cells: str) -> str:
 
 def footer(results: list[dict[str, Any]]) -> list[str]:
     """Where the figures are from (once, if all are from the same place) and where a stage loses."""
-    places = list(dict.fromkeys(wording.machine(result) for result in results))
-    lines = ["", *(f"Measured on {place}." for place in places)]
+    commits: dict[str, list[str]] = {}
+    for result in results:
+        commits.setdefault(wording.machine(result), []).append(wording.commit(result))
+    lines = [""]
+    for place, measured in commits.items():
+        names = list(dict.fromkeys(measured))
+        lines.append(f"Measured on {place}, commit{'s' if len(names) > 1 else ''} {', '.join(names)}.")
     lost = [line for result in results for line in wording.losses(result)]
     if lost:
         lines += ["", "Where a stage loses against the one before it:", "", *(f"- {line}" for line in lost)]
@@ -89,7 +94,7 @@ def stages_table(results: Path) -> list[str]:
 
 def ladder_table(results: Path) -> list[str]:
     result = load("ladder", results)
-    titles = {f"stage {stage.number}": stage.title.lower() for stage in load_stages()}
+    titles = wording.contender_titles()
     names = wording.contenders(result)
     figures = result["figures"]
     throughput = next(f for f in figures if f["key"] == result["headline"])
@@ -99,7 +104,7 @@ def ladder_table(results: Path) -> list[str]:
             wording.number(f["values"][name]["median"], f["unit"]) if name in f["values"] else "–" for f in figures
         ]
         ratio = wording.number(gain(throughput, name, result["rival"]), "times")
-        lines.append(row(f"{name}: {titles[name]}" if name in titles else name, *cells, f"{ratio}×"))
+        lines.append(row(titles.get(name, name), *cells, f"{ratio}×"))
     return [*lines, "", f"Workload: {result['workload']}.", *footer([result])]
 
 

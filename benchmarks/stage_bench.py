@@ -106,7 +106,7 @@ def remarks(result: dict[str, Any]) -> list[str]:
         *wording.same_tokens(result),
         *result["notes"],
         wording.clock(result),
-        wording.machine(result),
+        f"{wording.machine(result)}, commit {wording.commit(result)}",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.harness import gain
+from stages.manifest import load_stages
 
 LOSS = 0.97  # a gain below this is called a loss; closer to 1 it is noise
 
@@ -27,6 +28,15 @@ def with_unit(value: float, unit: str) -> str:
 def label(figure: dict[str, Any]) -> str:
     """What is measured and in which unit."""
     return figure["label"] + (f" ({figure['unit']})" if figure["unit"] not in ("", "yes/no") else "")
+
+
+def contender_titles() -> dict[str, str]:
+    """What the stages are called in tables and pictures: "stage 3" -> "stage 3: paged blocks"."""
+    names = {}
+    for stage in load_stages():
+        title = stage.title if stage.title[:2].isupper() else stage.title[0].lower() + stage.title[1:]
+        names[f"stage {stage.number}"] = f"stage {stage.number}: {title}"
+    return names
 
 
 def contenders(result: dict[str, Any]) -> list[str]:
@@ -63,14 +73,18 @@ def clock(result: dict[str, Any]) -> str:
     return f"times are CPU time of the one thread, which had a core for {100 * share:.0f}% of the wall-clock time"
 
 
+def commit(result: dict[str, Any]) -> str:
+    """Which code was measured."""
+    return result["commit"]["hash"] + (" with changes" if result["commit"]["modified"] else "")
+
+
 def machine(result: dict[str, Any]) -> str:
     """Where and with what it was measured."""
     facts = result["machine"]
     where = facts["device"] if facts["device"] != "cpu" else facts["processor"]
     threads = "1 thread" if facts["threads"] == 1 else f"{facts['threads']} threads"
     rounds = len({record["round"] for record in result["rounds"]})
-    commit = result["commit"]["hash"] + (" with changes" if result["commit"]["modified"] else "")
     return (
         f"{where}, {threads}, torch {facts['torch']}, transformers {facts['transformers']}, "
-        f"{result['model']['name']}, median of {rounds} rounds, commit {commit}"
+        f"{result['model']['name']}, median of {rounds} rounds"
     )

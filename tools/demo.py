@@ -182,7 +182,7 @@ def race(console: Console, stages: list[Stage], workload: Workload, model: Path,
         first = first or (seconds, outputs)
         num_tokens = sum(map(len, outputs))
         table.add_row(
-            f"{stage.number} {stage.title.lower()}",
+            f"{stage.number} {stage.title}",
             f"{seconds:.2f}",
             f"{num_tokens / seconds:.0f}",
             f"{first[0] / seconds:.1f}×",
