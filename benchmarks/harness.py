@@ -146,7 +146,8 @@ def differing_tokens(records: list[dict[str, Any]]) -> dict[str, list[str]]:
     digests: dict[str, dict[str, str]] = {}
     for record in records:
         for scenario, measured in record["scenarios"].items():
-            digests.setdefault(scenario, {})[record["contender"]] = measured["tokens_digest"]
+            if "tokens_digest" in measured:  # nobody's tokens are compared where they are drawn at random
+                digests.setdefault(scenario, {})[record["contender"]] = measured["tokens_digest"]
     differing = {}
     for scenario, by_contender in digests.items():
         usual = statistics.mode(by_contender.values())
@@ -167,14 +168,15 @@ def headline_gain(result: dict[str, Any]) -> float:
     return gain(figure, result["contender"], result["rival"])
 
 
-def commit() -> dict[str, Any]:
-    """Which code was measured: the commit, and whether there was more than that in what a figure depends on."""
+def commit(*paths: str) -> dict[str, Any]:
+    """Which code was measured: the commit, and whether there was more than that in `paths` (default: what the stages'
+    figures depend on)."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    changed = git("status", "--porcelain", "--", "stages", "benchmarks/*.py")
+    changed = git("status", "--porcelain", "--", *(paths or ("stages", "benchmarks/*.py")))
     return {"hash": git("rev-parse", "--short=12", "HEAD") or "unknown", "modified": bool(changed)}
 
 
