@@ -1,6 +1,7 @@
 """The command line: `nanovllm generate`, `chat`, `bench`, `info`. A mistake of the user's is one line, no traceback."""
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -14,12 +15,16 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for a mistake, 130 for Ctrl-C."""
+    """Returns the exit status: 0, 1 for a mistake, 130 for Ctrl-C, 141 where nobody reads the output any more."""
     args = parser().parse_args(arguments)
     try:
         args.run(args)
-    except (ValueError, TypeError) as error:
-        print(f"nanovllm: {error}", file=sys.stderr)
+        sys.stdout.flush()  # while a closed pipe can still be caught
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 141
+    except (ValueError, TypeError, OSError) as error:
+        print(f"nanovllm: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -54,9 +59,7 @@ def parser() -> argparse.ArgumentParser:
     sampling(chat)
     bench = command("bench", run_bench, "throughput on random prompts of mixed lengths")
     bench.add_argument("--num-requests", type=int, default=16)
-    bench.add_argument(
-        "--max-length", type=int, default=256, help="prompt and output lengths are 10%% to 100%% of this"
-    )
+    bench.add_argument("--max-length", type=int, default=256, help="of prompts and outputs; the shortest have 10%%")
     bench.add_argument("--load-format", default="auto", help="dummy: random weights, only config.json is needed")
     command("info", run_info, "what was detected and chosen, and why")
     return top
@@ -69,14 +72,14 @@ def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
 
 
 def params_of(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_tokens, seed=args.seed
-    )
+    names = "temperature", "top_p", "top_k", "max_tokens", "seed"
+    return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
-def stream(llm: "LLM", prompt_token_ids: list[int], params: SamplingParams) -> RequestOutput:
-    """Print one answer as it grows, then return it."""
+def stream(llm: "LLM", prompt_token_ids: list[int], params: SamplingParams, echo: str = "") -> RequestOutput:
+    """Print one answer as it grows, behind `echo`, then return it."""
     llm.engine.add_request("0", prompt_token_ids, params)
+    print(echo, end="", flush=True)
     shown = 0
     while True:
         for output in llm.engine.step():
@@ -92,9 +95,7 @@ def run_generate(args: argparse.Namespace) -> None:
     params = params_of(args)
     with make_llm(args) as llm:
         assert llm.tokenizer is not None
-        print(args.prompt, end="", flush=True)
-        output = stream(llm, llm.tokenizer.encode(args.prompt), params)
-        summary(output)
+        summary(stream(llm, llm.tokenizer.encode(args.prompt), params, echo=args.prompt))
 
 
 def run_chat(args: argparse.Namespace) -> None:
@@ -117,6 +118,10 @@ def run_chat(args: argparse.Namespace) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> None:
+    if min(args.num_requests, args.max_length) < 1:
+        raise ValueError(
+            f"--num-requests and --max-length must be at least 1; got {args.num_requests}, {args.max_length}"
+        )
     draw = random.Random(0)
     low, high = max(1, args.max_length // 10), args.max_length
     with make_llm(args, load_format=args.load_format, skip_tokenizer_init=True) as llm:

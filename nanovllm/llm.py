@@ -1,13 +1,12 @@
 """The offline API: prompts in, finished outputs out. The same calls as vLLM's `LLM`, for what is supported."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +27,7 @@ from nanovllm.tokenizer import Message, Tokenizer
 
 # A text; {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt"; or just the ids.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 EMBEDDED_MODEL = Path(__file__).parent.parent / "assets" / "story_model"
 
 
@@ -56,16 +56,13 @@ class LLM:
         chosen = EngineConfig(**config)
         if chosen.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size={chosen.tensor_parallel_size} is not supported yet; use 1")
-        device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = find_device(chosen.device)
         self.path = path = find_checkpoint(model or EMBEDDED_MODEL, weights=chosen.load_format != "dummy")
         resolved = chosen.resolve(on_gpu=device.type == "cuda", model_max_len=read_config(path).max_position_embeddings)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer(path)
+        dtype = None if chosen.dtype == "auto" else DTYPES[chosen.dtype]
         loaded = load_model(
-            path,
-            device=device,
-            dtype=None if chosen.dtype == "auto" else DTYPES[chosen.dtype],
-            max_model_len=resolved.max_model_len,
-            load_format=chosen.load_format,
+            path, device=device, dtype=dtype, max_model_len=resolved.max_model_len, load_format=chosen.load_format
         )
         runner = ModelRunner(loaded, resolved, device)
         self.attention_backend = runner.backend.name
@@ -85,39 +82,43 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs are in the order of the prompts.
 
         sampling_params: one for all, or one for each prompt. priority: one number for each; the smaller goes first.
-        Raises ValueError, before anything runs, for a prompt or parameters that make no sense or could never fit.
+        use_tqdm: whether to show a progress bar; or what makes one, called like `tqdm`.
+        Raises ValueError (TypeError for what is of the wrong kind), before anything runs, for a prompt or parameters
+        that make no sense or could never fit.
         """
         batch = as_list(prompts)
-        params = spread("sampling_params", sampling_params or SamplingParams(), len(batch))
-        priorities = spread("priority", priority if priority is not None else 0, len(batch))
+        default = SamplingParams() if sampling_params is None else sampling_params
+        params = spread("sampling_params", default, len(batch), SamplingParams)
+        priorities = spread("priority", 0 if priority is None else priority, len(batch), int)
         ids = [str(next(self._ids)) for _ in batch]
         try:
             for i, (request_id, prompt, p, order) in enumerate(zip(ids, batch, params, priorities, strict=True)):
                 with naming(f"prompts[{i}]"):
-                    token_ids, salt = self._encode(prompt)
+                    token_ids = self._encode(prompt)
                     final = replace(p, output_kind=RequestOutputKind.FINAL_ONLY)
-                    self.engine.add_request(request_id, token_ids, final, order, salt)
-        except (ValueError, TypeError):
+                    self.engine.add_request(request_id, token_ids, final, order, prompt.get("cache_salt"))
+        except BaseException as error:
+            if not isinstance(error, ValueError | TypeError):  # no refusal, but an interruption in the middle
+                self.engine.abort_all()
             for request_id in ids:  # those that were fine
                 self.engine.abort_request(request_id)
             raise
         finished = self._run(len(batch), use_tqdm)
         for request_id, prompt in zip(ids, batch, strict=True):
-            finished[request_id].prompt = text_of(prompt)
+            finished[request_id].prompt = prompt.get("prompt")
         return [finished[request_id] for request_id in ids]
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, in the model's own chat format."""
         if self.tokenizer is None:
@@ -126,34 +127,37 @@ class LLM:
         encoded = [{"prompt_token_ids": self.tokenizer.encode_chat(c)} for c in conversations]
         return self.generate(encoded, sampling_params, use_tqdm=use_tqdm)
 
-    def _encode(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
-        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return prompt["prompt_token_ids"], salt
-        text = text_of(prompt)
-        if text is None and isinstance(prompt, Mapping):
+    def _encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:
+        """The token ids of a prompt, which `add_request` checks."""
+        if unknown := sorted(prompt.keys() - PROMPT_KEYS):
+            raise TypeError(f"a prompt has no key {unknown[0]!r}; supported are {', '.join(sorted(PROMPT_KEYS))}")
+        for key in ("prompt", "cache_salt"):
+            if not isinstance(prompt.get(key), str | None):
+                raise TypeError(f"{key} must be a string; got {prompt[key]!r}")
+        if "prompt_token_ids" in prompt:
+            return prompt["prompt_token_ids"]
+        if prompt.get("prompt") is None:
             raise ValueError(f"a prompt needs the key 'prompt' or 'prompt_token_ids'; got {sorted(prompt)}")
-        if text is None:
-            return prompt, salt  # type: ignore[return-value]  # token ids, which add_request checks
         if self.tokenizer is None:
             raise ValueError("a text prompt needs the tokenizer; pass token ids, or leave skip_tokenizer_init out")
-        return self.tokenizer.encode(text), salt
+        return self.tokenizer.encode(prompt["prompt"])
 
-    def _run(self, total: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _run(self, total: int, use_tqdm: bool | Callable[..., Any]) -> dict[str, RequestOutput]:
         """Step until all is done. An interruption (Ctrl-C, too) ends every request, and the next call works."""
         finished: dict[str, RequestOutput] = {}
         num_tokens, start = 0, time.perf_counter()
-        with tqdm(total=total, desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            try:
+        make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        try:
+            with make_bar(total=total, desc="requests", dynamic_ncols=True) as bar:
                 while self.engine.has_unfinished():
                     for output in self.engine.step():
                         finished[output.request_id] = output
                         num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
                         bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.0f} output tokens/s", False)
                         bar.update()
-            except BaseException:
-                self.engine.abort_all()
-                raise
+        except BaseException:
+            self.engine.abort_all()
+            raise
         return finished
 
     def close(self) -> None:
@@ -163,7 +167,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -176,24 +180,28 @@ def naming(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from None
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many? A list of numbers is one prompt, given by its token ids."""
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def find_device(name: str | None) -> torch.device:
+    """A GPU if there is one, unless `name` says otherwise."""
+    known = ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if name not in (None, *known):
+        raise ValueError(f"device must be one of {', '.join(known)} on this machine; got {name!r}")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def text_of(prompt: Prompt) -> str | None:
-    if isinstance(prompt, Mapping):
-        return prompt.get("prompt")
-    return prompt if isinstance(prompt, str) else None
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Mapping[str, Any]]:
+    """One prompt or many, as dicts. A list of numbers is one prompt, given by its token ids."""
+    if not isinstance(prompts, str | Mapping | Sequence):
+        raise TypeError(f"prompts must be a text, a dict, token ids or a list of these; got {type(prompts).__name__}")
+    single = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
+    many: Any = [prompts] if single else prompts
+    return [p if isinstance(p, Mapping) else {"prompt" if isinstance(p, str) else "prompt_token_ids": p} for p in many]
 
 
-def spread(name: str, value: Any, n: int) -> list[Any]:
+def spread(name: str, value: Any, n: int, kind: type) -> list[Any]:
     """One value for all of n prompts, or a list with one for each."""
-    if isinstance(value, Iterable):
-        values = list(value)
-        if len(values) != n:
-            raise ValueError(f"{name} has {len(values)} entries for {n} prompts; give one for all, or one for each")
-        return values
-    return [value] * n
+    values = [value] * n if isinstance(value, kind) else value
+    if not isinstance(values, Sequence) or not all(isinstance(v, kind) for v in values):
+        raise TypeError(f"{name} must be one {kind.__name__} or a list of them; got {value!r}")
+    if len(values) != n:
+        raise ValueError(f"{name} has {len(values)} entries for {n} prompts; give one for all, or one for each")
+    return list(values)

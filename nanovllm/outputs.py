@@ -8,7 +8,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class Logprob:
-    """A token's log-probability at one position, and its rank there (1 is the likeliest)."""
+    """A token's log-probability at one position, its rank there (1 is the likeliest), and its text by itself."""
 
     logprob: float
     rank: int | None = None
@@ -39,15 +39,15 @@ class CompletionOutput:
 class RequestMetrics:
     """When things happened to a request, in seconds of `time.perf_counter()`, and what it cost.
 
-    Times are of whichever choice was first (`finished_time`: last); the counters are sums over all choices.
+    Times are of whichever choice was first (`finished_time`: last).
     """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_cached_tokens: int = 0  # tokens that the prefix cache saved at the first admission
-    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # tokens that the prefix cache saved the first choice at its first admission
+    num_preemptions: int = 0  # of all choices
 
     @property
     def time_in_queue(self) -> float | None:

@@ -38,9 +38,19 @@ class Tokenizer:
         return AutoTokenizer.from_pretrained(self.path)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation in the model's own format, ready for its answer. Raises ValueError without a template."""
+        """The conversation in the model's own format, ready for its answer.
+
+        Raises ValueError without a template, and for messages that are none or that the template refuses.
+        """
+        from jinja2 import TemplateError  # installed with torch, and slow to import
+
+        if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+            raise ValueError(f"messages must be dicts with 'role' and 'content', one at least; got {messages!r}")
         if not self._transformers.chat_template:
             raise ValueError(f"{self.path} has no chat template, so this model cannot chat; use generate")
-        text = self._transformers.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._transformers.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template of {self.path} refuses the messages: {error}") from error
         ids: list[int] = self.fast.encode(text, add_special_tokens=False).ids
         return ids

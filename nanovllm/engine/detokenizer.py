@@ -101,6 +101,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self.stop_reason: str | None = None
+        self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._stops = StopStrings(tuple(params.stop)) if params.stop else None
         self._keep_stop = params.include_stop_str_in_output
@@ -139,6 +140,10 @@ class Detokenizer:
             self._show(self._stream.flush(), self._stops)
             self._shown.append(self._held)
             self._held = ""
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, a special one too. Bytes that are only part of a character are U+FFFD."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _show(self, new: str, stops: StopStrings) -> None:
         if self.stop_reason is not None:

@@ -28,6 +28,10 @@ class Detokenizer(Protocol):
         """No more tokens will come: release what was held back."""
         ...
 
+    def token_text(self, token_id: int) -> str:
+        """One token by itself."""
+        ...
+
 
 MakeDetokenizer = Callable[[list[int], SamplingParams], Detokenizer]  # of the prompt's token ids and the parameters
 
@@ -41,8 +45,9 @@ class Choice:
 
     def take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         if self.logprobs is not None and self.cumulative_logprob is not None and logprobs is not None:
+            text = self.detokenizer.token_text if self.detokenizer is not None else lambda id: None
             for token, found in zip(token_ids, logprobs, strict=True):
-                self.logprobs.append({id: Logprob(value, rank) for id, (value, rank) in found.items()})
+                self.logprobs.append({id: Logprob(value, rank, text(id)) for id, (value, rank) in found.items()})
                 self.cumulative_logprob += found[token][0]
         if self.detokenizer is not None:
             # A token that ended the output stays in its ids, but is not text, unless that is asked for.
