@@ -85,6 +85,12 @@ def vllm(options: argparse.Namespace, name: str = "vLLM", **config: Any) -> list
     return [Contender(name, {**spec, "path": options.vllm_path})]
 
 
+def python_path(contender: Contender) -> dict[str, str]:
+    """The environment of a process of this contender: only its own packages can be imported."""
+    path = contender.spec["path"]
+    return {**os.environ, **ENVIRONMENT, **({"PYTHONPATH": path} if path else {})}
+
+
 def run_process(
     contender: Contender,
     module: str,
@@ -95,9 +101,7 @@ def run_process(
     """What `module.measure` found in a fresh process. Raises RuntimeError with the last words of one that fails."""
     job = {"module": module, "arguments": arguments, "model": str(options.model), "device": options.device}
     job |= contender.spec
-    variables = {**os.environ, **ENVIRONMENT, **(environment or {})}
-    if contender.spec["path"]:
-        variables["PYTHONPATH"] = contender.spec["path"]
+    variables = {**python_path(contender), **(environment or {})}
     with tempfile.TemporaryDirectory() as scratch:
         result, log = Path(scratch) / "result.json", Path(scratch) / "log"
         with log.open("w") as words:

@@ -58,7 +58,9 @@ def losses(result: dict[str, Any]) -> list[str]:
 
 
 def same_tokens(result: dict[str, Any]) -> list[str]:
-    """Whether greedy decoding gave everybody the same tokens, and who differs where."""
+    """Whether greedy decoding gave everybody the same tokens, and who differs where; nothing if that was not looked at."""
+    if not any("tokens_digest" in m for record in result["rounds"] for m in record["scenarios"].values()):
+        return []
     if not result["differing_tokens"]:
         return ["all contenders generated the same tokens"]
     return [f"other tokens than the rest in '{s}': {', '.join(who)}" for s, who in result["differing_tokens"].items()]
