@@ -3,8 +3,8 @@
     python -m benchmarks.mixed --out DIR [--rounds 1] [--repeats 2]
 
 32 streams decode, and every so many tokens of theirs a prompt of 3,000 tokens joins. A small token budget cuts it into
-chunks that ride along with the decodes: no step lasts long, and the prompt's own first token comes later. Driven through
-`LLMEngine.step`, which reports every token when it is there.
+chunks that ride along with the decodes: no step lasts long, and the prompt's own first token comes later. It all goes
+through `LLMEngine.step`, which reports every token when it is there.
 """
 
 import argparse

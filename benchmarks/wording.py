@@ -58,7 +58,7 @@ def losses(result: dict[str, Any]) -> list[str]:
 
 
 def same_tokens(result: dict[str, Any]) -> list[str]:
-    """Whether greedy decoding gave everybody the same tokens, and who differs where; nothing if that was not looked at."""
+    """Whether greedy decoding gave everybody the same tokens, and who differs where; nothing if nobody looked."""
     if not any("tokens_digest" in m for record in result["rounds"] for m in record["scenarios"].values()):
         return []
     if not result["differing_tokens"]:
