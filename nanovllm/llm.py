@@ -103,13 +103,13 @@ class LLM:
                     token_ids = self._encode(prompt)
                     final = replace(p, output_kind=RequestOutputKind.FINAL_ONLY)
                     self.engine.add_request(request_id, token_ids, final, order, prompt.get("cache_salt"))
+            finished = self._run(len(batch), use_tqdm)
         except BaseException as error:
-            if not isinstance(error, ValueError | TypeError):  # no refusal, but an interruption in the middle
+            if not isinstance(error, ValueError | TypeError):  # no refusal, but an interruption
                 self.engine.abort_all()
             for request_id in ids:  # those that were fine
                 self.engine.abort_request(request_id)
             raise
-        finished = self._run(len(batch), use_tqdm)
         for request_id, prompt in zip(ids, batch, strict=True):
             finished[request_id].prompt = prompt.get("prompt")
         return [finished[request_id] for request_id in ids]
