@@ -5,13 +5,17 @@ from typing import Any
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    # `LLM` brings torch along, which takes seconds; the control plane and the command line's help do without.
+    # These bring torch along, which takes seconds; the control plane and the command line's help do without.
     if name == "LLM":
         from nanovllm.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from nanovllm.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `bench`, `info`. A mistake of the user's is one line, no traceback."""
+"""The command line: `nanovllm generate`, `chat`, `serve`, `bench`, `info`. A user's mistake gets one line, no trace."""
 
 import argparse
 import os
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import add_options
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -57,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     sampling(generate)
     chat = command("chat", run_chat, "talk to an instruction model")
     sampling(chat)
+    add_options(command("serve", run_serve, "answer requests over HTTP, as OpenAI's API does"))
     bench = command("bench", run_bench, "throughput on random prompts of mixed lengths")
     bench.add_argument("--num-requests", type=int, default=16)
     bench.add_argument("--max-length", type=int, default=256, help="of prompts and outputs; the shortest have 10%%")
@@ -115,6 +117,16 @@ def run_chat(args: argparse.Namespace) -> None:
             messages.append({"role": "user", "content": line})
             output = stream(llm, llm.tokenizer.encode_chat(messages), params)
             messages.append({"role": "assistant", "content": output.outputs[0].text})
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    try:
+        from nanovllm.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the server needs {error.name}, which is not installed: pip install 'nanovllm[serve]'"
+        ) from None
+    serve(args)
 
 
 def run_bench(args: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 RECORD = VENV / "setup.json"
 REUSE = "base_packages.pth"
-EXTRAS = ("dev", "notebooks", "models")
+EXTRAS = ("dev", "notebooks", "models", "serve")
 SUPPORTED = ((3, 11), (3, 13))
 
 # Runs inside .venv: the requirements (one an argument) that its packages do not meet.

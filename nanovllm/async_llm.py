@@ -1,0 +1,241 @@
+"""The engine for many callers at once: each gets its output while it is made, with `async for`.
+
+A pair of producer and consumer. The producers, any number of tasks and threads, check their requests and put them into
+the inbox. The consumer is one thread, and nothing else ever touches the engine: it takes in what lies in the inbox,
+steps, and hands the outputs out. With nothing to do it sleeps in the inbox, so that an idle engine costs nothing and
+starts at once. (vLLM's `AsyncLLM` has the same two sides, in two processes.)
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import count
+from operator import index
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from uuid import uuid4
+
+from nanovllm.engine.limits import check_token_ids, length_limit
+from nanovllm.engine.trace import OnEvent
+from nanovllm.llm import LLM, Prompt, as_list
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.stream import EngineDead, Pending, QueueFull, RequestAborted, Stream
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncLLM:
+    """A model that serves many requests at once. Called from any task and any thread.
+
+        async with AsyncLLM("Qwen/Qwen3-0.6B") as llm:
+            async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=100)):
+                print(output.outputs[0].text, end="")
+
+    max_queue: as many sequences may wait before more are refused with QueueFull; None: any number.
+    on_event, config: as for `LLM`; `on_event` is called in the step loop's thread.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        max_queue: int | None = None,
+        on_event: OnEvent | None = None,
+        **config: Any,
+    ) -> None:
+        if max_queue is not None and max_queue < 1:
+            raise ValueError(f"max_queue must be at least 1, or None for any number; got {max_queue}")
+        self.llm = LLM(model, on_event=on_event, **config)
+        self.max_queue = max_queue
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # for the step loop to call
+        self._lock = threading.RLock()  # re-entrant: a garbage collection in here may drop a stream
+        self._keys = map(str, count())
+        self._requests: dict[str, Pending] = {}  # by the caller's id; guarded by the lock, as the next two
+        self._refusal: str | None = None  # why nothing is accepted any more
+        self._cause: BaseException | None = None
+        # The step loop's own.
+        self._added: dict[str, Pending] = {}  # by `key`
+        self._serving = True
+        self._num_stuck = 0  # sequences that the last step found no room for
+        self._thread = threading.Thread(target=self._run, name="nanovllm-step-loop", daemon=True)
+        self._thread.start()
+
+    # --- the producers ---
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> Stream:
+        """Complete one prompt, which is anything that `LLM.generate` takes for one. See `add_request`."""
+        prompts = as_list(prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"generate takes one prompt and got {len(prompts)}; call it for each, they run together")
+        token_ids = self.llm._encode(prompts[0])
+        params, salt = sampling_params or SamplingParams(), prompts[0].get("cache_salt")
+        text = prompts[0].get("prompt")
+        return self.add_request(request_id or uuid4().hex, token_ids, params, priority, salt, prompt=text)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        *,
+        prompt: str | None = None,
+    ) -> Stream:
+        """Queue a request, as `LLMEngine.add_request` does. With FINAL_ONLY parameters its only delta is the whole.
+
+        Raises, before anything is queued, ValueError or TypeError for what could never run and for an id that is in
+        use, QueueFull, and EngineDead.
+        """
+        arrived = time.perf_counter()
+        engine = self.llm.engine
+        # Here and not in the step loop, so that the caller knows at once, and others do not wait for it.
+        token_ids = check_token_ids(prompt_token_ids, params, engine.vocab_size)
+        length_limit(len(token_ids), params, engine.config)
+        priority = index(priority)
+        if not isinstance(cache_salt, str | None) or "\ud800" <= max(cache_salt or " ") <= "\udfff":
+            raise ValueError(f"cache_salt must be None or text that can be encoded; got {cache_salt!r}")
+        request = Pending(request_id, next(self._keys), prompt)
+        with self._lock:
+            self.check_health()
+            if request_id in self._requests:
+                raise ValueError(f"request_id {request_id!r} is in use by a request that is not over; choose another")
+            if self._is_full():
+                raise QueueFull(f"max_queue={self.max_queue} requests are waiting already; try again later")
+            self._requests[request_id] = request
+            self._inbox.put(partial(self._add, request, token_ids, params, priority, cache_salt, arrived))
+        return Stream(request, self._abort)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its reader gets RequestAborted. The id is free at once. No such request: nothing happens."""
+        with self._lock:
+            if request_id in self._requests:
+                self._abort(self._requests[request_id])
+
+    def check_health(self) -> None:
+        """Raises EngineDead once no request can be served any more, from the exception that was the reason."""
+        if self._refusal is not None:
+            raise EngineDead(self._refusal) from self._cause
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """Accept nothing more; finish what was accepted, or abort it; give all memory back and end the thread.
+
+        May be called again, say with `drain=False` when the first call takes too long.
+        """
+        with self._lock:
+            self._refusal = self._refusal or "the engine was shut down"
+            self._inbox.put(partial(self._stop, drain))
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.shutdown(drain=exception[0] is None)
+
+    def _is_full(self) -> bool:
+        if self.max_queue is None:
+            return False
+        scheduler = self.llm.engine.scheduler
+        # One that found no room will not be overtaken; otherwise whoever has just come may find a seat at once.
+        seats = 0 if self._num_stuck else scheduler.config.max_num_seqs - len(scheduler.running)
+        return len(scheduler.waiting) + self._inbox.qsize() - seats >= self.max_queue
+
+    def _abort(self, request: Pending) -> None:
+        with self._lock:
+            if self._requests.get(request.request_id) is request:
+                del self._requests[request.request_id]
+                error = RequestAborted(f"request {request.request_id!r} was aborted")
+                self._inbox.put(partial(self._end, request, error))
+
+    # --- the consumer: all that follows runs in its thread ---
+
+    def _run(self) -> None:
+        engine, error = self.llm.engine, None
+        try:
+            while self._serving or engine.has_unfinished():
+                idle = not engine.has_unfinished()
+                for _ in range(max(self._inbox.qsize(), idle)):
+                    self._inbox.get()()  # an idle engine sleeps here
+                outputs = engine.step()
+                self._num_stuck = len(engine.scheduler.waiting)
+                self._hand_out(outputs)
+        except BaseException as caught:
+            logger.exception("the step loop has ended, and no request can be served any more")
+            error = caught
+        with self._lock:
+            if error is not None:
+                self._refusal, self._cause = f"the step loop has ended: {error!r}", error
+            left = list(self._requests.values())
+            self._requests.clear()
+        for request in left:
+            request.error = EngineDead(self._refusal)
+            request.error.__cause__ = error
+        self._wake(left)
+        self.llm.close()
+
+    def _add(self, request: Pending, *arguments: Any) -> None:
+        try:
+            self.llm.engine.add_request(request.key, *arguments)
+            self._added[request.key] = request
+        except (ValueError, TypeError) as error:
+            self._end(request, error)
+
+    def _end(self, request: Pending, error: Exception) -> None:
+        """End a request in whatever state it is."""
+        self.llm.engine.abort_request(request.key)
+        self._added.pop(request.key, None)
+        self._forget(request)
+        request.error = error
+        self._wake([request])
+
+    def _stop(self, drain: bool) -> None:
+        self._serving = False
+        for request in [] if drain else list(self._added.values()):
+            self._end(request, RequestAborted(f"request {request.request_id!r} was aborted by a shutdown"))
+
+    def _forget(self, request: Pending) -> None:
+        with self._lock:
+            if self._requests.get(request.request_id) is request:
+                del self._requests[request.request_id]
+
+    def _hand_out(self, outputs: list[RequestOutput]) -> None:
+        requests = []
+        for output in outputs:
+            requests.append(request := self._added[output.request_id])
+            request.newest.append(output)
+            if output.finished:
+                del self._added[output.request_id]
+                self._forget(request)
+        self._wake(requests)
+
+    def _wake(self, requests: Iterable[Pending]) -> None:
+        """Tell the readers, with one call into each event loop."""
+        by_reader = defaultdict(list)
+        for request in requests:
+            if request.reader is not None:
+                by_reader[request.reader].append(request)
+        for reader, woken in by_reader.items():
+            try:
+                reader.call_soon_threadsafe(tell, woken)
+            except RuntimeError:  # the event loop is closed, so that nobody can read on
+                for request in woken:
+                    self._abort(request)
+
+
+def tell(requests: list[Pending]) -> None:
+    for request in requests:
+        request.news.set()

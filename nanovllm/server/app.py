@@ -1,0 +1,107 @@
+"""The routes."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from jinja2 import TemplateError
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.server import errors
+from nanovllm.server.errors import ApiError, answering, refusing
+from nanovllm.server.generation import Generation, add_all, respond
+from nanovllm.server.guard import Guard
+from nanovllm.server.metrics import Metrics
+from nanovllm.server.protocol import ChatRequest, CompletionRequest
+from nanovllm.server.replies import ChatReply, CompletionReply
+
+MAX_BODY_BYTES = 4 * 2**20
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+
+
+def build_app(
+    llm: AsyncLLM, *, model_name: str, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
+) -> FastAPI:
+    """The server as an ASGI application. It owns `llm`, and shuts it down when it is shut down itself."""
+    if llm.llm.tokenizer is None:
+        raise ValueError("a server needs the tokenizer; leave skip_tokenizer_init out")
+    tokenizer, config = llm.llm.tokenizer, llm.llm.config
+    metrics = Metrics(llm)
+    started = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await llm.shutdown(drain=False)  # the answers that were waited for are complete by now
+
+    # No pages with documentation: they load their scripts from elsewhere.
+    app = FastAPI(title="nanovllm", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes)
+    errors.install(app)
+
+    def check_model(name: str | None) -> None:
+        if name not in (None, model_name):
+            raise ApiError(404, f"there is no model {name!r} here, only {model_name!r}", code="model_not_found")
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        check_model(body.model)
+        with refusing():
+            params = body.sampling_params(body.max_tokens or COMPLETION_MAX_TOKENS, body.logprobs)
+            streams = await asyncio.to_thread(add_all, llm, body.prompts(), params, body.priority)
+        reply = CompletionReply(model_name, body.logprobs)
+        generation = Generation(streams, body.n, reply, metrics)
+        return await respond(generation, request, body.stream, body.stream_options.include_usage)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        check_model(body.model)
+        messages = [message.as_template_input() for message in body.messages]
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        try:
+            token_ids = await asyncio.to_thread(tokenizer.encode_chat, messages)
+        except (ValueError, TypeError, TemplateError) as error:
+            why = "has no chat template, or one that does not take these messages; /v1/completions needs none"
+            raise ApiError(400, f"{model_name} {why}", param="messages") from error
+        with refusing():
+            max_tokens = body.max_completion_tokens or body.max_tokens or room_for(len(token_ids))
+            params = body.sampling_params(max_tokens, num_logprobs)
+            prompt = {"prompt_token_ids": token_ids, "cache_salt": body.cache_salt}
+            streams = await asyncio.to_thread(add_all, llm, [prompt], params, body.priority)
+        generation = Generation(streams, body.n, ChatReply(model_name, num_logprobs), metrics)
+        return await respond(generation, request, body.stream, body.stream_options.include_usage)
+
+    def room_for(num_prompt_tokens: int) -> int:
+        """As many tokens as the model's context and the KV pool allow one sequence."""
+        assert config.max_model_len and config.num_kv_blocks and config.kvcache_block_size
+        longest = min(config.max_model_len, config.num_kv_blocks * config.kvcache_block_size + 1)
+        return max(longest - num_prompt_tokens, 1)
+
+    def model_card() -> dict[str, Any]:
+        kind = {"id": model_name, "object": "model", "created": started, "owned_by": "nanovllm"}
+        return kind | {"max_model_len": config.max_model_len}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return model_card()
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        with answering():
+            llm.check_health()
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return app

@@ -1,0 +1,99 @@
+"""Figures for Prometheus, in a registry of the server's own. Gauges are read when somebody asks."""
+
+from collections import Counter as Tally
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.outputs import RequestOutput
+from nanovllm.stream import EngineDead
+
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)  # s
+EACH_TOKEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)  # s
+
+
+class Metrics:
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.registry = registry = CollectorRegistry()
+        scheduler: Scheduler = llm.llm.engine.scheduler
+
+        def gauge(name: str, help: str, value: Callable[[], float]) -> None:
+            Gauge(f"nanovllm_{name}", help, registry=registry).set_function(value)
+
+        def alive() -> bool:
+            try:
+                llm.check_health()
+            except EngineDead:
+                return False
+            return True
+
+        gauge("engine_alive", "1 while requests are served.", alive)
+        gauge("sequences_running", "Sequences that have a seat in the batch.", lambda: len(scheduler.running))
+        gauge("sequences_waiting", "Sequences that wait for one, or were preempted.", lambda: len(scheduler.waiting))
+        gauge(
+            "kv_cache_usage_ratio",
+            "Share of the KV blocks that sequences hold.",
+            lambda: 1 - scheduler.blocks.num_free / scheduler.num_kv_blocks,
+        )
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"nanovllm_{name}", help, labels, registry=registry)
+
+        self.ended = counter("requests", "Requests that are over, by what ended their first choice.", "reason")
+        self.prompt = counter("prompt_tokens", "Tokens of the prompts of finished requests.")
+        self.cached = counter(
+            "prompt_tokens_cached", "Those of them found in the prefix cache: the ratio is its hit rate."
+        )
+        self.generated = counter("generation_tokens", "Tokens generated.")
+        self.preemptions = counter("preemptions", "Preemptions of finished requests.")
+        self.first_token = Histogram(
+            "nanovllm_time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            buckets=FIRST_TOKEN,
+            registry=registry,
+        )
+        self.each_token = Histogram(
+            "nanovllm_time_per_output_token_seconds",
+            "Mean time of a request's tokens after the first.",
+            buckets=EACH_TOKEN,
+            registry=registry,
+        )
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class Watch:
+    """Sees what becomes of one request."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._first_token_seen = False
+        self._num_tokens: Tally[int] = Tally()  # by choice
+        self._over = False
+
+    def saw(self, delta: RequestOutput) -> None:
+        metrics, times = self._metrics, delta.metrics
+        for choice in delta.outputs:
+            self._num_tokens[choice.index] += len(choice.token_ids)
+            metrics.generated.inc(len(choice.token_ids))
+        if times.time_to_first_token is not None and not self._first_token_seen:
+            self._first_token_seen = True
+            metrics.first_token.observe(times.time_to_first_token)
+        if delta.finished:
+            self._over = True
+            metrics.ended.labels(delta.outputs[0].finish_reason).inc()
+            metrics.prompt.inc(len(delta.prompt_token_ids))
+            metrics.cached.inc(delta.num_cached_tokens)
+            metrics.preemptions.inc(times.num_preemptions)
+            longest = max(self._num_tokens.values())
+            if times.first_token_time is not None and times.finished_time is not None and longest > 1:
+                metrics.each_token.observe((times.finished_time - times.first_token_time) / (longest - 1))
+
+    def close(self) -> None:
+        """Nothing more will come; what is not finished by now was given up."""
+        if not self._over:
+            self._over = True
+            self._metrics.ended.labels("abort").inc()

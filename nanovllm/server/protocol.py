@@ -1,0 +1,122 @@
+"""What a request may hold: OpenAI's fields, and vLLM's additions to them. Anything else is refused, not ignored.
+
+`null` is as good as absent. Types are strict: a number in quotes is a mistake. Bounds are only where the server is
+stricter than `SamplingParams`, which checks the rest.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 256
+MAX_LOGPROBS = 20
+INT32 = 2**31 - 1
+
+
+def encodable(text: str) -> str:
+    """JSON may hold half a surrogate pair, which is no text."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("holds half of a surrogate pair, which is no text")
+    return text
+
+
+Text = Annotated[str, AfterValidator(encodable)]
+Short = Annotated[Text, Field(min_length=1, max_length=1000)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+
+
+class Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+
+
+class GenerationRequest(Fields):
+    """What both endpoints take."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    user: str | None = None  # OpenAI's, for their own statistics; not read
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1, le=INT32)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: Short | Annotated[list[Short], Field(max_length=16)] = []
+
+    top_k: int = Field(0, ge=-1, le=INT32)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.1, le=10)
+    min_tokens: int = Field(0, ge=0, le=INT32)
+    stop_token_ids: list[int] = Field([], max_length=128)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    priority: int = Field(0, ge=-INT32, le=INT32)
+    cache_salt: Short | None = None
+
+    def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Raises ValueError for combinations that make no sense."""
+        same = "n temperature top_p presence_penalty frequency_penalty seed stop top_k min_p repetition_penalty"
+        more = "min_tokens stop_token_ids ignore_eos skip_special_tokens include_stop_str_in_output"
+        kind = RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY
+        values = {name: getattr(self, name) for name in f"{same} {more}".split()}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, output_kind=kind, **values)
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def prompts(self) -> list[dict[str, Any]]:
+        """One dict for each, as `AsyncLLM.generate` takes them."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        many: list[Any] = [self.prompt] if single else list(self.prompt)
+        salt = {"cache_salt": self.cache_salt}
+        return [{"prompt" if isinstance(p, str) else "prompt_token_ids": p} | salt for p in many]
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Fields):
+    role: Literal["system", "user", "assistant"]
+    content: Text | list[TextPart]
+
+    def as_template_input(self) -> dict[str, str]:
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def top_logprobs_need_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self

@@ -1,0 +1,101 @@
+"""What one caller holds of a request that others compute: a stream of deltas, fed by another thread.
+
+The step loop puts the newest state of the output into `Pending` and wakes the reader's event loop; `Stream` is what
+the reader iterates over. The two are apart so that a stream which its caller lets go of is noticed.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from nanovllm.outputs import CompletionOutput, RequestOutput
+
+
+class EngineDead(RuntimeError):
+    """No step loop serves requests any more: it was shut down, or an exception ended it, which is the `__cause__`."""
+
+
+class QueueFull(RuntimeError):
+    """So many requests wait already that another one would wait too long."""
+
+
+class RequestAborted(RuntimeError):
+    """Somebody else ended the request before it was finished."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request that is not over, and what its reader has not read of it."""
+
+    request_id: str  # the caller's
+    key: str  # the engine's; never used twice, so that what comes late meets nobody else
+    prompt: str | None
+    # The newest state of the output is all that is kept: a slow reader costs no memory, it just gets larger deltas.
+    newest: deque[RequestOutput] = field(default_factory=lambda: deque(maxlen=1))
+    error: Exception | None = None  # what the reader gets after that
+    reader: asyncio.AbstractEventLoop | None = None  # set by the reader, before it first looks for something to read
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # used in the reader's event loop only
+    # What was read of each choice: numbers of token ids and characters, and whether that was the end.
+    read: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
+
+    def delta(self, output: RequestOutput) -> RequestOutput:
+        """What `output` has of each choice that was not read before. It counts as read then."""
+        choices: list[CompletionOutput] = []
+        for choice in output.outputs:
+            before = self.read.get(choice.index, (0, 0, False))
+            self.read[choice.index] = now = len(choice.token_ids), len(choice.text), choice.finished()
+            if now != before:
+                tokens, characters, _ = before
+                logprobs = None if choice.logprobs is None else choice.logprobs[tokens:]
+                ids, text = choice.token_ids[tokens:], choice.text[characters:]
+                choices.append(replace(choice, token_ids=ids, text=text, logprobs=logprobs))
+        return replace(output, request_id=self.request_id, prompt=self.prompt, outputs=choices)
+
+
+class Stream:
+    """The outputs of one request as an asynchronous iterator of deltas: each has, for every choice that went on, the
+    text, token ids and log-probabilities since the one before. Joined they are the whole output.
+
+    Cancelling the task that waits here, `aclose`, and dropping the stream all abort the request. Iterating raises
+    EngineDead or RequestAborted where the output will not be finished.
+    """
+
+    def __init__(self, request: Pending, abort: Callable[[Pending], None]) -> None:
+        self.request_id = request.request_id
+        self._request = request
+        self._abort = partial(abort, request)
+        self._over = False
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        request = self._request
+        request.reader = asyncio.get_running_loop()
+        while not self._over:
+            request.news.clear()
+            if request.newest:
+                delta = request.delta(request.newest.pop())
+                self._over = delta.finished
+                if delta.outputs:
+                    return delta
+            elif request.error is not None:
+                self._over = True
+                raise request.error
+            else:
+                try:
+                    await request.news.wait()
+                except asyncio.CancelledError:
+                    await self.aclose()
+                    raise
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Abort the request, if it is not over. Nothing can be read afterwards."""
+        self._over = True
+        self._abort()
+
+    def __del__(self) -> None:
+        self._abort()
