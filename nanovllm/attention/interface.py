@@ -50,3 +50,22 @@ class AttentionBackend(Protocol):
 
         Query head h reads the KV head h // (Hq // Hkv). `scale` multiplies the scores.
         """
+
+
+@dataclass(frozen=True, eq=False)
+class BoundAttention:
+    """Attention of one step, as the model calls it: a backend, the cache of every layer, and the step's metadata."""
+
+    backend: AttentionBackend
+    kv: list[torch.Tensor]  # of each layer [2, num_blocks + 1, block_size, Hkv, D]
+    meta: AttentionMetadata
+    scale: float
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write the new keys and values, then read all that a query may see."""
+        self.backend.write(self.kv[layer], k, v, self.meta.slots)
+        return self.read(layer, q)
+
+    def read(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """The second half, where a fused kernel has written keys and values already."""
+        return self.backend.attend(q, self.kv[layer], self.meta, self.scale)

@@ -1,1 +1,35 @@
-"""Triton kernels. Importing one imports Triton, so only code for a GPU does; PyTorch can do all of it elsewhere."""
+"""Triton kernels, each beside its plain-PyTorch reference, and the choice between the two."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.launch import has_kernels
+
+
+class FusedKernels(NamedTuple):
+    """What does several operations of a step in one pass. None: they are done one after the other, in PyTorch."""
+
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    norm_rope_write: Callable[..., torch.Tensor] | None = None
+    silu_and_mul: Callable[[torch.Tensor], torch.Tensor] | None = None
+    skinny_linear: Callable[..., torch.Tensor] | None = None
+    sample_rows: Callable[..., torch.Tensor] | None = None
+    decode_inputs: Callable[..., None] | None = None
+
+
+@cache
+def fused_kernels(device: torch.device) -> FusedKernels:
+    """All of them where Triton runs, none elsewhere. Triton is imported by the first call for a device that has it."""
+    if not has_kernels(device):
+        return FusedKernels()
+    from nanovllm.kernels.add_rms_norm import add_rms_norm
+    from nanovllm.kernels.decode_inputs import decode_inputs
+    from nanovllm.kernels.norm_rope_write import norm_rope_write
+    from nanovllm.kernels.sample import sample_rows
+    from nanovllm.kernels.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.skinny_linear import skinny_linear
+
+    return FusedKernels(add_rms_norm, norm_rope_write, silu_and_mul, skinny_linear, sample_rows, decode_inputs)

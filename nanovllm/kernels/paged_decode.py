@@ -22,7 +22,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.launch import overlaps_launches
 from nanovllm.kernels.paged_tile import LOG2_E, attend_tile, keys_per_tile, locate, padded_sequences, token_offsets
 
 MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
@@ -57,8 +59,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
     num_sequences, scale, q_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     index = tl.arange(0, SEQUENCES)
@@ -121,8 +126,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, num_sequences, pieces,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    SEQUENCES: tl.constexpr, MERGED: tl.constexpr,
+    SEQUENCES: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(0)
     sequence = tl.program_id(1) // QUERIES
     query = tl.program_id(1) % QUERIES
@@ -206,15 +214,16 @@ def paged_decode(
     pieces, _, queries, _ = workspace.m.shape
     sequences = padded_sequences(num_sequences)
     group = num_heads // num_kv_heads
+    pdl = overlaps_launches(q.device)
     _decode_kernel[(num_kv_heads, pieces)](
         q, kv, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len,
         num_sequences, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, QUERIES=queries,
         ROWS=max(16, triton.next_power_of_2(queries * group)), KEYS=config.keys, SEQUENCES=sequences,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     _merge_kernel[(num_heads, num_sequences * queries)](
         out, workspace.m, workspace.denom, workspace.acc, query_start, context_len, num_sequences, pieces,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys, SEQUENCES=sequences,
-        MERGED=MERGED_AT_ONCE, num_warps=1,
+        MERGED=MERGED_AT_ONCE, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

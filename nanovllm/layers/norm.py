@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm import kernels
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; float32 inside, the result in the dtype of x."""
@@ -33,6 +35,9 @@ class RMSNorm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, residual [T, H] -> (norm(x + residual), x + residual). None, where there is nothing yet to add."""
+        fused = kernels.fused_kernels(x.device).add_rms_norm
+        if fused is not None:
+            return fused(x, residual, self.weight, self.eps)
         if residual is None:
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -73,3 +74,21 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     x32 = x.float()
     return torch.addcmul(x32 * cos, x32.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+class Rotation:
+    """The rotation of one step's tokens: the table and where to look in it; cos and sin made when first asked for."""
+
+    def __init__(self, rotary: RotaryEmbedding, positions: Tensor) -> None:
+        self.rotary = rotary
+        self.positions = positions  # [T]
+
+    @cached_property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """[T, 1, D] each. Once a step: every layer uses the same."""
+        cos, sin = self.rotary(self.positions)
+        return cos, sin
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [T, heads, D] -> the same, turned."""
+        return apply_rope(x, *self.cos_sin)

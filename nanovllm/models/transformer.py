@@ -8,19 +8,24 @@ T tokens, H hidden size, Hq query heads, Hkv KV heads, D head dimension, I inter
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm import kernels
+from nanovllm.attention.interface import BoundAttention
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rope import RotaryEmbedding, apply_rope
+from nanovllm.layers.rope import RotaryEmbedding, Rotation
 from nanovllm.models.config import ModelConfig
 
 # attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], after q/k-norm and RoPE. v is a view into a
 # larger tensor: contiguous within a token, not from one token to the next.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+MAX_FEW = 32  # tokens of a step up to which fused layers beat cuBLAS, measured on an H100
 
 
 class Attention(nn.Module):
@@ -28,6 +33,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = c.head_dim
+        self.eps = c.rms_norm_eps
         self.heads = (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)
         q_size, kv_size, _ = (n * c.head_dim for n in self.heads)
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -36,13 +42,22 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        return self.o_proj(self.mix(self.qkv_proj(x), rotation, attend))
+
+    def mix(self, qkv: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """All between the two projections: qkv [T, (Hq + 2 Hkv) D] -> [T, Hq D]"""
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+        fused = kernels.fused_kernels(qkv.device).norm_rope_write
+        if fused is not None and isinstance(attend, BoundAttention):
+            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+            kv, slots = attend.kv[self.layer], attend.meta.slots
+            q = fused(qkv, kv, norms, rotation.rotary.table, rotation.positions, slots, self.eps)  # [T, Hq, D]
+            return attend.read(self.layer, q).flatten(1)
         q, k, v = qkv.split(self.heads, dim=1)  # views
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)  # [T, Hq, D]
-        return self.o_proj(out.flatten(1))
+        return attend(self.layer, rotation.apply(q), rotation.apply(k), v).flatten(1)
 
 
 class MLP(nn.Module):
@@ -69,13 +84,23 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
         self.mlp = MLP(c)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, cos, sin, attend)
+        x = self.self_attn(x, rotation, attend)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
+
+    def forward_few(self, x: Tensor, rotation: Rotation, attend: Attend, linear: Callable[..., Tensor]) -> Tensor:
+        """The same for few tokens, in half as many kernels: `linear` takes the norm before it, and the gate or the
+        addition after it, along (see `kernels/skinny_linear.py`). x [T, H] is the residual stream, before and after."""
+        attention, mlp, eps = self.self_attn, self.mlp, self.input_layernorm.eps
+        qkv = linear(
+            x, attention.qkv_proj.weight, norm=self.input_layernorm.weight, eps=eps, bias=attention.qkv_proj.bias
+        )
+        mixed = attention.mix(qkv, rotation, attend)
+        x = linear(mixed, attention.o_proj.weight, bias=attention.o_proj.bias, residual=x)
+        gated = linear(x, mlp.gate_up_proj.weight, norm=self.post_attention_layernorm.weight, eps=eps, gated=True)
+        return linear(gated, mlp.down_proj.weight, bias=mlp.down_proj.bias, residual=x)
 
 
 class Transformer(nn.Module):
@@ -97,14 +122,28 @@ class Transformer(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden [T, H], after the final norm."""
-        cos, sin = self.rotary(positions)  # [T, 1, D]
+        rotation = Rotation(self.rotary, positions)
         x: Tensor = self.embed_tokens(input_ids)  # [T, H]
         residual: Tensor | None = None
+        linear = self.linear_for_few(x)
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, attend)
+            if linear is not None:
+                x = layer.forward_few(x, rotation, attend, linear)  # type: ignore[operator]
+            else:
+                x, residual = layer(x, residual, rotation, attend)
         return self.norm.add(x, residual)[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] -> [N, V] in the model's dtype. Apart from `forward`: only tokens that are sampled need it."""
+    def linear_for_few(self, x: Tensor) -> Callable[..., Tensor] | None:
+        """The linear layer for few tokens, if x [T, H] has few and the kernel can serve this model."""
+        linear = kernels.fused_kernels(x.device).skinny_linear
+        c = self.config
+        if linear is None or x.shape[0] > MAX_FEW or x.dtype == torch.float32 or c.variant.mlp_bias:
+            return None
+        inputs = c.hidden_size, c.num_attention_heads * c.head_dim, c.intermediate_size
+        return linear if all(size % 256 == 0 for size in inputs) and c.head_dim % 32 == 0 else None
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [N, H] -> [N, V] in the model's dtype, or into `out`. Apart from `forward`: only tokens that are
+        sampled need it."""
         head = self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        return F.linear(hidden, head)
+        return F.linear(hidden, head) if out is None else torch.mm(hidden, head.t(), out=out)

@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.models.config import ModelConfig
+from nanovllm.runner.cuda_graphs import batch_sizes
 
 GIB = 2**30
 
@@ -16,8 +17,23 @@ def block_bytes(model: ModelConfig, block_size: int) -> int:
     return values * model.dtype.itemsize
 
 
+MIB = 2**20
+
+
+def graph_bytes(max_num_seqs: int, model: ModelConfig) -> int:
+    """What recorded decode steps may take: their logits; a pool of activations and the matrix library's workspace,
+    which they share; and the launches themselves, some 10 KB each."""
+    logits = max_num_seqs * model.vocab_size * model.dtype.itemsize
+    launches = len(batch_sizes(max_num_seqs)) * model.num_hidden_layers * MIB // 8
+    return logits + 128 * MIB + launches
+
+
 def num_kv_blocks(
-    config: EngineConfig, model: ModelConfig, device: torch.device, run_largest_step: Callable[[], None]
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    run_largest_step: Callable[[], None],
+    with_graphs: bool,
 ) -> int:
     """Blocks of the pool: as configured, or as many as fit (a scratch block is extra).
 
@@ -33,6 +49,8 @@ def num_kv_blocks(
         available, knob = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib}"
     else:
         available, knob = gpu_budget(config, device, run_largest_step), "gpu_memory_utilization, or free GPU memory"
+        if with_graphs:
+            available -= graph_bytes(config.max_num_seqs, model)
     count = available // each - 1
     if count < 1:
         missing = (2 * each - available) / GIB

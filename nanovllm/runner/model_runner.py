@@ -5,16 +5,19 @@ rows. It knows nothing of requests, queues or text, and never waits for the devi
 behind the step, and whoever reads them waits.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from nanovllm.attention import AttentionBackend, AttentionMetadata, select_backend
+from nanovllm.attention import AttentionBackend, select_backend
+from nanovllm.attention.interface import AttentionMetadata, BoundAttention
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan, TokenLogprobs
+from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel
 from nanovllm.runner.batch import Batch, make_batch
+from nanovllm.runner.cuda_graphs import CudaGraphRecorder, DecodeBatch, DecodeGraphs, Recorder
 from nanovllm.runner.logprobs import TopLogprobs
 from nanovllm.runner.memory import num_kv_blocks
 from nanovllm.runner.rows import Known, Rows
@@ -46,9 +49,15 @@ class StepOutput:
 
 
 class ModelRunner:
-    """Runs plans on one device. `config` is resolved; `config.num_kv_blocks` may be None, then it is measured."""
+    """Runs plans on one device. `config` is resolved; `config.num_kv_blocks` may be None, then it is measured.
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, device: torch.device) -> None:
+    `recorder` makes decode steps replayable; None means CUDA graphs where the device, the attention backend and the
+    configuration allow them.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, device: torch.device, recorder: Recorder | None = None
+    ) -> None:
         assert config.max_model_len is not None and config.kvcache_block_size is not None
         self.device = device
         self.model, self.model_config = loaded.model, loaded.config
@@ -62,7 +71,11 @@ class ModelRunner:
             block_size=self.block_size,
             dtype=c.dtype,
         )
-        self.num_kv_blocks = num_kv_blocks(config, c, device, lambda: self.run_largest_step(config))
+        if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:
+            recorder = CudaGraphRecorder()
+        self.num_kv_blocks = num_kv_blocks(
+            config, c, device, lambda: self.run_largest_step(config), with_graphs=recorder is not None
+        )
         # Keys and values of a layer: [2, num_blocks + 1, block_size, Hkv, D]; the last block is scratch, for padding
         shape = (2, self.num_kv_blocks + 1, self.block_size, c.num_key_value_heads, c.head_dim)
         self.kv = [torch.zeros(shape, dtype=c.dtype, device=device) for _ in range(c.num_hidden_layers)]
@@ -70,17 +83,42 @@ class ModelRunner:
         self.sampling = SamplingState(
             self.rows.token_ids, self.rows.num_prompt_tokens, c.vocab_size, loaded.eos_token_ids
         )
+        self.graphs: DecodeGraphs | None = None
+        if recorder is not None:
+            self.logits = torch.empty(config.max_num_seqs, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
+            with torch.inference_mode():
+                self.graphs = DecodeGraphs(self.rows, config.max_num_seqs, self.decode, recorder)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> StepOutput:
         """Submit one step. Returns before the device is done with it."""
         self.update_rows(plan, sequences)
-        batch = make_batch(plan.scheduled, self.rows)
-        hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [T, H]
-        logits = self.model.logits(hidden[batch.sampled_tokens])  # [N, V]
-        token_ids, logprobs = self.sample(logits, batch)
-        self.rows.token_ids[batch.sampled_rows, batch.next_positions] = token_ids.clamp(min=0).int()
-        return StepOutput(token_ids, logprobs, [self.rows.params[s.row].logprobs for s in batch.sampled])
+        sampled = [s for s in plan.scheduled if s.sample]
+        all_decode = len(sampled) == len(plan.scheduled) and all(s.num_tokens == 1 for s in sampled)
+        batch: Batch | DecodeBatch
+        if self.graphs is not None and all_decode:
+            batch, token_ids, logits = self.graphs.run(sampled)
+        else:
+            batch = make_batch(plan.scheduled, self.rows)
+            hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [T, H]
+            logits = self.model.logits(hidden[batch.sampled_tokens])  # [N, V]
+            all_greedy = all(self.rows.params[s.row].temperature == 0 for s in sampled)
+            token_ids = self.draw(logits, batch.sampled_rows, batch.next_positions, all_greedy)
+        n = len(sampled)
+        needs = self.sampling.needs(s.row for s in sampled)
+        if needs is None:
+            return StepOutput(token_ids[:n], None, [None] * n)
+        draws, rows = self.draws(batch.sampled_rows[:n], batch.next_positions[:n]), batch.sampled_rows[:n]
+        token_ids, logprobs = sample_full(logits[:n], draws, rows, self.sampling, needs)
+        self.rows.token_ids[rows, batch.next_positions[:n]] = token_ids.clamp(min=0).int()
+        return StepOutput(token_ids, logprobs, [self.rows.params[s.row].logprobs for s in sampled])
+
+    def decode(self, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+        """A decode step on static tensors, everything from rows and positions to the tokens: what graphs record."""
+        batch.look_up(self.rows)
+        hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [B, H]
+        logits = self.model.logits(hidden, self.logits[: batch.size])  # [B, V]
+        return self.draw(logits, batch.sampled_rows, batch.next_positions), logits
 
     def update_rows(self, plan: StepPlan, sequences: Mapping[int, Known]) -> None:
         """Apply what a plan changes: rows given up, sequences that move into a row, new blocks of a row."""
@@ -95,28 +133,23 @@ class ModelRunner:
         if growing:
             self.rows.append_blocks(growing)
 
-    def bind_attention(self, meta: AttentionMetadata) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        """The model's `attend` for one step: write the new keys and values, then read all that a query may see."""
+    def bind_attention(self, meta: AttentionMetadata) -> BoundAttention:
+        return BoundAttention(self.backend, self.kv, meta, self.scale)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.backend.write(self.kv[layer], k, v, meta.slots)
-            return self.backend.attend(q, self.kv[layer], meta, self.scale)
+    def draws(self, rows: Tensor, next_positions: Tensor, all_greedy: bool = False) -> Draws:
+        r = self.rows
+        return Draws(r.temperature[rows], r.seed[rows], next_positions - r.num_prompt_tokens[rows], all_greedy)
 
-        return attend
-
-    def sample(self, logits: Tensor, batch: Batch) -> tuple[Tensor, TopLogprobs | None]:
-        """logits [N, V] -> token ids [N], by the plain tail unless a row needs more."""
-        rows = batch.sampled_rows
-        draws = Draws(
-            temperature=self.rows.temperature[rows],
-            seeds=self.rows.seed[rows],
-            indices=batch.next_positions - self.rows.num_prompt_tokens[rows],
-            all_greedy=all(self.rows.params[s.row].temperature == 0 for s in batch.sampled),
-        )
-        needs = self.sampling.needs(s.row for s in batch.sampled)
-        if needs is None:
-            return sample_plain(logits, draws), None
-        return sample_full(logits, draws, rows, self.sampling, needs)
+    def draw(self, logits: Tensor, rows: Tensor, next_positions: Tensor, all_greedy: bool = False) -> Tensor:
+        """The plain tail: logits [N, V] -> token ids [N] int64, written into the rows as well."""
+        r = self.rows
+        sample_rows = fused_kernels(self.device).sample_rows
+        if sample_rows is not None:
+            state = r.temperature, r.seed, r.num_prompt_tokens, r.token_ids
+            return sample_rows(logits, rows, next_positions, *state)
+        token_ids = sample_plain(logits, self.draws(rows, next_positions, all_greedy))
+        r.token_ids[rows, next_positions] = token_ids.clamp(min=0).int()
+        return token_ids
 
     @torch.inference_mode()
     def run_largest_step(self, config: EngineConfig) -> None:
@@ -133,4 +166,5 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the memory back."""
+        self.graphs = None
         self.kv.clear()

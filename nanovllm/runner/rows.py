@@ -43,6 +43,7 @@ class Rows:
     ) -> None:
         self.device = device
         self.block_size = block_size
+        self.scratch_row = num_rows
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = torch.zeros(num_rows + 1, max_model_len + 1, dtype=torch.int32, device=device)
         self.block_table = torch.full((num_rows + 1, max_blocks), scratch_block, dtype=torch.int32, device=device)
@@ -87,3 +88,22 @@ def ragged_arange(lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """0..lengths[0]-1, 0..lengths[1]-1, ... in one array, without a loop."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+
+
+def decode_inputs_reference(
+    rows: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    input_ids: Tensor,
+    slots: Tensor,
+    context_len: Tensor,
+    table: Tensor,
+) -> None:
+    """`kernels.decode_inputs` in plain PyTorch, on any device."""
+    table.copy_(block_table[rows])
+    input_ids.copy_(token_ids[rows, positions])
+    blocks = block_table[rows, positions // block_size].long()  # [B]
+    slots.copy_(blocks * block_size + positions % block_size)
+    context_len.copy_(positions + 1)

@@ -1,4 +1,4 @@
-"""Compile the attention kernels for absent GPUs: `python -m tests.kernels.compile_attention 90 bf16 128 2 256`.
+"""Compile the kernels for absent GPUs: `python -m tests.kernels.compile_attention 90 bf16 128 2 256`.
 
 Prints JSON: for each kernel the shared memory of a program in bytes. Run in a process of its own, because the tests'
 process has Triton's interpreter switched on, and the interpreter accepts much that a GPU does not.
@@ -13,33 +13,48 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanovllm.kernels import kv_write, paged_decode, paged_prefill
+from nanovllm.kernels import (
+    add_rms_norm,
+    decode_inputs,
+    kv_write,
+    norm_rope_write,
+    paged_decode,
+    paged_prefill,
+    sample,
+    silu_and_mul,
+    skinny_linear,
+)
 
 ELEMENT_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
-INTEGERS = ("block_table_ptr", "query_start_ptr", "context_len_ptr")
-PARTIALS = ("m_ptr", "denom_ptr", "acc_ptr")
+INTEGERS = (
+    "block_table_ptr", "query_start_ptr", "context_len_ptr", "rows_ptr", "positions_ptr", "token_ids_ptr",
+    "input_ids_ptr", "table_ptr", "num_prompt_ptr", "id_ptr",
+)  # fmt: skip
+FLOATS = ("m_ptr", "denom_ptr", "acc_ptr", "temperature_ptr", "score_ptr", "cos_sin_ptr")
 
 
 def shared_memory(kernel: Any, capability: int, dtype: str, constants: dict[str, int], warps: int, stages: int) -> int:
     """Compile down to machine code; the types of the arguments follow from their names."""
-    kinds = dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(PARTIALS, "*fp32")
-    kinds |= {"slots_ptr": "*i64", "scale": "fp32", "v_offset": "i64"}
+    kinds = dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(FLOATS, "*fp32")
+    kinds |= {"slots_ptr": "*i64", "seed_ptr": "*i64", "scale": "fp32", "eps": "fp32", "v_offset": "i64"}
+    kinds |= {"tokens_ptr": "*i64"}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         else:
             signature[name] = kinds.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
-            if name in ("q_ptr", "kv_ptr", "k_ptr", "v_ptr", "out_ptr", "v_offset") or name.endswith("_stride"):
+            if not name.endswith(("len_ptr", "start_ptr", "rows_ptr", "positions_ptr", "eps", "scale")):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": bool(constants.get("PDL"))}
     return int(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared)
 
 
 def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_size: int) -> dict[str, int]:
     size = ELEMENT_SIZE[dtype]
+    pdl = int(capability >= 90)
     shape = {"NUM_KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
     decode = paged_decode.decode_config(head_dim, size)
     prefill = paged_prefill.prefill_config(head_dim, size, capability in (90, 100))
@@ -51,7 +66,7 @@ def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_si
             paged_decode._decode_kernel,
             capability,
             dtype,
-            shape | {"QUERIES": 1, "ROWS": 16, "KEYS": decode.keys, "SEQUENCES": 512},
+            shape | {"QUERIES": 1, "ROWS": 16, "KEYS": decode.keys, "SEQUENCES": 512, "PDL": pdl},
             decode.num_warps,
             decode.num_stages,
         ),
@@ -60,7 +75,7 @@ def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_si
             capability,
             dtype,
             {"NUM_HEADS": 8 * group, "HEAD_DIM": head_dim, "QUERIES": 1, "KEYS": decode.keys, "SEQUENCES": 512}
-            | {"MERGED": paged_decode.MERGED_AT_ONCE},
+            | {"MERGED": paged_decode.MERGED_AT_ONCE, "PDL": pdl},
             1,
             3,
         ),
@@ -75,12 +90,52 @@ def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_si
     }
 
 
+def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dict[str, int]:
+    """The kernels beside attention, for the shapes of Qwen3-0.6B."""
+    pdl = {"PDL": int(capability >= 90)}
+
+    def memory(kernel: Any, constants: dict[str, int], warps: int = 4, stages: int = 3) -> int:
+        return shared_memory(kernel, capability, dtype, constants, warps, stages)
+
+    found = {
+        "decode inputs": memory(decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 256, "COLUMNS": 32}),
+        "add and norm": memory(add_rms_norm._add_rms_norm_kernel, {"SIZE": 1024, "PADDED": 1024, "ADD": 1} | pdl),
+        "gate": memory(silu_and_mul._silu_and_mul_kernel, {"SIZE": 3072, "BLOCK": silu_and_mul.BLOCK} | pdl),
+        "norm, rope, write": memory(
+            norm_rope_write._norm_rope_write_kernel,
+            {"NUM_HEADS": 8 * group, "NUM_KV_HEADS": 8, "HALF": head_dim // 2, "NORM": 1}
+            | {"HEADS": norm_rope_write.HEADS_PER_PROGRAM} | pdl,
+            warps=2,
+        ),
+        "best of tile": memory(sample._best_of_tile_kernel, {"VOCAB": 151936, "TILE": sample.TILE} | pdl, warps=8),
+        "best of row": memory(sample._best_of_row_kernel, {"TILES": 64} | pdl, warps=1),
+    }  # fmt: skip
+    if dtype != "fp32":
+        for name, inputs, outputs, flags in SKINNY:
+            for tokens in (1, 32):
+                config = skinny_linear.skinny_config(tokens, inputs, outputs, bool(flags.get("GATED")))
+                constants = {"INPUTS": inputs, "OUTPUTS": outputs, "TOKENS": max(16, tokens), "BIAS": 0}
+                constants |= {"COLUMNS": config.columns, "INNER": config.inner, "LINES": (inputs & -inputs) // 64}
+                constants |= dict.fromkeys(("NORM", "GATED", "ADD"), 0) | flags | pdl
+                warps, stages = config.num_warps, config.num_stages
+                found[f"{name} x {tokens}"] = memory(skinny_linear._skinny_linear_kernel, constants, warps, stages)
+    return found
+
+
+SKINNY: list[tuple[str, int, int, dict[str, int]]] = [
+    ("qkv", 1024, 4096, {"NORM": 1}),
+    ("o", 2048, 1024, {"ADD": 1}),
+    ("gate and up", 1024, 3072, {"NORM": 1, "GATED": 1}),
+    ("down", 3072, 1024, {"ADD": 1}),
+]
+
 if __name__ == "__main__":
     capabilities, dtypes, head_dims, groups, block_sizes = (a.split(",") for a in sys.argv[1:])
     print(
         json.dumps(
             {
                 ", ".join(case): compile_all(int(case[0]), case[1], *map(int, case[2:]))
+                | compile_fused(int(case[0]), case[1], *map(int, case[2:4]))
                 for case in product(capabilities, dtypes, head_dims, groups, block_sizes)
             }
         )

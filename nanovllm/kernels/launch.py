@@ -1,0 +1,29 @@
+"""How our small kernels follow each other without a pause, and where they can run at all.
+
+Between two kernels that depend on each other a GPU drains, launches and fills again: two or three microseconds in
+which little is read, and a decode step has hundreds of such borders. With programmatic dependent launch (Hopper and
+later) the next kernel is started while the one before it still runs. It prepares whatever does not depend on its
+predecessor, above all it fetches weights into the L2 cache, and calls `gdc_wait` before it touches anything else: that
+returns when the predecessor has finished and its writes are visible. So a kernel that is launched this way must wait,
+on every path, even if it reads nothing new: its own successor relies on it.
+"""
+
+import importlib.util
+import sys
+from functools import cache
+
+import torch
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels can run on `device`: an NVIDIA GPU from Ampere on, and Triton installed."""
+    if device.type != "cuda" or not sys.platform.startswith("linux") or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
+
+
+@cache
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether `device` knows programmatic dependent launch."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

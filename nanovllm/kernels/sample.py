@@ -1,0 +1,127 @@
+"""Plain sampling in one pass over the logits: argmax(logit + temperature * noise), the noise made where it is used.
+
+In separate operations the noise alone is read and written a dozen times, 156 MB each at 256 rows of 151,936; here the
+logits are read once, in the dtype they have, and nothing else travels. A row of temperature 0 computes no noise.
+The noise is that of `runner/gumbel.py`, bit for bit in its integers; logarithms may differ in the last place.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.launch import overlaps_launches
+
+TILE = 4096  # logits of a program
+
+
+@triton.jit
+def _mix64(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _mix32(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _gumbel(seed, index, token_ids):  # type: ignore[no-untyped-def]
+    """seed, index: uint64 scalars; token_ids: uint32 vector -> float32 vector."""
+    key = _mix64(_mix64(seed) + (index + 1) * 0x9E3779B97F4A7C15)
+    low = (key & 0xFFFFFFFF).to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
+    bits = _mix32(_mix32(token_ids ^ low) + high)
+    uniform = ((bits >> 1).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2**-31
+    uniform = tl.minimum(uniform, 0.99999994)
+    # -log(1 - u): where u is small, and winners have a small u, 1 - u would round it away
+    series = uniform * (1 + uniform * (0.5 + uniform * (0.33333333 + uniform * (0.25 + uniform * 0.2))))
+    exponential = tl.where(uniform < 0.0078125, series, -tl.log(1 - uniform))
+    return -tl.log(exponential)
+
+
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+def _best_of_tile_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, score_ptr, id_ptr, num_tiles,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    n = tl.program_id(0)
+    row = tl.load(rows_ptr + n)
+    temperature = tl.load(temperature_ptr + row)
+    token_ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    exists = token_ids < VOCAB
+    score = tl.load(logits_ptr + n.to(tl.int64) * VOCAB + token_ids, mask=exists, other=float("-inf")).to(tl.float32)
+    if temperature > 0:
+        seed = tl.load(seed_ptr + row).to(tl.uint64)
+        index = (tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row)).to(tl.uint64)
+        score += temperature * _gumbel(seed, index, token_ids.to(tl.uint32))
+    score = tl.where(score != score, float("inf"), score)  # so that the maximum shows a NaN
+    best = tl.max(score, 0)
+    winner = tl.min(tl.where(score == best, token_ids, VOCAB), 0)  # among equals the lowest id
+    tl.store(score_ptr + n * num_tiles + tl.program_id(1), best)
+    tl.store(id_ptr + n * num_tiles + tl.program_id(1), winner)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "row_stride"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+def _best_of_row_kernel(  # type: ignore[no-untyped-def]
+    score_ptr, id_ptr, rows_ptr, positions_ptr, token_ids_ptr, tokens_ptr, num_tiles, row_stride,
+    TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    n = tl.program_id(0)
+    tile = tl.arange(0, TILES)
+    score = tl.load(score_ptr + n * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+    ids = tl.load(id_ptr + n * num_tiles + tile, mask=tile < num_tiles, other=2147483647)
+    best = tl.max(score, 0)
+    winner = tl.min(tl.where(score == best, ids, 2147483647), 0)
+    finite = (best < float("inf")) & (best > float("-inf"))
+    tl.store(tokens_ptr + n, tl.where(finite, winner, -1).to(tl.int64))
+    row = tl.load(rows_ptr + n).to(tl.int64)
+    tl.store(token_ids_ptr + row * row_stride + tl.load(positions_ptr + n), tl.where(finite, winner, 0))
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    next_positions: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    num_prompt_tokens: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Draw a token for each row of logits, and write it where the next step looks for it.
+
+    Args:
+        logits: [N, V] of any float dtype, contiguous.
+        rows: [N] integers: the row of persistent state that each belongs to.
+        next_positions: [N] integers: where in its row the new token goes.
+        temperature: [R] float32. seeds: [R] int64. num_prompt_tokens: [R] int32.
+        token_ids: [R, L] int32, written: the new token, or 0 where it is -1.
+
+    Returns:
+        [N] int64: the tokens; -1 for a row whose largest score is not finite.
+    """
+    num_rows, vocab_size = logits.shape
+    num_tiles = triton.cdiv(vocab_size, TILE)
+    score = logits.new_empty(num_rows, num_tiles, dtype=torch.float32)  # [N, tiles]
+    ids = rows.new_empty(num_rows, num_tiles, dtype=torch.int32)  # [N, tiles]
+    tokens = rows.new_empty(num_rows, dtype=torch.int64)  # [N]
+    pdl = overlaps_launches(logits.device)
+    _best_of_tile_kernel[(num_rows, num_tiles)](
+        logits, rows, next_positions, temperature, seeds, num_prompt_tokens, score, ids, num_tiles,
+        VOCAB=vocab_size, TILE=TILE, PDL=pdl, num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
+    _best_of_row_kernel[(num_rows,)](
+        score, ids, rows, next_positions, token_ids, tokens, num_tiles, token_ids.stride(0),
+        TILES=triton.next_power_of_2(num_tiles), PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    return tokens

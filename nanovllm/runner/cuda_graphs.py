@@ -1,0 +1,143 @@
+"""The decode step, recorded once for each of a ladder of batch sizes, and replayed.
+
+A decode step is hundreds of small kernels, and starting them one by one takes longer than running them. A CUDA graph
+starts them all with one call. What it replays are the very same launches on the very same memory: so everything that
+changes from step to step is read from tensors that stay where they are, and a batch is padded to the next size that was
+recorded, with the scratch row, which writes to the scratch block.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from nanovllm.attention.interface import AttentionMetadata
+from nanovllm.engine.plan import Scheduled
+from nanovllm.kernels import fused_kernels
+from nanovllm.runner.rows import Rows, decode_inputs_reference
+
+logger = logging.getLogger(__name__)
+
+COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
+
+
+class DecodeBatch:
+    """Static tensors of B rows that decode one token each, over memory that all sizes share."""
+
+    def __init__(self, size: int, rows: Rows, packed: Tensor, shared: dict[str, Tensor]) -> None:
+        self.size = size
+        self.packed = packed[: 2 * size]
+        self.sampled_rows, self.positions = self.packed.view(2, size).unbind()  # [B] int32 each
+        self.input_ids = shared["input_ids"][:size]  # [B] int32
+        self.next_positions = shared["context_len"][:size]  # [B] int32: the token goes right behind the context
+        self.attention = AttentionMetadata(
+            slots=shared["slots"][:size],
+            query_start=shared["query_start"][: size + 1],
+            context_len=shared["context_len"][:size],
+            block_table=shared["block_table"][:size],
+            num_decodes=size,
+            max_query_len=1,
+            max_context_len=rows.token_ids.shape[1] - 1,
+        )
+
+    def look_up(self, rows: Rows) -> None:
+        """Fill in what follows from rows and positions. On the device, as part of what is recorded."""
+        look_up = fused_kernels(rows.device).decode_inputs or decode_inputs_reference
+        meta = self.attention
+        look_up(
+            self.sampled_rows, self.positions, rows.token_ids, rows.block_table, rows.block_size,
+            self.input_ids, meta.slots, meta.context_len, meta.block_table,
+        )  # fmt: skip
+
+
+# Runs a decode step on the tensors of a batch: (token ids [B] int64, logits [B, V]).
+DecodeStep = Callable[[DecodeBatch], tuple[Tensor, Tensor]]
+
+
+class Recorder(Protocol):
+    """Makes a step replayable: returns what runs it again, and its outputs, which every replay overwrites."""
+
+    def __call__(self, step: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]: ...
+
+
+class CudaGraphRecorder:
+    """Records into CUDA graphs that share one memory pool: they never run at the same time."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]:
+        step()  # compiles kernels and lets libraries set themselves up, which a recording must not contain
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            outputs = step()
+
+        def replay() -> tuple[Tensor, Tensor]:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+def record_nothing(step: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Stands in for a recorder where there is no GPU: a replay runs the step anew."""
+    return step
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """The sizes to record: dense where padding would cost most, and always `largest` itself."""
+    sizes = [1, 2, 4, *range(8, min(largest, 256), 8), *range(256, largest, 16)]
+    return [*(s for s in sizes if s < largest), largest]
+
+
+class DecodeGraphs:
+    """A recording for each batch size up to `max_num_seqs`."""
+
+    def __init__(self, rows: Rows, max_num_seqs: int, step: DecodeStep, recorder: Recorder) -> None:
+        self.rows = rows
+        self.sizes = batch_sizes(max_num_seqs)
+        device, num_columns = rows.device, rows.block_table.shape[1]
+        on_device = {"dtype": torch.int32, "device": device}
+        packed = torch.zeros(2 * max_num_seqs, **on_device)  # type: ignore[call-overload]
+        shared = {
+            "input_ids": torch.zeros(max_num_seqs, **on_device),  # type: ignore[call-overload]
+            "slots": torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
+            "context_len": torch.ones(max_num_seqs, **on_device),  # type: ignore[call-overload]
+            "query_start": torch.arange(max_num_seqs + 1, **on_device),  # type: ignore[call-overload]
+            "block_table": torch.zeros(max_num_seqs, num_columns, **on_device),  # type: ignore[call-overload]
+        }
+        pinned = device.type == "cuda"
+        self._host = [
+            torch.zeros(2 * max_num_seqs, dtype=torch.int32, pin_memory=pinned) for _ in range(COPIES_IN_FLIGHT)
+        ]
+        self._turn = 0
+        self.batches = {size: DecodeBatch(size, rows, packed, shared) for size in self.sizes}
+        self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
+        # The largest first: the smaller ones then fit into the memory that it left in the pool.
+        for size in tqdm(self.sizes[::-1], desc="recording decode steps", disable=not pinned, leave=False):
+            batch = self.batches[size]
+            self._load(batch, [])
+            self._replays[size] = recorder(lambda batch=batch: step(batch))  # type: ignore[misc]
+
+    def run(self, scheduled: list[Scheduled]) -> tuple[DecodeBatch, Tensor, Tensor]:
+        """Replay the smallest recording that has room for these decodes: its batch, token ids [B], logits [B, V]."""
+        batch = self.batches[self.sizes[bisect_left(self.sizes, len(scheduled))]]
+        self._load(batch, scheduled)
+        return batch, *self._replays[batch.size]()
+
+    def _load(self, batch: DecodeBatch, scheduled: list[Scheduled]) -> None:
+        """Send rows and positions to the device, in one copy. The rest of the batch is the scratch row."""
+        host = self._host[self._turn]
+        self._turn = (self._turn + 1) % COPIES_IN_FLIGHT
+        array = host.numpy()[: 2 * batch.size].reshape(2, batch.size)
+        n = len(scheduled)
+        if n:
+            array[:, :n] = np.array([(s.row, s.start) for s in scheduled], dtype=np.int32).T
+        array[0, n:] = self.rows.scratch_row
+        array[1, n:] = 0
+        batch.packed.copy_(host[: 2 * batch.size], non_blocking=True)

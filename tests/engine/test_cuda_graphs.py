@@ -1,0 +1,135 @@
+"""Recorded decode steps. On a CPU through the same code, with a stand-in that runs the step anew; for real on a GPU."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nanovllm.llm
+from nanovllm import LLM, SamplingParams
+from nanovllm.runner.cuda_graphs import DecodeGraphs, batch_sizes, record_nothing
+from nanovllm.runner.model_runner import ModelRunner
+from tests.stages.requests import PROMPTS
+from tests.weights import lively_qwen3
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOKENS = 18
+
+
+@pytest.fixture
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "graph-checkpoints"
+
+
+def make_llm(path: Path, device: str, monkeypatch: pytest.MonkeyPatch, **config: Any) -> LLM:
+    """fp32, with recorded decode steps."""
+    if device == "cpu":
+        monkeypatch.setattr(nanovllm.llm, "ModelRunner", partial(ModelRunner, recorder=record_nothing))
+    defaults = {"num_kv_blocks": 60, "kvcache_block_size": 16, "max_num_seqs": 6, "max_model_len": 128}
+    llm = LLM(path, device=device, dtype="float32", skip_tokenizer_init=True, **defaults | config)
+    monkeypatch.setattr(nanovllm.llm, "ModelRunner", ModelRunner)
+    return llm
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    runner: ModelRunner = llm.engine.executor.runner  # type: ignore[attr-defined]
+    return runner
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def mixed_params(n: int) -> list[SamplingParams]:
+    """Greedy, plain and full tails side by side, with lengths that let the batch shrink step by step."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.7},
+        {"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 2},
+    ]
+    return [SamplingParams(**kinds[i % 4], seed=i, max_tokens=TOKENS - 2 * (i % 9), ignore_eos=True) for i in range(n)]
+
+
+@pytest.mark.parametrize("largest", [*range(1, 41), 100, 256, 257, 300, 512])
+def test_every_batch_size_has_a_recording(largest: int) -> None:
+    sizes = batch_sizes(largest)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == largest and sizes[0] == 1
+    for n in range(1, largest + 1):
+        chosen = min(s for s in sizes if s >= n)
+        assert chosen - n <= 15
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+def test_tokens_are_those_of_the_plain_loop(
+    device: str, overlapped: bool, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All batch sizes from 6 down to 1 and up again, prompts joining in between, all kinds of sampling."""
+    path = lively_qwen3(checkpoints)
+    prompts = [[*p[:20], i] for i, p in enumerate((PROMPTS * 4)[:8])]
+    params = mixed_params(len(prompts))
+    recorded = make_llm(path, device, monkeypatch, async_scheduling=overlapped)
+    assert runner_of(recorded).graphs is not None
+    plain = LLM(
+        path, device=device, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, num_kv_blocks=60,
+        kvcache_block_size=16, max_num_seqs=6, max_model_len=128,
+    )  # fmt: skip
+    assert runner_of(plain).graphs is None
+    expected = tokens_of(plain, prompts, params)
+    assert len({t for tokens in expected for t in tokens}) > 20
+    for _ in range(2):  # the second time from the prefix cache
+        assert tokens_of(recorded, prompts, params) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_recordings_are_used(device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step but the prefill, and a batch of 3 takes the recording of 4."""
+    sizes = []
+    llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch)
+    run = DecodeGraphs.run
+
+    def counting(self: DecodeGraphs, scheduled: Any) -> Any:
+        result = run(self, scheduled)
+        sizes.append((len(scheduled), result[0].size))
+        return result
+
+    monkeypatch.setattr(DecodeGraphs, "run", counting)
+    tokens_of(llm, [p[:9] for p in PROMPTS[:3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert sizes == [(3, 4)] * 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_touches_no_block(device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 sequences in a recording of 4, after 6 in theirs: of the pool, only their own next slots change."""
+    llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, enable_prefix_caching=False)
+    runner = runner_of(llm)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    tokens_of(llm, [p[:18] for p in (PROMPTS * 4)[:6]], params)
+    for cache in runner.kv:
+        cache[:, :-1].fill_(float("nan"))  # the scratch block is nobody's, but must stay finite
+    tokens_of(llm, [list(range(i, i + 9)) for i in range(3)], params)
+    written = runner.kv[0][0, :-1].isfinite().flatten(2).all(-1).flatten()  # [num_blocks * block_size]
+    assert int(written.sum()) == 3 * (9 + 3)
+    assert all(bool(cache[:, -1].isfinite().all()) for cache in runner.kv)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_recorded_and_plain_agree_in_half_precision(dtype: str, checkpoints: Path) -> None:
+    """Chosen tokens' log-probabilities, teacher-forced by the recorded run's own tokens as prompts of the plain one."""
+    path = lively_qwen3(checkpoints)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
+    prompts = [[*p[:20], i] for i, p in enumerate((PROMPTS * 2)[:7])]
+
+    def logprobs(llm: LLM, of: list[list[int]]) -> list[float]:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in of], params, use_tqdm=False)
+        return [next(iter(o.outputs[0].logprobs[0].values())).logprob for o in outputs]  # type: ignore[index]
+
+    config: dict[str, Any] = {"device": "cuda", "dtype": dtype, "skip_tokenizer_init": True, "num_kv_blocks": 60}
+    recorded, plain = LLM(path, **config), LLM(path, enforce_eager=True, **config)
+    a, b = torch.tensor(logprobs(recorded, prompts)), torch.tensor(logprobs(plain, prompts))
+    assert (a - b).abs().max() < 0.1

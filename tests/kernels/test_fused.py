@@ -1,0 +1,175 @@
+"""The fused kernels against the plain operations that they stand for. fp32 in the interpreter; on a GPU in bf16 too."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.add_rms_norm import add_rms_norm
+from nanovllm.kernels.decode_inputs import decode_inputs
+from nanovllm.kernels.kv_write import kv_write_reference
+from nanovllm.kernels.norm_rope_write import norm_rope_write
+from nanovllm.kernels.sample import sample_rows
+from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.kernels.skinny_linear import SkinnyConfig, skinny_linear
+from nanovllm.layers.norm import rms_norm
+from nanovllm.layers.rope import RotaryEmbedding, apply_rope
+from nanovllm.runner.rows import decode_inputs_reference
+from nanovllm.runner.sampler import Draws, sample_plain
+
+ON = [
+    pytest.param(("cpu", torch.float32), id="interpreter"),
+    pytest.param(("cuda", torch.float32), id="fp32", marks=pytest.mark.gpu),
+    pytest.param(("cuda", torch.bfloat16), id="bf16", marks=pytest.mark.gpu),
+]
+Where = tuple[str, torch.dtype]
+
+
+@pytest.fixture(params=ON)
+def where(request: pytest.FixtureRequest) -> Where:
+    chosen: Where = request.param
+    return chosen
+
+
+def normal(where: Where, *shape: int, seed: int = 0) -> Tensor:
+    device, dtype = where
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
+
+
+def assert_close(ours: Tensor, truth: Tensor) -> None:
+    """By the relative error of the whole: float32 arithmetic is far below, one rounding to bf16 is 2e-3."""
+    error = (ours.double() - truth.double()).norm() / truth.double().norm()
+    assert error < (1e-6 if ours.dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("size", [96, 1024])
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_add_rms_norm(where: Where, size: int, with_residual: bool) -> None:
+    x, residual = 3 * normal(where, 5, size), normal(where, 5, size, seed=1)
+    weight = normal(where, size, seed=2)
+    normed, total = add_rms_norm(x, residual if with_residual else None, weight, 1e-6)
+    expected = x + residual if with_residual else x
+    assert torch.equal(total, expected)
+    assert_close(normed, rms_norm(expected, weight, 1e-6))
+
+
+def test_silu_and_mul(where: Where) -> None:
+    gate_up = 4 * normal(where, 3, 2 * 1100)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_close(silu_and_mul(gate_up), torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (9, 3, 64), (2, 1, 128)])
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_norm_rope_write(where: Where, num_heads: int, num_kv_heads: int, head_dim: int, with_norm: bool) -> None:
+    device, dtype = where
+    qkv = normal(where, 5, num_heads + 2 * num_kv_heads, head_dim)
+    positions = torch.tensor([0, 1, 7, 30, 31], dtype=torch.int32, device=device)
+    slots = torch.tensor([3, 17, 16, 0, 40], device=device)
+    norms = (normal(where, head_dim, seed=1), normal(where, head_dim, seed=2)) if with_norm else None
+    rotary = RotaryEmbedding(head_dim, 1e4, None, 32).to(device)
+    kv = torch.full((2, 3, 16, num_kv_heads, head_dim), 7.0, dtype=dtype, device=device)
+    expected_kv = kv.clone()
+
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], 1e-6), rms_norm(k, norms[1], 1e-6)
+    cos, sin = rotary(positions)
+    kv_write_reference(expected_kv, apply_rope(k, cos, sin), v, slots)
+    out = norm_rope_write(qkv, kv, norms, rotary.table, positions, slots, 1e-6)
+    assert_close(out, apply_rope(q, cos, sin))
+    assert_close(kv, expected_kv)
+    untouched = torch.ones(48, dtype=torch.bool, device=device)
+    untouched[slots] = False
+    assert (kv.flatten(1, 2)[:, untouched] == 7).all(), "only the step's own slots are written"
+
+
+def sampling_state(device: str, num_rows: int) -> dict[str, Tensor]:
+    return {
+        "temperature": torch.tensor([0.0, 0.7, 1.0, 1.3] * num_rows, device=device)[:num_rows],
+        "seeds": torch.arange(num_rows, device=device) * 2**40 + 5,
+        "num_prompt_tokens": torch.arange(num_rows, dtype=torch.int32, device=device),
+        "token_ids": torch.full((num_rows, 50), -7, dtype=torch.int32, device=device),
+    }
+
+
+@pytest.mark.parametrize("vocab_size", [511, 10_000])
+def test_sample_rows(where: Where, vocab_size: int) -> None:
+    """The tokens of the plain tail, each put behind the tokens of its row."""
+    device = where[0]
+    rows = torch.tensor([6, 2, 0, 1, 5, 3, 7, 4] * 3, dtype=torch.int32, device=device)[:20]
+    rows = torch.cat((rows[:8], rows[:8] + 8, rows[:4] + 16))  # 20 different ones
+    state = sampling_state(device, 24)
+    logits = 2 * normal(where, 20, vocab_size)
+    positions = state["num_prompt_tokens"][rows] + 3
+    draws = Draws(state["temperature"][rows], state["seeds"][rows], positions - state["num_prompt_tokens"][rows])
+    expected = sample_plain(logits, draws)
+    tokens = sample_rows(logits, rows, positions, **state)
+    assert tokens.tolist() == expected.tolist()
+    assert len(set(tokens.tolist())) > 10
+    written = (state["token_ids"] != -7).nonzero()
+    assert sorted(written.tolist()) == sorted([r, p] for r, p in zip(rows.tolist(), positions.tolist(), strict=True))
+    assert state["token_ids"][rows.long(), positions.long()].tolist() == expected.tolist()
+
+
+def test_sample_rows_with_bad_logits(where: Where) -> None:
+    """-1 where the largest is not finite, 0 in the row (an id that exists); ties go to the lowest id."""
+    device, dtype = where
+    logits = torch.zeros(5, 9000, device=device, dtype=dtype)
+    logits[0, 4500] = float("nan")
+    logits[1, 8999] = float("inf")
+    logits[2] = float("-inf")
+    logits[3, [5000, 100, 8000]] = 3.0
+    logits[4, 17], logits[4, 5] = float("-inf"), 1.0
+    state = sampling_state(device, 5)
+    state["temperature"].zero_()
+    rows = torch.arange(5, dtype=torch.int32, device=device)
+    tokens = sample_rows(logits, rows, rows + 10, **state)
+    assert tokens.tolist() == [-1, -1, -1, 100, 5]
+    assert [int(state["token_ids"][r, r + 10]) for r in range(5)] == [0, 0, 0, 100, 5]
+
+
+def test_decode_inputs(where: Where) -> None:
+    device = where[0]
+    generator = torch.Generator(device).manual_seed(0)
+    token_ids = torch.randint(0, 999, (6, 81), generator=generator, device=device, dtype=torch.int32)
+    block_table = torch.randint(0, 99, (6, 40), generator=generator, device=device, dtype=torch.int32)
+    rows = torch.tensor([4, 5, 0, 5, 1], dtype=torch.int32, device=device)
+    positions = torch.tensor([0, 79, 33, 1, 64], dtype=torch.int32, device=device)
+
+    def filled(look_up: object) -> list[Tensor]:
+        out = [torch.zeros(5, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64, torch.int32)]
+        table = torch.zeros(5, 40, dtype=torch.int32, device=device)
+        look_up(rows, positions, token_ids, block_table, 2, *out, table)  # type: ignore[operator]
+        used = torch.arange(40, device=device) <= (positions // 2)[:, None]
+        return [*out, table * used]
+
+    for ours, expected in zip(filled(decode_inputs), filled(decode_inputs_reference), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 17])
+@pytest.mark.parametrize("extra", ["nothing", "norm", "gate", "residual and bias"])
+def test_skinny_linear(where: Where, num_tokens: int, extra: str) -> None:
+    if where == ("cuda", torch.float32):
+        pytest.skip("for 16 bits only: its prefetch counts in such elements")
+    inputs, outputs = 256, 64
+    x, weight = normal(where, num_tokens, inputs), normal(where, outputs, inputs, seed=1) / 16
+    norm, bias = normal(where, inputs, seed=2), normal(where, outputs, seed=3)
+    residual = normal(where, num_tokens, outputs, seed=4)
+    config = None if where[0] == "cuda" else SkinnyConfig(columns=32, inner=128)
+    if extra == "nothing":
+        ours, truth = skinny_linear(x, weight, config=config), x.double() @ weight.double().t()
+    elif extra == "residual and bias":
+        ours = skinny_linear(x, weight, bias=bias, residual=residual, config=config)
+        truth = x.double() @ weight.double().t() + bias + residual
+    else:
+        gated = extra == "gate"
+        ours = skinny_linear(x, weight, norm=norm, eps=1e-6, gated=gated, config=config)
+        truth = rms_norm(x.double().float(), norm.float(), 1e-6).double() @ weight.double().t()
+        if gated:
+            gate, up = truth.chunk(2, -1)
+            truth = torch.nn.functional.silu(gate) * up
+    error = (ours.double() - truth).norm() / truth.norm()
+    assert error < (1e-5 if ours.dtype == torch.float32 else 1e-2)
