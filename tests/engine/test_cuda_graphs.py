@@ -34,7 +34,7 @@ def make_llm(path: Path, device: str, monkeypatch: pytest.MonkeyPatch, **config:
 
 
 def runner_of(llm: LLM) -> ModelRunner:
-    runner: ModelRunner = llm.engine.executor.runner  # type: ignore[attr-defined]
+    runner: ModelRunner = llm.engine.executor.runner
     return runner
 
 
@@ -127,7 +127,7 @@ def test_recorded_and_plain_agree_in_half_precision(dtype: str, checkpoints: Pat
 
     def logprobs(llm: LLM, of: list[list[int]]) -> list[float]:
         outputs = llm.generate([{"prompt_token_ids": p} for p in of], params, use_tqdm=False)
-        return [next(iter(o.outputs[0].logprobs[0].values())).logprob for o in outputs]  # type: ignore[index]
+        return [next(iter(o.outputs[0].logprobs[0].values())).logprob for o in outputs]
 
     config: dict[str, Any] = {"device": "cuda", "dtype": dtype, "skip_tokenizer_init": True, "num_kv_blocks": 60}
     recorded, plain = LLM(path, **config), LLM(path, enforce_eager=True, **config)
