@@ -6,7 +6,7 @@ the figures then mean nothing.
 
 from __future__ import annotations
 
-from benchmarks.harness import Figure, Measured, Showcase, hf_contender, metric, stage_contender
+from benchmarks.harness import Contender, Figure, Measured, Showcase, hf_contender, metric, stage_contender
 from benchmarks.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
 
 HF = "HF generate"
@@ -189,6 +189,35 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
     )
 
 
+def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
+    """On a GPU; a quick one runs anywhere, with the eager stand-in for the graph."""
+    batches, prompt, tokens = ((1, 3), 8, 4) if quick else ((1, 8, 64), 64, 64)
+    contenders = [stage_contender(5), stage_contender(6), hf_contender(HF, batch=True)]
+    if not quick:
+        stage_5_kernel = {"kind": "stage", "number": 5, "options": {"attention": "triton"}}
+        compiled = {"kind": "stage", "number": 6, "options": {"compile": True}}
+        contenders += [Contender("stage 5 with the kernel", stage_5_kernel), Contender("stage 6 compiled", compiled)]
+    return Showcase(
+        name="stage_6",
+        title="Time of a decode step",
+        workload=f"{' or '.join(map(str, batches))} requests at once, {prompt} prompt tokens and {tokens} to generate",
+        contenders=contenders,
+        scenarios=[
+            Scenario(f"batch {n}", [make_requests([(prompt, tokens)] * n, vocab_size, seed=n)], max_num_seqs=n)
+            for n in batches
+        ],
+        figures=[
+            Figure(f"decode_{n}", f"decode step, batch {n}", "ms", "lower", metric(f"batch {n}", "decode_ms"))
+            for n in batches
+        ],
+        headline="decode_1",
+        shown=tuple(f"decode_{n}" for n in batches),
+        contender="stage 6",
+        rival="stage 5",
+        notes=["stage 5 gathers keys and values, stage 6 reads them by the Triton kernel, which stage 5 can use, too"],
+    )
+
+
 def ladder(vocab_size: int, quick: bool = False) -> Showcase:
     count, prompt, output, shared, slots = (
         (4, (4, 12), (2, 4), 16, 128) if quick else (18, (16, 64), (8, 24), 192, 1536)
@@ -223,4 +252,6 @@ def ladder(vocab_size: int, quick: bool = False) -> Showcase:
     )
 
 
-SHOWCASES = {1: naive, 2: kv_cache, 3: paged_blocks, 4: prefix_caching, 5: continuous_batching}
+SHOWCASES = {1: naive, 2: kv_cache, 3: paged_blocks, 4: prefix_caching, 5: continuous_batching, 6: cuda_graphs}
+# Showcases that say something on a GPU only, and the shape of the model that they are recorded with (benchmarks/shapes)
+NEED_A_GPU = {6: "Qwen3-0.6B"}

@@ -39,10 +39,11 @@ class Runner(Protocol):
 class StageRunner:
     """An engine of `stages/`, built anew for every scenario with the scenario's limits."""
 
-    def __init__(self, number: int, model: str, device: str) -> None:
+    def __init__(self, model: str, device: str, *, number: int, options: dict[str, Any] | None = None) -> None:
         from stages.manifest import load_stage
 
         self.stage = load_stage(number)
+        self.options = options or {}
         self.model, self.device = model, device
         self.recorder: CallRecorder | None = None
         self.num_parameters = self.vocab_size = 0
@@ -70,7 +71,7 @@ class StageRunner:
             "num_blocks": scenario.num_blocks(BLOCK_SIZE),
             "max_num_seqs": scenario.max_num_seqs if self.stage.number > 2 else scenario.num_rows(longest),
         }
-        options = {name: value for name, value in limits.items() if name in self.stage.options}
+        options = {name: value for name, value in limits.items() if name in self.stage.options} | self.options
         self.engine = self.stage.engine_class()(self.model, device=self.device, on_event=self.on_event, **options)
         self.num_parameters = sum(p.numel() for p in self.engine.model.parameters())
         self.vocab_size = self.engine.vocab_size
@@ -89,11 +90,15 @@ class StageRunner:
 
 
 def make_runner(contender: dict[str, Any], model: str, device: str) -> Runner:
+    options = {name: value for name, value in contender.items() if name != "kind"}
     if contender["kind"] == "stage":
-        return StageRunner(contender["number"], model, device)
+        return StageRunner(model, device, **options)
+    if contender["kind"] == "engine":
+        from benchmarks.engine_runner import EngineRunner
+
+        return EngineRunner(model, device)
     from benchmarks.hugging_face import HuggingFaceRunner  # takes seconds to import
 
-    options = {name: value for name, value in contender.items() if name != "kind"}
     return HuggingFaceRunner(model, device, **options)
 
 

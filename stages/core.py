@@ -141,12 +141,16 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
     chosen: list[int] = logits.argmax(dim=-1).tolist()
     for i, seq in enumerate(sequences):
         if seq.params.temperature > 0:
-            key = xxhash.xxh64_intdigest(f"{seq.seed}:{seq.num_output_tokens}".encode())
-            generator = torch.Generator().manual_seed(key)
-            # -log of an exponential variable is Gumbel; float64, because in float32 one draw in 2**24 is exactly 0
-            noise = torch.empty(logits.shape[1], dtype=torch.float64).exponential_(generator=generator)
-            chosen[i] = int((logits[i] - seq.params.temperature * noise.log()).argmax())
+            chosen[i] = int((logits[i] + seq.params.temperature * gumbel(seq, logits.shape[1])).argmax())
     return chosen
+
+
+def gumbel(seq: Sequence, vocab_size: int) -> torch.Tensor:
+    """The noise [V] float64 of the next token of `seq`: a function of its seed and of how many tokens it has so far."""
+    key = xxhash.xxh64_intdigest(f"{seq.seed}:{seq.num_output_tokens}".encode())
+    generator = torch.Generator().manual_seed(key)
+    # -log of an exponential variable is Gumbel; float64, because in float32 one draw in 2**24 is exactly 0
+    return -torch.empty(vocab_size, dtype=torch.float64).exponential_(generator=generator).log()
 
 
 class Events:

@@ -34,13 +34,19 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     tile_sequence_ptr, tile_index_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
     scale, table_stride, block_stride, token_stride, head_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DECODE: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
-    sequence = tl.load(tile_sequence_ptr + tl.program_id(0))
-    first_query = tl.load(tile_index_ptr + tl.program_id(0)) * QUERIES  # counted within the sequence's chunk
-    query_start = tl.load(query_start_ptr + sequence)
-    query_len = tl.load(query_start_ptr + sequence + 1) - query_start
+    if DECODE:  # one query a sequence: nothing has to be looked up, and none of the three pointers is used
+        sequence = tl.program_id(0)
+        first_query = 0
+        query_start = sequence
+        query_len = 1
+    else:
+        sequence = tl.load(tile_sequence_ptr + tl.program_id(0))
+        first_query = tl.load(tile_index_ptr + tl.program_id(0)) * QUERIES  # counted within the sequence's chunk
+        query_start = tl.load(query_start_ptr + sequence)
+        query_len = tl.load(query_start_ptr + sequence + 1) - query_start
     context_len = tl.load(context_len_ptr + sequence)
 
     # Row r of the tile is query r // GROUP under head r % GROUP of this KV head's group.
@@ -110,28 +116,66 @@ def paged_attention(
     Raises:
         ValueError: for a block size or head dimension that the kernel's tiles cannot have.
     """
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    check_tiles(k_cache, v_cache)
+    q = q.contiguous()
+    query_len = query_start.diff()
+    # A tile of tl.dot has at least 16 rows; with one query a sequence (decode) more of them would only be padding.
+    rows = 16 if int(query_len.max()) == 1 else 64
+    queries = rows * k_cache.shape[2] // q.shape[1]
+    tiles = (query_len + queries - 1) // queries  # [S], tiles that each sequence needs
+    sequences = torch.arange(len(tiles), device=q.device)
+    tile_sequence = sequences.repeat_interleave(tiles)  # [num_tiles]
+    tile_index = torch.arange(len(tile_sequence), device=q.device) - (tiles.cumsum(0) - tiles)[tile_sequence]
+    return launch(q, k_cache, v_cache, block_table, context_len, scale, rows, (tile_sequence, tile_index, query_start))
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_len: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The same where every sequence has exactly one query, q [S, Hq, D]: what a CUDA graph can record (stage 6).
+
+    `paged_attention` asks the device how long the longest chunk is, and its grid depends on the answer. Here the grid
+    follows from the shapes alone; lengths and tables are read on the device only.
+    """
+    check_tiles(k_cache, v_cache)
+    return launch(q.contiguous(), k_cache, v_cache, block_table, context_len, scale, rows=16, tiles=None)
+
+
+def check_tiles(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    block_size, _, head_dim = k_cache.shape[1:]
     if block_size < 16 or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two of at least 16, got {block_size}; use the gather instead")
     if head_dim not in (64, 128):
         raise ValueError(f"head_dim must be 64 or 128, got {head_dim}; use the gather instead")
     if k_cache.stride() != v_cache.stride():
         raise ValueError(f"k_cache and v_cache must be laid out alike: {k_cache.stride()} against {v_cache.stride()}")
-    q = q.contiguous()
+
+
+def launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_len: torch.Tensor,
+    scale: float,
+    rows: int,
+    tiles: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """tiles: the sequence and the number of each tile, and where queries start; None if each query is a sequence."""
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     group = q.shape[1] // num_kv_heads
-    query_len = query_start.diff()
-    # A tile of tl.dot has at least 16 rows; with one query a sequence (decode) more of them would only be padding.
-    rows = 16 if int(query_len.max()) == 1 else 64
-    queries = rows // group
-    tiles = (query_len + queries - 1) // queries  # [S], tiles that each sequence needs
-    sequences = torch.arange(len(tiles), device=q.device)
-    tile_sequence = sequences.repeat_interleave(tiles)  # [num_tiles]
-    tile_index = torch.arange(len(tile_sequence), device=q.device) - (tiles.cumsum(0) - tiles)[tile_sequence]
+    tile_sequence, tile_index, query_start = tiles or (context_len,) * 3  # some pointer has to be given
     out = torch.empty_like(q)  # [T, Hq, D]
     _paged_attention_kernel[(len(tile_sequence), num_kv_heads)](
         q, k_cache, v_cache, out, tile_sequence, tile_index, block_table, query_start, context_len,
         scale, block_table.stride(0), *k_cache.stride()[:3],
         NUM_HEADS=q.shape[1], GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        QUERIES=queries, ROWS=rows, KEYS=min(block_size, 128 // q.element_size()), num_stages=2,
+        QUERIES=rows // group, ROWS=rows, KEYS=min(block_size, 128 // q.element_size()), DECODE=tiles is None,
+        num_stages=2,
     )  # fmt: skip
     return out

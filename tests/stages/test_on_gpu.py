@@ -1,11 +1,15 @@
 """The stages on a GPU: fp32 exactly, bf16 and fp16 by the oracle's rules, with the gather and with the kernel."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.random_checkpoint import SHAPES
+from stages.core import SamplingParams
+from stages.model import Transformer
 from tests import oracle
 from tests.oracle_record import record_alone
 from tests.stages.requests import PROMPTS, TIGHT, greedy, random_prompts, story_prompts
@@ -111,3 +115,101 @@ def test_greedy_fp32_tokens_in_tight_quarters(subject: Subject, checkpoints: Pat
 def test_the_checkpoints_dtype_is_the_default(subject: Subject, story_model: Path) -> None:
     engine = subject.engine(story_model, device=DEVICE)
     assert next(engine.model.parameters()).dtype == torch.bfloat16
+
+
+# --- CUDA graphs: a replay against an eager step, and against Hugging Face ---
+
+
+def graphed(subject: Subject, path: Path, dtype: torch.dtype, eager: bool = False, **more: Any) -> Any:
+    engine = subject.engine(path, **options(dtype) | {"max_num_batched_tokens": 512} | more)
+    if eager:
+        engine.bucket_for = lambda plan: None
+    return engine
+
+
+@since(6)
+@ATTENTION
+def test_replays_are_eager_steps(subject: Subject, checkpoints: Path, attention: str) -> None:
+    """fp32, the same tokens: batch 3 after batch 8, long tables then short ones, sampled beside greedy rows."""
+    path = lively(checkpoints)
+    engine, reference = (graphed(subject, path, torch.float32, eager, attention=attention) for eager in (False, True))
+    assert engine.graph_bytes > 0
+    calls = [random_prompts(*[100] * 8), random_prompts(2, 3, 1, seed=1), random_prompts(200, 1, seed=2), [[7]]]
+    sampled = SamplingParams(1.2, 40, ignore_eos=True, seed=3)
+    for prompts in calls:
+        params = [sampled if i % 3 == 1 else greedy(40, ignore_eos=True) for i in range(len(prompts))]
+        assert engine.generate(prompts, params) == reference.generate(prompts, params)
+        outputs = engine.generate(prompts, greedy(40))
+        oracle.check_greedy(path, prompts, outputs, greedy(40))
+        subject.check_idle(engine)
+
+
+@since(6)
+@HALF
+@ATTENTION
+def test_logits_of_replays(
+    subject: Subject, story_model: Path, dtype: torch.dtype, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The RMS rule at 400 positions, every one of them computed by a replay."""
+    given: list[torch.Tensor] = []
+    plain = Transformer.logits
+
+    def keep(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
+        given.append(plain(model, hidden))
+        return given[-1]
+
+    monkeypatch.setattr(Transformer, "logits", keep)
+    engine = graphed(subject, story_model, dtype, attention=attention, max_num_seqs=1)
+    static, rows, replay = given[-1], [], engine.replay
+
+    def replay_and_keep(*arguments: Any) -> Any:
+        tokens = replay(*arguments)
+        rows.append(static[0].cpu())
+        return tokens
+
+    engine.replay = replay_and_keep
+    prompt = story_prompts(story_model)[0][:1]
+    [output] = engine.generate([prompt], greedy(400, ignore_eos=True))
+    assert len(rows) == 400 and output == [int(row.argmax()) for row in rows]
+    oracle.check_rms(torch.stack(rows), story_model, [*prompt, *output[:-1]], dtype, DEVICE)
+
+
+@since(6)
+@HALF
+def test_replays_of_the_shape_of_qwen3(subject: Subject, checkpoints: Path, dtype: torch.dtype) -> None:
+    """Qwen3-0.6B with lively random weights: 28 layers of 16 heads, a vocabulary of 151,936."""
+    config = json.loads((SHAPES / "Qwen3-0.6B" / "config.json").read_text(encoding="utf-8"))
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+    heads = ("num_attention_heads", "num_key_value_heads")
+    path = lively_qwen3(checkpoints, **{key: config[key] for key in (*sizes, *heads)})
+    engine, params = graphed(subject, path, dtype), greedy(24, ignore_eos=True)
+    for prompts in (random_prompts(*range(20, 28)), random_prompts(30, 5, 1, seed=1), random_prompts(12, seed=2)):
+        outputs = engine.generate(prompts, params)
+        oracle.check_greedy_half(path, prompts, outputs, params, dtype, DEVICE)
+
+
+@since(6)
+@HALF
+def test_compiled_replays(subject: Subject, story_model: Path, dtype: torch.dtype) -> None:
+    prompts, params = story_prompts(story_model)[:8], greedy(64, ignore_eos=True)
+    engine = graphed(subject, story_model, dtype, compile=True)
+    for batch in (prompts, prompts[:3], prompts[:1]):
+        oracle.check_greedy_half(story_model, batch, engine.generate(batch, params), params, dtype, DEVICE)
+
+
+@since(6)
+def test_the_memory_of_graphs_is_shared(subject: Subject, story_model: Path) -> None:
+    """Graphs for 1, 2, 4, 8, 16, 24 and 32 sequences take hardly more than the largest of them."""
+    several = graphed(subject, story_model, torch.float32, max_num_seqs=32)
+    graph = several.graphs
+    assert list(graph) == [32, 24, 16, 8, 4, 2, 1]
+    assert several.graph_bytes < 400 * 2**20
+
+
+@since(6)
+def test_another_model_is_obeyed(subject: Subject, checkpoints: Path) -> None:
+    """The graphs hold the kernels of the model that they recorded, so whoever wraps it gets eager steps."""
+    path = lively(checkpoints)
+    [prompt] = random_prompts(20)
+    output, recorder = record_alone(graphed(subject, path, torch.float32), prompt, greedy(20, ignore_eos=True))
+    assert sorted(recorder.logits_by_position(prompt + output[:-1])) == list(range(39))

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from stages.paged_attention_triton import paged_attention
+from stages.paged_attention_triton import paged_attention, paged_decode_attention
 
 Lengths = list[tuple[int, int]]  # (query_len, context_len) of each sequence
 
@@ -54,6 +54,8 @@ def check(
     assert out.shape == q.shape
     assert out.dtype == dtype
     torch.testing.assert_close(out.cpu().double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
+    if all(query_len == 1 for query_len, _ in lengths):
+        assert torch.equal(paged_decode_attention(q, k_cache, v_cache, table, context_len, head_dim**-0.5), out)
 
 
 DECODE = [(1, n) for n in (1, 2, 15, 16, 17, 32, 33, 65, 100)]
@@ -86,8 +88,13 @@ def test_float16() -> None:
 
 @pytest.mark.parametrize(("block_size", "head_dim"), [(8, 64), (48, 64), (16, 96)])
 def test_refuses_shapes_that_its_tiles_cannot_have(block_size: int, head_dim: int) -> None:
+    for lengths in ([(1, 1)], [(2, 2)]):
+        with pytest.raises(ValueError, match="use the gather"):
+            check(lengths, block_size=block_size, head_dim=head_dim)
+    cache = torch.zeros(2, block_size, 1, head_dim)
+    one = torch.ones(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="use the gather"):
-        check([(1, 1)], block_size=block_size, head_dim=head_dim)
+        paged_decode_attention(torch.zeros(1, 1, head_dim), cache, cache, one, one[0], 1.0)
 
 
 @pytest.mark.gpu
