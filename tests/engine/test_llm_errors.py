@@ -213,12 +213,12 @@ def control_c() -> None:
 
 
 def failure() -> None:
-    raise RuntimeError("planted")
+    raise ValueError("planted")  # must not be taken for a refusal of the request
 
 
 @BOTH
 @pytest.mark.parametrize("at", ["added", "admitted", "scheduled", "token", "blocks", "finished", "preempted"])
-@pytest.mark.parametrize(("error", "kind"), [(control_c, KeyboardInterrupt), (failure, RuntimeError)])
+@pytest.mark.parametrize(("error", "kind"), [(control_c, KeyboardInterrupt), (failure, ValueError)])
 def test_after_an_interruption_all_is_free_and_the_llm_works(
     tiny: Path,
     undisturbed: list[list[int]],
@@ -236,6 +236,16 @@ def test_after_an_interruption_all_is_free_and_the_llm_works(
         again = llm.generate(INTERRUPTED, PARAMS, use_tqdm=False)
         check_idle(llm)
     assert [output.outputs[0].token_ids for output in again] == undisturbed
+
+
+def test_control_c_between_data_plane_and_scheduler(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that only one of them knows is not left behind."""
+    with LLM(tiny, **SMALL, skip_tokenizer_init=True) as llm:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm.engine.scheduler, "add", lambda seq: control_c())
+            llm.generate(INTERRUPTED, PARAMS, use_tqdm=False)
+        check_idle(llm)
+        assert len(tokens(llm)[0]) == 6
 
 
 @BOTH
