@@ -1,4 +1,4 @@
-"""What each part of the engine is worth: the headline workload with one thing at a time taken away.
+"""What each part of the engine is worth: the headline workload and small batches with one thing at a time taken away.
 
     python -m benchmarks.ablations --out DIR [--only eager --only sync] [--repeats 2] [--flash-path PATH]
 
@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import roofline, throughput
+from benchmarks import latency, roofline, throughput
 from benchmarks.engine_harness import Comparison, add_options, check_options, ours, run_process
+from benchmarks.engine_worker import Engine, Repetition
 from benchmarks.harness import Contender, Figure, Showcase, metric
 
 BASE = "as it is"
@@ -27,10 +28,29 @@ class Variant:
     patch: Callable[[], None] | None = None
 
 
+def without_kernel(name: str) -> Callable[[], None]:
+    """A patch that has the engine do in PyTorch, one operation after the other, what this fused kernel does."""
+
+    def patch() -> None:
+        from nanovllm import kernels
+
+        assert "nanovllm.runner.model_runner" not in sys.modules, "it has a reference to the function by now"
+        everything = kernels.fused_kernels
+        kernels.fused_kernels = lambda device: everything(device)._replace(**{name: None})  # type: ignore[assignment]
+
+    return patch
+
+
 VARIANTS: dict[str, Variant] = {
     BASE: Variant(),
     "no CUDA graphs": Variant({"enforce_eager": True}),
     "no asynchronous scheduling": Variant({"async_scheduling": False}),
+    "sampling not fused": Variant(patch=without_kernel("sample_rows")),
+    "add + RMSNorm not fused": Variant(patch=without_kernel("add_rms_norm")),
+    "norm + RoPE + KV write not fused": Variant(patch=without_kernel("norm_rope_write")),
+    "SiLU and multiply not fused": Variant(patch=without_kernel("silu_and_mul")),
+    "linear layers for few tokens not fused": Variant(patch=without_kernel("skinny_linear")),
+    "look-up of inputs not fused": Variant(patch=without_kernel("decode_inputs")),
     "no chunked prefill": Variant({"enable_chunked_prefill": False}),
     "no prefix cache": Variant({"enable_prefix_caching": False}),
     "blocks of 16": Variant({"kvcache_block_size": 16}),
@@ -38,19 +58,30 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def showcase(contenders: list[Contender], limit: dict[str, Any]) -> Showcase:
+def measure(engine: Engine, repeats: int, sizes: dict[str, int], small: dict[str, Any]) -> list[Repetition]:
+    """In the process of one variant: the headline workload, and small batches, where other things count."""
+    large = throughput.measure(engine, repeats, sizes)
+    few = latency.measure(engine, repeats, **small)
+    return [{**one, **other} for one, other in zip(large, few, strict=True)]
+
+
+def showcase(contenders: list[Contender], limit: dict[str, Any], batches: list[int]) -> Showcase:
+    figures = [
+        Figure("throughput", "throughput", "tokens/s", "higher", metric("headline", "tokens_per_second")),
+        *(
+            Figure(f"ms_{b}", f"time a token, batch {b}", "ms", "lower", metric(f"batch {b}", "ms_per_token"))
+            for b in batches
+        ),
+    ]
     return Showcase(
         name="ablations",
         title="One thing at a time taken away",
-        workload=throughput.describe(limit),
+        workload=f"{throughput.describe(limit)}; and batches of {' and '.join(map(str, batches))}, greedy",
         contenders=contenders,
         scenarios=[],
-        figures=[
-            Figure("throughput", "throughput", "tokens/s", "higher", metric("headline", "tokens_per_second")),
-            Figure("share", "share of the limit", "%", "higher", throughput.share_of(limit["tokens_per_second"])),
-        ],
+        figures=figures,
         headline="throughput",
-        shown=("throughput", "share"),
+        shown=tuple(figure.key for figure in figures),
         contender=contenders[0].name,
         rival=contenders[-1].name,
         notes=[roofline.describe(limit)],
@@ -66,9 +97,12 @@ def main() -> None:
     names = [name for name in VARIANTS if options.only is None or name in options.only]
     contenders = [ours(options, name, variant=name, **VARIANTS[name].options) for name in names]
     limit = roofline.in_a_process(options)
-    arguments = {"repeats": options.repeats, "sizes": limit["workload"]}
-    comparison = Comparison(showcase(contenders, limit), options, {"roofline": limit})
-    comparison.run(lambda contender: run_process(contender, "benchmarks.throughput", arguments, options))
+    small: dict[str, Any] = {"batches": [1, 32], "prompt_len": 128, "num_tokens": 128, "highest_id": 10_000}
+    if options.quick:
+        small = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 4, "highest_id": 500}
+    arguments = {"repeats": options.repeats, "sizes": limit["workload"], "small": small}
+    comparison = Comparison(showcase(contenders, limit, small["batches"]), options, {"roofline": limit})
+    comparison.run(lambda contender: run_process(contender, "benchmarks.ablations", arguments, options))
     sys.exit(1 if comparison.failures else 0)
 
 
