@@ -17,6 +17,7 @@ SAMPLE = {
     3: "contiguous_blocks",
     4: "count_not_raised",
     5: "earliest_is_victim",
+    6: "padding_writes_to_block_0",
 }
 
 

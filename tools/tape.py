@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+aten = torch.ops.aten
+ASK_FOR_A_VALUE = (aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default, aten.nonzero.default)
+
 
 class Tape(TorchDispatchMode):
     """What happens in `with tape:` is recorded. Every intermediate result keeps its place in memory."""
@@ -24,12 +27,13 @@ class Tape(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            raise RuntimeError(f"{func} needs the value of a tensor, which is not there yet while recording")
+        if func in ASK_FOR_A_VALUE:
+            raise RuntimeError(f"{func} asks for the value of a tensor, and while recording there is none yet")
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out
 
+    @torch.inference_mode()
     def play(self) -> None:
         """Carry everything out again, each result into the memory of the old one."""
         for func, args, kwargs, out in self.calls:
