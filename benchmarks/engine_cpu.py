@@ -57,21 +57,26 @@ def showcase(name: str, vocab_size: int, tokens: int, quick: bool = False) -> Sh
     )
 
 
+def embedded(vocab_size: int, quick: bool = False) -> Showcase:
+    return showcase("engine_cpu", vocab_size, 4 if quick else 32, quick)
+
+
+def smollm2(vocab_size: int, quick: bool = False) -> Showcase:
+    return showcase("engine_cpu_smollm2", vocab_size, 4 if quick else 16, quick)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_cpu", description=(__doc__ or "").split("\n")[0])
     add_options(parser)
     parser.add_argument("--only", choices=("embedded", "smollm2"), help="this model only")
     options = parser.parse_args()
-    tokens = {"embedded": 32, "smollm2": 16}
-    models = {"embedded": ("engine_cpu", EMBEDDED_MODEL), "smollm2": ("engine_cpu_smollm2", SMOLLM2)}
+    models = {"embedded": (embedded, EMBEDDED_MODEL), "smollm2": (smollm2, SMOLLM2)}
     missed = []
-    for label, (name, model) in models.items():
+    for label, (build, model) in models.items():
         if options.only not in (None, label) or (label == "smollm2" and options.only is None and not model.is_dir()):
             continue
         options.model = model
-        result = measure(
-            showcase(name, vocab_size(model), 4 if options.quick else tokens[label], options.quick), options, Console()
-        )
+        result = measure(build(vocab_size(model), options.quick), options, Console())
         for figure in result["figures"]:
             rival, target = TARGETS[figure["key"]]
             if gain(figure, ENGINE, rival) < target:

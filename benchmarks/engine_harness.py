@@ -72,7 +72,7 @@ def ours(options: argparse.Namespace, name: str = "nanovllm", variant: str | Non
     """nanovllm with `config` on top of what all have."""
     config = {**engine_options(options), "device": options.device, **config}
     if options.device == "cpu":
-        config.setdefault("kv_cache_gib", 0.25)
+        config.setdefault("kv_cache_gib", 1 / 16)
     spec = {"package": "nanovllm", "options": config, "variant": variant, "path": options.flash_path}
     return Contender(name, spec)
 
@@ -91,6 +91,12 @@ def python_path(contender: Contender) -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, **({"PYTHONPATH": path} if path else {})}
 
 
+def job_of(contender: Contender, module: str, arguments: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What `engine_worker.run` needs to know."""
+    place = {"model": str(options.model), "device": options.device}
+    return {**contender.spec, **place, "module": module, "arguments": arguments, "started": time.time()}
+
+
 def run_process(
     contender: Contender,
     module: str,
@@ -99,8 +105,7 @@ def run_process(
     environment: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """What `module.measure` found in a fresh process. Raises RuntimeError with the last words of one that fails."""
-    job = {"module": module, "arguments": arguments, "model": str(options.model), "device": options.device}
-    job |= contender.spec
+    job = job_of(contender, module, arguments, options)
     variables = {**python_path(contender), **(environment or {})}
     with tempfile.TemporaryDirectory() as scratch:
         result, log = Path(scratch) / "result.json", Path(scratch) / "log"
@@ -116,7 +121,7 @@ def run_process(
                 start_new_session=True,
             )
             try:
-                process.communicate(json.dumps({**job, "started": time.time()}), timeout=PROCESS_SECONDS)
+                process.communicate(json.dumps(job), timeout=PROCESS_SECONDS)
             except subprocess.TimeoutExpired:
                 words.write(f"\ngave up after {PROCESS_SECONDS} s\n")
             finally:

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.recorder import CallRecorder
 from benchmarks.roofline import num_parameters
+from benchmarks.worker import BLOCK_SIZE
 from benchmarks.workloads import Request, Scenario
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.config import read_config
@@ -23,8 +24,15 @@ class EngineRunner:
         self.first = 0  # the engine numbers its requests over all calls, a recorder those of its own
 
     def prepare(self, scenario: Scenario) -> None:
-        options: dict[str, Any] = {"max_num_seqs": scenario.max_num_seqs, "device": self.device}
-        self.llm = LLM(self.model, skip_tokenizer_init=True, on_event=self.on_event, **options)
+        self.llm = LLM(
+            self.model,
+            device=self.device,
+            skip_tokenizer_init=True,
+            on_event=self.on_event,
+            max_num_seqs=scenario.max_num_seqs,
+            kvcache_block_size=BLOCK_SIZE,
+            num_kv_blocks=scenario.num_blocks(BLOCK_SIZE),
+        )
         self.vocab_size = self.llm.engine.vocab_size
         self.first = 0
 

@@ -4,7 +4,8 @@
     python -m benchmarks.report --check    # fail if one differs from what the JSON says
 
 A table stands between `<!-- generated: NAME -->` and `<!-- end generated -->`, where NAME is `stages` (a row for each
-figure of every stage), `ladder`, or a result such as `stage_3` or `stage_3.h100` (its whole table).
+figure of every stage), `ladder`, one of the engine's (see `benchmarks/engine_report.py`), or a result such as `stage_3`
+or `stage_3.h100` (its whole table).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import wording
+from benchmarks import engine_report, wording
 from benchmarks.harness import RESULTS, ROOT, gain
 from stages.manifest import load_stages
 
@@ -131,6 +132,8 @@ def table(name: str, results: Path) -> str:
         lines = stages_table(results)
     elif name == "ladder":
         lines = ladder_table(results)
+    elif (engine := name.partition("."))[0] in engine_report.TABLES:
+        lines = engine_report.TABLES[engine[0]](engine[2], results)
     else:
         lines = result_table(load(name, results))
     return "".join(f"{line}\n" for line in lines)

@@ -50,8 +50,8 @@ def showcase(contenders: list[Contender]) -> Showcase:
         contenders=contenders,
         scenarios=[],
         figures=[
-            Figure("cold", "empty compile caches", "s", "lower", metric("cold", "seconds")),
-            Figure("warm", "warm compile caches", "s", "lower", metric("warm", "seconds")),
+            Figure("cold", "start to first token, empty compile caches", "s", "lower", metric("cold", "seconds")),
+            Figure("warm", "start to first token, warm compile caches", "s", "lower", metric("warm", "seconds")),
         ],
         headline="warm",
         shown=("cold", "warm"),

@@ -66,19 +66,23 @@ def describe(limit: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=(__doc__ or "").split("\n")[0])
     add_options(parser)
     parser.add_argument("--repeats", type=int, default=3, help="times that a process runs the workload (default 3)")
-    options = check_options(parser.parse_args())
+    return check_options(parser.parse_args(arguments))
+
+
+def compare(options: argparse.Namespace) -> Comparison:
+    """Measure, print and write down; options as `parse` gives them."""
     limit = roofline.in_a_process(options)
     print(roofline.describe(limit), flush=True)
     contenders = [ours(options), *vllm(options)]
     arguments = {"repeats": options.repeats, "sizes": limit["workload"]}
     comparison = Comparison(showcase(contenders, limit), options, {"roofline": limit})
     comparison.run(lambda contender: run_process(contender, "benchmarks.throughput", arguments, options))
-    sys.exit(1 if comparison.failures else 0)
+    return comparison
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if compare(parse()).failures else 0)

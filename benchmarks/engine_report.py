@@ -1,0 +1,141 @@
+"""The tables of the engine, from the JSON of its benchmarks. What was not measured yet has no table.
+
+engine.CARD      throughput, share of the limit, small batches, start-up and idle time, beside vLLM
+ablations.CARD   what each part is worth
+prefix.CARD, mixed.CARD   all that was measured
+engine_cpu       both models beside Hugging Face
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import wording
+from benchmarks.engine_cpu import ENGINE, TARGETS
+from benchmarks.harness import gain
+
+SUMMARISED = ("throughput", "latency", "startup", "idle")
+
+Results = dict[str, dict[str, Any]]  # by the name of the benchmark
+
+
+def read(names: list[str], directory: Path) -> Results:
+    """Those results that exist. `names` are those of the files."""
+    found = {name: directory / f"{name}.json" for name in names}
+    return {n.partition(".")[0]: json.loads(p.read_text(encoding="utf-8")) for n, p in found.items() if p.is_file()}
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def cell(figure: dict[str, Any], contender: str) -> str:
+    """The median, and the spread where there is one."""
+    value = figure["values"].get(contender)
+    if value is None:
+        return "–"
+    low, middle, high = (wording.number(value[k], figure["unit"]) for k in ("min", "median", "max"))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def ratio(figure: dict[str, Any], contender: str, rival: str) -> str:
+    if not {contender, rival} <= figure["values"].keys():
+        return "–"
+    return f"{wording.number(gain(figure, contender, rival), 'times')}×"
+
+
+def origin(results: Results) -> str:
+    """Where, with what, from which code, in how many rounds."""
+    first = next(iter(results.values()))
+    facts = first["machine"]
+    parts = [facts["device"] if facts["device"] != "cpu" else f"{facts['processor']}, {facts['threads']} thread"]
+    parts += [f"{name} {facts[name]}" for name in ("torch", "triton", "transformers") if name in facts]
+    engines = {e["engine"] for r in results.values() for e in r.get("engines", {}).values()} - {"nanovllm"}
+    commits = list(dict.fromkeys(wording.commit(r) for r in results.values()))
+    rounds = ", ".join(f"{n} {len({r['round'] for r in result['rounds']})}" for n, result in results.items())
+    models = dict.fromkeys(r["model"]["name"] for r in results.values())
+    weights = "random weights of this shape" if facts["device"] != "cpu" else "float32"
+    return (
+        f"Measured on {', '.join([*parts, *sorted(engines)])}; {', '.join(models)} ({weights}); "
+        f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}. Medians, with the spread over all rounds "
+        f"({rounds})."
+    )
+
+
+def engine_table(card: str, directory: Path) -> list[str]:
+    results = read([f"{name}.{card}" for name in SUMMARISED], directory)
+    if not results:
+        return []
+    lines = [row("", "nanovllm", "vLLM", "gain"), "|---|--:|--:|--:|"]
+    for result in results.values():
+        for figure in result["figures"]:
+            if figure["key"] in result["shown"]:
+                shown = cell(figure, "nanovllm"), cell(figure, "vLLM"), ratio(figure, "nanovllm", "vLLM")
+                lines.append(row(wording.label(figure), *shown))
+    lines += ["", f"Workloads: {'; '.join(r['workload'] for r in results.values())}."]
+    lines += [f"The {note}." for r in results.values() for note in r["notes"]]
+    return [*lines, "", origin(results)]
+
+
+def ablations_table(card: str, directory: Path) -> list[str]:
+    results = read([f"ablations.{card}"], directory)
+    if not results:
+        return []
+    result = results["ablations"]
+    figures = result["figures"]
+    header = [text for figure in figures for text in (wording.label(figure), "change")]
+    lines = [row("", *header), "|---|" + "--:|" * len(header)]
+    for name in result["figures"][0]["values"]:
+        cells = []
+        for figure in figures:
+            base, value = (figure["values"].get(n, {}).get("median") for n in (result["contender"], name))
+            change = "" if None in (base, value) or name == result["contender"] else f"{100 * (value / base - 1):+.1f}%"
+            cells += [cell(figure, name), change]
+        lines.append(row(name, *cells))
+    lines += [row(name, *["failed"] * len(header)) for name in result["failures"]]
+    return [*lines, "", f"Workload: {result['workload']}.", "", origin(results)]
+
+
+def whole_table(name: str) -> Callable[[str, Path], list[str]]:
+    """Every figure of every contender of one benchmark."""
+
+    def table(card: str, directory: Path) -> list[str]:
+        results = read([f"{name}.{card}"], directory)
+        if not results:
+            return []
+        result = results[name]
+        contenders = wording.contenders(result)
+        lines = [row(result["title"], *contenders), "|---|" + "--:|" * len(contenders)]
+        lines += [row(wording.label(f), *(cell(f, c) for c in contenders)) for f in result["figures"]]
+        return [*lines, "", f"Workload: {result['workload']}.", "", origin(results)]
+
+    return table
+
+
+def cpu_table(_: str, directory: Path) -> list[str]:
+    results = read(["engine_cpu", "engine_cpu_smollm2"], directory)
+    if not results:
+        return []
+    names = ["nanovllm", "HF one by one", "HF padded batch"]
+    lines = [row("model", "what is measured", *names, "gain", "at least"), "|---|---|" + "--:|" * 5]
+    for result in results.values():
+        model = Path(result["model"]["name"]).name
+        for figure in result["figures"]:
+            rival, target = TARGETS[figure["key"]]
+            gained = f"{ratio(figure, ENGINE, rival)} {rival}"
+            lines.append(row(model, wording.label(figure), *(cell(figure, n) for n in names), gained, f"{target:g}×"))
+            model = ""
+    lines += ["", *(f"- {r['model']['name']}: {r['workload']}; {wording.clock(r)}" for r in results.values())]
+    return [*lines, "", origin(results)]
+
+
+TABLES: dict[str, Callable[[str, Path], list[str]]] = {
+    "engine": engine_table,
+    "ablations": ablations_table,
+    "prefix": whole_table("prefix"),
+    "mixed": whole_table("mixed"),
+    "engine_cpu": cpu_table,
+}

@@ -1,0 +1,234 @@
+"""The engine's benchmarks, run on a CPU at a tiny size, and the arithmetic behind them. Times are never judged here."""
+
+import argparse
+import gzip
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import (
+    ablations,
+    check,
+    engine_cpu,
+    engine_harness,
+    engine_report,
+    engine_worker,
+    harness,
+    idle,
+    latency,
+    mixed,
+    prefix,
+    report,
+    roofline,
+    startup,
+    throughput,
+    worker,
+)
+from benchmarks.harness import Contender
+from nanovllm import kernels
+from tests.weights import VOCAB, lively_qwen3
+
+COMMANDS: dict[str, ModuleType] = {
+    m.__name__.rpartition(".")[2]: m for m in (throughput, latency, ablations, startup, prefix, mixed, idle)
+}
+
+
+# --- every benchmark from end to end ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_qwen3(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what every command wrote, each run as with `--quick`, in this process."""
+    directory = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roofline, "in_a_process", roofline.roofline)
+        patch.setattr(startup, "import_once", lambda contender: None)
+        for name, module in COMMANDS.items():
+            patch.setattr(module, "run_process", run_here)
+            run_command(name, module, model, directory, patch)
+    return directory
+
+
+def run_here(
+    contender: Contender, module: str, arguments: dict[str, Any], options: argparse.Namespace, *_: Any
+) -> dict[str, Any]:
+    job = engine_harness.job_of(contender, module, arguments, options)
+    try:
+        return json.loads(json.dumps(engine_worker.run(json.loads(json.dumps(job)))))
+    except ValueError as error:  # which would end a process of its own
+        raise RuntimeError(str(error)) from error
+
+
+def run_command(name: str, module: ModuleType, model: Path, directory: Path, patch: pytest.MonkeyPatch) -> None:
+    command = [name, "--quick", "--device", "cpu", "--model", str(model), "--out", str(directory), "--rounds", "1"]
+    if name in ("throughput", "latency", "ablations", "prefix", "mixed"):
+        command += ["--repeats", "1"]
+    if name == "ablations":  # patches would stay in this process, so only options are tried
+        command += ["--only", ablations.BASE, "--only", "no prefix cache", "--only", "flash_attn"]
+    patch.setattr(sys, "argv", command)
+    if name == "throughput":
+        assert not throughput.compare(throughput.parse()).failures
+        return
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == (1 if name == "ablations" else 0)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_quick_run_is_complete(name: str, results: Path) -> None:
+    result = json.loads((results / f"{name}.json").read_text())
+    assert result["name"] == name and result["machine"]["device"] == "cpu" and result["commit"]["hash"]
+    shown = {figure["key"] for figure in result["figures"]}
+    assert result["headline"] in result["shown"] and set(result["shown"]) <= shown
+    for figure in result["figures"]:
+        assert result["contender"] in figure["values"]
+        assert all(value["min"] <= value["median"] <= value["max"] for value in figure["values"].values())
+    text = json.dumps(result["rounds"])
+    assert str(harness.ROOT) not in text and str(Path.home()) not in text
+
+
+def figures_of(name: str, results: Path) -> dict[str, dict[str, dict[str, float]]]:
+    return {f["key"]: f["values"] for f in json.loads((results / f"{name}.json").read_text())["figures"]}
+
+
+def test_the_share_is_of_the_limit_of_the_same_run(results: Path) -> None:
+    result = json.loads((results / "throughput.json").read_text())
+    figures = figures_of("throughput", results)
+    expected = 100 * figures["throughput"]["nanovllm"]["median"] / result["roofline"]["tokens_per_second"]
+    assert figures["share"]["nanovllm"]["median"] == pytest.approx(expected)
+
+
+def test_a_variant_that_cannot_run_is_named(results: Path) -> None:
+    result = json.loads((results / "ablations.json").read_text())
+    assert result["failures"].keys() == {"flash_attn"} and "GPU" in result["failures"]["flash_attn"]
+    assert result["figures"][0]["values"].keys() == {ablations.BASE, "no prefix cache"}
+
+
+def test_the_trace_is_kept_beside_the_figures(results: Path) -> None:
+    with gzip.open(results / "trace_nanovllm.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    assert sum(e.get("name") == idle.MARK and e.get("cat") == "user_annotation" for e in events) == idle.QUICK["steps"]
+    figures = figures_of("idle", results)
+    parts = sum(figures[k]["nanovllm"]["median"] for k in ("idle_between_percent", "idle_inside_percent"))
+    assert 0 < parts < 100
+
+
+def test_every_fused_kernel_has_its_ablation(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = kernels.FusedKernels(*[lambda *_: None] * len(kernels.FusedKernels._fields))  # type: ignore[arg-type]
+    gone = []
+    for variant in ablations.VARIANTS.values():
+        if variant.patch is not None:
+            monkeypatch.delitem(sys.modules, "nanovllm.runner.model_runner", raising=False)
+            monkeypatch.setattr(kernels, "fused_kernels", lambda device: everything)
+            variant.patch()
+            left = kernels.fused_kernels(None)._asdict()
+            gone += [name for name, kernel in left.items() if kernel is None]
+    assert sorted(gone) == sorted(kernels.FusedKernels._fields)
+
+
+# --- the CPU table ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cpu_results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both models' results, from one small model in this process."""
+    directory = tmp_path_factory.mktemp("cpu")
+    showcase = engine_cpu.embedded(VOCAB, quick=True)
+    records = []
+    for c in showcase.contenders:
+        scenarios = [s.as_json() for s in showcase.scenarios if c.only is None or s.name in c.only]
+        job = {"contender": c.spec, "model": str(model), "device": "cpu", "threads": 1, "scenarios": scenarios}
+        records.append({"round": 0, "contender": c.name, **worker.run(job)})
+    for each in (showcase, engine_cpu.smollm2(VOCAB, quick=True)):
+        harness.write_result(harness.assemble(each, records, model), directory)
+    return directory
+
+
+def test_the_engine_gives_hugging_faces_tokens_in_the_cpu_benchmark(cpu_results: Path) -> None:
+    result = report.load("engine_cpu", cpu_results)
+    assert result["differing_tokens"] == {}
+    for figure in result["figures"]:
+        rival, _ = engine_cpu.TARGETS[figure["key"]]
+        assert {engine_cpu.ENGINE, rival} <= figure["values"].keys()
+    assert all(r["scenarios"]["one"]["ttft_ms"] > 0 for r in result["rounds"] if r["contender"] == engine_cpu.ENGINE)
+
+
+# --- tables and the check --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded(results: Path, cpu_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same results under the names that they have when they come from a card."""
+    directory = tmp_path_factory.mktemp("recorded")
+    for path in results.glob("*.json"):
+        (directory / f"{path.stem}.h100.json").write_text(path.read_text())
+    for path in cpu_results.iterdir():
+        (directory / path.name).write_text(path.read_text())
+    return directory
+
+
+NAMES = ["engine.h100", "ablations.h100", "prefix.h100", "mixed.h100", "engine_cpu"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_table_is_made_from_its_results_and_a_figure_edited_by_hand_is_found(
+    name: str, recorded: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(report.regenerate(f"\n<!-- generated: {name} -->\n<!-- end generated -->\n", recorded))
+    good = page.read_text()
+    assert report.stale_pages(tmp_path, recorded) == [] and "Measured on" in good
+    figures = [m.start() for m in re.finditer(r"(?<=\| )\d", good)]
+    assert figures
+    for position in figures:
+        page.write_text(good[:position] + ("1" if good[position] != "1" else "2") + good[position + 1 :])
+        assert report.stale_pages(tmp_path, recorded) == [page]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_not_measured_has_no_table(name: str, tmp_path: Path) -> None:
+    assert report.table(name, tmp_path) == ""
+
+
+def test_the_engines_table_has_vllm_beside_it(recorded: Path, tmp_path: Path) -> None:
+    result = json.loads((recorded / "throughput.h100.json").read_text())
+    for figure in result["figures"]:
+        figure["values"]["vLLM"] = {k: v / 2 for k, v in figure["values"]["nanovllm"].items()}
+    (tmp_path / "throughput.h100.json").write_text(json.dumps(result))
+    lines = engine_report.engine_table("h100", tmp_path)
+    assert next(line for line in lines if line.startswith("| throughput")).endswith("| 2.00× |")
+
+
+def test_the_check_compares_the_engine_too(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = report.load("engine_cpu", recorded)
+    for figure in measured["figures"]:
+        if figure["key"] == "rate_16":
+            figure["values"] = {"nanovllm": {"median": 50.0}, "HF one by one": {"median": 10.0}}
+    (tmp_path / "engine_cpu.json").write_text(json.dumps(measured))
+    command = ["check", "engine", "--results", str(tmp_path)]
+
+    def fresh(rate: float) -> Callable[..., dict[str, Any]]:
+        again = json.loads(json.dumps(measured))
+        next(f for f in again["figures"] if f["key"] == "rate_16")["values"]["nanovllm"]["median"] = rate
+        return lambda *_: again
+
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(check, "measure", fresh(40.0))
+    check.main()
+    monkeypatch.setattr(check, "measure", fresh(30.0))
+    with pytest.raises(SystemExit, match="engine: the recorded gain is not borne out"):
+        check.main()
+    assert "4.00" in capsys.readouterr().out

@@ -1,0 +1,139 @@
+"""How the engine's benchmarks start processes, take turns and write down what comes back."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import engine_harness, engine_worker, latency
+from benchmarks.engine_harness import Comparison, check_options, ours
+from benchmarks.harness import Contender, Figure, Showcase, metric
+
+
+def options_of(out: Path, **changes: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    engine_harness.add_options(parser, rounds=2)
+    options = parser.parse_args(["--out", str(out), "--quick", "--device", "cpu"])
+    for name, value in changes.items():
+        setattr(options, name, value)
+    return check_options(options)
+
+
+def tiny_showcase(*names: str) -> Showcase:
+    spec = {"package": "nanovllm", "options": {"device": "cpu", "max_model_len": 64}, "variant": None, "path": None}
+    figure = Figure("speed", "speed", "tokens/s", "higher", metric("s", "speed"))
+    contenders = [Contender(name, spec) for name in names]
+    return Showcase("tiny", "", "", contenders, [], [figure], "speed", ("speed",), names[0], names[-1])
+
+
+def answer(*speeds: float) -> dict[str, Any]:
+    facts = {"device": "cpu", "processor": "p", "threads": 1, "torch": "2", "transformers": "5", "clock": "wall"}
+    repetitions = [{"s": {"speed": speed}} for speed in speeds]
+    return {"pid": 1, "engine": "e 1.0", "ready_seconds": 2.0, "facts": facts, "repetitions": repetitions}
+
+
+def test_contenders_take_turns_and_every_repetition_counts(tmp_path: Path) -> None:
+    called: list[str] = []
+
+    def measure(contender: Contender) -> dict[str, Any]:
+        called.append(contender.name)
+        return answer(10.0 * len(called), 10.0 * len(called) + 1)
+
+    result = Comparison(tiny_showcase("a", "b"), options_of(tmp_path)).run(measure)
+    assert called == ["a", "b", "b", "a"]
+    [figure] = result["figures"]
+    assert figure["values"]["a"] == {"median": 25.5, "min": 10.0, "max": 41.0}
+    assert len(result["rounds"]) == 8 and {r["round"] for r in result["rounds"]} == {0, 1, 2, 3}
+    assert result["engines"]["b"]["ready_s"] == [2.0, 2.0]
+    assert json.loads((tmp_path / "tiny.json").read_text()) == json.loads(json.dumps(result))
+
+
+def test_a_run_that_is_cut_short_keeps_its_rounds(tmp_path: Path) -> None:
+    def measure(contender: Contender) -> dict[str, Any]:
+        if (tmp_path / "tiny.json").is_file():
+            raise KeyboardInterrupt
+        return answer(1.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        Comparison(tiny_showcase("a", "b"), options_of(tmp_path)).run(measure)
+    assert [r["contender"] for r in json.loads((tmp_path / "tiny.json").read_text())["rounds"]] == ["a"]
+
+
+def test_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    def measure(contender: Contender) -> dict[str, Any]:
+        if contender.name == "b":
+            raise RuntimeError("b failed: no such kernel")
+        return answer(1.0)
+
+    comparison = Comparison(tiny_showcase("a", "b", "c"), options_of(tmp_path))
+    result = comparison.run(measure)
+    assert result["figures"][0]["values"].keys() == {"a", "c"}
+    assert result["failures"] == {"b": "b failed: no such kernel"} == comparison.failures
+
+
+def test_the_commit_can_be_told(tmp_path: Path) -> None:
+    result = Comparison(tiny_showcase("a"), options_of(tmp_path, commit="abc")).run(lambda _: answer(1.0))
+    assert result["commit"] == {"hash": "abc", "modified": False}
+
+
+def test_a_gpu_is_needed_unless_it_is_a_quick_run(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="measures a GPU"):
+        options_of(tmp_path, quick=False)
+    with pytest.raises(SystemExit, match="at least 1"):
+        options_of(tmp_path, rounds=0)
+
+
+FAKE_VLLM = """
+from types import SimpleNamespace
+__version__ = "9.9"
+class SamplingParams:
+    def __init__(self, temperature, ignore_eos, max_tokens):
+        self.max_tokens = max_tokens
+class LLM:
+    def __init__(self, model, **options):
+        assert options == {"skip_tokenizer_init": True, "max_model_len": 256}, options
+    def generate(self, prompts, params, use_tqdm):
+        assert all(p["prompt_token_ids"] for p in prompts)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * p.max_tokens)]) for p in params]
+"""
+
+
+def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes. What would break nanovllm if it saw it lies beside a vLLM that answers at once."""
+    site = tmp_path / "site"
+    (site / "vllm").mkdir(parents=True)
+    (site / "vllm" / "__init__.py").write_text(FAKE_VLLM)
+    (site / "xxhash.py").write_text("raise ImportError('this one is for vLLM alone')")
+    options = options_of(tmp_path, rounds=1, vllm_path=str(site))
+    contenders = [ours(options), *engine_harness.vllm(options)]
+    sizes = {"batches": [1], "prompt_len": 4, "num_tokens": 3}
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+    def measure(contender: Contender) -> dict[str, Any]:
+        arguments = {"repeats": 1, **sizes, "highest_id": 500}
+        return engine_harness.run_process(contender, "benchmarks.latency", arguments, options)
+
+    result = Comparison(latency.showcase(contenders, **sizes), options).run(measure)  # type: ignore[arg-type]
+    assert result["failures"] == {}
+    assert {name: e["engine"] for name, e in result["engines"].items()} == {"nanovllm": "nanovllm", "vLLM": "vllm 9.9"}
+    assert len({r["pid"] for r in result["rounds"]}) == 2
+
+
+def test_a_process_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
+    options = options_of(tmp_path, model=tmp_path / "nothing")
+    with pytest.raises(RuntimeError, match=r"nanovllm failed(.|\n)*ValueError: .*nothing"):
+        engine_harness.run_process(ours(options), "benchmarks.latency", {}, options)
+
+
+def test_wrong_numbers_of_tokens_are_no_result() -> None:
+    engine = engine_worker.Engine.__new__(engine_worker.Engine)
+    engine.make_params = dict
+    output = argparse.Namespace(outputs=[argparse.Namespace(token_ids=[1, 2])])
+    engine.llm = argparse.Namespace(generate=lambda *_, **__: [output])
+    with pytest.raises(RuntimeError, match="wrong number of tokens"):
+        engine.generate([[1]], [3])
+    assert engine.generate([[1]], [2]) == [output]

@@ -1,0 +1,94 @@
+"""The arithmetic behind the engine's benchmarks: the headline workload, its limit, idle time from a trace."""
+
+import pytest
+
+from benchmarks import headline, idle, roofline
+from benchmarks.engine_harness import SHAPE
+from nanovllm.models.config import read_config
+
+# --- the workload and its limit --------------------------------------------------------------------------------------
+
+
+def test_the_headline_workload_is_the_one_that_others_quote() -> None:
+    prompts, max_tokens = headline.draw(0)
+    assert (len(prompts), sum(map(len, prompts)), sum(max_tokens)) == (256, 142_827, 133_966)
+    assert prompts[0][:4] == [6311, 6890, 663, 4242] and max_tokens[:3] == [845, 312, 607]
+
+
+def test_later_rounds_have_the_same_lengths_and_nothing_in_common() -> None:
+    rounds = [headline.draw(n) for n in (0, 1, 2)]
+    lengths = [([len(p) for p in prompts], max_tokens) for prompts, max_tokens in rounds]
+    assert lengths[0] == lengths[1] == lengths[2]
+    beginnings = {tuple(p[:16]) for prompts, _ in rounds for p in prompts}
+    assert len(beginnings) == 3 * 256, "a prefix cache would find something"
+
+
+def test_the_roofline_of_the_headline() -> None:
+    costs = roofline.headline_costs(SHAPE, headline.HEADLINE, itemsize=2)
+    assert (costs.prompt_tokens, costs.output_tokens) == (142_827, 133_966)
+    assert round(costs.kv_bytes / 1e12, 2) == 13.85
+    assert round(costs.weight_bytes / 1e12, 2) == 1.22
+    limits = roofline.Limits(bytes_per_second=3.125e12, operations_per_second=741e12)
+    assert limits.tokens_per_second(costs) == pytest.approx(26_700, rel=0.005)
+
+
+def test_costs_are_what_counting_step_by_step_gives() -> None:
+    c = read_config(SHAPE)
+    prompts, outputs = [3, 10, 1], [4, 1, 6]
+    costs = roofline.costs_of(c, prompts, outputs, itemsize=2)
+    matrices = c.num_hidden_layers * (
+        c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
+        + 3 * c.hidden_size * c.intermediate_size
+    )
+    keys = sum(p + step for p, n in zip(prompts, outputs, strict=True) for step in range(1, n))
+    pairs = sum(query + 1 for p in prompts for query in range(p))
+    assert costs.kv_bytes == keys * 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2
+    assert costs.weight_bytes == 5 * 2 * roofline.num_parameters(c)["all"]
+    assert costs.prefill_operations == 2 * (
+        14 * matrices + 3 * c.vocab_size * c.hidden_size
+    ) + pairs * c.num_hidden_layers * c.num_attention_heads * (4 * c.head_dim)
+
+
+def test_parameters_are_counted() -> None:
+    assert roofline.num_parameters(read_config(SHAPE))["all"] == 596_049_920
+
+
+# --- idle time -------------------------------------------------------------------------------------------------------
+
+
+def trace(*kernels_of_steps: list[tuple[float, float]]) -> list[idle.Event]:
+    """A trace in which step n is marked at 100 n and launches its kernels (start, duration), all as one graph."""
+    events: list[idle.Event] = []
+    for n, work in enumerate(kernels_of_steps):
+        events.append({"cat": "user_annotation", "name": idle.MARK, "ts": 100.0 * n, "dur": 50})
+        events.append(
+            {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 100.0 * n + 9, "args": {"correlation": n}}
+        )
+        events += [{"cat": "kernel", "ts": s, "dur": d, "args": {"correlation": n}} for s, d in work]
+    return events
+
+
+def test_idle_time_between_and_within_steps() -> None:
+    events = trace([(10, 20), (35, 15)], [(60, 40)], [(100, 10), (105, 5)])
+    found = idle.shares(events)
+    assert found["idle_between_percent"] == 10  # 50 to 60, of 10 to 110
+    assert found["idle_inside_percent"] == 5  # 30 to 35
+    assert found["busy_percent"] == 85
+    assert found["kernels_per_step"] == 5 / 3
+
+
+def test_a_kernel_belongs_to_the_step_that_launched_it() -> None:
+    """With asynchronous scheduling it may run long after the next step was marked."""
+    found = idle.shares(trace([(210, 10)], [(230, 10)], [(240, 20)]))
+    assert found["idle_between_percent"] == 20 and found["idle_inside_percent"] == 0
+
+
+def test_work_from_before_the_trace_is_left_out() -> None:
+    before = {"cat": "kernel", "ts": -500.0, "dur": 10, "args": {"correlation": 99}}
+    events = trace([(10, 10)], [(30, 10)])
+    assert idle.shares([before, *events]) == idle.shares(events)
+
+
+def test_a_trace_without_steps_is_an_error() -> None:
+    with pytest.raises(ValueError, match="1 steps"):
+        idle.shares(trace([(10, 10)]))
