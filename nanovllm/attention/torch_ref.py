@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.interface import AttentionMetadata
+from nanovllm.attention.interface import AttentionMetadata, Shared
 
 # Contexts of at least half the longest one share its rectangle, so padding is less than half of what is gathered;
 # finer classes would pay more for their calls than they save.
@@ -34,60 +34,34 @@ class _Rectangle:
     bias: torch.Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None when all see all
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A step's rectangles, and what they were made from."""
-
-    query_start: list[int]
-    context_len: list[int]
-    block_table: torch.Tensor
-    block_size: int
-    dtype: torch.dtype
-    rectangles: list[_Rectangle]
-
-
 class TorchRefBackend:
     """Works on every device, with any block size, head_dim and dtype that PyTorch has; see `AttentionBackend`."""
 
     name = "torch_ref"
     capturable = False
 
-    def __init__(self) -> None:
-        self._plan: _Plan | None = None
-
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         rows = kv.flatten(1, 2)  # [2, num_slots, Hkv, D], a view
         rows[0].index_copy_(0, slots, k)
         rows[1].index_copy_(0, slots, v)
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float) -> torch.Tensor:
-        plan = self._plan_of(meta, kv, q.dtype)
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+    ) -> torch.Tensor:
+        shared = {} if shared is None else shared
+        if "rectangles" not in shared:
+            query_start, context_len = meta.query_start.tolist(), meta.context_len.tolist()
+            max_keys = MAX_BYTES // (2 * kv[0, 0, 0].numel() * kv.element_size())
+            shared["rectangles"] = _rectangles(
+                query_start, context_len, meta.block_table, kv.shape[2], max_keys, q.dtype
+            )
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
-        for rectangle in plan.rectangles:
+        for rectangle in shared["rectangles"]:
             if rectangle.tokens is None:
                 out = _attend_rectangle(q, kv, rectangle, scale)
             else:
                 out[rectangle.tokens] = _attend_rectangle(q[rectangle.tokens], kv, rectangle, scale)
         return out
-
-    def _plan_of(self, meta: AttentionMetadata, kv: torch.Tensor, dtype: torch.dtype) -> _Plan:
-        """The plan for `meta`: the last one, if it was made from equal numbers. Only a step's first layer makes one."""
-        query_start, context_len = meta.query_start.tolist(), meta.context_len.tolist()
-        block_size = kv.shape[2]
-        plan = self._plan
-        if (
-            plan is None
-            or plan.query_start != query_start
-            or plan.context_len != context_len
-            or plan.block_size != block_size
-            or plan.dtype != dtype
-            or not torch.equal(plan.block_table, meta.block_table)
-        ):
-            table = meta.block_table.clone()
-            max_keys = MAX_BYTES // (2 * kv[0, 0, 0].numel() * kv.element_size())
-            rectangles = _rectangles(query_start, context_len, table, block_size, max_keys, dtype)
-            plan = self._plan = _Plan(query_start, context_len, table, block_size, dtype, rectangles)
-        return plan
 
 
 def _rectangles(

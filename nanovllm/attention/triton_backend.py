@@ -2,9 +2,15 @@
 
 import torch
 
-from nanovllm.attention.interface import AttentionMetadata
+from nanovllm.attention.interface import AttentionMetadata, Shared
 from nanovllm.kernels.kv_write import kv_write
-from nanovllm.kernels.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode
+from nanovllm.kernels.paged_decode import (
+    MAX_ROWS,
+    DecodeWorkspace,
+    decode_config,
+    paged_decode,
+    plan_decode,
+)
 from nanovllm.kernels.paged_prefill import paged_prefill, prefill_config
 
 
@@ -27,7 +33,9 @@ class TritonBackend:
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         kv_write(kv, k, v, slots)
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+    ) -> torch.Tensor:
         num_sequences = meta.context_len.shape[0]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
         group = q.shape[1] // kv.shape[3]
@@ -35,7 +43,8 @@ class TritonBackend:
         few_queries = meta.max_query_len * group <= MAX_ROWS
         num_decodes = num_sequences if few_queries else meta.num_decodes
         if num_decodes:
-            self._decode(q, kv, meta, scale, out, num_decodes, meta.max_query_len if few_queries else 1)
+            max_queries = meta.max_query_len if few_queries else 1
+            self._decode(q, kv, meta, scale, out, num_decodes, max_queries, {} if shared is None else shared)
         if num_decodes < num_sequences:
             self._prefill(q, kv, meta, scale, out, num_decodes)
         return out
@@ -49,6 +58,7 @@ class TritonBackend:
         out: torch.Tensor,
         num_decodes: int,
         max_queries: int,
+        shared: Shared,
     ) -> None:
         _, _, _, num_kv_heads, head_dim = kv.shape
         config = decode_config(head_dim, q.element_size())
@@ -56,15 +66,19 @@ class TritonBackend:
         key = pieces, max_queries, q.shape[1], head_dim
         if key not in self._workspaces:
             self._workspaces[key] = DecodeWorkspace.allocate(*key, device=q.device)
+        context_len = meta.context_len[:num_decodes]
+        if "decode plan" not in shared:
+            shared["decode plan"] = plan_decode(context_len, pieces, config)
         paged_decode(
             q,
             kv,
             meta.block_table,
             meta.query_start,
-            meta.context_len[:num_decodes],
+            context_len,
             scale,
             out,
             self._workspaces[key],
+            shared["decode plan"],
             config,
         )
 

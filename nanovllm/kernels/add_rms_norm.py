@@ -10,21 +10,24 @@ from nanovllm.kernels.launch import overlaps_launches
 
 @triton.jit
 def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, split_stride,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     exists = column < SIZE
     weight = tl.load(weight_ptr + column, mask=exists, other=0.0).to(tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
-    x = tl.load(x_ptr + row * SIZE + column, mask=exists, other=0.0)
+        gdc_wait()
+    x = tl.load(x_ptr + row * SIZE + column, mask=exists, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(x_ptr + split * split_stride + row * SIZE + column, mask=exists, other=0.0)
     if ADD:
-        x = (x.to(tl.float32) + tl.load(residual_ptr + row * SIZE + column, mask=exists, other=0.0)).to(x.dtype)
+        x += tl.load(residual_ptr + row * SIZE + column, mask=exists, other=0.0)
+        x = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * SIZE + column, x, mask=exists)
-    x = x.to(tl.float32)
+        x = x.to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
     tl.store(out_ptr + row * SIZE + column, normed.to(out_ptr.dtype.element_ty), mask=exists)
 
@@ -34,15 +37,17 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x and residual [T, H], contiguous -> (rms_norm(x + residual), x + residual); without a residual, of x alone.
 
-    The sum is rounded to the dtype of x before it is normalised, as it is where it is stored.
+    x may be in parts, [S, T, H] float32, whose sum is meant (see `skinny_linear`); then there is a residual. The sum is
+    rounded to the dtype of the weights before it is normalised, as it is where it is stored.
     """
     size = x.shape[-1]
-    out = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
+    splits = x.shape[0] if x.dim() == 3 else 1
+    out = weight.new_empty(x.shape[-2], size)  # [T, H]
+    total = x if residual is None else torch.empty_like(out)
     pdl = overlaps_launches(x.device)
-    _add_rms_norm_kernel[(x.numel() // size,)](
-        x, residual, weight, out, total, eps,
-        SIZE=size, PADDED=triton.next_power_of_2(size), ADD=residual is not None, PDL=pdl,
+    _add_rms_norm_kernel[(out.shape[0],)](
+        x, residual, weight, out, total, eps, x.stride(0) if x.dim() == 3 else 0,
+        SIZE=size, PADDED=triton.next_power_of_2(size), SPLITS=splits, ADD=residual is not None, PDL=pdl,
         num_warps=4 if size <= 2048 else 8, launch_pdl=pdl,
     )  # fmt: skip
     return out, total

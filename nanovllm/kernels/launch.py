@@ -2,10 +2,11 @@
 
 Between two kernels that depend on each other a GPU drains, launches and fills again: two or three microseconds in
 which little is read, and a decode step has hundreds of such borders. With programmatic dependent launch (Hopper and
-later) the next kernel is started while the one before it still runs. It prepares whatever does not depend on its
-predecessor, above all it fetches weights into the L2 cache, and calls `gdc_wait` before it touches anything else: that
-returns when the predecessor has finished and its writes are visible. So a kernel that is launched this way must wait,
-on every path, even if it reads nothing new: its own successor relies on it.
+later) a kernel says `gdc_launch_dependents` when it has begun, and the next one is started as soon as there is room
+beside it. That one prepares whatever does not depend on its predecessor, above all it asks for its weights, and calls
+`gdc_wait` before it touches anything else: this returns when the predecessor has finished and its writes are visible.
+So a kernel that is launched this way must wait, on every path, even if it reads nothing new: its own successor relies
+on it.
 """
 
 import importlib.util

@@ -24,8 +24,8 @@ def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     is_q = head < NUM_HEADS
     is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
     is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)

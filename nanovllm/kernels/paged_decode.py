@@ -9,6 +9,7 @@ pieces, as many as programs fit on the GPU at once (stream-K, Osama et al. 2023;
 A piece may begin and end in mid-sequence. Of a sequence that lies within one piece the answer is final; of others each
 piece leaves a partial (m, denom, acc), which a second, small kernel merges, as flash-decoding does. The grid depends on
 nothing but the GPU and the number of KV heads, so it can be captured in a CUDA graph and serve every context length.
+Where the pieces begin is worked out once a step (`DecodePlan`), not by each program of each layer.
 
 *Neighbours read neighbours.* In the cache the heads of a token lie side by side, and the programs of one piece, one for
 each KV head, are adjacent in the grid: they walk the same tokens at the same pace.
@@ -51,28 +52,44 @@ def decode_config(head_dim: int, element_size: int) -> DecodeConfig:
     return DecodeConfig(keys=keys_per_tile(head_dim, element_size, 16 * 1024))
 
 
-@triton.jit(
-    do_not_specialize=["num_sequences", "table_stride"],
-    do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
-)
-def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, kv_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
-    num_sequences, scale, q_stride, v_offset, table_stride,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    kv_head = tl.program_id(0)
-    piece = tl.program_id(1)
+@triton.jit(do_not_specialize=["num_sequences", "pieces"], do_not_specialize_on_alignment=["context_len_ptr"])
+def _plan_kernel(  # type: ignore[no-untyped-def]
+    context_len_ptr, sequence_begin_ptr, piece_ptr, num_sequences, pieces, KEYS: tl.constexpr, SEQUENCES: tl.constexpr
+):
+    piece = tl.program_id(0)
     index = tl.arange(0, SEQUENCES)
     tiles = tl.cdiv(tl.load(context_len_ptr + index, mask=index < num_sequences, other=0), KEYS)
     total = tl.sum(tiles)
-    share = tl.cdiv(total, tl.num_programs(1))
+    share = tl.maximum(tl.cdiv(total, pieces), 1)
     tile = piece * share
-    last = tl.minimum(tile + share, total)
     sequence, begin = locate(tile, tiles, index)
+    tl.store(piece_ptr + piece * 4, tile)
+    tl.store(piece_ptr + piece * 4 + 1, tl.minimum(tile + share, total))
+    tl.store(piece_ptr + piece * 4 + 2, sequence)
+    tl.store(piece_ptr + piece * 4 + 3, begin)
+    if piece == 0:
+        tl.store(sequence_begin_ptr + index, tl.cumsum(tiles) - tiles, mask=index < num_sequences)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
+)
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, kv_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr,
+    scale, q_stride, v_offset, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    kv_head = tl.program_id(0)
+    piece = tl.program_id(1)
+    tile = tl.load(piece_ptr + piece * 4)
+    last = tl.load(piece_ptr + piece * 4 + 1)
+    sequence = tl.load(piece_ptr + piece * 4 + 2)
+    begin = tl.load(piece_ptr + piece * 4 + 3)
 
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, HEAD_DIM)
@@ -119,26 +136,21 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         sequence += 1
 
 
-@triton.jit(
-    do_not_specialize=["num_sequences", "pieces"],
-    do_not_specialize_on_alignment=["query_start_ptr", "context_len_ptr"],
-)
+@triton.jit(do_not_specialize_on_alignment=["query_start_ptr", "context_len_ptr"])
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, num_sequences, pieces,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    SEQUENCES: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, sequence_begin_ptr, piece_ptr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, MERGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0)
     sequence = tl.program_id(1) // QUERIES
     query = tl.program_id(1) % QUERIES
-    index = tl.arange(0, SEQUENCES)
-    tiles = tl.cdiv(tl.load(context_len_ptr + index, mask=index < num_sequences, other=0), KEYS)
-    share = tl.maximum(tl.cdiv(tl.sum(tiles), pieces), 1)
-    begin = tl.sum(tl.where(index < sequence, tiles, 0))
-    end = begin + tl.sum(tl.where(index == sequence, tiles, 0))
+    share = tl.load(piece_ptr + 1)  # the first piece begins at 0, and unless it is all there is, none is longer
+    begin = tl.load(sequence_begin_ptr + sequence)
+    end = begin + tl.cdiv(tl.load(context_len_ptr + sequence), KEYS)
     first = begin // share
     last = (end - 1) // share
     query_start = tl.load(query_start_ptr + sequence)
@@ -184,6 +196,25 @@ class DecodeWorkspace:
         return cls(*(torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape, (*shape, head_dim))))
 
 
+@dataclass(frozen=True)
+class DecodePlan:
+    """How one step's key tiles are shared out."""
+
+    sequence_begin: torch.Tensor  # [S] int32: the first tile of each sequence, when all are laid end to end
+    piece: torch.Tensor  # [pieces, 4] int32: first tile, end, the sequence it begins in, that sequence's first tile
+
+
+def plan_decode(context_len: torch.Tensor, pieces: int, config: DecodeConfig) -> DecodePlan:
+    """Share out the contexts of S sequences, context_len [S] int32 with at least 1 each."""
+    num_sequences = context_len.shape[0]
+    plan = DecodePlan(context_len.new_empty(num_sequences), context_len.new_empty(pieces, 4))
+    _plan_kernel[(pieces,)](
+        context_len, plan.sequence_begin, plan.piece, num_sequences, pieces,
+        KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences),
+    )  # fmt: skip
+    return plan
+
+
 def paged_decode(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -193,6 +224,7 @@ def paged_decode(
     scale: float,
     out: torch.Tensor,
     workspace: DecodeWorkspace,
+    plan: DecodePlan,
     config: DecodeConfig,
 ) -> None:
     """Causal attention of S sequences with few queries each; writes their rows of `out`.
@@ -207,23 +239,23 @@ def paged_decode(
         scale: what scores are multiplied with.
         out: [T, Hq, D], contiguous.
         workspace: its `pieces` is the number of programs for each KV head.
+        plan: of these contexts, for as many pieces.
     """
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     num_heads = q.shape[1]
     num_sequences = context_len.shape[0]
     pieces, _, queries, _ = workspace.m.shape
-    sequences = padded_sequences(num_sequences)
     group = num_heads // num_kv_heads
     pdl = overlaps_launches(q.device)
     _decode_kernel[(num_kv_heads, pieces)](
         q, kv, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len,
-        num_sequences, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
+        plan.piece, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, QUERIES=queries,
-        ROWS=max(16, triton.next_power_of_2(queries * group)), KEYS=config.keys, SEQUENCES=sequences,
+        ROWS=max(16, triton.next_power_of_2(queries * group)), KEYS=config.keys,
         PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     _merge_kernel[(num_heads, num_sequences * queries)](
-        out, workspace.m, workspace.denom, workspace.acc, query_start, context_len, num_sequences, pieces,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys, SEQUENCES=sequences,
+        out, workspace.m, workspace.denom, workspace.acc, query_start, context_len,
+        plan.sequence_begin, plan.piece, NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys,
         MERGED=MERGED_AT_ONCE, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

@@ -50,8 +50,8 @@ def _best_of_tile_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     n = tl.program_id(0)
     row = tl.load(rows_ptr + n)
     temperature = tl.load(temperature_ptr + row)
@@ -75,8 +75,8 @@ def _best_of_row_kernel(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     n = tl.program_id(0)
     tile = tl.arange(0, TILES)
     score = tl.load(score_ptr + n * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))

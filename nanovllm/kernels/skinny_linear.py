@@ -1,13 +1,15 @@
-"""A linear layer for few tokens, with what comes before and after it folded in.
+"""A linear layer for few tokens, with the gate that may follow it folded in.
 
 With a handful of tokens a linear layer is the reading of its weights: 4 to 13 MB in a layer of a small model, two to
-four microseconds, less than the time that it takes to start a kernel and to let it drain. So there are few kernels,
-each with all that belongs together (norm before it, gate or residual addition after it), and each begins to fetch its
-weights into the L2 cache while its predecessor still runs (see `launch.py`).
+four microseconds, less than what a kernel takes to start and to drain. So all weights should be on their way at once,
+and early. Every program owns a few output columns and at most 1,024 inputs, and asks for all its weights in one go; it
+does so while the kernel before it still runs (see `launch.py`), because weights depend on nobody.
 
-Every program computes a few output columns for all tokens, hence reads its weights once. The norm's factor of a row
-does not depend on the column, so it can wait for the end: the products run over x * weight, unscaled, while the sum of
-squares is gathered beside them.
+Within a program each warp multiplies its own part of the inputs, so that no warp waits for a long chain of products; the
+parts are summed at the end.
+
+A layer with few columns and many inputs would keep too few multiprocessors busy. `partial=True` cuts its inputs among
+programs (split-K) and leaves the sums to whoever reads the result: the norm that follows, which reads it anyway.
 """
 
 from dataclasses import dataclass
@@ -19,108 +21,94 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
 
+MAX_INNER = 1024  # inputs that a program takes at once
+
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """Columns of a program, length of a step through the inputs, warps, steps in flight."""
+    """Columns of a program (of each half, if gated), and its warps."""
 
     columns: int
-    inner: int
-    num_warps: int = 4
-    num_stages: int = 4
+    num_warps: int
 
 
-def skinny_config(num_tokens: int, inputs: int, outputs: int, gated: bool) -> SkinnyConfig:
-    """Enough programs for every multiprocessor of a large GPU where the layer has that many columns."""
-    columns = 16 if gated or outputs <= 2048 else 32
-    return SkinnyConfig(columns=columns, inner=256 if num_tokens <= 16 else 128)
+def skinny_config(outputs: int, gated: bool) -> SkinnyConfig:
+    """32 or 64 KiB of weights a program, and enough programs for every multiprocessor of a large GPU."""
+    return SkinnyConfig(columns=16, num_warps=8)
 
 
-@triton.jit
-def _prefetch(pointer):  # type: ignore[no-untyped-def]
-    """Ask for the cache lines of all pointers to be brought to L2, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
-    )
+def inner_length(inputs: int) -> int:
+    """The largest power of two that divides `inputs`, up to `MAX_INNER`."""
+    return min(inputs & -inputs, MAX_INNER)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_linear_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, num_tokens, eps,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_tokens,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    LINES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: tl.constexpr, STEPS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    part = tl.arange(0, PARTS)[:, None, None] * (INNER // PARTS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.arange(0, TOKENS)
-    inner = tl.arange(0, INNER)
-    is_token = (token < num_tokens)[:, None]
+    is_token = token < num_tokens
+    inner = tl.program_id(1) * (STEPS * INNER) + part + tl.arange(0, INNER // PARTS)[None, None, :]
     if PDL:
-        line = tl.arange(0, LINES) * 64  # elements of 16 bits in a cache line
-        for start in range(0, INPUTS, LINES * 64):
-            _prefetch(weight_ptr + column[:, None] * INPUTS + start + line[None, :])
-            if GATED:
-                _prefetch(weight_ptr + (OUTPUTS + column)[:, None] * INPUTS + start + line[None, :])
-        gdc_wait()
         gdc_launch_dependents()
-    acc = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    gate = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    squares = tl.zeros([TOKENS], tl.float32)
-    for start in range(0, INPUTS, INNER):
-        x = tl.load(x_ptr + token[:, None] * INPUTS + start + inner[None, :], mask=is_token, other=0.0)
-        w = tl.load(weight_ptr + column[:, None] * INPUTS + start + inner[None, :])  # [COLUMNS, INNER]
-        if NORM:
-            x32 = x.to(tl.float32)
-            squares += tl.sum(x32 * x32, 1)
-            x = (x32 * tl.load(norm_ptr + start + inner)[None, :]).to(x.dtype)
+    weight_ptr += column[None, :, None] * INPUTS + inner
+    x_ptr += token[None, :, None] * INPUTS + inner
+    w = tl.load(weight_ptr, eviction_policy="evict_first")  # [PARTS, COLUMNS, INNER / PARTS]
+    if GATED:
+        up = tl.load(weight_ptr + OUTPUTS * INPUTS, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr, mask=is_token[None, :, None], other=0.0)  # [PARTS, TOKENS, INNER / PARTS]
+    acc = tl.dot(x, tl.permute(w, (0, 2, 1)), input_precision="ieee")  # [PARTS, TOKENS, COLUMNS]
+    if GATED:
+        acc_up = tl.dot(x, tl.permute(up, (0, 2, 1)), input_precision="ieee")
+    for step in tl.static_range(1, STEPS):
+        x = tl.load(x_ptr + step * INNER, mask=is_token[None, :, None], other=0.0)
+        w = tl.load(weight_ptr + step * INNER, eviction_policy="evict_first")
+        acc = tl.dot(x, tl.permute(w, (0, 2, 1)), acc, input_precision="ieee")
         if GATED:
-            up = tl.load(weight_ptr + (OUTPUTS + column)[:, None] * INPUTS + start + inner[None, :])
-            gate = tl.dot(x, tl.trans(w), gate, input_precision="ieee")
-            acc = tl.dot(x, tl.trans(up), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    if NORM:
-        factor = tl.rsqrt(squares / INPUTS + eps)[:, None]
-        acc *= factor
-        gate *= factor
+            up = tl.load(weight_ptr + OUTPUTS * INPUTS + step * INNER, eviction_policy="evict_first")
+            acc_up = tl.dot(x, tl.permute(up, (0, 2, 1)), acc_up, input_precision="ieee")
+    acc = tl.sum(acc, 0)  # [TOKENS, COLUMNS]
     if BIAS:
         acc += tl.load(bias_ptr + column)[None, :]
     if GATED:
-        acc *= gate * tl.sigmoid(gate)
-    offset = token[:, None] * OUTPUTS + column[None, :]
-    if ADD:
-        acc += tl.load(residual_ptr + offset, mask=is_token, other=0.0)
-    tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=is_token)
+        acc = acc * tl.sigmoid(acc) * tl.sum(acc_up, 0)
+    out_ptr += (tl.program_id(1) * num_tokens + token)[:, None] * OUTPUTS + column[None, :]
+    tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_token[:, None])
 
 
 def skinny_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    *,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
     bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    partial: bool = False,
     config: SkinnyConfig | None = None,
 ) -> torch.Tensor:
     """x [T, in], few tokens, contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
 
-    in is a multiple of 256 and the result's columns are one of 32: there are no masks for the ends of weights.
-    norm: weight [in] of an RMSNorm (with `eps`) that x goes through first.
-    gated: weight holds a gate above an up projection; the result is silu(gate) * up.
-    bias: [out], added. residual: [T, out], added last.
+    in is a multiple of 128 and the result's columns are one of 32: there are no masks for the ends of weights.
+    bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
+    partial: without bias and gate -> [S, T, out] float32, to be summed over S.
     """
     num_tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    config = config or skinny_config(num_tokens, inputs, outputs, gated)
-    out = x.new_empty(num_tokens, outputs)
+    config = config or skinny_config(outputs, gated)
+    inner = inner_length(inputs)
+    splits = inputs // inner if partial else 1
+    shape = (splits, num_tokens, outputs) if partial else (num_tokens, outputs)
+    out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
     pdl = overlaps_launches(x.device)
-    _skinny_linear_kernel[(outputs // config.columns,)](
-        x, weight, norm, bias, residual, out, num_tokens, eps,
+    _skinny_linear_kernel[(outputs // config.columns, splits)](
+        x, weight, bias, out, num_tokens,
         INPUTS=inputs, OUTPUTS=outputs, TOKENS=max(16, triton.next_power_of_2(num_tokens)), COLUMNS=config.columns,
-        INNER=config.inner, LINES=(inputs & -inputs) // 64,
-        NORM=norm is not None, GATED=gated, BIAS=bias is not None, ADD=residual is not None,
-        PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+        INNER=inner, PARTS=config.num_warps, STEPS=inputs // (inner * splits), GATED=gated, BIAS=bias is not None, PDL=pdl,
+        num_warps=config.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out

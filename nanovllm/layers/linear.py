@@ -1,10 +1,14 @@
 """Linear layers that know which tensors of a checkpoint fill them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from nanovllm import kernels
+
+MAX_FEW = 32  # tokens up to which our kernel beats the library's, measured on an H100
 
 
 class Linear(nn.Module):
@@ -20,7 +24,13 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]"""
-        return F.linear(x, self.weight, self.bias)
+        skinny = few_tokens_kernel(x, self.weight)
+        return F.linear(x, self.weight, self.bias) if skinny is None else skinny(x, self.weight, self.bias)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """The same for `RMSNorm.add` to read: x [T, in] -> [T, out], or parts to be summed [S, T, out] float32."""
+        skinny = few_tokens_kernel(x, self.weight) if self.bias is None else None
+        return self(x) if skinny is None else skinny(x, self.weight, partial=True)
 
 
 class MergedLinear(Linear):
@@ -39,3 +49,11 @@ class MergedLinear(Linear):
         for kind, parameter in self.named_parameters():
             for name, rows in zip(self.parts, parameter.split(list(self.parts.values())), strict=True):
                 yield f"{name}.{kind}", rows
+
+
+def few_tokens_kernel(x: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
+    """The linear kernel for few tokens, where x [T, in] has few and it can serve a layer of this shape."""
+    fused = kernels.fused_kernels(x.device)
+    outputs, inputs = weight.shape
+    fits = x.shape[0] <= MAX_FEW and x.dtype != torch.float32 and inputs % 128 == 0 and outputs % 64 == 0
+    return fused.skinny_linear if fits and fused.add_rms_norm is not None else None  # the norm sums the parts

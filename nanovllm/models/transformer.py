@@ -16,7 +16,7 @@ from nanovllm import kernels
 from nanovllm.attention.interface import BoundAttention
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import Linear, MergedLinear
+from nanovllm.layers.linear import Linear, MergedLinear, few_tokens_kernel
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rope import RotaryEmbedding, Rotation
 from nanovllm.models.config import ModelConfig
@@ -24,8 +24,6 @@ from nanovllm.models.config import ModelConfig
 # attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], after q/k-norm and RoPE. v is a view into a
 # larger tensor: contiguous within a token, not from one token to the next.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-MAX_FEW = 32  # tokens of a step up to which fused layers beat cuBLAS, measured on an H100
 
 
 class Attention(nn.Module):
@@ -43,7 +41,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        return self.o_proj(self.mix(self.qkv_proj(x), rotation, attend))
+        return self.o_proj.partial(self.mix(self.qkv_proj(x), rotation, attend))
 
     def mix(self, qkv: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """All between the two projections: qkv [T, (Hq + 2 Hkv) D] -> [T, Hq D]"""
@@ -68,7 +66,10 @@ class MLP(nn.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.variant.mlp_bias, dtype=c.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        skinny = few_tokens_kernel(x, self.gate_up_proj.weight) if self.gate_up_proj.bias is None else None
+        if skinny is not None:
+            return self.down_proj.partial(skinny(x, self.gate_up_proj.weight, gated=True))
+        return self.down_proj.partial(silu_and_mul(self.gate_up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -89,18 +90,6 @@ class Layer(nn.Module):
         x = self.self_attn(x, rotation, attend)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
-
-    def forward_few(self, x: Tensor, rotation: Rotation, attend: Attend, linear: Callable[..., Tensor]) -> Tensor:
-        """The same for few tokens, in half as many kernels: `linear` takes the norm before it, and the gate or the
-        addition after it, along (see `kernels/skinny_linear.py`). x [T, H] is the residual stream, before and after."""
-        attention, mlp, eps = self.self_attn, self.mlp, self.input_layernorm.eps
-        qkv = linear(
-            x, attention.qkv_proj.weight, norm=self.input_layernorm.weight, eps=eps, bias=attention.qkv_proj.bias
-        )
-        mixed = attention.mix(qkv, rotation, attend)
-        x = linear(mixed, attention.o_proj.weight, bias=attention.o_proj.bias, residual=x)
-        gated = linear(x, mlp.gate_up_proj.weight, norm=self.post_attention_layernorm.weight, eps=eps, gated=True)
-        return linear(gated, mlp.down_proj.weight, bias=mlp.down_proj.bias, residual=x)
 
 
 class Transformer(nn.Module):
@@ -125,22 +114,9 @@ class Transformer(nn.Module):
         rotation = Rotation(self.rotary, positions)
         x: Tensor = self.embed_tokens(input_ids)  # [T, H]
         residual: Tensor | None = None
-        linear = self.linear_for_few(x)
         for layer in self.layers:
-            if linear is not None:
-                x = layer.forward_few(x, rotation, attend, linear)  # type: ignore[operator]
-            else:
-                x, residual = layer(x, residual, rotation, attend)
+            x, residual = layer(x, residual, rotation, attend)
         return self.norm.add(x, residual)[0]
-
-    def linear_for_few(self, x: Tensor) -> Callable[..., Tensor] | None:
-        """The linear layer for few tokens, if x [T, H] has few and the kernel can serve this model."""
-        linear = kernels.fused_kernels(x.device).skinny_linear
-        c = self.config
-        if linear is None or x.shape[0] > MAX_FEW or x.dtype == torch.float32 or c.variant.mlp_bias:
-            return None
-        inputs = c.hidden_size, c.num_attention_heads * c.head_dim, c.intermediate_size
-        return linear if all(size % 256 == 0 for size in inputs) and c.head_dim % 32 == 0 else None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden [N, H] -> [N, V] in the model's dtype, or into `out`. Apart from `forward`: only tokens that are

@@ -28,7 +28,7 @@ from nanovllm.kernels import (
 ELEMENT_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 INTEGERS = (
     "block_table_ptr", "query_start_ptr", "context_len_ptr", "rows_ptr", "positions_ptr", "token_ids_ptr",
-    "input_ids_ptr", "table_ptr", "num_prompt_ptr", "id_ptr",
+    "input_ids_ptr", "table_ptr", "num_prompt_ptr", "id_ptr", "sequence_begin_ptr", "piece_ptr",
 )  # fmt: skip
 FLOATS = ("m_ptr", "denom_ptr", "acc_ptr", "temperature_ptr", "score_ptr", "cos_sin_ptr")
 
@@ -66,15 +66,18 @@ def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_si
             paged_decode._decode_kernel,
             capability,
             dtype,
-            shape | {"QUERIES": 1, "ROWS": 16, "KEYS": decode.keys, "SEQUENCES": 512, "PDL": pdl},
+            shape | {"QUERIES": 1, "ROWS": 16, "KEYS": decode.keys, "PDL": pdl},
             decode.num_warps,
             decode.num_stages,
+        ),
+        "plan": shared_memory(
+            paged_decode._plan_kernel, capability, dtype, {"KEYS": decode.keys, "SEQUENCES": 512}, 4, 3
         ),
         "merge": shared_memory(
             paged_decode._merge_kernel,
             capability,
             dtype,
-            {"NUM_HEADS": 8 * group, "HEAD_DIM": head_dim, "QUERIES": 1, "KEYS": decode.keys, "SEQUENCES": 512}
+            {"NUM_HEADS": 8 * group, "HEAD_DIM": head_dim, "QUERIES": 1, "KEYS": decode.keys}
             | {"MERGED": paged_decode.MERGED_AT_ONCE, "PDL": pdl},
             1,
             3,
@@ -99,7 +102,9 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
 
     found = {
         "decode inputs": memory(decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 256, "COLUMNS": 32}),
-        "add and norm": memory(add_rms_norm._add_rms_norm_kernel, {"SIZE": 1024, "PADDED": 1024, "ADD": 1} | pdl),
+        "add and norm": memory(
+            add_rms_norm._add_rms_norm_kernel, {"SIZE": 1024, "PADDED": 1024, "SPLITS": 3, "ADD": 1} | pdl
+        ),
         "gate": memory(silu_and_mul._silu_and_mul_kernel, {"SIZE": 3072, "BLOCK": silu_and_mul.BLOCK} | pdl),
         "norm, rope, write": memory(
             norm_rope_write._norm_rope_write_kernel,
@@ -111,22 +116,28 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
         "best of row": memory(sample._best_of_row_kernel, {"TILES": 64} | pdl, warps=1),
     }  # fmt: skip
     if dtype != "fp32":
-        for name, inputs, outputs, flags in SKINNY:
-            for tokens in (1, 32):
-                config = skinny_linear.skinny_config(tokens, inputs, outputs, bool(flags.get("GATED")))
-                constants = {"INPUTS": inputs, "OUTPUTS": outputs, "TOKENS": max(16, tokens), "BIAS": 0}
-                constants |= {"COLUMNS": config.columns, "INNER": config.inner, "LINES": (inputs & -inputs) // 64}
-                constants |= dict.fromkeys(("NORM", "GATED", "ADD"), 0) | flags | pdl
-                warps, stages = config.num_warps, config.num_stages
-                found[f"{name} x {tokens}"] = memory(skinny_linear._skinny_linear_kernel, constants, warps, stages)
+        for name, inputs, outputs, gated, partial in SKINNY:
+            for tokens in (16, 32):
+                config = skinny_linear.skinny_config(outputs, gated)
+                inner = skinny_linear.inner_length(inputs)
+                constants = {
+                    "INPUTS": inputs,
+                    "OUTPUTS": outputs,
+                    "TOKENS": tokens,
+                    "COLUMNS": config.columns,
+                    "BIAS": 0,
+                }
+                constants |= {"INNER": inner, "STEPS": 1 if partial else inputs // inner, "GATED": int(gated)} | pdl
+                found[f"{name} x {tokens}"] = memory(skinny_linear._skinny_linear_kernel, constants, config.num_warps)
     return found
 
 
-SKINNY: list[tuple[str, int, int, dict[str, int]]] = [
-    ("qkv", 1024, 4096, {"NORM": 1}),
-    ("o", 2048, 1024, {"ADD": 1}),
-    ("gate and up", 1024, 3072, {"NORM": 1, "GATED": 1}),
-    ("down", 3072, 1024, {"ADD": 1}),
+# inputs, outputs, gated, partial
+SKINNY = [
+    ("qkv", 1024, 4096, False, False),
+    ("o", 2048, 1024, False, True),
+    ("gate and up", 1024, 3072, True, False),
+    ("down", 3072, 1024, False, True),
 ]
 
 if __name__ == "__main__":

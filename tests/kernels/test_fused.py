@@ -12,7 +12,7 @@ from nanovllm.kernels.kv_write import kv_write_reference
 from nanovllm.kernels.norm_rope_write import norm_rope_write
 from nanovllm.kernels.sample import sample_rows
 from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.kernels.skinny_linear import SkinnyConfig, skinny_linear
+from nanovllm.kernels.skinny_linear import skinny_linear
 from nanovllm.layers.norm import rms_norm
 from nanovllm.layers.rope import RotaryEmbedding, apply_rope
 from nanovllm.runner.rows import decode_inputs_reference
@@ -149,27 +149,36 @@ def test_decode_inputs(where: Where) -> None:
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_add_rms_norm_of_parts(where: Where, splits: int) -> None:
+    """What a split linear layer leaves to the norm: the parts are summed in float32 and rounded once."""
+    parts = normal((where[0], torch.float32), splits, 5, 96)
+    residual, weight = normal(where, 5, 96, seed=1), normal(where, 96, seed=2)
+    normed, total = add_rms_norm(parts, residual, weight, 1e-6)
+    expected = (parts.double().sum(0) + residual.double()).to(where[1])
+    assert_close(total, expected)
+    assert_close(normed, rms_norm(total, weight, 1e-6))
+
+
 @pytest.mark.parametrize("num_tokens", [1, 5, 17])
-@pytest.mark.parametrize("extra", ["nothing", "norm", "gate", "residual and bias"])
-def test_skinny_linear(where: Where, num_tokens: int, extra: str) -> None:
-    if where == ("cuda", torch.float32):
-        pytest.skip("for 16 bits only: its prefetch counts in such elements")
-    inputs, outputs = 256, 64
+@pytest.mark.parametrize("kind", ["plain", "bias", "gated", "partial"])
+@pytest.mark.parametrize("inputs", [128, 384])
+def test_skinny_linear(where: Where, num_tokens: int, kind: str, inputs: int) -> None:
+    outputs = 64
     x, weight = normal(where, num_tokens, inputs), normal(where, outputs, inputs, seed=1) / 16
-    norm, bias = normal(where, inputs, seed=2), normal(where, outputs, seed=3)
-    residual = normal(where, num_tokens, outputs, seed=4)
-    config = None if where[0] == "cuda" else SkinnyConfig(columns=32, inner=128)
-    if extra == "nothing":
-        ours, truth = skinny_linear(x, weight, config=config), x.double() @ weight.double().t()
-    elif extra == "residual and bias":
-        ours = skinny_linear(x, weight, bias=bias, residual=residual, config=config)
-        truth = x.double() @ weight.double().t() + bias + residual
+    bias = normal(where, outputs, seed=3)
+    truth = x.double() @ weight.double().t()
+    if kind == "plain":
+        ours = skinny_linear(x, weight)
+    elif kind == "bias":
+        ours, truth = skinny_linear(x, weight, bias), truth + bias
+    elif kind == "gated":
+        gate, up = truth.chunk(2, -1)
+        ours, truth = skinny_linear(x, weight, gated=True), torch.nn.functional.silu(gate) * up
     else:
-        gated = extra == "gate"
-        ours = skinny_linear(x, weight, norm=norm, eps=1e-6, gated=gated, config=config)
-        truth = rms_norm(x.double().float(), norm.float(), 1e-6).double() @ weight.double().t()
-        if gated:
-            gate, up = truth.chunk(2, -1)
-            truth = torch.nn.functional.silu(gate) * up
+        ours = skinny_linear(x, weight, partial=True)
+        assert ours.shape == (inputs // 128, num_tokens, outputs) and ours.dtype == torch.float32
+        ours = ours.sum(0)
+    assert ours.shape == truth.shape
     error = (ours.double() - truth).norm() / truth.norm()
     assert error < (1e-5 if ours.dtype == torch.float32 else 1e-2)
