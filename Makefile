@@ -12,6 +12,7 @@ JOBS ?= 2
 ARGS ?=
 
 RUN := .venv/bin/python
+ENGINE_BENCHMARKS := throughput latency startup prefix mixed idle ablations
 STAMP := .venv/setup.json
 SETUP = "$(PYTHON)" tools/setup_env.py --torch "$(TORCH)" $(if $(SYSTEM_SITE),--system-site)
 SHARE = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf %s '-n $(JOBS)')
@@ -20,7 +21,7 @@ LINTED = $(wildcard stages nanovllm tools benchmarks tests notebooks example.py)
 unexport VIRTUAL_ENV PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu models ladder bench-check report notebooks lint format clean FORCE
+.PHONY: help setup demo test test-slow test-gpu models ladder bench bench-cpu bench-check report notebooks lint format clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { sub(/%/, "N", $$1); printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +70,14 @@ stage-%-demo: $(STAMP) FORCE ## a live view of stage N in the terminal: blocks, 
 
 ladder: $(STAMP) ## one workload through every stage and Hugging Face, drawn as a picture
 	$(RUN) -m benchmarks.ladder $(ARGS)
+
+bench: $(STAMP) ## the engine on a GPU, into build/bench (ARGS="--vllm-path DIR": vLLM beside it, from there)
+	@failed=; for name in $(ENGINE_BENCHMARKS); do \
+	  $(RUN) -m benchmarks.$$name --out build/bench $(ARGS) || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "not complete:$$failed"; exit 1; }
+
+bench-cpu: $(STAMP) ## the engine on a CPU, beside Hugging Face
+	$(RUN) -m benchmarks.engine_cpu $(ARGS)
 
 bench-check: $(STAMP) ## compare a fresh quick measurement with the recorded ones
 	$(RUN) -m benchmarks.check $(ARGS)

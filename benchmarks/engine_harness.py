@@ -28,7 +28,6 @@ from benchmarks import harness
 from benchmarks.harness import Contender, Showcase
 
 SHAPE = harness.ROOT / "benchmarks" / "shapes" / "Qwen3-0.6B"
-MEASURED = ("nanovllm", "benchmarks/*.py")  # what the figures depend on
 PROCESS_SECONDS = 240  # a process that takes longer hangs
 # No questions to the network; FlashInfer is no part of what was packed for machines without one.
 ENVIRONMENT = {
@@ -191,7 +190,7 @@ class Comparison:
 
 def commit(options: argparse.Namespace) -> dict[str, Any]:
     """Which code is measured. A copy of the working tree has no git to ask, so it can be told."""
-    return {"hash": options.commit, "modified": False} if options.commit else harness.commit(*MEASURED)
+    return {"hash": options.commit, "modified": False} if options.commit else harness.commit()
 
 
 def present(result: dict[str, Any], console: Console) -> None:

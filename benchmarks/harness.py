@@ -168,15 +168,21 @@ def headline_gain(result: dict[str, Any]) -> float:
     return gain(figure, result["contender"], result["rival"])
 
 
+def code_of(showcase: Showcase) -> list[str]:
+    """The paths in this repository that its figures depend on."""
+    packages = {"stage": "stages", "engine": "nanovllm"}
+    kinds = {contender.spec.get("kind") for contender in showcase.contenders}
+    return ["benchmarks/*.py", *(path for kind, path in packages.items() if kind in kinds)]
+
+
 def commit(*paths: str) -> dict[str, Any]:
-    """Which code was measured: the commit, and whether there was more than that in `paths` (default: what the stages'
-    figures depend on)."""
+    """Which code was measured: the commit, and whether there was more than that in `paths` (default: the engine)."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    changed = git("status", "--porcelain", "--", *(paths or ("stages", "benchmarks/*.py")))
+    changed = git("status", "--porcelain", "--", *(paths or ("nanovllm", "benchmarks/*.py")))
     return {"hash": git("rev-parse", "--short=12", "HEAD") or "unknown", "modified": bool(changed)}
 
 
@@ -197,7 +203,7 @@ def assemble(showcase: Showcase, records: list[dict[str, Any]], model: Path) -> 
         "rival": showcase.rival,
         "notes": showcase.notes,
         "machine": records[0]["facts"],
-        "commit": commit(),
+        "commit": commit(*code_of(showcase)),
         "model": {"name": model_name(model), "parameters": records[0]["parameters"]},
         "figures": summarize(showcase, records),
         "differing_tokens": differing_tokens(records),
