@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from benchmarks import latency, roofline, throughput
@@ -28,29 +29,52 @@ class Variant:
     patch: Callable[[], None] | None = None
 
 
-def without_kernel(name: str) -> Callable[[], None]:
-    """A patch that has the engine do in PyTorch, one operation after the other, what this fused kernel does."""
+def without_kernels(*names: str) -> Callable[[], None]:
+    """A patch that has the engine do in PyTorch, one operation after the other, what these fused kernels do."""
 
     def patch() -> None:
         from nanovllm import kernels
 
         assert "nanovllm.runner.model_runner" not in sys.modules, "it has a reference to the function by now"
         everything = kernels.fused_kernels
-        kernels.fused_kernels = lambda device: everything(device)._replace(**{name: None})  # type: ignore[assignment]
+        kernels.fused_kernels = cache(lambda device: everything(device)._replace(**dict.fromkeys(names)))
 
     return patch
 
+
+def compiled() -> None:
+    """A patch that has torch.compile make the kernels between the matrix products: norms, rotation, the MLP's gate."""
+    import torch
+    import torch.nn.functional as F
+
+    without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "skinny_linear")()
+    from nanovllm.layers import norm, rope
+    from nanovllm.models import transformer
+
+    def gate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    norm.rms_norm = torch.compile(norm.rms_norm, dynamic=True)
+    norm.add_rms_norm = torch.compile(norm.add_rms_norm, dynamic=True)
+    rope.apply_rope = torch.compile(rope.apply_rope, dynamic=True)
+    transformer.silu_and_mul = torch.compile(gate, dynamic=True)
+
+
+FUSED = ("sample_rows", "add_rms_norm", "norm_rope_write", "silu_and_mul", "skinny_linear", "decode_inputs")
 
 VARIANTS: dict[str, Variant] = {
     BASE: Variant(),
     "no CUDA graphs": Variant({"enforce_eager": True}),
     "no asynchronous scheduling": Variant({"async_scheduling": False}),
-    "sampling not fused": Variant(patch=without_kernel("sample_rows")),
-    "add + RMSNorm not fused": Variant(patch=without_kernel("add_rms_norm")),
-    "norm + RoPE + KV write not fused": Variant(patch=without_kernel("norm_rope_write")),
-    "SiLU and multiply not fused": Variant(patch=without_kernel("silu_and_mul")),
-    "linear layers for few tokens not fused": Variant(patch=without_kernel("skinny_linear")),
-    "look-up of inputs not fused": Variant(patch=without_kernel("decode_inputs")),
+    "sampling not fused": Variant(patch=without_kernels("sample_rows")),
+    "add + RMSNorm not fused": Variant(patch=without_kernels("add_rms_norm")),
+    "norm + RoPE + KV write not fused": Variant(patch=without_kernels("norm_rope_write")),
+    "SiLU and multiply not fused": Variant(patch=without_kernels("silu_and_mul")),
+    "linear layers for few tokens not fused": Variant(patch=without_kernels("skinny_linear")),
+    "look-up of inputs not fused": Variant(patch=without_kernels("decode_inputs")),
+    "none of these kernels": Variant(patch=without_kernels(*FUSED)),
+    "torch.compile in their place": Variant(patch=compiled),
     "no chunked prefill": Variant({"enable_chunked_prefill": False}),
     "no prefix cache": Variant({"enable_prefix_caching": False}),
     "blocks of 16": Variant({"kvcache_block_size": 16}),
