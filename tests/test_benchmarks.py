@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
 import json
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import check, harness, ladder, report, stage_bench, wording, worker
+from benchmarks import check, harness, ladder, random_checkpoint, report, stage_bench, wording, worker
 from benchmarks.showcases import SHOWCASES
 from benchmarks.showcases import ladder as ladder_showcase
 from benchmarks.workloads import Request, Scenario, make_requests
+from stages.checkpoint import load_model
 from stages.manifest import load_stages
 from tests.weights import VOCAB, lively_qwen3
 
@@ -70,8 +73,8 @@ def test_a_quick_showcase_is_complete(name: str, results: Path) -> None:
     assert str(ROOT) not in text and str(Path.home()) not in text
 
 
-def test_every_stage_that_exists_has_a_showcase_or_needs_a_gpu() -> None:
-    assert set(SHOWCASES) >= {stage.number for stage in load_stages() if stage.number <= 5}
+def test_every_stage_that_exists_has_a_showcase() -> None:
+    assert set(SHOWCASES) >= {stage.number for stage in load_stages() if stage.number <= 6}
 
 
 def test_paged_blocks_hold_more_and_waste_less(results: Path) -> None:
@@ -273,6 +276,38 @@ def test_the_ladder_is_drawn(results: Path, tmp_path: Path) -> None:
     assert drawn.startswith(b"\x89PNG")
     ladder.draw(report.load("ladder", results), tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == drawn
+
+
+def test_a_showcase_that_needs_a_gpu_is_only_tried_out_without_one(
+    model: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "run_worker", fake_worker(results, 6))
+    command = ["bench", "6", "--rounds", "1", "--model", str(model), "--results", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", command)
+    stage_bench.main()  # lost or won, it is no failure
+    out = " ".join(capsys.readouterr().out.split())
+    assert "The showcase of stage 6 needs a GPU" in out and "a quick run: these figures mean nothing" in out
+    monkeypatch.setattr(stage_bench, "random_checkpoint", lambda shape: Path(f"random {shape}"))
+    for given, taken in ((harness.EMBEDDED_MODEL, Path("random Qwen3-0.6B")), (model, model)):
+        options = argparse.Namespace(stage=6, device="cuda", model=given, quick=False)
+        stage_bench.fit_to_device(options)
+        assert (options.model, options.quick) == (taken, False)
+
+
+def test_a_random_checkpoint_has_the_shape_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = json.loads((random_checkpoint.SHAPES / "Qwen3-0.6B" / "config.json").read_text(encoding="utf-8"))
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 500}
+    (tmp_path / "shapes" / "small").mkdir(parents=True)
+    (tmp_path / "shapes" / "small" / "config.json").write_text(json.dumps(shape | small))
+    monkeypatch.setattr(random_checkpoint, "SHAPES", tmp_path / "shapes")
+    path = random_checkpoint.random_checkpoint("small", tmp_path)
+    loaded = load_model(path)
+    assert (loaded.config.num_hidden_layers, loaded.config.head_dim, loaded.config.dtype) == (1, 128, torch.bfloat16)
+    before = (path / "model.safetensors").stat().st_mtime_ns
+    assert random_checkpoint.random_checkpoint("small", tmp_path) == path
+    assert (path / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match=r"no shape 'large'.*there are small"):
+        random_checkpoint.random_checkpoint("large", tmp_path)
 
 
 def test_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:

@@ -12,20 +12,28 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from stages.checkpoint import read_config
 from stages.core import SamplingParams, make_sequences
+from stages.model import Transformer
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from stages.stage_6_cuda_graphs import CUDAGraphEngine
 
 STEP = "decode step"
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = ROOT / "benchmarks" / "shapes"
 SHAPE = "Qwen3-0.6B"
+RECORDINGS = ROOT / "notebooks" / "recordings"
 Event = tuple[str, str, float, float]  # track, name, start and duration in microseconds
 
 
@@ -68,24 +76,27 @@ def step_ms(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 6
 
 
 def trace(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 64) -> list[Event]:
-    """Everything that one decode step does, in order of its start; the step begins at 0."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.device.type == "cuda")
+    """Everything that one decode step does, in order of its start; the step begins at 0. On a CPU: its operations."""
     with decoding(engine, batch, prompt_tokens, steps=8):
         for _ in range(3):
             engine.step()
-        for _ in range(2):  # the first profile sets the profiler up; the second counts
-            with profile(activities=activities, acc_events=True) as profiler:
-                synchronize(engine)
-                with record_function(STEP):
-                    engine.step()
-                synchronize(engine)
+        return profiled_step(engine) if engine.device.type == "cuda" else timed_step(engine)
+
+
+def profiled_step(engine: ContinuousBatchingEngine) -> list[Event]:
+    for _ in range(2):  # the first profile sets the profiler up; the second counts
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+            torch.cuda.synchronize()
+            with record_function(STEP):
+                engine.step()
+            torch.cuda.synchronize()
     found = profiler.events()
-    whole = next(e for e in found if e.name == STEP and e.device_type == torch.autograd.DeviceType.CPU)
+    whole = next(e for e in found if e.name == STEP and e.device_type == DeviceType.CPU)
     events = []
     for e in found:
         if e.name == STEP or not whole.time_range.start <= e.time_range.start < whole.time_range.end:
             continue
-        if e.device_type == torch.autograd.DeviceType.CUDA:
+        if e.device_type == DeviceType.CUDA:
             track = "gpu"
         elif e.name.startswith("cu"):
             track = "launch"
@@ -95,6 +106,27 @@ def trace(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 64)
             continue  # the inner workings of an operation
         events.append((track, e.name[:60], e.time_range.start - whole.time_range.start, e.time_range.elapsed_us()))
     return sorted(events, key=lambda event: event[2])
+
+
+class OperationTimer(TorchDispatchMode):
+    """Times every operation of torch in `with timer:`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self.events.append(("cpu", str(func), 1e6 * start, 1e6 * (time.perf_counter() - start)))
+        return out
+
+
+def timed_step(engine: ContinuousBatchingEngine) -> list[Event]:
+    begin = 1e6 * time.perf_counter()
+    with OperationTimer() as timer:
+        engine.step()
+    return [(track, name, start - begin, us) for track, name, start, us in timer.events]
 
 
 def record(engine: ContinuousBatchingEngine, batch: int) -> dict[str, Any]:
@@ -118,6 +150,46 @@ def read(path: Path) -> dict[str, Any]:
     return recording
 
 
+def launch_ms(repeats: int = 30) -> float:
+    """What a CPU takes at best to start every operation of a decode step of Qwen3-0.6B, attention left out.
+
+    The same list of operations on matrices so small that computing them takes no time to speak of.
+    """
+    config = read_config(SHAPES / SHAPE)
+    times = []
+    with torch.inference_mode():
+        thin = replace(config, hidden_size=16, intermediate_size=16, head_dim=8, vocab_size=32)
+        model = Transformer(replace(thin, num_attention_heads=2, num_key_value_heads=1))
+        one = torch.zeros(1, dtype=torch.int64)
+        for _ in range(repeats):
+            start = time.perf_counter()
+            model.logits(model(one, one, lambda layer, q, k, v: q))
+            times.append(1e3 * (time.perf_counter() - start))
+    return min(times)
+
+
+def busy_us(events: Sequence[Event], track: str) -> float:
+    """How long the track does something, in microseconds; what overlaps counts once."""
+    busy = end = 0.0
+    for _, _, start, us in sorted((e for e in events if e[0] == track), key=lambda e: e[2]):
+        busy += max(0.0, start + us - max(start, end))
+        end = max(end, start + us)
+    return busy
+
+
+def load_recording(card: str = "h100") -> dict[str, Any] | None:
+    """The recording for the notebook, and a line that says where it is from; or one that says how to make it."""
+    path = RECORDINGS / f"decode_profile.{card}.json"
+    if not path.is_file():
+        print(
+            f"there is no recording {path.name} yet; on a machine with a GPU `python -m tools.decode_profile` makes it"
+        )
+        return None
+    recording = read(path)
+    print(f"a recording: {recording['model']} on {recording['card']}, torch {recording['torch']}")
+    return recording
+
+
 def main() -> None:
     from benchmarks.harness import card_slug
     from benchmarks.random_checkpoint import random_checkpoint
@@ -126,7 +198,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help=f"checkpoint directory (default: {SHAPE} with random weights)")
     parser.add_argument("--device", default="cuda", help="cpu only tries the code out")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("notebooks/recordings"), help="directory for the JSON")
+    parser.add_argument("--out", type=Path, default=RECORDINGS, help="directory for the JSON")
     options = parser.parse_args()
     model = options.model or random_checkpoint(SHAPE)
     contenders: dict[str, Any] = {"stage 5": (ContinuousBatchingEngine, {}), "stage 6": (CUDAGraphEngine, {})}

@@ -117,6 +117,19 @@ def source(*pieces: Any) -> Any:
     return Markdown("```python\n" + "\n\n".join(texts) + "\n```")
 
 
+def show_table(name: str, results: Path) -> Any:
+    """A measured result as the README shows it, or a line that says that it was not measured yet."""
+    from IPython.display import Markdown
+
+    from benchmarks.report import table
+
+    try:
+        return Markdown(table(name, results))
+    except ValueError as not_measured:
+        print(not_measured)
+        return None
+
+
 def list_exercises(number: int) -> None:
     """Print the holes that `make stage-N-exercise` leaves, with their hints, as the stage's file has them."""
     stage = load_stage(number)
