@@ -18,6 +18,7 @@ SAMPLE = {
     4: "count_not_raised",
     5: "earliest_is_victim",
     6: "padding_writes_to_block_0",
+    7: "bias_added_by_every_rank",
 }
 
 

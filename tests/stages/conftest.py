@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from stages.manifest import load_stage, load_stages
+from tests.stages.ranks import awkward_model, awkward_ranks, start_ranks, story_ranks
 from tests.stages.shadow import shadow_checkpoint
 from tests.stages.subject import Subject, arguments
 
 ASSETS = Path(__file__).parents[2] / "assets"
+__all__ = ["awkward_model", "awkward_ranks", "start_ranks", "story_ranks"]  # fixtures of stage 7
+
 WITHOUT_SUBJECT = {"test_paged_attention_triton.py": 3}  # files that belong to one stage though they test no engine
 
 

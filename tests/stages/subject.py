@@ -70,7 +70,11 @@ class Subject:
         return sys.modules[self.part(name).__module__]
 
     def engine(self, path: Path, **options: Any) -> Any:
-        """A fresh engine. Arguments that this stage does not have yet are left out."""
+        """A fresh engine. Arguments that this stage does not have yet are left out.
+
+        Where ranks can be chosen there is one unless more are asked for: the same code, but no process to start.
+        """
+        options = {"tensor_parallel_size": 1} | options
         engine_class = getattr(self.module, self.stage.class_name)
         return engine_class(path, **{k: v for k, v in options.items() if k in self.options})
 

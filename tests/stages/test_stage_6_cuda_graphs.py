@@ -55,7 +55,7 @@ def eager(engine: Any) -> Any:
 # --- buckets ---
 
 
-@since(6)
+@since(6, 6)
 @pytest.mark.parametrize("largest", [*range(1, 41), 64, 100, 256])
 def test_every_batch_size_has_a_bucket(subject: Subject, largest: int) -> None:
     ladder = subject.part("bucket_ladder")(largest)
@@ -66,7 +66,7 @@ def test_every_batch_size_has_a_bucket(subject: Subject, largest: int) -> None:
         assert bucket - size < min(size, 8), f"{bucket - size} rows of padding for {size} sequences"
 
 
-@since(6)
+@since(6, 6)
 def test_every_batch_up_to_forty_is_right_in_its_bucket(subject: Subject, shadow: Path) -> None:
     """The shadow model sees every slot that any row reads, padding included."""
     engine = subject.engine(shadow, block_size=2, num_blocks=160, max_num_seqs=40, max_num_batched_tokens=256)
@@ -81,7 +81,7 @@ def test_every_batch_up_to_forty_is_right_in_its_bucket(subject: Subject, shadow
         subject.check_idle(engine)
 
 
-@since(6)
+@since(6, 6)
 def test_only_pure_decode_steps_are_replayed(subject: Subject, shadow: Path) -> None:
     """A chunk in the step, or a sequence that does not reach its end, and it runs eagerly."""
     engine = subject.engine(shadow, block_size=2, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=4)
@@ -99,7 +99,7 @@ def test_only_pure_decode_steps_are_replayed(subject: Subject, shadow: Path) -> 
     assert replays == {1: 2}, "the last token of the prompt, and the first of the output"
 
 
-@since(6)
+@since(6, 6)
 def test_a_model_that_was_exchanged_is_obeyed(subject: Subject, checkpoints: Path) -> None:
     """On a GPU a graph holds the kernels of the model that it recorded, so that another one must run eagerly."""
     engine = subject.engine(lively_qwen3(checkpoints), **TIGHT)
@@ -116,7 +116,7 @@ def test_a_model_that_was_exchanged_is_obeyed(subject: Subject, checkpoints: Pat
 # --- padding and static memory ---
 
 
-@since(6)
+@since(6, 6)
 def test_padding_writes_to_the_scratch_block_only(subject: Subject, checkpoints: Path) -> None:
     """Three sequences in a bucket of four; every block that nobody was given is as it was, the pool's last one too."""
     taken: set[int] = set()
@@ -137,7 +137,7 @@ def test_padding_writes_to_the_scratch_block_only(subject: Subject, checkpoints:
         assert (cache[:, engine.scratch_block, 1:] == 7.0).all()
 
 
-@since(6)
+@since(6, 6)
 @pytest.mark.parametrize("recorded", [False, True], ids=["stand-in", "tape"])
 def test_graphs_g2_batch_3_after_batch_8_and_short_tables_after_long_ones(
     subject: Subject, checkpoints: Path, recorded: bool
@@ -157,7 +157,7 @@ def test_graphs_g2_batch_3_after_batch_8_and_short_tables_after_long_ones(
         subject.check_idle(engine)
 
 
-@since(6)
+@since(6, 6)
 def test_the_step_can_be_recorded_and_follows_its_inputs(subject: Subject, checkpoints: Path) -> None:
     """Recorded before any request came; preemption, sharing and joining only change what lies in the input memory."""
     path = lively_qwen3(checkpoints)
@@ -172,7 +172,7 @@ def test_the_step_can_be_recorded_and_follows_its_inputs(subject: Subject, check
     assert addresses == [engine.device_memory.data_ptr(), engine.noise.data_ptr()]
 
 
-@since(6)
+@since(6, 6)
 def test_one_copy_in_and_one_copy_out(subject: Subject, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the replay, a greedy step moves its inputs in one piece, and its tokens in another."""
     engine = subject.engine(lively_qwen3(checkpoints), **ROOMY)
@@ -195,7 +195,7 @@ def test_one_copy_in_and_one_copy_out(subject: Subject, checkpoints: Path, monke
 # --- sampling ---
 
 
-@since(6)
+@since(6, 6)
 def test_device_sampling_is_the_rule_of_all_stages(subject: Subject, checkpoints: Path) -> None:
     """Rows with temperatures from 0 to 5 in one bucket: the tokens of `stages.core.sample` from the same logits."""
     engine = subject.engine(lively_qwen3(checkpoints), **ROOMY)
@@ -231,7 +231,7 @@ class Keeping:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@since(6)
+@since(6, 6)
 def test_compiled_layers_give_the_same_tokens(subject: Subject, checkpoints: Path) -> None:
     path = lively_qwen3(checkpoints)
     engine = subject.engine(path, **ROOMY, compile=True)

@@ -1,0 +1,221 @@
+"""Stage 7: what each rank has, and that the ranks together are the model.
+
+The same tests run with gloo on the CPU (2 ranks; in the slow tier also 4, more than the models have key/value heads)
+and with NCCL on as many GPUs. A rank takes seconds to start, so engines are shared where that is possible.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stages.checkpoint import read_config, read_tensors
+from stages.core import SamplingParams, Sequence
+from stages.stage_1_naive import attend_to_all
+from stages.stage_5_continuous_batching import ContinuousBatchingEngine
+from tests import oracle
+from tests.stages.events import Listener
+from tests.stages.ranks import Starter, Threads, cpu_seconds, in_shared_memory, pids_of
+from tests.stages.requests import PROMPTS, greedy, random_prompts, story_prompts
+from tests.stages.subject import Subject, since
+from tests.weights import lively_qwen3, random_qwen2
+
+# --- the parts, without processes ---
+
+
+@since(7)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_parts_of_every_tensor_are_the_tensor(subject: Subject, awkward_model: Path, size: int) -> None:
+    """Laid side by side; but for copies where ranks share a key/value head, and for zeros under the last token."""
+    config, cut = read_config(awkward_model), subject.part("cut")
+    seen = set()
+    for name, whole in read_tensors(awkward_model):
+        parts = [cut(name, whole, config, rank, size) for rank in range(size)]
+        kind = name.split(".")[-2]
+        seen.add(kind)
+        if kind in ("k_proj", "v_proj") or "norm" in kind or name.endswith(("o_proj.bias", "down_proj.bias")):
+            assert all(torch.equal(part, whole) for part in parts), name
+            continue
+        joined = torch.cat(parts, dim=1 if kind in ("o_proj", "down_proj") else 0)
+        assert torch.equal(joined[: len(whole)], whole) and not joined[len(whole) :].any(), name
+        assert len({part.shape for part in parts}) == 1 and parts[0].numel() * size < whole.numel() * 1.01, name
+    assert len(seen) == 12
+
+
+@since(7)
+def test_neighbours_share_a_key_value_head(subject: Subject, story_model: Path) -> None:
+    """Heads 0 and 1 read the first of two key/value heads; on four ranks each has one of the four."""
+    config, cut, share_of = read_config(story_model), subject.part("cut"), subject.part("share_of")
+    rows = torch.arange(2).repeat_interleave(config.head_dim)[:, None]  # the number of the head that a row belongs to
+    name = "layers.0.self_attn.k_proj.weight"
+    for size, expected in {1: [[0, 1]], 2: [[0], [1]], 4: [[0], [0], [1], [1]]}.items():
+        assert [cut(name, rows, config, rank, size).unique().tolist() for rank in range(size)] == expected
+        share = share_of(config, size)
+        assert (share.num_attention_heads, share.num_key_value_heads) == (4 // size, max(1, 2 // size))
+    assert share_of(read_config(story_model), 4).intermediate_size == config.intermediate_size // 4
+
+
+@since(7)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("build", ["awkward", "qwen2", "qwen3"])
+def test_the_ranks_together_are_the_model(
+    subject: Subject, checkpoints: Path, awkward_model: Path, build: str, size: int
+) -> None:
+    """Every layer of it, on threads: the logits of all ranks side by side are HF's."""
+    path = {"awkward": lambda: awkward_model, "qwen2": lambda: random_qwen2(checkpoints, vocab_size=509)}.get(
+        build, lambda: lively_qwen3(checkpoints)
+    )()
+    config = read_config(path)
+    [tokens] = random_prompts(40)
+
+    def task(group: Threads) -> Tensor:
+        model = subject.part("load_share")(path, config, group, torch.float32)
+        hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend_to_all)
+        return model.logits(hidden)
+
+    logits = torch.cat(Threads.run(size, task), dim=-1)  # [T, R * (V / R)]
+    oracle.check_logits(logits[:, : config.vocab_size], oracle.truth(path).logits(tokens))
+    assert not logits[:, config.vocab_size :].any()
+    if build == "awkward":
+        assert logits[:, : config.vocab_size].max() < 0
+
+
+@since(7)
+def test_the_best_of_all_ranks(subject: Subject) -> None:
+    """Against argmax over everything: negative logits, ties within and between ranks, ranks of nothing but padding."""
+    best_of, winners = subject.part("best_of"), subject.part("winners")
+    generator = torch.Generator().manual_seed(0)
+    for vocab_size in (1, 5, 64, 511):
+        for size in (1, 2, 3, 4):
+            width = -(-vocab_size // size)
+            whole = -torch.randint(1, 9, (40, vocab_size), generator=generator).float()  # many ties
+            padded = F.pad(whole, (0, width * size - vocab_size))
+            pairs = [best_of(part, rank, vocab_size) for rank, part in enumerate(padded.split(width, dim=1))]
+            assert winners(torch.stack(pairs)) == whole.argmax(-1).tolist()
+    assert winners(torch.stack([best_of(torch.empty(0, 4), rank, 8) for rank in range(2)])) == []
+
+
+@since(7)
+def test_sizes_that_do_not_fit_are_refused(subject: Subject, story_model: Path) -> None:
+    """Before a process is started."""
+    for size, message in (
+        (0, r"tensor_parallel_size.*at least 1.*0"),
+        (3, r"tensor_parallel_size=3.*4 heads.*2 key"),
+        (8, "=8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            subject.engine(story_model, tensor_parallel_size=size)
+    found = torch.cuda.device_count()
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size={found + 1} need {found + 1} CUDA GPUs.*has {found}"):
+        subject.engine(story_model, device="cuda", tensor_parallel_size=found + 1)
+
+
+@since(7)
+def test_a_step_is_told_in_few_bytes(subject: Subject) -> None:
+    """However long a sequence is, its piece holds the tokens to compute and the block table."""
+    seq = Sequence(3, list(range(5000)), 10, greedy(9), seed=1, block_table=list(range(313)), num_computed=4990)
+    piece = subject.part("Piece").of(seq, 10)
+    assert piece == (4990, list(range(4990, 5000)), seq.block_table)
+    other, n = piece.as_work()
+    assert n == 10 and other.num_computed == 4990 and other.tokens[4990:] == seq.tokens[4990:]
+
+
+# --- the ranks at work ---
+
+
+@since(7)
+def test_stories_are_hf_s_on_every_number_of_ranks(subject: Subject, story_ranks: Any, story_model: Path) -> None:
+    prompts = story_prompts(story_model)[:3]
+    outputs = story_ranks.generate(prompts, greedy(20, ignore_eos=True))
+    oracle.check_greedy(story_model, prompts, outputs, greedy(20, ignore_eos=True))
+    assert len({token for output in outputs for token in output}) > 25
+    subject.check_idle(story_ranks)
+
+
+@since(7)
+def test_tensor_parallel_t2_t3_awkward_and_in_tight_quarters(
+    subject: Subject, awkward_ranks: Any, awkward_model: Path
+) -> None:
+    """Chunks, preemption and resumption on a model where padding would win if it could."""
+    listener = Listener()
+    awkward_ranks.events.on_event = listener
+    params = [greedy(12, ignore_eos=True)] * len(PROMPTS)
+    outputs = awkward_ranks.generate(PROMPTS, params)
+    oracle.check_greedy(awkward_model, PROMPTS, outputs, params)
+    listener.check_end(PROMPTS, outputs, params, awkward_ranks.eos_token_ids)
+    assert any(told.preempted for told in listener.requests.values())
+    assert len({token for output in outputs for token in output}) > 20
+    subject.check_idle(awkward_ranks)
+
+
+@since(7)
+def test_draws_are_those_of_one_rank(
+    story_ranks: Any, awkward_ranks: Any, story_model: Path, awkward_model: Path
+) -> None:
+    """Greedy rows and rows that draw in one step; and two engines, each with its own ranks, taking turns (T1)."""
+    params = [SamplingParams(t, 6, ignore_eos=True, seed=i) for i, t in enumerate((0.0, 0.8, 0.0, 1.3, 1.0))]
+    prompts = random_prompts(3, 9, 2, 11, 6)
+    expected = {
+        engine: ContinuousBatchingEngine(str(path)).generate(prompts, params)
+        for engine, path in ((story_ranks, story_model), (awkward_ranks, awkward_model))
+    }
+    for engine in (awkward_ranks, story_ranks, awkward_ranks):
+        assert engine.generate(prompts, params) == expected[engine]
+
+
+@since(7)
+def test_a_rank_holds_its_part_and_no_more(story_ranks: Any, story_model: Path) -> None:
+    """Weights and KV memory; what is not cut (norms) is next to nothing."""
+    size = story_ranks.team.size
+    whole = sum(tensor.numel() for _, tensor in read_tensors(story_model))
+    kv_copies = max(1, size // story_ranks.config.num_key_value_heads)
+    ours = sum(p.numel() for p in story_ranks.model.parameters())
+    assert whole / size <= ours < whole / size * (1.02 if kv_copies == 1 else 1.1)
+    blocks = story_ranks.pool.num_blocks * story_ranks.pool.block_size * story_ranks.config.num_hidden_layers
+    heads = story_ranks.config.num_key_value_heads // size * kv_copies or 1
+    assert story_ranks.cache.k.numel() == blocks * heads * story_ranks.config.head_dim
+
+
+@since(7)
+def test_a_message_of_any_size(story_ranks: Any, story_model: Path) -> None:
+    """It moves into a larger segment, and the smaller one is gone."""
+    story_ranks.generate([[5]], greedy(2))
+    before = story_ranks.team.segments[0]
+    prompts = random_prompts(500)
+    outputs = story_ranks.generate(prompts, greedy(3))
+    oracle.check_greedy(story_model, prompts, outputs, greedy(3))
+    [segment] = story_ranks.team.segments
+    assert segment.size > before.size and segment.name != before.name
+    assert in_shared_memory(segment.name) and not in_shared_memory(before.name)
+
+
+@since(7)
+def test_workers_sleep_when_there_is_nothing_to_do(story_ranks: Any) -> None:
+    story_ranks.generate([[5]], greedy(2))
+    time.sleep(0.2)
+    pids = pids_of(story_ranks)
+    before = [cpu_seconds(pid) for pid in pids]
+    time.sleep(0.5)
+    assert all(cpu_seconds(pid) - start < 0.1 for pid, start in zip(pids, before, strict=True))
+
+
+# --- half precision ---
+
+
+@pytest.mark.gpu(2)
+@since(7)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("attention", ["gather", "triton"])
+def test_stories_in_half_precision(
+    subject: Subject, start_ranks: Starter, story_model: Path, dtype: torch.dtype, attention: str
+) -> None:
+    prompts = story_prompts(story_model)
+    with start_ranks(story_model, dtype=dtype, attention=attention) as engine:
+        if engine.device.type != "cuda":
+            pytest.skip("half precision is for GPUs")
+        outputs = engine.generate(prompts, greedy(64, ignore_eos=True))
+    oracle.check_greedy_half(story_model, prompts, outputs, greedy(64, ignore_eos=True), dtype, "cuda")
