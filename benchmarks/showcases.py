@@ -7,6 +7,7 @@ the figures then mean nothing.
 from __future__ import annotations
 
 from benchmarks.harness import Contender, Figure, Measured, Showcase, hf_contender, metric, stage_contender
+from benchmarks.showcase_ranks import tensor_parallel
 from benchmarks.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
 
 HF = "HF generate"
@@ -191,12 +192,13 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
 
 def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
     """On a GPU; a quick one runs anywhere, with the eager stand-in for the graph."""
-    batches, prompt, tokens = ((1, 3), 8, 4) if quick else ((1, 8, 64), 64, 64)
+    batches, prompt, tokens = ((1, 3), 8, 4) if quick else ((1, 8, 64), 64, 32)
     contenders = [stage_contender(5), stage_contender(6), hf_contender(HF, batch=True)]
     if not quick:
         stage_5_kernel = {"kind": "stage", "number": 5, "options": {"attention": "triton"}}
         compiled = {"kind": "stage", "number": 6, "options": {"compile": True}}
-        contenders += [Contender("stage 5 with the kernel", stage_5_kernel), Contender("stage 6 compiled", compiled)]
+        contenders.append(Contender("stage 6 compiled", compiled))
+        contenders.append(Contender("stage 5 with the kernel", stage_5_kernel, only=("batch 1",)))
     return Showcase(
         name="stage_6",
         title="Time of a decode step",
@@ -252,6 +254,14 @@ def ladder(vocab_size: int, quick: bool = False) -> Showcase:
     )
 
 
-SHOWCASES = {1: naive, 2: kv_cache, 3: paged_blocks, 4: prefix_caching, 5: continuous_batching, 6: cuda_graphs}
+SHOWCASES = {
+    1: naive,
+    2: kv_cache,
+    3: paged_blocks,
+    4: prefix_caching,
+    5: continuous_batching,
+    6: cuda_graphs,
+    7: tensor_parallel,
+}
 # Showcases that say something on a GPU only, and the shape of the model that they are recorded with (benchmarks/shapes)
 NEED_A_GPU = {6: "Qwen3-0.6B"}

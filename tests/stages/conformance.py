@@ -72,7 +72,7 @@ class Conformance:
             chat = [{"role": "user", "content": question}]
             text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
             prompts.append(tokenizer.encode(text, add_special_tokens=False))
-        run(subject, smollm2, prompts, greedy(64))
+        run(subject, smollm2, prompts, greedy(64), num_blocks=64)
 
     def test_numerics_n1_logits_at_every_position(self, subject: Subject, checkpoints: Path) -> None:
         """Prefilled, in chunks or decoded: the logits at every position are those of HF's single forward."""

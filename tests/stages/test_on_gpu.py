@@ -150,7 +150,7 @@ def test_replays_are_eager_steps(subject: Subject, checkpoints: Path, attention:
 def test_logits_of_replays(
     subject: Subject, story_model: Path, dtype: torch.dtype, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The RMS rule at 400 positions, every one of them computed by a replay."""
+    """The RMS rule at 520 positions, every one of them computed by a replay."""
     given: list[torch.Tensor] = []
     plain = Transformer.logits
 
@@ -169,8 +169,8 @@ def test_logits_of_replays(
 
     engine.replay = replay_and_keep
     prompt = story_prompts(story_model)[0][:1]
-    [output] = engine.generate([prompt], greedy(400, ignore_eos=True))
-    assert len(rows) == 400 and output == [int(row.argmax()) for row in rows]
+    [output] = engine.generate([prompt], greedy(520, ignore_eos=True))
+    assert len(rows) == 520 and output == [int(row.argmax()) for row in rows]
     oracle.check_rms(torch.stack(rows), story_model, [*prompt, *output[:-1]], dtype, DEVICE)
 
 
