@@ -77,7 +77,7 @@ class Showcase:
 
 def metric(scenario: str, name: str) -> Callable[[Measured], float | None]:
     """The figure that is simply a metric of a scenario."""
-    return lambda measured: measured[scenario][name] if scenario in measured else None
+    return lambda measured: measured[scenario].get(name) if scenario in measured else None
 
 
 def run_worker(

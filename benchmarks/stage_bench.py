@@ -20,6 +20,7 @@ from rich.table import Table
 from benchmarks import harness, wording
 from benchmarks.harness import Showcase
 from benchmarks.random_checkpoint import random_checkpoint
+from benchmarks.showcase_ranks import within_reach
 from benchmarks.showcases import NEED_A_GPU, SHOWCASES
 
 
@@ -133,6 +134,7 @@ def main() -> None:
     options = parser.parse_args()
     fit_to_device(options)
     showcase = SHOWCASES[options.stage](vocab_size(options.model), options.quick)
+    showcase = within_reach(showcase, options.device)
     result = measure(showcase, options, Console())
     if harness.headline_gain(result) <= 1 and not options.quick:
         sys.exit(f"stage {options.stage} did not win its showcase")

@@ -46,6 +46,7 @@ class StageRunner:
         self.options = options or {}
         self.model, self.device = model, device
         self.recorder: CallRecorder | None = None
+        self.engine: Any = None
         self.num_parameters = self.vocab_size = 0
         if number == 2:
             self.watch_static_cache()
@@ -72,6 +73,7 @@ class StageRunner:
             "max_num_seqs": scenario.max_num_seqs if self.stage.number > 2 else scenario.num_rows(longest),
         }
         options = {name: value for name, value in limits.items() if name in self.stage.options} | self.options
+        self.engine = None  # the one before goes first, with its memory and its processes
         self.engine = self.stage.engine_class()(self.model, device=self.device, on_event=self.on_event, **options)
         self.num_parameters = sum(p.numel() for p in self.engine.model.parameters())
         self.vocab_size = self.engine.vocab_size
@@ -115,7 +117,18 @@ def run_scenario(runner: Runner, scenario: Scenario, device: str, clock: ClockNa
         outputs.append(runner.generate(requests, recorder))
         synchronize(device)
         calls.append((recorder, start, CLOCKS[clock]()))
-    return metrics(calls, outputs, time.perf_counter() - wall_start)
+    return metrics(calls, outputs, time.perf_counter() - wall_start) | memory(runner)
+
+
+def memory(runner: Runner) -> dict[str, float]:
+    """MiB of weights, and of room for keys and values, that this process holds, where they can be looked at."""
+    found = {}
+    model = runner.engine.model if isinstance(runner, StageRunner) else getattr(runner, "model", None)
+    if isinstance(model, torch.nn.Module):
+        found["weights_mib"] = sum(p.nbytes for p in model.parameters()) / 2**20
+    if cache := getattr(getattr(runner, "engine", None), "cache", None):
+        found["kv_mib"] = (cache.k.nbytes + cache.v.nbytes) / 2**20
+    return found
 
 
 def synchronize(device: str) -> None:
@@ -151,7 +164,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Do a job (see `harness.run_worker`) in this process."""
     runner = make_runner(job["contender"], job["model"], job["device"])
     scenarios = [Scenario.from_json(raw) for raw in job["scenarios"]]
-    clock = choose_clock(job["device"], job["threads"])
+    several = any(scenario.several_processes for scenario in scenarios)
+    clock: ClockName = "wall" if several else choose_clock(job["device"], job["threads"])
     results = {scenario.name: run_scenario(runner, scenario, job["device"], clock) for scenario in scenarios}
     return {
         "pid": os.getpid(),
