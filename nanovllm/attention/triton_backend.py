@@ -67,7 +67,8 @@ class TritonBackend:
         if key not in self._workspaces:
             self._workspaces[key] = DecodeWorkspace.allocate(*key, device=q.device)
         context_len = meta.context_len[:num_decodes]
-        if "decode plan" not in shared:
+        planned = "decode plan" in shared
+        if not planned:
             shared["decode plan"] = plan_decode(context_len, pieces, config)
         paged_decode(
             q,
@@ -80,6 +81,7 @@ class TritonBackend:
             self._workspaces[key],
             shared["decode plan"],
             config,
+            overlap=planned,
         )
 
     def _prefill(

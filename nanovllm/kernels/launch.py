@@ -15,6 +15,8 @@ from functools import cache
 
 import torch
 
+CACHE_LINE = 128  # bytes
+
 
 @cache
 def has_kernels(device: torch.device) -> bool:

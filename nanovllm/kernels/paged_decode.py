@@ -25,11 +25,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.launch import overlaps_launches
+from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
 from nanovllm.kernels.paged_tile import LOG2_E, attend_tile, keys_per_tile, locate, padded_sequences, token_offsets
+from nanovllm.kernels.prefetch import prefetch
 
 MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
 MERGED_AT_ONCE = 16
+PREFETCHED_TILES = 2  # of each program: 25 MB on an H100, half of its L2 cache
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,10 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     index = tl.arange(0, SEQUENCES)
     tiles = tl.cdiv(tl.load(context_len_ptr + index, mask=index < num_sequences, other=0), KEYS)
     total = tl.sum(tiles)
-    share = tl.maximum(tl.cdiv(total, pieces), 1)
-    tile = piece * share
+    tile = piece * total // pieces
     sequence, begin = locate(tile, tiles, index)
     tl.store(piece_ptr + piece * 4, tile)
-    tl.store(piece_ptr + piece * 4 + 1, tl.minimum(tile + share, total))
+    tl.store(piece_ptr + piece * 4 + 1, (piece + 1) * total // pieces)
     tl.store(piece_ptr + piece * 4 + 2, sequence)
     tl.store(piece_ptr + piece * 4 + 3, begin)
     if piece == 0:
@@ -79,11 +80,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr,
     scale, q_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr, PREFETCHED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     tile = tl.load(piece_ptr + piece * 4)
@@ -96,6 +97,20 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
     token_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    if PDL:
+        # What was there before this step can be asked for before this layer has written the step's own keys. Plan,
+        # lengths and tables may be read: they are older than the last kernel that was launched without overlap.
+        context_len = tl.load(context_len_ptr + sequence, mask=tile < last, other=0)
+        line = tl.arange(0, LINES) * (HEAD_DIM // LINES)
+        first_key = (tile - begin) * KEYS
+        stop_key = tl.minimum(context_len, (tl.minimum(last, tile + PREFETCHED) - begin) * KEYS)
+        for start in range(first_key, stop_key, KEYS):
+            table_ptr = block_table_ptr + sequence * table_stride
+            offset = token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
+            offset = tl.where(start + tl.arange(0, KEYS) < context_len, offset, 0)
+            prefetch(kv_ptr + offset[:, None] + line[None, :])
+            prefetch(kv_ptr + v_offset + offset[:, None] + line[None, :])
+        gdc_wait()
     while tile < last:
         context_len = tl.load(context_len_ptr + sequence)
         query_start = tl.load(query_start_ptr + sequence)
@@ -136,9 +151,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         sequence += 1
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_start_ptr", "context_len_ptr"])
+@triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["query_start_ptr", "context_len_ptr"])
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, sequence_begin_ptr, piece_ptr,
+    out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, sequence_begin_ptr, piece_ptr, pieces,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, MERGED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -148,11 +163,11 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(0)
     sequence = tl.program_id(1) // QUERIES
     query = tl.program_id(1) % QUERIES
-    share = tl.load(piece_ptr + 1)  # the first piece begins at 0, and unless it is all there is, none is longer
+    total = tl.load(piece_ptr + pieces * 4 - 3)  # where the last piece ends
     begin = tl.load(sequence_begin_ptr + sequence)
     end = begin + tl.cdiv(tl.load(context_len_ptr + sequence), KEYS)
-    first = begin // share
-    last = (end - 1) // share
+    first = ((begin + 1) * pieces - 1) // total  # the piece that has this tile: the last one to begin by then
+    last = (end * pieces - 1) // total
     query_start = tl.load(query_start_ptr + sequence)
     query_len = tl.load(query_start_ptr + sequence + 1) - query_start
     if (query >= query_len) | (first == last):
@@ -164,7 +179,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([HEAD_DIM], tl.float32)
     for start in range(first, last + 1, MERGED):
         piece = start + tl.arange(0, MERGED)
-        used = piece <= last
+        # With fewer tiles than pieces some pieces are empty, and have written nothing.
+        used = (piece <= last) & (piece * total // pieces < (piece + 1) * total // pieces)
         slot = ((piece * 2 + (piece > first).to(tl.int32)) * QUERIES + query) * NUM_HEADS + head
         part_m = tl.load(m_ptr + slot, mask=used, other=float("-inf"))
         part_denom = tl.load(denom_ptr + slot, mask=used, other=0.0)
@@ -226,6 +242,7 @@ def paged_decode(
     workspace: DecodeWorkspace,
     plan: DecodePlan,
     config: DecodeConfig,
+    overlap: bool = False,
 ) -> None:
     """Causal attention of S sequences with few queries each; writes their rows of `out`.
 
@@ -240,6 +257,8 @@ def paged_decode(
         out: [T, Hq, D], contiguous.
         workspace: its `pieces` is the number of programs for each KV head.
         plan: of these contexts, for as many pieces.
+        overlap: the decode kernel may start while the one before it runs. Then plan, lengths and tables are older than
+            the last kernel that was launched without overlap.
     """
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     num_heads = q.shape[1]
@@ -247,15 +266,17 @@ def paged_decode(
     pieces, _, queries, _ = workspace.m.shape
     group = num_heads // num_kv_heads
     pdl = overlaps_launches(q.device)
+    early = overlap and pdl
     _decode_kernel[(num_kv_heads, pieces)](
         q, kv, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len,
         plan.piece, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, QUERIES=queries,
         ROWS=max(16, triton.next_power_of_2(queries * group)), KEYS=config.keys,
-        PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+        LINES=max(1, head_dim * q.element_size() // CACHE_LINE), PREFETCHED=PREFETCHED_TILES, PDL=early,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=early,
     )  # fmt: skip
     _merge_kernel[(num_heads, num_sequences * queries)](
         out, workspace.m, workspace.denom, workspace.acc, query_start, context_len,
-        plan.sequence_begin, plan.piece, NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys,
-        MERGED=MERGED_AT_ONCE, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        plan.sequence_begin, plan.piece, pieces,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys, MERGED=MERGED_AT_ONCE, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

@@ -5,8 +5,8 @@ four microseconds, less than what a kernel takes to start and to drain. So all w
 and early. Every program owns a few output columns and at most 1,024 inputs, and asks for all its weights in one go; it
 does so while the kernel before it still runs (see `launch.py`), because weights depend on nobody.
 
-Within a program each warp multiplies its own part of the inputs, so that no warp waits for a long chain of products; the
-parts are summed at the end.
+Within a program each warp multiplies its own part of the inputs, so that no warp waits for a long chain of products;
+the parts are summed at the end.
 
 A layer with few columns and many inputs would keep too few multiprocessors busy. `partial=True` cuts its inputs among
 programs (split-K) and leaves the sums to whoever reads the result: the norm that follows, which reads it anyway.
@@ -33,8 +33,8 @@ class SkinnyConfig:
 
 
 def skinny_config(outputs: int, gated: bool) -> SkinnyConfig:
-    """32 or 64 KiB of weights a program, and enough programs for every multiprocessor of a large GPU."""
-    return SkinnyConfig(columns=16, num_warps=8)
+    """32 to 64 KiB of weights a program, and enough programs for every multiprocessor of a large GPU."""
+    return SkinnyConfig(columns=32 if outputs >= 4096 and not gated else 16, num_warps=4)
 
 
 def inner_length(inputs: int) -> int:
@@ -108,7 +108,7 @@ def skinny_linear(
     _skinny_linear_kernel[(outputs // config.columns, splits)](
         x, weight, bias, out, num_tokens,
         INPUTS=inputs, OUTPUTS=outputs, TOKENS=max(16, triton.next_power_of_2(num_tokens)), COLUMNS=config.columns,
-        INNER=inner, PARTS=config.num_warps, STEPS=inputs // (inner * splits), GATED=gated, BIAS=bias is not None, PDL=pdl,
-        num_warps=config.num_warps, launch_pdl=pdl,
+        INNER=inner, PARTS=config.num_warps, STEPS=inputs // (inner * splits), GATED=gated, BIAS=bias is not None,
+        PDL=pdl, num_warps=config.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out

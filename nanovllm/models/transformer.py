@@ -86,9 +86,9 @@ class Layer(nn.Module):
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
+        x, residual = self.input_layernorm.add(x, residual, ahead=self.self_attn.qkv_proj.weight)
         x = self.self_attn(x, rotation, attend)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm.add(x, residual, ahead=self.mlp.gate_up_proj.weight)
         return self.mlp(x), residual
 
 

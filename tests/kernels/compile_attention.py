@@ -66,7 +66,9 @@ def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_si
             paged_decode._decode_kernel,
             capability,
             dtype,
-            shape | {"QUERIES": 1, "ROWS": 16, "KEYS": decode.keys, "PDL": pdl},
+            shape
+            | {"QUERIES": 1, "ROWS": 16, "KEYS": decode.keys, "PDL": pdl}
+            | {"LINES": max(1, head_dim * size // 128), "PREFETCHED": paged_decode.PREFETCHED_TILES},
             decode.num_warps,
             decode.num_stages,
         ),
@@ -104,6 +106,7 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
         "decode inputs": memory(decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 256, "COLUMNS": 32}),
         "add and norm": memory(
             add_rms_norm._add_rms_norm_kernel, {"SIZE": 1024, "PADDED": 1024, "SPLITS": 3, "ADD": 1} | pdl
+            | {"LINES": add_rms_norm.LINES, "LINE": 64, "AHEAD": pdl["PDL"]},
         ),
         "gate": memory(silu_and_mul._silu_and_mul_kernel, {"SIZE": 3072, "BLOCK": silu_and_mul.BLOCK} | pdl),
         "norm, rope, write": memory(
@@ -128,6 +131,7 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
                     "BIAS": 0,
                 }
                 constants |= {"INNER": inner, "STEPS": 1 if partial else inputs // inner, "GATED": int(gated)} | pdl
+                constants["PARTS"] = config.num_warps
                 found[f"{name} x {tokens}"] = memory(skinny_linear._skinny_linear_kernel, constants, config.num_warps)
     return found
 
