@@ -181,6 +181,7 @@ class AsyncLLM:
                 self._refusal, self._cause = f"the step loop has ended: {error!r}", error
             left = list(self._requests.values())
             self._requests.clear()
+        self._added.clear()
         for request in left:
             request.error = EngineDead(self._refusal)
             request.error.__cause__ = error

@@ -66,16 +66,17 @@ def refusing() -> Iterator[None]:
 
 
 def bad_request(request: Request, error: Exception) -> JSONResponse:
-    """The first thing that is wrong with a body, without the body."""
+    """One thing that is wrong with a body, without the body."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    # Where a field may have several types each has its complaint; the one about more than the type tells most.
+    first = min(error.errors(), key=lambda e: e["type"].endswith("_type"))
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
     path = first["loc"][1:]  # without "body"
     # Behind the fields there may be what pydantic calls the type that it tried last.
     fields = list(takewhile(lambda part: isinstance(part, int) or (part.isidentifier() and part != "str"), path))
     if kind == "json_invalid":
         fields, message = [], "the body is not valid JSON"
-    elif not path:
+    elif not path and kind != "value_error":
         message = "the body must be a JSON object, sent with Content-Type: application/json"
     elif kind == "extra_forbidden":
         message = "not supported here; leave it out"

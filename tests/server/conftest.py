@@ -1,0 +1,22 @@
+"""One server for all tests that only talk to it."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.server.harness import Served, chat_model, server
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The embedded model, with a chat template."""
+    with server(chat_model(tmp_path_factory.mktemp("model"))) as running:
+        yield running
+        running.wait_idle()
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with served.client() as client:
+        yield client

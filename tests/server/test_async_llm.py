@@ -1,0 +1,293 @@
+"""AsyncLLM: what its callers see of their own requests, whoever else is there."""
+
+import asyncio
+import gc
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams
+from nanovllm.sampling_params import RequestOutputKind
+from nanovllm.stream import EngineDead, QueueFull, RequestAborted
+from tests.server.harness import STORY, greedy, idle, read, serving, tokens
+from tests.server.shadow import SMALL, Gate, shadow_llm
+from tests.server.waiting import until
+
+PROMPTS = [STORY, "Once upon a time", "Otto the raccoon", "Far, far away"]
+
+
+def test_deltas_joined_are_what_llm_generates() -> None:
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, n=1 + i % 2, logprobs=1) for i in range(4)]
+
+    async def main() -> list[Any]:
+        async with AsyncLLM(**SMALL) as llm:
+            streams = [llm.generate(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+            return await asyncio.gather(*map(read, streams))
+
+    streamed = asyncio.run(main())
+    with LLM(**SMALL) as llm:
+        expected = [output.outputs for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    for ours, theirs in zip(streamed, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+            assert one.logprobs is not None and other.logprobs is not None
+            assert [list(entry) for entry in one.logprobs] == [list(entry) for entry in other.logprobs]
+
+
+def test_a_reader_who_keeps_up_gets_each_token_as_it_comes() -> None:
+    async def main() -> None:
+        async with serving() as llm:
+            gate = Gate(llm)
+            stream = llm.generate(STORY, greedy(max_tokens=4))
+            for i in range(4):
+                reading = asyncio.create_task(anext(stream))
+                await gate.let(1)
+                delta = await reading
+                assert len(delta.outputs[0].token_ids) == 1 and delta.finished == (i == 3)
+            assert delta.prompt == STORY and delta.metrics.time_to_first_token is not None
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+
+    asyncio.run(main())
+
+
+def test_a_slow_reader_gets_fewer_and_larger_deltas_and_costs_no_memory() -> None:
+    async def main() -> None:
+        async with serving() as llm:
+            whole = await tokens(llm.generate(STORY, greedy(max_tokens=30)))
+            stream = llm.generate(STORY, greedy(max_tokens=30))
+            first = await anext(stream)
+            await until(lambda: not llm._requests)
+            assert len(stream._request.newest) == 1
+            rest = await anext(stream)
+            assert rest.finished and first.outputs[0].token_ids + rest.outputs[0].token_ids == whole
+
+    asyncio.run(main())
+
+
+def test_final_only_is_one_delta_with_everything() -> None:
+    async def main() -> list[RequestOutput]:
+        async with serving() as llm:
+            params = greedy(output_kind=RequestOutputKind.FINAL_ONLY)
+            return [delta async for delta in llm.generate(STORY, params)]
+
+    (only,) = asyncio.run(main())
+    assert only.finished and len(only.outputs[0].token_ids) == 8
+
+
+def test_callers_in_many_threads_each_with_an_event_loop() -> None:
+    async def alone(llm: AsyncLLM, i: int) -> list[int]:
+        return await tokens(llm.generate([i, 2, 3], SamplingParams(seed=i, max_tokens=12)))
+
+    async def main() -> None:
+        async with serving() as llm:
+            expected = [await alone(llm, i) for i in range(8)]
+            together = await asyncio.gather(*(asyncio.to_thread(asyncio.run, alone(llm, i)) for i in range(8)))
+            assert together == expected
+
+    asyncio.run(main())
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "message"),
+    [
+        ([], {}, "got 0"),
+        (["a", "b"], {}, "got 2"),
+        ("", {}, "prompt_token_ids is empty"),
+        ([10**6], {}, "outside the vocabulary"),
+        ([1] * 300, {}, "max_model_len=256"),
+        (["a"], {"priority": "high"}, "int"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, {}, "cache_salt"),
+        ({"prompt_token_ids": [1], "cache_salt": 5}, {}, "cache_salt"),
+    ],
+)
+def test_a_bad_request_is_refused_at_once_and_others_go_on(prompt: Any, more: dict[str, Any], message: str) -> None:
+    async def main() -> None:
+        async with serving() as llm:
+            beside = asyncio.create_task(tokens(llm.generate(STORY, greedy())))
+            with pytest.raises((ValueError, TypeError), match=message):
+                llm.generate(prompt, greedy(), **more)
+            assert len(await beside) == 8
+
+    asyncio.run(main())
+
+
+def test_what_only_the_engine_refuses_reaches_its_reader_and_nobody_else() -> None:
+    async def main() -> None:
+        async with serving() as llm:
+            beside = asyncio.create_task(tokens(llm.generate([1, 2], greedy())))
+            with pytest.raises(ValueError, match="needs a tokenizer"):
+                await read(llm.generate([1, 2], greedy(stop="x")))
+            assert len(await beside) == 8
+
+    asyncio.run(main())
+
+
+def test_a_full_queue_refuses_and_an_empty_seat_is_not_a_queue() -> None:
+    async def main() -> None:
+        async with serving(max_queue=2, max_num_seqs=3) as llm:
+            gate = Gate(llm)
+            held = [llm.generate([i, 1], greedy()) for i in range(1, 6)]  # three will find a seat, two will wait
+            with pytest.raises(QueueFull, match="max_queue=2"):
+                llm.generate([7, 1], greedy())
+            await gate.let(1)
+            with pytest.raises(QueueFull):
+                llm.generate([7, 1], greedy())
+            gate.open()
+            assert [len(await tokens(stream)) for stream in held] == [8] * 5
+            assert len(await tokens(llm.generate([7, 1], greedy()))) == 8
+        with pytest.raises(ValueError, match="max_queue"):
+            AsyncLLM(max_queue=0)
+
+    asyncio.run(main())
+
+
+# --- ids -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_late_abort_never_hits_a_new_request_with_the_same_id() -> None:
+    """CASES A1: a duplicate id; an id aborted and used again."""
+
+    async def main() -> None:
+        async with serving() as llm:
+            expected = await tokens(llm.generate([1, 2, 3], greedy()))
+            gate = Gate(llm)
+            old = llm.generate([5, 6], greedy(), request_id="a")
+            with pytest.raises(ValueError, match="'a' is in use"):
+                llm.generate([1], greedy(), request_id="a")
+            await gate.let(1)
+            await anext(old)
+            llm.abort("a")
+            new = llm.generate([1, 2, 3], greedy(), request_id="a")  # before the loop has seen the abort
+            await old.aclose()
+            old._abort()
+            llm.abort("b")
+            gate.open()
+            assert await tokens(new) == expected
+
+    asyncio.run(main())
+
+
+def test_an_id_is_free_again_once_its_request_has_finished() -> None:
+    async def main() -> None:
+        async with serving() as llm:
+            for _ in range(3):
+                assert len(await tokens(llm.generate([1, 2], greedy(), request_id="a"))) == 8
+
+    asyncio.run(main())
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def test_leaving_the_loop_early_aborts() -> None:
+    async def main() -> None:
+        async with serving() as llm:
+            async for _ in llm.generate(STORY, greedy(max_tokens=200)):
+                break
+            await idle(llm)
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_is_dropped_unread_is_aborted_and_so_is_one_that_is_closed() -> None:
+    async def main() -> None:
+        async with serving() as llm:
+            llm.generate(STORY, greedy(max_tokens=200))
+            gc.collect()
+            stream = llm.generate(STORY, greedy(max_tokens=200))
+            await stream.aclose()
+            await stream.aclose()
+            assert [delta async for delta in stream] == []
+            await idle(llm)
+
+    asyncio.run(main())
+
+
+def test_a_reader_whose_event_loop_is_gone_has_left() -> None:
+    async def begin(llm: AsyncLLM) -> Any:
+        stream = llm.generate(STORY, greedy(max_tokens=200))
+        await anext(stream)
+        return stream
+
+    async def main() -> None:
+        async with serving() as llm:
+            kept = await asyncio.to_thread(asyncio.run, begin(llm))
+            await idle(llm)
+            with pytest.raises(RequestAborted):
+                while True:
+                    await anext(kept)
+
+    asyncio.run(main())
+
+
+# --- idle ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_engine_costs_nothing_and_starts_at_once() -> None:
+    """It picks a request up within a fraction of a millisecond; the bound leaves room for a busy machine."""
+
+    async def main() -> None:
+        async with serving() as llm:
+            delays = []
+            add = llm.llm.engine.add_request
+
+            def timed(*arguments: Any) -> None:
+                delays.append(time.perf_counter() - arguments[-1])
+                add(*arguments)
+
+            llm.llm.engine.add_request = timed
+            for _ in range(9):
+                await tokens(llm.generate([1, 2], greedy(max_tokens=1)))
+                await asyncio.sleep(0.01)
+            assert sorted(delays)[4] < 0.05
+            gate = Gate(llm)
+            before = time.process_time()
+            await asyncio.sleep(0.3)
+            assert gate.num_steps == 0 and time.process_time() - before < 0.15
+
+    asyncio.run(main())
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_shutdown_drains() -> None:
+    async def main() -> None:
+        llm = shadow_llm()
+        reading = asyncio.create_task(tokens(llm.generate(STORY, greedy(max_tokens=30))))
+        await asyncio.sleep(0.01)
+        await llm.shutdown()
+        assert len(await reading) == 30
+        with pytest.raises(EngineDead, match="shut down"):
+            llm.generate(STORY)
+
+    threads = set(threading.enumerate())
+    asyncio.run(main())
+    assert set(threading.enumerate()) <= threads
+
+
+def test_shutdown_aborts_also_after_a_drain_that_takes_too_long() -> None:
+    async def main() -> None:
+        llm = shadow_llm()
+        gate = Gate(llm)
+        reading = asyncio.create_task(tokens(llm.generate(STORY, greedy(max_tokens=200))))
+        await gate.let(3)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(llm.shutdown(), 0.05)
+        with pytest.raises(EngineDead, match="shut down"):
+            llm.check_health()
+        gate.open()
+        await llm.shutdown(drain=False)
+        with pytest.raises(RequestAborted, match="shutdown"):
+            await reading
+        await llm.shutdown()
+
+    threads = set(threading.enumerate())
+    asyncio.run(main())
+    assert set(threading.enumerate()) <= threads
