@@ -19,7 +19,7 @@ from stages.stage_1_naive import attend_to_all
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from tests import oracle
 from tests.stages.events import Listener
-from tests.stages.ranks import Starter, Threads, cpu_seconds, in_shared_memory, pids_of
+from tests.stages.ranks import Threads, cpu_seconds, in_shared_memory, pids_of
 from tests.stages.requests import PROMPTS, greedy, random_prompts, story_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3, random_qwen2
@@ -206,16 +206,15 @@ def test_workers_sleep_when_there_is_nothing_to_do(story_ranks: Any) -> None:
 # --- half precision ---
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
 @since(7)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("attention", ["gather", "triton"])
 def test_stories_in_half_precision(
-    subject: Subject, start_ranks: Starter, story_model: Path, dtype: torch.dtype, attention: str
+    subject: Subject, story_model: Path, dtype: torch.dtype, attention: str, size: int
 ) -> None:
     prompts = story_prompts(story_model)
-    with start_ranks(story_model, dtype=dtype, attention=attention) as engine:
-        if engine.device.type != "cuda":
-            pytest.skip("half precision is for GPUs")
+    options = {"tensor_parallel_size": size, "device": "cuda", "dtype": dtype, "attention": attention}
+    with subject.engine(story_model, **options) as engine:
         outputs = engine.generate(prompts, greedy(64, ignore_eos=True))
     oracle.check_greedy_half(story_model, prompts, outputs, greedy(64, ignore_eos=True), dtype, "cuda")
