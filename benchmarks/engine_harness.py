@@ -128,7 +128,9 @@ def run_process(
                     os.killpg(process.pid, signal.SIGKILL)  # and what it started, so that the card is free
                 process.wait()
         if process.returncode != 0 or not result.is_file():
-            raise RuntimeError(f"{contender.name} failed (exit {process.returncode}):\n{log.read_text()[-2000:]}")
+            raise RuntimeError(
+                f"{contender.name} failed (exit {process.returncode}):\n{log.read_text()[-2000:].strip()}"
+            )
         measured: dict[str, Any] = json.loads(result.read_text())
     return measured
 
@@ -183,7 +185,11 @@ class Comparison:
 
     def result(self) -> dict[str, Any]:
         made = harness.assemble(self.showcase, self.records, self.options.model)
-        made |= {"engines": self.engines, "failures": {k: v[-500:] for k, v in self.failures.items()}, **self.extra}
+        made |= {
+            "engines": self.engines,
+            "failures": {k: v.splitlines()[-1] for k, v in self.failures.items()},
+            **self.extra,
+        }
         made |= {"model": {"name": harness.model_name(self.options.model)}, "commit": commit(self.options)}
         return made
 

@@ -202,13 +202,13 @@ def test_what_was_not_measured_has_no_table(name: str, tmp_path: Path) -> None:
     assert report.table(name, tmp_path) == ""
 
 
-def test_the_engines_table_has_vllm_beside_it(recorded: Path, tmp_path: Path) -> None:
+def test_the_engines_table_has_vllm_and_the_spread(recorded: Path, tmp_path: Path) -> None:
     result = json.loads((recorded / "throughput.h100.json").read_text())
-    for figure in result["figures"]:
-        figure["values"]["vLLM"] = {k: v / 2 for k, v in figure["values"]["nanovllm"].items()}
+    ours, theirs = {"median": 300.0, "min": 290.0, "max": 310.0}, {"median": 150.0, "min": 150.0, "max": 150.0}
+    result["figures"][0]["values"] = {"nanovllm": ours, "vLLM": theirs}
     (tmp_path / "throughput.h100.json").write_text(json.dumps(result))
     lines = engine_report.engine_table("h100", tmp_path)
-    assert next(line for line in lines if line.startswith("| throughput")).endswith("| 2.00× |")
+    assert "| throughput (tokens/s) | 300 (290 to 310) | 150 | 2.00× |" in lines
 
 
 def test_the_check_compares_the_engine_too(
