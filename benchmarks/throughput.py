@@ -19,7 +19,7 @@ def measure(engine: Engine, repeats: int, sizes: dict[str, int]) -> list[Repetit
     """In the process of one contender."""
     chosen = headline.Sizes(**sizes)
     prompts, _ = headline.draw(-1, chosen)
-    engine.warm_up(prompts[:16])
+    engine.warm_up(prompts, num_tokens=16)  # all of them: kernels are compiled for a step's size as well
     repetitions = []
     for number in range(repeats):
         prompts, max_tokens = headline.draw(number, chosen)
