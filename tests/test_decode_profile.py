@@ -35,6 +35,13 @@ def test_a_decode_step_is_traced_and_leaves_nothing_behind(engine_class: Any, mo
 def test_a_recording_is_read_as_it_was_made(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    step: list[Event] = [
+        ("cpu", "a", 3.14, 20.0),
+        ("gpu", "a", 1000.0, 1.26),
+        ("cpu", "b", 1000.04, 0.5),
+        ("cpu", "a", 2e4, 7),
+    ]
+    monkeypatch.setattr(decode_profile, "trace", lambda engine, batch: step)
     command = ["profile", "--device", "cpu", "--model", str(model), "--batch", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     decode_profile.main()
@@ -43,7 +50,9 @@ def test_a_recording_is_read_as_it_was_made(
     assert recording is not None and recording["batch"] == 2
     assert recording["stages"].keys() == {"stage 5", "stage 6"}
     for stage in recording["stages"].values():
-        assert stage["step_ms"] > 0 and all(isinstance(name, str) for _, name, _, _ in stage["events"])
+        assert stage["step_ms"] > 0
+        assert [event[:2] for event in stage["events"]] == [event[:2] for event in step]
+        assert [event[2:] for event in stage["events"]] == [(3.1, 20.0), (1000.0, 1.3), (1000.0, 0.5), (20000.0, 7.0)]
     assert str(tmp_path) not in (tmp_path / "decode_profile.cpu.json").read_text()
     capsys.readouterr()
     assert decode_profile.load_recording("a card that nobody has") is None
