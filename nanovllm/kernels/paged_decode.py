@@ -278,5 +278,6 @@ def paged_decode(
     _merge_kernel[(num_heads, num_sequences * queries)](
         out, workspace.m, workspace.denom, workspace.acc, query_start, context_len,
         plan.sequence_begin, plan.piece, pieces,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys, MERGED=MERGED_AT_ONCE, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys, MERGED=MERGED_AT_ONCE,
+        PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

@@ -33,14 +33,14 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor | None, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, residual [T, H] -> (norm(x + residual), x + residual). None, where there is nothing yet to add.
 
-        x may also be what `Linear.partial` gave. `ahead`: the weights that come next, a hint to fetch them early.
+        x may also be what `Linear.partial` gave.
         """
         fused = kernels.fused_kernels(x.device).add_rms_norm
         if fused is not None:
-            return fused(x, residual, self.weight, self.eps, ahead)
+            return fused(x, residual, self.weight, self.eps)
         if residual is None:
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -105,8 +105,7 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
     found = {
         "decode inputs": memory(decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 256, "COLUMNS": 32}),
         "add and norm": memory(
-            add_rms_norm._add_rms_norm_kernel, {"SIZE": 1024, "PADDED": 1024, "SPLITS": 3, "ADD": 1} | pdl
-            | {"LINES": add_rms_norm.LINES, "LINE": 64, "AHEAD": pdl["PDL"]},
+            add_rms_norm._add_rms_norm_kernel, {"SIZE": 1024, "PADDED": 1024, "SPLITS": 3, "ADD": 1} | pdl,
         ),
         "gate": memory(silu_and_mul._silu_and_mul_kernel, {"SIZE": 3072, "BLOCK": silu_and_mul.BLOCK} | pdl),
         "norm, rope, write": memory(
@@ -115,7 +114,9 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
             | {"HEADS": norm_rope_write.HEADS_PER_PROGRAM} | pdl,
             warps=2,
         ),
-        "best of tile": memory(sample._best_of_tile_kernel, {"VOCAB": 151936, "TILE": sample.TILE} | pdl, warps=8),
+        "best of tile": memory(
+            sample._best_of_tile_kernel, {"VOCAB": 151936, "TILE": sample.TILE, "FAST": 1} | pdl, warps=8
+        ),
         "best of row": memory(sample._best_of_row_kernel, {"TILES": 64} | pdl, warps=1),
     }  # fmt: skip
     if dtype != "fp32":
