@@ -52,7 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in dropped]
     if learning(config):  # the parts of a stage before the whole of it
         own = tuple(f"test_stage_{number}_" for number in config.getoption("stage") or ())
-        items.sort(key=lambda item: (not item.path.name.startswith(own), not item.path.name.startswith("test_stage_")))
+
+        def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+            name = item.path.name
+            several_ranks = "start_ranks" in getattr(item, "fixturenames", ())  # these take seconds to start
+            return not name.startswith(own), not name.startswith("test_stage_"), several_ranks
+
+        items.sort(key=place)
 
 
 def applies(config: pytest.Config, item: pytest.Item) -> bool:

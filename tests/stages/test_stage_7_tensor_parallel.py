@@ -70,7 +70,10 @@ def test_the_ranks_together_are_the_model(
         build, lambda: lively_qwen3(checkpoints)
     )()
     config = read_config(path)
+    width = -(-config.vocab_size // size)
+    borders = [token for rank in range(1, size) for token in (rank * width - 1, rank * width)]
     [tokens] = random_prompts(40)
+    tokens += [0, *borders, config.vocab_size - 1]
 
     def task(group: Threads) -> Tensor:
         model = subject.part("load_share")(path, config, group, torch.float32)
