@@ -105,6 +105,18 @@ def test_s2_preemption_shows_neither_in_tokens_nor_in_logprobs(tiny: Path, async
             check_same(output.outputs[0], alone)
 
 
+@BOTH
+@pytest.mark.parametrize("more", [{}, {"min_p": 1e-9}], ids=["plain tail", "full tail"])
+def test_every_token_is_drawn_anew(tiny: Path, more: dict[str, Any], asynchronous: bool) -> None:
+    """So hot that the noise alone decides: with the same noise for each token of a request, all would be one token."""
+    params = [SamplingParams(temperature=1e4, seed=seed, max_tokens=20, ignore_eos=True, **more) for seed in (1, 2)]
+    with make(tiny, async_scheduling=asynchronous) as llm:
+        outputs = llm.generate([PROMPT, PROMPT], params, use_tqdm=False)
+    first, second = (output.outputs[0].token_ids for output in outputs)
+    assert len(set(first)) > 15 and len(set(second)) > 15
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < 3
+
+
 @pytest.fixture(scope="module")
 def story_llm() -> Iterator[LLM]:
     with LLM(STORY_MODEL, max_model_len=256, num_kv_blocks=40) as llm:
