@@ -92,6 +92,7 @@ async def tokens(stream: Stream) -> list[int]:
 class Served:
     llm: AsyncLLM
     port: int
+    runner: uvicorn.Server
 
     @property
     def url(self) -> str:
@@ -99,6 +100,10 @@ class Served:
 
     def client(self, api_key: str = "any") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=30)
+
+    def stop(self) -> None:
+        """What SIGTERM does to a server."""
+        self.runner.should_exit = True
 
     def wait_idle(self) -> None:
         asyncio.run(idle(self.llm))
@@ -119,7 +124,7 @@ def server(model: Path | None = None, app_options: dict[str, Any] | None = None,
             while not runner.started:
                 assert thread.is_alive()
                 time.sleep(0.005)
-            yield Served(llm, sock.getsockname()[1])
+            yield Served(llm, sock.getsockname()[1], runner)
         finally:
             open_gates()
             runner.should_exit = True

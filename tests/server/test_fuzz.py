@@ -1,0 +1,62 @@
+"""The server's OpenAPI schema, and what schemathesis makes of it: requests that obey it and requests that do not."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.harness import server
+
+SECONDS = 40
+# Most of what obeys the schema is refused all the same: there is no such model, or no such token. Some is to get through.
+HOOKS = """
+import schemathesis
+
+@schemathesis.hook
+def map_body(context, body):
+    if isinstance(body, dict) and len(repr(body)) % 8:
+        for name in "model", "stop_token_ids", "min_tokens":
+            body.pop(name, None)
+    return body
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("schemathesis") is None, reason="schemathesis is not installed: make setup")
+def test_no_request_is_answered_with_a_500(tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    with server(max_model_len=48, num_kv_blocks=512, max_num_seqs=64) as served:
+        options = f"--max-time {SECONDS} --seed 1 --phases coverage,fuzzing --checks not_a_server_error --no-shrink"
+        command = [sys.executable, "-m", "schemathesis.cli", "run", *options.split(), "--suppress-health-check", "all"]
+        done = subprocess.run(
+            [*command, f"{served.url}/openapi.json"],
+            cwd=tmp_path,
+            env=os.environ | {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS * 4,
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        served.wait_idle()
+        metrics = httpx.get(f"{served.url}/metrics").text
+        counts = re.findall(r'^nanovllm_requests_total\{reason="(?:stop|length)"\} (\d+)', metrics, flags=re.MULTILINE)
+        assert sum(map(int, counts)) > 10, "hardly a request was good enough to be served"
+
+
+def test_the_schema_says_what_is_accepted() -> None:
+    with server() as served:
+        schema = httpx.get(f"{served.url}/openapi.json").json()
+        assert set(schema["paths"]) == {
+            "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/health", "/metrics"
+        }  # fmt: skip
+        fields = schema["components"]["schemas"]["CompletionRequest"]
+        assert fields["additionalProperties"] is False and fields["required"] == ["prompt"]
+        assert {"n", "stop", "seed", "logprobs", "priority", "stream_options"} <= set(fields["properties"])
+        for page in "/docs", "/redoc":  # which would load their scripts from elsewhere
+            assert httpx.get(served.url + page).status_code == 404

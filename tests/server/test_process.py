@@ -1,0 +1,171 @@
+"""`nanovllm serve` as a process: its start, its end, what it refuses to do, and the snippets of its documentation."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from nanovllm.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCUMENT = (ROOT / "docs" / "server.md").read_text()
+SNIPPETS = re.findall(r"^```(sh|python)\n(.*?)^```$", DOCUMENT, flags=re.MULTILINE | re.DOTALL)
+CANARY = "the xylophone canary"
+
+
+class Process:
+    def __init__(self, command: list[str], **environment: str) -> None:
+        self.popen = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.output = ""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self.output += line
+
+    def url(self) -> str:
+        deadline = time.monotonic() + 90
+        while not (found := re.search(r"serving at (http://\S+)", self.output)):
+            assert self.popen.poll() is None and time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+        return found[1]
+
+    def end(self) -> int:
+        self.popen.send_signal(signal.SIGTERM)
+        status = self.popen.wait(60)
+        self._reader.join(10)
+        return status
+
+
+@contextmanager
+def started(command: list[str], **environment: str) -> Iterator[Process]:
+    process = Process(command, **environment)
+    try:
+        yield process
+    finally:
+        process.popen.kill()
+        process.popen.wait()
+
+
+def test_a_server_answers_drains_on_sigterm_and_has_kept_nothing_of_what_was_said() -> None:
+    command = [sys.executable, "-m", "nanovllm.cli", "serve", "--port", "0", "--kv-cache-gib", "0.01"]
+    with started(command, NANOVLLM_API_KEY="sesame") as process:
+        url = process.url()
+        with httpx.Client(base_url=url, headers={"authorization": "Bearer sesame"}, timeout=60) as http:
+            assert httpx.get(f"{url}/v1/models").status_code == 401
+            assert http.get("/v1/models").json()["data"][0]["id"] == "story_model"
+            for bad in {"prompt": CANARY, "stop": 5}, {"prompt": CANARY, "max_tokens": 0}, {"prompts": CANARY}:
+                assert http.post("/v1/completions", json=bad).status_code == 400
+            body = {"prompt": CANARY, "max_tokens": 150, "ignore_eos": True, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = (line for line in response.iter_lines() if line)
+                first = next(lines)
+                process.popen.send_signal(signal.SIGTERM)
+                rest = list(lines)
+        assert rest[-1] == "data: [DONE]"
+        last = json.loads(rest[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "length" and "choices" in first
+        assert process.end() == 0
+        assert CANARY not in process.output and "Traceback" not in process.output
+        assert process.output.count("\n") < 5
+
+
+# --- the documentation -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl on this machine")
+def test_the_snippets_of_the_documentation_run_as_they_stand(tmp_path: Path) -> None:
+    """But for the port, which may be taken here."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    snippets = [(kind, text.replace("8000", port)) for kind, text in SNIPPETS]
+    script = tmp_path / "nanovllm"  # what `pip install` makes of the entry point
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nanovllm.cli "$@"\n')
+    script.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    serve, *others = snippets
+    assert "nanovllm serve" in serve[1] and [kind for kind, _ in others] == ["sh", "sh", "python", "python"]
+    with started(["sh", "-c", f"exec {serve[1]}"], PATH=path) as process:
+        process.url()
+        done = [run(kind, text) for kind, text in others]
+        assert json.loads(done[0])["usage"]["completion_tokens"] <= 40
+        assert done[1].rstrip().endswith("data: [DONE]")
+        assert all(len(text.split()) > 5 for text in done[2:]), done
+        assert process.end() == 0
+
+
+def run(kind: str, text: str) -> str:
+    command = ["sh", "-c", text] if kind == "sh" else [sys.executable, "-c", text]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- what is refused before anything is loaded -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--host", ""], "--api-key"),
+        (["--host", "example.org"], "--api-key"),
+        (["--host", "::"], "--api-key"),
+        (["--port", "70000"], "--port"),
+        (["--drain-timeout", "0"], "--drain-timeout"),
+        (["--max-body-mib", "nan"], "--max-body-mib"),
+        (["--host", "192.0.2.1", "--insecure"], "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_refused_with_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["serve", *options]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        try:
+            assert main(["serve", "no-such-model", "--port", str(sock.getsockname()[1])]) == 1
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_model_may_be_named_both_ways() -> None:
+    from nanovllm.cli import parser
+
+    assert parser().parse_args(["serve", "a/b"]).model == "a/b"
+    assert parser().parse_args(["serve", "--model", "a/b"]).model == "a/b"
+    assert parser().parse_args(["serve"]).model is None

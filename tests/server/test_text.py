@@ -1,0 +1,89 @@
+"""CASES D1 through the server: streamed text is the unstreamed text, in every script, wherever it ends."""
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from nanovllm.tokenizer import Tokenizer
+from tests.server.harness import server
+
+SCRIPTS = {
+    "latin": "Nell the fox had a red kite.",
+    "accents": "Où est l'élève naïf? Zażółć gęślą jaźń.",
+    "cyrillic": "Жила-была лиса, и был у неё змей.",
+    "greek": "Μια φορά κι έναν καιρό ήταν μια αλεπού.",
+    "hebrew": "היה היה שועל אחד",
+    "arabic": "كان يا ما كان ثعلب صغير",
+    "devanagari": "एक बार की बात है, एक लोमड़ी थी।",
+    "thai": "กาลครั้งหนึ่งมีสุนัขจิ้งจอก",
+    "chinese": "从前有一只狐狸，它有一个红色的风筝。",
+    "japanese": "むかしむかし、キツネが住んでいました。",
+    "korean": "옛날 옛적에 여우가 살았습니다.",
+    "emoji": "🦊🪁 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽",
+    "beyond the basic plane": "𝄞 𝕬𝖑𝖌𝖊𝖇𝖗𝖆 𓂀",
+}
+
+
+def whole_and_streamed(client: openai.OpenAI, prompt: str, **params: Any) -> tuple[list[Any], list[Any]]:
+    """(text, finish_reason, stop_reason) of each choice, asked for in one piece and as a stream."""
+    values: dict[str, Any] = {"model": "story", "prompt": prompt, **params}
+    whole = [(c.text, c.finish_reason, c.stop_reason) for c in client.completions.create(**values).choices]
+    texts, ends = [""] * len(whole), [(None, None)] * len(whole)
+    for chunk in client.completions.create(stream=True, **values):
+        for choice in chunk.choices:
+            assert ends[choice.index] == (None, None), "text after the end"
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason, choice.stop_reason
+    return whole, [(text, *end) for text, end in zip(texts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_streamed_is_unstreamed(client: openai.OpenAI, script: str) -> None:
+    """At a temperature that makes the story model write bytes of all kinds, whole characters and pieces of them."""
+    for max_tokens in 1, 2, 20:
+        whole, streamed = whole_and_streamed(
+            client, SCRIPTS[script], n=2, seed=max_tokens, temperature=2, max_tokens=max_tokens
+        )
+        assert whole == streamed
+
+
+def test_streamed_is_unstreamed_where_a_stop_string_is_held_back(client: openai.OpenAI) -> None:
+    for stop in ([" the kite"], ["e", "zz"], ["\n"], ["nobody says this", "."]):
+        whole, streamed = whole_and_streamed(
+            client, SCRIPTS["latin"], n=3, seed=5, temperature=0.9, max_tokens=40, stop=stop
+        )
+        assert whole == streamed
+        assert not any(s in text for text, *_ in whole for s in stop)
+
+
+def test_what_is_sampled_here_would_trip_a_careless_detokenizer(client: openai.OpenAI) -> None:
+    """Or the tests above prove nothing: there are characters of several bytes, and tokens that are parts of one."""
+    answer = client.completions.create(
+        model="story", prompt=SCRIPTS["emoji"], n=20, seed=1, temperature=2, max_tokens=40, logprobs=0
+    )
+    pieces = [token for choice in answer.choices for token in choice.logprobs.tokens]
+    assert sum("\ufffd" in piece for piece in pieces) > 10
+    assert any(ord(letter) > 127 and letter != "\ufffd" for choice in answer.choices for letter in choice.text)
+
+
+@pytest.mark.slow
+def test_a_real_model_in_every_script(smollm2: Path) -> None:
+    """SmolLM2 repeats what it is shown, in scripts of which most characters are several tokens."""
+    tokenizer = Tokenizer(smollm2)
+    split = 0
+    with server(smollm2, num_kv_blocks=200, max_model_len=512) as served, served.client() as client:
+        for text in SCRIPTS.values():
+            prompt = f"{text}\n{text}\n{text[: len(text) // 2]}"
+            whole, streamed = whole_and_streamed(client, prompt, max_tokens=12, temperature=0)
+            assert whole == streamed
+            split += sum("\ufffd" in tokenizer.decode([token]) for token in tokenizer.encode(whole[0][0]))
+        messages: Any = [{"role": "user", "content": "Name three colours."}]
+        answer = client.chat.completions.create(model="story", messages=messages, max_tokens=16, temperature=0)
+        stream = client.chat.completions.create(
+            model="story", messages=messages, max_tokens=16, temperature=0, stream=True
+        )
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answer.choices[0].message.content
+        assert any(colour in answer.choices[0].message.content.lower() for colour in ("red", "blue", "green"))
+    assert split > 20
