@@ -1,11 +1,12 @@
 """The server's OpenAPI schema, and what schemathesis makes of it: requests that obey it and requests that do not."""
 
-import os
+import json
 import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,34 +14,34 @@ import pytest
 from tests.server.harness import server
 
 SECONDS = 40
-# Most of what obeys the schema is refused all the same: there is no such model, or no such token. Some is to get through.
-HOOKS = """
-import schemathesis
 
-@schemathesis.hook
-def map_body(context, body):
-    if isinstance(body, dict) and len(repr(body)) % 8:
-        for name in "model", "stop_token_ids", "min_tokens":
-            body.pop(name, None)
-    return body
-"""
+
+def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Most of what obeys the real schema is refused still: no such model, no such token. Some is to be served."""
+    token = {"type": "integer", "minimum": 0, "maximum": 300}
+    for name in "CompletionRequest", "ChatRequest":
+        properties = schema["components"]["schemas"][name]["properties"]
+        properties["model"] = {"const": "story"}
+        properties["stop_token_ids"]["items"] = token
+        properties["min_tokens"]["maximum"] = 1
+    for form in schema["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
+        items = form.get("items", {})
+        for holder in (form, items):
+            if holder.get("items") == {"type": "integer"}:
+                holder["items"] = token
+    return schema
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("schemathesis") is None, reason="schemathesis is not installed: make setup")
 def test_no_request_is_answered_with_a_500(tmp_path: Path) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
     with server(max_model_len=48, num_kv_blocks=512, max_num_seqs=64) as served:
         options = f"--max-time {SECONDS} --seed 1 --phases coverage,fuzzing --checks not_a_server_error --no-shrink"
+        schema = narrowed(httpx.get(f"{served.url}/openapi.json").json())
+        (tmp_path / "openapi.json").write_text(json.dumps(schema))
         command = [sys.executable, "-m", "schemathesis.cli", "run", *options.split(), "--suppress-health-check", "all"]
-        done = subprocess.run(
-            [*command, f"{served.url}/openapi.json"],
-            cwd=tmp_path,
-            env=os.environ | {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS * 4,
-        )
+        command += ["--url", served.url, "openapi.json"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS * 4)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
         assert httpx.get(f"{served.url}/health").status_code == 200
         served.wait_idle()
