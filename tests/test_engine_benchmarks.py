@@ -16,6 +16,7 @@ from benchmarks import (
     ablations,
     check,
     engine_cpu,
+    engine_figure,
     engine_harness,
     engine_report,
     engine_worker,
@@ -209,6 +210,17 @@ def test_the_engines_table_has_vllm_and_the_spread(recorded: Path, tmp_path: Pat
     (tmp_path / "throughput.h100.json").write_text(json.dumps(result))
     lines = engine_report.engine_table("h100", tmp_path)
     assert "| throughput (tokens/s) | 300 (290 to 310) | 150 | 2.00× |" in lines
+
+
+def test_the_picture_is_drawn_from_the_results(recorded: Path, tmp_path: Path) -> None:
+    found = engine_report.read(["throughput.h100", "latency.h100"], recorded)
+    pictures = [tmp_path / "figures" / "engine.png", tmp_path / "again.png"]
+    for path in pictures:
+        engine_figure.draw(found, path)
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    found["latency"]["figures"][0]["values"]["nanovllm"]["median"] *= 2
+    engine_figure.draw(found, pictures[1])
+    assert pictures[0].read_bytes() != pictures[1].read_bytes()
 
 
 def test_the_check_compares_the_engine_too(
