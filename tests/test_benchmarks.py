@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import check, harness, ladder, random_checkpoint, report, stage_bench, wording, worker
+from benchmarks import check, harness, ladder, report, stage_bench, wording, worker
 from benchmarks.showcases import SHOWCASES
 from benchmarks.showcases import ladder as ladder_showcase
 from benchmarks.workloads import Request, Scenario, make_requests
-from stages.checkpoint import load_model
 from stages.manifest import load_stages
 from tests.weights import VOCAB, lively_qwen3
 
@@ -292,22 +290,6 @@ def test_a_showcase_that_needs_a_gpu_is_only_tried_out_without_one(
         options = argparse.Namespace(stage=6, device="cuda", model=given, quick=False)
         stage_bench.fit_to_device(options)
         assert (options.model, options.quick) == (taken, False)
-
-
-def test_a_random_checkpoint_has_the_shape_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = json.loads((random_checkpoint.SHAPES / "Qwen3-0.6B" / "config.json").read_text(encoding="utf-8"))
-    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 500}
-    (tmp_path / "shapes" / "small").mkdir(parents=True)
-    (tmp_path / "shapes" / "small" / "config.json").write_text(json.dumps(shape | small))
-    monkeypatch.setattr(random_checkpoint, "SHAPES", tmp_path / "shapes")
-    path = random_checkpoint.random_checkpoint("small", tmp_path)
-    loaded = load_model(path)
-    assert (loaded.config.num_hidden_layers, loaded.config.head_dim, loaded.config.dtype) == (1, 128, torch.bfloat16)
-    before = (path / "model.safetensors").stat().st_mtime_ns
-    assert random_checkpoint.random_checkpoint("small", tmp_path) == path
-    assert (path / "model.safetensors").stat().st_mtime_ns == before
-    with pytest.raises(ValueError, match=r"no shape 'large'.*there are small"):
-        random_checkpoint.random_checkpoint("large", tmp_path)
 
 
 def test_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
