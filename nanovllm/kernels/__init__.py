@@ -10,7 +10,7 @@ from nanovllm.kernels.launch import has_kernels
 
 
 class FusedKernels(NamedTuple):
-    """What does several operations of a step in one pass, or ahead of time. None: PyTorch does one after the other."""
+    """What does several operations of a step in one pass. None: PyTorch does one after the other."""
 
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     norm_rope_write: Callable[..., torch.Tensor] | None = None
@@ -18,8 +18,6 @@ class FusedKernels(NamedTuple):
     skinny_linear: Callable[..., torch.Tensor] | None = None
     sample_rows: Callable[..., torch.Tensor] | None = None
     decode_inputs: Callable[..., None] | None = None
-    prefetch_weights: Callable[[list[torch.Tensor], int], None] | None = None
-    join_prefetch: Callable[[int, torch.device], None] | None = None
 
 
 @cache
@@ -30,18 +28,8 @@ def fused_kernels(device: torch.device) -> FusedKernels:
     from nanovllm.kernels.add_rms_norm import add_rms_norm
     from nanovllm.kernels.decode_inputs import decode_inputs
     from nanovllm.kernels.norm_rope_write import norm_rope_write
-    from nanovllm.kernels.prefetch import join_prefetch, prefetch_weights
     from nanovllm.kernels.sample import sample_rows
     from nanovllm.kernels.silu_and_mul import silu_and_mul
     from nanovllm.kernels.skinny_linear import skinny_linear
 
-    return FusedKernels(
-        add_rms_norm,
-        norm_rope_write,
-        silu_and_mul,
-        skinny_linear,
-        sample_rows,
-        decode_inputs,
-        prefetch_weights,
-        join_prefetch,
-    )
+    return FusedKernels(add_rms_norm, norm_rope_write, silu_and_mul, skinny_linear, sample_rows, decode_inputs)

@@ -23,13 +23,24 @@ def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)
+    is_q = head < NUM_HEADS
+    is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    exists = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
     if PDL:
         gdc_launch_dependents()
+    # Weights are nobody's product; positions and slots are older than the last kernel launched without overlap.
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + dim)[None, :]
+    sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + dim)[None, :]
+    if NORM:
+        weight1 = tl.where(is_q[:, None], tl.load(q_norm_ptr + dim)[None, :], tl.load(k_norm_ptr + dim)[None, :])
+        weight2 = tl.where(
+            is_q[:, None], tl.load(q_norm_ptr + HALF + dim)[None, :], tl.load(k_norm_ptr + HALF + dim)[None, :]
+        )
+    if PDL:
         gdc_wait()
-    is_q = head < NUM_HEADS
-    is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-    is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
-    exists = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
     source = qkv_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM + dim[None, :]
     raw1 = tl.load(source, mask=exists, other=0.0)  # [HEADS, D/2], first half of each head
     raw2 = tl.load(source + HALF, mask=exists, other=0.0)  # [HEADS, D/2], second half
@@ -37,28 +48,14 @@ def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]
     x2 = raw2.to(tl.float32)
     if NORM:
         scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / HEAD_DIM + eps)[:, None]
-        x1 = (
-            x1 * scale * tl.where(is_q[:, None], tl.load(q_norm_ptr + dim)[None, :], tl.load(k_norm_ptr + dim)[None, :])
-        )
-        x2 = (
-            x2
-            * scale
-            * tl.where(
-                is_q[:, None], tl.load(q_norm_ptr + HALF + dim)[None, :], tl.load(k_norm_ptr + HALF + dim)[None, :]
-            )
-        )
-        x1 = x1.to(raw1.dtype).to(tl.float32)  # rounded where the plain norm rounds
-        x2 = x2.to(raw1.dtype).to(tl.float32)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + dim)[None, :]
-    sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + dim)[None, :]
+        x1 = (x1 * scale * weight1).to(raw1.dtype).to(tl.float32)  # rounded where the plain norm rounds
+        x2 = (x2 * scale * weight2).to(raw1.dtype).to(tl.float32)
     y1 = (x1 * cos - x2 * sin).to(raw1.dtype)
     y2 = (x2 * cos + x1 * sin).to(raw1.dtype)
 
     target = q_out_ptr + token * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + dim[None, :]
     tl.store(target, y1, mask=is_q[:, None])
     tl.store(target + HALF, y2, mask=is_q[:, None])
-    slot = tl.load(slots_ptr + token).to(tl.int64)
     kv_head = tl.where(is_k, head - NUM_HEADS, head - (NUM_HEADS + NUM_KV_HEADS))
     target = kv_ptr + slot * (NUM_KV_HEADS * HEAD_DIM) + kv_head[:, None] * HEAD_DIM + dim[None, :]
     tl.store(target, y1, mask=is_k[:, None])

@@ -9,7 +9,7 @@ pieces, as many as programs fit on the GPU at once (stream-K, Osama et al. 2023;
 A piece may begin and end in mid-sequence. Of a sequence that lies within one piece the answer is final; of others each
 piece leaves a partial (m, denom, acc), which a second, small kernel merges, as flash-decoding does. The grid depends on
 nothing but the GPU and the number of KV heads, so it can be captured in a CUDA graph and serve every context length.
-Where the pieces begin is worked out once a step (`DecodePlan`), not by each program of each layer.
+Where the pieces begin is worked out once a step (`plan_decode`), not by each program of each layer.
 
 *Neighbours read neighbours.* In the cache the heads of a token lie side by side, and the programs of one piece, one for
 each KV head, are adjacent in the grid: they walk the same tokens at the same pace.
@@ -56,7 +56,7 @@ def decode_config(head_dim: int, element_size: int) -> DecodeConfig:
 
 @triton.jit(do_not_specialize=["num_sequences", "pieces"], do_not_specialize_on_alignment=["context_len_ptr"])
 def _plan_kernel(  # type: ignore[no-untyped-def]
-    context_len_ptr, sequence_begin_ptr, piece_ptr, num_sequences, pieces, KEYS: tl.constexpr, SEQUENCES: tl.constexpr
+    context_len_ptr, piece_ptr, num_sequences, pieces, KEYS: tl.constexpr, SEQUENCES: tl.constexpr
 ):
     piece = tl.program_id(0)
     index = tl.arange(0, SEQUENCES)
@@ -68,8 +68,6 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     tl.store(piece_ptr + piece * 4 + 1, (piece + 1) * total // pieces)
     tl.store(piece_ptr + piece * 4 + 2, sequence)
     tl.store(piece_ptr + piece * 4 + 3, begin)
-    if piece == 0:
-        tl.store(sequence_begin_ptr + index, tl.cumsum(tiles) - tiles, mask=index < num_sequences)
 
 
 @triton.jit(
@@ -97,10 +95,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
     token_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    context_len = tl.load(context_len_ptr + sequence, mask=tile < last, other=0)
+    query_start = tl.load(query_start_ptr + sequence, mask=tile < last, other=0)
+    query_end = tl.load(query_start_ptr + sequence + 1, mask=tile < last, other=0)
     if PDL:
         # What was there before this step can be asked for before this layer has written the step's own keys. Plan,
         # lengths and tables may be read: they are older than the last kernel that was launched without overlap.
-        context_len = tl.load(context_len_ptr + sequence, mask=tile < last, other=0)
         line = tl.arange(0, LINES) * (HEAD_DIM // LINES)
         first_key = (tile - begin) * KEYS
         stop_key = tl.minimum(context_len, (tl.minimum(last, tile + PREFETCHED) - begin) * KEYS)
@@ -112,9 +112,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             prefetch(kv_ptr + v_offset + offset[:, None] + line[None, :])
         gdc_wait()
     while tile < last:
-        context_len = tl.load(context_len_ptr + sequence)
-        query_start = tl.load(query_start_ptr + sequence)
-        query_len = tl.load(query_start_ptr + sequence + 1) - query_start
+        query_len = query_end - query_start
         end = begin + tl.cdiv(context_len, KEYS)
         stop = tl.minimum(end, last)
         used = (row < QUERIES * GROUP) & (query < query_len)
@@ -149,29 +147,37 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tile = stop
         begin = end
         sequence += 1
+        context_len = tl.load(context_len_ptr + sequence, mask=tile < last, other=0)
+        query_start = query_end
+        query_end = tl.load(query_start_ptr + sequence + 1, mask=tile < last, other=0)
 
 
 @triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["query_start_ptr", "context_len_ptr"])
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, sequence_begin_ptr, piece_ptr, pieces,
+    out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, piece_ptr, pieces,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, MERGED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """A program for each border between pieces: it merges the sequence that has its first border there, if one has."""
+    head = tl.program_id(0)
+    first = tl.program_id(1) // QUERIES
+    query = tl.program_id(1) % QUERIES
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    head = tl.program_id(0)
-    sequence = tl.program_id(1) // QUERIES
-    query = tl.program_id(1) % QUERIES
+    first_tile = tl.load(piece_ptr + first * 4)
+    border = tl.load(piece_ptr + first * 4 + 4)
+    sequence = tl.load(piece_ptr + first * 4 + 6)
+    begin = tl.load(piece_ptr + first * 4 + 7)
     total = tl.load(piece_ptr + pieces * 4 - 3)  # where the last piece ends
-    begin = tl.load(sequence_begin_ptr + sequence)
-    end = begin + tl.cdiv(tl.load(context_len_ptr + sequence), KEYS)
-    first = ((begin + 1) * pieces - 1) // total  # the piece that has this tile: the last one to begin by then
-    last = (end * pieces - 1) // total
-    query_start = tl.load(query_start_ptr + sequence)
-    query_len = tl.load(query_start_ptr + sequence + 1) - query_start
-    if (query >= query_len) | (first == last):
-        return  # no such query, or the sequence lay within one piece and its output is written
+    crossed = (first_tile <= begin) & (begin < border)
+    end = begin + tl.cdiv(tl.load(context_len_ptr + sequence, mask=crossed, other=1), KEYS)
+    last = (end * pieces - 1) // total  # the last piece that begins before its end
+    query_start = tl.load(query_start_ptr + sequence, mask=crossed, other=0)
+    query_len = tl.load(query_start_ptr + sequence + 1, mask=crossed, other=0) - query_start
+    if PDL:
+        gdc_wait()
+    if query >= query_len:
+        return  # no such query, or no sequence that has its first border here
 
     dim = tl.arange(0, HEAD_DIM)
     m = -1e30
@@ -212,22 +218,17 @@ class DecodeWorkspace:
         return cls(*(torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape, (*shape, head_dim))))
 
 
-@dataclass(frozen=True)
-class DecodePlan:
-    """How one step's key tiles are shared out."""
+def plan_decode(context_len: torch.Tensor, pieces: int, config: DecodeConfig) -> torch.Tensor:
+    """Share the key tiles of S sequences out to as many pieces; context_len [S] int32, at least 1 each.
 
-    sequence_begin: torch.Tensor  # [S] int32: the first tile of each sequence, when all are laid end to end
-    piece: torch.Tensor  # [pieces, 4] int32: first tile, end, the sequence it begins in, that sequence's first tile
-
-
-def plan_decode(context_len: torch.Tensor, pieces: int, config: DecodeConfig) -> DecodePlan:
-    """Share out the contexts of S sequences, context_len [S] int32 with at least 1 each."""
+    Returns [pieces, 4] int32. When the tiles of all sequences are laid end to end, a piece has those from its first
+    number up to its second. The third is the sequence that it begins in, the fourth where the tiles of that begin.
+    """
     num_sequences = context_len.shape[0]
-    plan = DecodePlan(context_len.new_empty(num_sequences), context_len.new_empty(pieces, 4))
+    plan = context_len.new_empty(pieces, 4)
     _plan_kernel[(pieces,)](
-        context_len, plan.sequence_begin, plan.piece, num_sequences, pieces,
-        KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences),
-    )  # fmt: skip
+        context_len, plan, num_sequences, pieces, KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences)
+    )
     return plan
 
 
@@ -240,7 +241,7 @@ def paged_decode(
     scale: float,
     out: torch.Tensor,
     workspace: DecodeWorkspace,
-    plan: DecodePlan,
+    plan: torch.Tensor,
     config: DecodeConfig,
     overlap: bool = False,
 ) -> None:
@@ -262,22 +263,21 @@ def paged_decode(
     """
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     num_heads = q.shape[1]
-    num_sequences = context_len.shape[0]
     pieces, _, queries, _ = workspace.m.shape
     group = num_heads // num_kv_heads
     pdl = overlaps_launches(q.device)
     early = overlap and pdl
     _decode_kernel[(num_kv_heads, pieces)](
         q, kv, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len,
-        plan.piece, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
+        plan, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, QUERIES=queries,
         ROWS=max(16, triton.next_power_of_2(queries * group)), KEYS=config.keys,
         LINES=max(1, head_dim * q.element_size() // CACHE_LINE), PREFETCHED=PREFETCHED_TILES, PDL=early,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=early,
     )  # fmt: skip
-    _merge_kernel[(num_heads, num_sequences * queries)](
-        out, workspace.m, workspace.denom, workspace.acc, query_start, context_len,
-        plan.sequence_begin, plan.piece, pieces,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys, MERGED=MERGED_AT_ONCE,
-        PDL=pdl, num_warps=1, launch_pdl=pdl,
-    )  # fmt: skip
+    if pieces > 1:
+        _merge_kernel[(num_heads, (pieces - 1) * queries)](
+            out, workspace.m, workspace.denom, workspace.acc, query_start, context_len, plan, pieces,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys, MERGED=MERGED_AT_ONCE,
+            PDL=pdl, num_warps=1, launch_pdl=pdl,
+        )  # fmt: skip

@@ -7,7 +7,6 @@ T tokens, H hidden size, Hq query heads, Hkv KV heads, D head dimension, I inter
 """
 
 from collections.abc import Callable
-from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +40,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend, ahead: list[Tensor]) -> Tensor:
-        """`ahead`: the weights that are needed next, which are fetched while attention's successors run."""
-        mixed = self.mix(self.qkv_proj(x), rotation, attend)  # [T, Hq D]
-        prefetch = kernels.fused_kernels(x.device).prefetch_weights
-        if prefetch is not None:
-            prefetch(ahead, x.shape[0])
-        return self.o_proj.partial(mixed)
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        return self.o_proj.partial(self.mix(self.qkv_proj(x), rotation, attend))
 
     def mix(self, qkv: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """All between the two projections: qkv [T, (Hq + 2 Hkv) D] -> [T, Hq D]"""
@@ -91,14 +85,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
         self.mlp = MLP(c)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, attend: Attend, following: "Layer | None"
-    ) -> tuple[Tensor, Tensor]:
-        ahead = [self.mlp.gate_up_proj.weight, self.mlp.down_proj.weight]
-        if following is not None:
-            ahead.append(following.self_attn.qkv_proj.weight)
+    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotation, attend, ahead)
+        x = self.self_attn(x, rotation, attend)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
@@ -125,13 +114,9 @@ class Transformer(nn.Module):
         rotation = Rotation(self.rotary, positions)
         x: Tensor = self.embed_tokens(input_ids)  # [T, H]
         residual: Tensor | None = None
-        for layer, following in zip_longest(self.layers, self.layers[1:]):
-            x, residual = layer(x, residual, rotation, attend, following)
-        hidden = self.norm.add(x, residual)[0]
-        join = kernels.fused_kernels(x.device).join_prefetch
-        if join is not None:
-            join(hidden.shape[0], hidden.device)
-        return hidden
+        for layer in self.layers:
+            x, residual = layer(x, residual, rotation, attend)
+        return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden [N, H] -> [N, V] in the model's dtype, or into `out`. Apart from `forward`: only tokens that are
