@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
+from nanovllm.attention.interface import AttentionBackend, AttentionMetadata, Shared
 
 Lengths = list[tuple[int, int]]  # (query_len, context_len) of each sequence, those with one query first
 
@@ -83,8 +83,14 @@ def attention_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: 
 
 
 def check(backend: AttentionBackend, case: Case, tolerance: float) -> None:
-    """Every row's error, relative to the row's own size, is within `tolerance`; no row is an average of others."""
-    out = backend.attend(case.q, case.kv, case.meta, case.scale)
+    """Every row's error, relative to the row's own size, is within `tolerance`; no row is an average of others.
+
+    Asked as by the second layer of a step, which finds in `shared` what the first one has worked out.
+    """
+    shared: Shared = {}
+    first = backend.attend(case.q, case.kv, case.meta, case.scale, shared)
+    out = backend.attend(case.q, case.kv, case.meta, case.scale, shared) if case.q.is_cuda else first
+    assert torch.equal(out, first)
     assert out.shape == case.q.shape
     assert out.dtype == case.q.dtype
     error = (out.double() - case.expected).norm(dim=-1) / case.expected.norm(dim=-1)  # [T, Hq]
