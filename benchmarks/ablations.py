@@ -17,6 +17,7 @@ from benchmarks import latency, roofline, throughput
 from benchmarks.engine_harness import Comparison, add_options, check_options, ours, run_process
 from benchmarks.engine_worker import Engine, Repetition
 from benchmarks.harness import Contender, Figure, Showcase, metric
+from nanovllm.kernels import FusedKernels
 
 BASE = "as it is"
 
@@ -61,19 +62,22 @@ def compiled() -> None:
     transformer.silu_and_mul = torch.compile(gate, dynamic=True)
 
 
-FUSED = ("sample_rows", "add_rms_norm", "norm_rope_write", "silu_and_mul", "skinny_linear", "decode_inputs")
+# What is done in PyTorch instead when a fused kernel is taken away
+FUSED = {
+    "sample_rows": "sampling not fused",
+    "add_rms_norm": "add + RMSNorm not fused",
+    "norm_rope_write": "norm + RoPE + KV write not fused",
+    "silu_and_mul": "SiLU and multiply not fused",
+    "skinny_linear": "linear layers for few tokens not fused",
+    "decode_inputs": "look-up of inputs not fused",
+}
 
 VARIANTS: dict[str, Variant] = {
     BASE: Variant(),
     "no CUDA graphs": Variant({"enforce_eager": True}),
     "no asynchronous scheduling": Variant({"async_scheduling": False}),
-    "sampling not fused": Variant(patch=without_kernels("sample_rows")),
-    "add + RMSNorm not fused": Variant(patch=without_kernels("add_rms_norm")),
-    "norm + RoPE + KV write not fused": Variant(patch=without_kernels("norm_rope_write")),
-    "SiLU and multiply not fused": Variant(patch=without_kernels("silu_and_mul")),
-    "linear layers for few tokens not fused": Variant(patch=without_kernels("skinny_linear")),
-    "look-up of inputs not fused": Variant(patch=without_kernels("decode_inputs")),
-    "none of these kernels": Variant(patch=without_kernels(*FUSED)),
+    **{FUSED.get(k, f"without {k}"): Variant(patch=without_kernels(k)) for k in FusedKernels._fields},
+    "none of these kernels": Variant(patch=without_kernels(*FusedKernels._fields)),
     "torch.compile in their place": Variant(patch=compiled),
     "no chunked prefill": Variant({"enable_chunked_prefill": False}),
     "no prefix cache": Variant({"enable_prefix_caching": False}),
