@@ -33,6 +33,9 @@ class Letters:
     def finish(self) -> None:
         self.text, self.held = self.text + self.held, ""
 
+    def token_text(self, token_id: int) -> str:
+        return "abcdefgh"[token_id]
+
 
 def with_text(asynchronous: bool, prompt: list[int], **params: Any) -> list[RequestOutput]:
     settings = EngineConfig(kvcache_block_size=2, num_kv_blocks=32, max_model_len=64, async_scheduling=asynchronous)
@@ -79,6 +82,12 @@ def test_a_token_that_stops_is_not_text_unless_asked_for() -> None:
     for include, text in (False, ""), (True, letter):
         output = with_text(False, [1, 2, 3], stop_token_ids=[first], include_stop_str_in_output=include)[-1].outputs[0]
         assert (output.text, output.token_ids, output.stop_reason) == (text, [first], first)
+
+
+def test_the_candidates_of_a_position_are_shown_as_text() -> None:
+    last = with_text(False, [1, 2, 3], logprobs=1)[-1].outputs[0]
+    assert last.logprobs is not None
+    assert "".join(p[t].decoded_token or "" for p, t in zip(last.logprobs, last.token_ids, strict=True)) == last.text
 
 
 def test_stop_strings_without_text_are_refused() -> None:
