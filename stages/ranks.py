@@ -1,11 +1,9 @@
-"""The processes behind stage 7: how the ranks of an engine are started, told what to do, and ended.
+"""The processes behind stage 7: how ranks are started, told what to do and ended, so that nothing is left behind.
 
 A *rank* is a process with a device of its own. The leader, rank 0, made the engine; the others are its workers.
 
     Team    the leader tells its workers, once a step: one message in shared memory, and a bell (a pipe) to each
     Group   all ranks compute together: sums and gathers of tensors, by gloo on CPUs and by NCCL on GPUs
-
-Whatever ends the leader ends its workers; no process and no shared memory is left behind.
 """
 
 import multiprocessing
@@ -30,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 HOST = "127.0.0.1"
-TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; one that dies is noticed at once
+TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; a death is noticed at once
 Make = Callable[..., Callable[[Any], object]]  # what makes a rank that does what each message says
 GRACE = 2.0  # seconds for workers to say what happened, or to leave by themselves
 
@@ -60,8 +58,7 @@ class Group:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             # Not the interface of the host's name: ranks of one machine need no network, and nobody else gets in
-            options._devices = [gloo.create_device(hostname=HOST)]
-            options._timeout = TIMEOUT
+            options._devices, options._timeout = [gloo.create_device(hostname=HOST)], TIMEOUT
             self.backend = gloo(store, self.rank, self.size, options)
         self.all_reduce(torch.zeros(1, device=self.device)).item()  # NCCL connects at its first collective
 
@@ -112,32 +109,32 @@ def devices_of(first: torch.device, ranks: int) -> list[torch.device]:
 
 
 class Team:
-    """The leader's side: its workers, and what it tells them. With `size` 1 there are none, and nothing is told."""
+    """The leader's side: its workers, and what it tells them. With one device there are none, and nothing is told."""
 
-    def __init__(self, size: int, devices: list[torch.device]) -> None:
-        self.size, self.devices = size, devices
-        self.group = Group(0, size, devices[0])
+    def __init__(self, devices: list[torch.device]) -> None:
+        self.size, self.devices = len(devices), devices
+        self.group = Group(0, self.size, devices[0])
         self.workers: dict[Connection, BaseProcess] = {}  # by our end of the pipe to it
         self.segments: list[SharedMemory] = []  # the one in use, if any
         self.store: dist.TCPStore | None = None
+        self.threads = max(1, torch.get_num_threads() // self.size)  # of the CPU's, for each rank
         # Called by the user, by the garbage collector or when Python ends, whichever is first; only once in any case
         self.close = weakref.finalize(self, release, self.workers, self.segments, self.group)
 
     def start(self, make: Make, arguments: tuple[Any, ...]) -> None:
         """Start the workers. Each calls `make(group, *arguments)`, and what that returns with every message.
 
-        They are new Pythons ("spawn"), because a fork of a process with threads and a GPU inherits half of both. So
-        `make` is found by its name, and a script that comes here needs `if __name__ == "__main__":`.
+        They are new Pythons ("spawn"): a fork of a process with threads and a GPU inherits half of both. So `make` is
+        found by its name, and a script that comes here needs `if __name__ == "__main__":`.
         """
         if self.size == 1:
             return
         context = multiprocessing.get_context("spawn")
         self.store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # port 0: any that is free
-        threads = max(1, torch.get_num_threads() // self.size)  # of the same cores
         for rank in range(1, self.size):
             ours, theirs = context.Pipe()
             group = Group(rank, self.size, self.devices[rank])
-            task = (make, arguments, group, self.store.port, theirs, threads)
+            task = (make, arguments, group, self.store.port, theirs, self.threads)
             process = context.Process(target=work, args=task, name=f"rank {rank}", daemon=True)
             process.start()
             self.workers[ours] = process
@@ -157,11 +154,13 @@ class Team:
 
     @contextmanager
     def step(self, message: object) -> Iterator[None]:
-        """Inside, all ranks work on `message`.
+        """Inside, all ranks work on `message`, each with its share of the CPU's threads.
 
-        If that fails on any rank, the others wait in the middle of a step that nobody will finish. So the team is
-        closed, and RuntimeError tells what the workers had to say.
+        If one fails, the others wait in a step that nobody will finish. So the team is closed, and RuntimeError tells
+        what the workers had to say.
         """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(min(threads, self.threads))
         try:
             self.tell(message)
             yield
@@ -175,6 +174,8 @@ class Team:
             if self.size > 1:
                 self.close()
             raise
+        finally:
+            torch.set_num_threads(threads)
 
     def tell(self, message: object) -> None:
         """Write `message` once, for all workers to read, and ring their bells."""
@@ -207,9 +208,8 @@ class Team:
             report = bell.recv()
         except (EOFError, OSError):
             worker.join(GRACE)
-            if worker.exitcode == 0:
-                raise PeerLost(f"{worker.name} has left") from None  # it was let down by another one
-            raise WorkerDied(f"{worker.name} died (exit code {worker.exitcode})") from None
+            kind = WorkerDied if worker.exitcode else PeerLost  # one that left was let down by another
+            raise kind(f"{worker.name} died (exit code {worker.exitcode})") from None
         if report is not None:
             raise WorkerDied(f"{worker.name} failed:\n{report}")
 
@@ -250,14 +250,14 @@ def release(workers: dict[Connection, BaseProcess], segments: list[SharedMemory]
 
 
 def free(segments: list[SharedMemory]) -> None:
-    while segments:
-        segment = segments.pop()
+    for segment in segments:
         segment.close()
         segment.unlink()
+    segments.clear()
 
 
 def work(make: Make, arguments: tuple[Any, ...], group: Group, port: int, bell: Connection, threads: int) -> None:
-    """A worker's life: get ready, then do what each message says. It ends when the leader does, or closes the pipe."""
+    """A worker's life: get ready, do what each message says, and end when the leader does or closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the leader decides
     threading.Thread(target=exit_with_leader, daemon=True).start()
     torch.set_num_threads(threads)

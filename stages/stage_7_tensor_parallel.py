@@ -242,7 +242,7 @@ class TensorParallelEngine(ContinuousBatchingEngine):
         self.pool = PrefixCachingPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_num_seqs, max_num_batched_tokens, self.events)
         arguments = (checkpoint.path, self.config, dtype or self.config.dtype, self.pool, attention)
-        self.team = Team(tensor_parallel_size, devices)
+        self.team = Team(devices)
         try:
             self.team.start(Rank, arguments)  # they load while the leader does
             self.rank = Rank(self.team.group, *arguments)

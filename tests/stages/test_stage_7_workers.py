@@ -132,7 +132,7 @@ def test_an_engine_that_nobody_keeps_ends_its_workers(start_ranks: Starter, chec
 @pytest.mark.slow
 @since(7)
 def test_a_worker_that_cannot_start_says_why() -> None:
-    team = Team(2, [torch.device("cpu")] * 2)
+    team = Team([torch.device("cpu")] * 2)
     not_a_rank: Any = len  # a group has none
     team.start(not_a_rank, ())
     [pid] = [worker.pid for worker in team.workers.values()]
