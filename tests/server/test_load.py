@@ -35,10 +35,10 @@ def test_what_is_left_over_is_complained_about() -> None:
     records = [Record("served", 200, finished=True), Record("malformed", 400), Record("served", 429)]
     assert serving.complaints(records, fine, fine, idle) == []
     assert serving.complaints(records, {}, {}, idle) == []  # no /proc
-    more = {"memory_mib": 200.0, "threads": 6.0}
+    more = {"memory_mib": 200.0, "threads": 70.0}
     records += [Record("malformed", 500), Record("served", 200)]
     found = serving.complaints(records, fine, more, {"nanovllm_kv_cache_usage_ratio": 0.5})
-    assert [complaint.split()[0] for complaint in found] == ["1", "1", "KV", "memory", "threads"]
+    assert [complaint.split()[0] for complaint in found] == ["1", "1", "KV", "memory", "the"]
 
 
 @pytest.mark.parametrize("arguments", [["--seconds", "1000"], ["--rates"]])
