@@ -79,6 +79,13 @@ def test_a_method_is_paired_with_what_it_overrides_or_the_engine_before_inherite
     assert was(compare(5))["ContinuousBatchingEngine.step"] == "PrefixCachingEngine.step"
 
 
+def test_a_stage_is_compared_with_the_one_it_builds_on() -> None:
+    diff = compare(7)
+    assert diff.before and diff.before.number == 5
+    assert was(diff)["TensorParallelEngine.step"] == "ContinuousBatchingEngine.step"
+    assert not any(unit.label.startswith("CUDAGraph") for unit in diff.removed)
+
+
 def test_what_is_new_gone_and_kept() -> None:
     diff = compare(5)
     listed = dict(facts(diff))

@@ -66,7 +66,7 @@ class StageDiff:
 
 
 def compare(number: int) -> StageDiff:
-    """Stage `number` against the one before; stage 1 against nothing. Raises ValueError if there is no such stage."""
+    """Stage `number` against the one it builds on; stage 1 against nothing. Raises ValueError where there is none."""
     stage, file = load_stage(number), read_stage(number)
     if number == 1:
         return StageDiff(stage, file, None, [Pair(None, unit) for unit in file.units.values()], [], {})
@@ -78,23 +78,31 @@ def compare(number: int) -> StageDiff:
     ]
     now = reach(number)
     replaced = {(old.stage, old.key) for old in counterparts.values() if old}
-    gone = {u.key: u for where, u in sorted(reach(number - 1).items()) if where not in now and where not in replaced}
+    gone = {
+        u.key: u for where, u in sorted(reach(base_of(number)).items()) if where not in now and where not in replaced
+    }
     removed = sorted((u for u in gone.values() if u.key not in file.units), key=lambda u: (u.stage, u.first_line))
     used = sorted(
         (u for u in now.values() if u.stage < number and "." not in u.key), key=lambda u: (u.stage, u.first_line)
     )
-    return StageDiff(stage, file, read_stage(number - 1), pairs, removed, {u.label: u.stage for u in used})
+    return StageDiff(stage, file, read_stage(base_of(number)), pairs, removed, {u.label: u.stage for u in used})
+
+
+def base_of(number: int) -> int:
+    """The stage that a stage builds on: the one before, save for stage 7, which leaves stage 6 aside."""
+    return int(load_stage(number).needs[0].removeprefix("stage "))
 
 
 def counterpart(file: StageFile, unit: Unit) -> Unit | None:
-    """What `unit` was one stage before: the unit of that name, or for a method the one it overrides."""
-    if found := find(file.number - 1, unit.key):
+    """What `unit` was before: the unit of that name, or for a method the one it overrides."""
+    base = base_of(file.number)
+    if found := find(base, unit.key):
         return found
     owner, dot, method = unit.key.partition(".")
-    for base in file.bases.get(owner, []) if dot else []:
-        if overridden := find_in_base(file, base, method):
+    for parent in file.bases.get(owner, []) if dot else []:
+        if overridden := find_in_base(file, parent, method):
             return overridden
-    return next((u for u in reach(file.number - 1).values() if u.key == unit.key), None)
+    return next((u for u in reach(base).values() if u.key == unit.key), None)
 
 
 def facts(diff: StageDiff) -> Iterator[tuple[str, str]]:
