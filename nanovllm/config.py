@@ -51,6 +51,8 @@ class EngineConfig:
         counts = "max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size", "num_kv_blocks"
         for name in (*counts, "tensor_parallel_size"):
             value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise TypeError(f"{name} must be int; got {value!r}")
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value!r}")
         if self.max_model_len == 1:

@@ -4,6 +4,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from types import NoneType
+
+KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("n", "top_k", "min_tokens"), (int,)),
+    **dict.fromkeys(("seed", "max_tokens", "logprobs"), (int, NoneType)),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), (int, float)),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (int, float)),
+}
 
 
 class RequestOutputKind(Enum):
@@ -59,6 +67,11 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, kind in KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                wanted = " or ".join("None" if k is NoneType else k.__name__ for k in kind)
+                raise TypeError(f"{name} must be {wanted}; got {value!r}")
         max_tokens = math.inf if self.max_tokens is None else self.max_tokens
         stop_ids = self.stop_token_ids
 

@@ -1,5 +1,6 @@
 """Sampling parameters and configuration: what is refused, and how it says so."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,21 @@ def test_parameters_out_of_range_are_named_with_the_remedy(wrong: dict[str, Any]
     (name,) = wrong
     with pytest.raises(ValueError, match=rf"^{name} must be .+; got "):
         SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"n": 1.5}, {"top_k": "5"}, {"min_tokens": 2.5}, {"seed": 1.5}, {"max_tokens": 2.5}, {"logprobs": True}),
+        *({"temperature": "0"}, {"top_p": None}, {"presence_penalty": [0]}),
+    ],
+)
+def test_parameters_of_the_wrong_kind_are_a_type_error(wrong: dict[str, Any]) -> None:
+    """Were one accepted, it would be noticed in the middle of a step that others share."""
+    ((name, value),) = wrong.items()
+    with pytest.raises(TypeError, match=re.escape(f"got {value!r}")) as caught:
+        SamplingParams(**wrong)
+    assert str(caught.value).startswith(f"{name} must be ")
 
 
 def test_parameters_that_do_not_exist_are_a_type_error() -> None:
