@@ -1,6 +1,6 @@
 """Small batches, where reading the weights and launching kernels decide: time to first token, time a token.
 
-    python -m benchmarks.latency --out DIR [--vllm-path /tmp/site] [--rounds 2] [--repeats 3]
+    python -m benchmarks.latency --out DIR [--vllm-path PATH] [--rounds 2] [--repeats 3]
 
 Greedy, 128 tokens in, 512 out. The time a token is the difference between generating 512 tokens and generating one,
 over the 511 steps between: so neither prefill nor the cost of a call is in it.

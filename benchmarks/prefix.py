@@ -1,6 +1,6 @@
 """A long system prompt that all requests share, as a chat service has it: with the prefix cache and without.
 
-    python -m benchmarks.prefix --out DIR [--vllm-path /tmp/site] [--rounds 1] [--repeats 3]
+    python -m benchmarks.prefix --out DIR [--vllm-path PATH] [--rounds 1] [--repeats 3]
 
 64 requests open with the same 2,048 tokens and go on with 64 of their own. "All at once": the cache is empty when they
 arrive. "After one": a request with the same system prompt came before, which is how a service finds it.

@@ -132,6 +132,7 @@ def in_a_process(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "benchmarks.roofline", "--out", scratch, "--model", str(options.model)]
         command += ["--device", options.device] + ["--quick"] * options.quick
+        command += ["--commit", options.commit] if options.commit else []
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         [path] = Path(scratch).iterdir()
         result: dict[str, Any] = json.loads(path.read_text())

@@ -1,6 +1,6 @@
 """From starting Python to the first token: with empty compile caches, and once more with what that left in them.
 
-    python -m benchmarks.startup --out DIR [--vllm-path /tmp/site] [--rounds 1]
+    python -m benchmarks.startup --out DIR [--vllm-path PATH] [--rounds 1]
 
 Imports, loading, compilation, capture of CUDA graphs: all of it counts. The weights are random, so that nothing is read
 from a disk for them; Python's own files are in the page cache, because each library is imported once beforehand.

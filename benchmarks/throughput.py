@@ -1,6 +1,6 @@
 """The headline workload: output tokens a second, beside vLLM and beside what the card could do.
 
-    python -m benchmarks.throughput --out DIR [--vllm-path /tmp/site] [--rounds 2] [--repeats 3]
+    python -m benchmarks.throughput --out DIR [--vllm-path PATH] [--rounds 2] [--repeats 3]
 
 A process runs the workload several times with fresh token ids; processes take turns.
 """
