@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
+from nanovllm.distributed.group import Group
 
 # Tokens up to which our kernel beats the library's, measured on an H100: where it need not add up, and elsewhere
 MAX_FEW_PARTIAL = 32
@@ -16,22 +17,33 @@ MAX_FEW = 16
 class Linear(nn.Module):
     """y = x W^T + b. Unlike `nn.Linear` it leaves its parameters uninitialised: the loader fills every one of them.
 
-    weight [out, in], bias [out] or None.
+    weight [out, in], bias [out] or None. With a group of several ranks it is row-parallel: each rank has some of the
+    inputs, and the products are summed over the ranks.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, group: Group | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        self.group = group if group is not None and group.size > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]"""
         skinny = few_tokens_kernel(x, self.weight)
-        return F.linear(x, self.weight, self.bias) if skinny is None else skinny(x, self.weight, self.bias)
+        bias = self.bias if self.group is None else None
+        y = F.linear(x, self.weight, bias) if skinny is None else skinny(x, self.weight, bias)
+        if self.group is None:
+            return y
+        y = self.group.all_reduce(y)
+        return y if self.bias is None else y + self.bias  # after the sum, or every rank would add it
 
     def partial(self, x: Tensor) -> Tensor:
         """The same for `RMSNorm.add` to read: x [T, in] -> [T, out], or parts to be summed [S, T, out] float32."""
-        skinny = few_tokens_kernel(x, self.weight, MAX_FEW_PARTIAL) if self.bias is None else None
+        if self.bias is not None or self.group is not None:
+            return self(x)
+        skinny = few_tokens_kernel(x, self.weight, MAX_FEW_PARTIAL)
         return self(x) if skinny is None else skinny(x, self.weight, partial=True)
 
 

@@ -15,9 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nanovllm.distributed.group import Group
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids, weight_files
 from nanovllm.models.config import ModelConfig, read_config
+from nanovllm.models.sharding import read_shard, shard_config
 from nanovllm.models.transformer import Transformer
 
 FLOATS = ("F32", "F16", "BF16", "F64")
@@ -27,7 +29,7 @@ DUMMY_STD = 0.02
 @dataclass(frozen=True)
 class LoadedModel:
     model: Transformer
-    config: ModelConfig  # `dtype` is that of the model, which may differ from the checkpoint's
+    config: ModelConfig  # of the whole model; `dtype` is that in use, which may differ from the checkpoint's
     eos_token_ids: frozenset[int]
     path: Path
 
@@ -39,12 +41,14 @@ def load_model(
     dtype: torch.dtype | None = None,
     max_model_len: int | None = None,
     load_format: Literal["auto", "dummy"] = "auto",
+    group: Group | None = None,
 ) -> LoadedModel:
     """Load a directory or a hub id onto `device`, ready for inference.
 
     dtype:          None is the checkpoint's on a GPU, and float32 on a CPU, where half precision is slow.
     max_model_len:  positions to prepare for; None is all that the model has.
     load_format:    "dummy" takes config.json alone and draws the weights at random, always the same ones.
+    group:          of several ranks each loads its own share, and reads nothing else.
 
     Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
     """
@@ -57,12 +61,13 @@ def load_model(
         dtype = torch.float32 if device.type == "cpu" else config.dtype
     config = replace(config, dtype=dtype)
     files = {} if load_format == "dummy" else weight_files(path)
+    share = config if group is None else shard_config(config, group.size)
     with device:
-        transformer = Transformer(config, max_model_len or config.max_position_embeddings)
+        transformer = Transformer(share, max_model_len or config.max_position_embeddings, group)
     if load_format == "dummy":
         fill_at_random(transformer)
     else:
-        fill_from_files(transformer, path, files)
+        fill_from_files(transformer, path, files, config, group)
     return LoadedModel(transformer.eval(), config, read_eos_token_ids(path), path)
 
 
@@ -78,9 +83,17 @@ def checkpoint_views(model: Transformer) -> Iterator[tuple[str, Tensor]]:
             yield from module.named_parameters(path, recurse=False)
 
 
-def fill_from_files(model: Transformer, path: Path, files: dict[str, set[str] | None]) -> None:
-    """Copy every tensor of `files` (see `weight_files`) to its place. Raises ValueError unless they fit exactly."""
-    wanted = dict(checkpoint_views(model))
+def fill_from_files(
+    model: Transformer, path: Path, files: dict[str, set[str] | None], config: ModelConfig, group: Group | None = None
+) -> None:
+    """Copy every tensor of `files` (see `weight_files`), or a rank's share of it, to its place.
+
+    Raises ValueError unless they fit `config`, that of the whole model, exactly.
+    """
+    rank, ranks = (0, 1) if group is None else (group.rank, group.size)
+    views = dict(checkpoint_views(model))
+    with torch.device("meta"):
+        wanted = dict(checkpoint_views(Transformer(config, 1)))
     with ExitStack() as stack:
         found: dict[str, Any] = {}  # tensor name -> the open file that holds it
         for file, names in files.items():
@@ -90,13 +103,15 @@ def fill_from_files(model: Transformer, path: Path, files: dict[str, set[str] | 
                 raise ValueError(f"{path / file} is damaged or cut short ({error}); fetch it again") from error
             held = set(reader.keys())
             found.update(dict.fromkeys(held if names is None else held & names, reader))
-        found = {name: reader for name, reader in found.items() if not is_redundant(name, model.config)}
+        found = {name: reader for name, reader in found.items() if not is_redundant(name, config)}
         complaints = compare(wanted, found)
         if complaints:
             raise ValueError(f"the weights in {path} do not fit its config.json: {'; '.join(complaints)}")
         with torch.no_grad():
             for name, reader in found.items():
-                wanted[name].copy_(reader.get_tensor(name))
+                whole = ranks == 1
+                part = reader.get_tensor(name) if whole else read_shard(name, reader, config, rank, ranks)
+                views[name].copy_(part)
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:

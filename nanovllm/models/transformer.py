@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanovllm import kernels
 from nanovllm.attention.interface import BoundAttention
+from nanovllm.distributed.group import Group
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import Linear, MergedLinear, few_tokens_kernel
@@ -27,7 +28,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
-    def __init__(self, c: ModelConfig, layer: int) -> None:
+    def __init__(self, c: ModelConfig, layer: int, group: Group | None) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = c.head_dim
@@ -36,7 +37,7 @@ class Attention(nn.Module):
         q_size, kv_size, _ = (n * c.head_dim for n in self.heads)
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(c.hidden_size, parts, bias=c.variant.qkv_bias, dtype=c.dtype)
-        self.o_proj = Linear(q_size, c.hidden_size, bias=c.variant.o_bias, dtype=c.dtype)
+        self.o_proj = Linear(q_size, c.hidden_size, bias=c.variant.o_bias, dtype=c.dtype, group=group)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
 
@@ -59,11 +60,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, group: Group | None) -> None:
         super().__init__()
         parts = {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
         self.gate_up_proj = MergedLinear(c.hidden_size, parts, bias=c.variant.mlp_bias, dtype=c.dtype)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.variant.mlp_bias, dtype=c.dtype)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.variant.mlp_bias, dtype=c.dtype, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
         skinny = few_tokens_kernel(x, self.gate_up_proj.weight) if self.gate_up_proj.bias is None else None
@@ -78,12 +79,12 @@ class Layer(nn.Module):
     The first layer is given no residual.
     """
 
-    def __init__(self, c: ModelConfig, layer: int) -> None:
+    def __init__(self, c: ModelConfig, layer: int, group: Group | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
-        self.self_attn = Attention(c, layer)
+        self.self_attn = Attention(c, layer, group)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c, group)
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
@@ -96,15 +97,16 @@ class Transformer(nn.Module):
     """Token ids and their positions in, hidden states out; `logits` turns the few that are sampled into scores.
 
     Parameters are left uninitialised, on torch's default device: the loader fills them. `max_model_len` is the number
-    of positions that the rotary table covers; a position beyond it is an index error.
+    of positions that the rotary table covers; a position beyond it is an index error. With a group of several ranks,
+    `c` is the rank's own share (`sharding.shard_config`), and `logits` are those of its own tokens.
     """
 
-    def __init__(self, c: ModelConfig, max_model_len: int) -> None:
+    def __init__(self, c: ModelConfig, max_model_len: int, group: Group | None = None) -> None:
         super().__init__()
         self.config = c
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, dtype=c.dtype)
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, dtype=c.dtype, group=group)
         self.rotary = RotaryEmbedding(c.head_dim, c.rope_theta, c.rope_scaling, max_model_len)
-        self.layers = nn.ModuleList(Layer(c, i) for i in range(c.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(c, i, group) for i in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
         if not c.tie_word_embeddings:
             self.lm_head = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype)

@@ -1,0 +1,1 @@
+"""Several processes that compute one model: collectives, the processes themselves, and what the leader tells them."""
