@@ -217,8 +217,8 @@ class Team:
         """Why a step failed, in the words of the worker that failed first, where one did."""
         deadline = monotonic() + GRACE
         silent = list(self.workers)
-        while not isinstance(lost, WorkerDied) and (ready := connection.wait(silent, max(0, deadline - monotonic()))):
-            for bell in ready:
+        while silent and monotonic() < deadline and not isinstance(lost, WorkerDied):
+            for bell in connection.wait(silent, deadline - monotonic()):
                 try:
                     self.hear(bell)
                 except WorkerDied as found:

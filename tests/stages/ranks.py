@@ -26,7 +26,7 @@ RANKS = [
     pytest.param((4, "cuda"), id="4-nccl", marks=pytest.mark.gpu(4)),
 ]
 # Little more memory than the longest request needs, and small steps: everybody is cut into chunks and preempted
-TINY = {"block_size": 4, "num_blocks": 9, "max_num_seqs": 6, "max_num_batched_tokens": 12}
+TINY: dict[str, Any] = {"block_size": 4, "num_blocks": 9, "max_num_seqs": 6, "max_num_batched_tokens": 12}
 
 
 class Starter:

@@ -4,6 +4,7 @@ The same tests run with gloo on the CPU (2 ranks; in the slow tier also 4, more 
 and with NCCL on as many GPUs. A rank takes seconds to start, so engines are shared where that is possible.
 """
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from stages.stage_1_naive import attend_to_all
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from tests import oracle
 from tests.stages.events import Listener
-from tests.stages.ranks import Threads, cpu_seconds, in_shared_memory, pids_of
+from tests.stages.ranks import TINY, Threads, cpu_seconds, in_shared_memory, pids_of
 from tests.stages.requests import PROMPTS, greedy, random_prompts, story_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3, random_qwen2
@@ -153,6 +154,25 @@ def test_tensor_parallel_t2_t3_awkward_and_in_tight_quarters(
     assert any(told.preempted for told in listener.requests.values())
     assert len({token for output in outputs for token in output}) > 20
     subject.check_idle(awkward_ranks)
+
+
+@pytest.mark.slow
+@since(7)
+def test_tensor_parallel_t2_random_rounds(subject: Subject, awkward_ranks: Any, awkward_model: Path) -> None:
+    """Call after call on one engine: shared beginnings, evictions, chunks, preemption, draws; as on one rank."""
+    alone = ContinuousBatchingEngine(str(awkward_model), **TINY)
+    rng = random.Random(0)
+    beginnings = random_prompts(4, 8, 11)
+    for _ in range(12):
+        prompts = [
+            rng.choice(beginnings) + random_prompts(rng.randint(1, 8), seed=rng.randrange(99))[0] for _ in range(5)
+        ]
+        params = [
+            SamplingParams(rng.choice((0.0, 0.0, 1.0)), rng.randint(1, 14), ignore_eos=True, seed=rng.randint(0, 99))
+            for _ in prompts
+        ]
+        assert awkward_ranks.generate(prompts, params) == alone.generate(prompts, params)
+        subject.check_idle(awkward_ranks)
 
 
 @since(7)

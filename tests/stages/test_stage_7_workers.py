@@ -2,20 +2,23 @@
 
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from stages.ranks import Team
+from stages.ranks import Group, PeerLost, Team, leave_with_the_first
 from tests.stages.ranks import PROMPTLY, Starter, check_gone, in_shared_memory, pids_of, stat
 from tests.stages.requests import greedy
 from tests.stages.subject import Subject, since
@@ -141,6 +144,28 @@ def test_a_worker_that_cannot_start_says_why() -> None:
     team.close()
     assert pid is not None
     check_gone([pid], [])
+
+
+def test_under_nccl_a_death_ends_what_waits_for_the_dead() -> None:
+    """Where the leader waits on its GPU, somebody else must notice, and abort; the step then fails."""
+    aborted: list[bool] = []
+    group = Group(0, 2, torch.device("cuda"))
+    group.backend = SimpleNamespace(abort=lambda: aborted.append(True))
+    ours, theirs = multiprocessing.Pipe(duplex=False)  # like a process's sentinel, readable at its end
+    sentinels: Any = [ours]
+    thread = threading.Thread(target=leave_with_the_first, args=(sentinels, group))
+    thread.start()
+    assert group.backend is not None
+    theirs.close()
+    thread.join(PROMPTLY)
+    group.leave()
+    assert aborted == [True]
+    with pytest.raises(PeerLost, match="no longer connected"):
+        group.all_reduce(torch.zeros(1))
+    team = Team([torch.device("cpu")] * 2)  # it was never connected
+    with pytest.raises(RuntimeError, match="lost in the middle of a step"), team.step("no step"):
+        [segment] = team.segments
+    assert not team.close.alive and not in_shared_memory(segment.name)
 
 
 SCRIPT = """
