@@ -13,15 +13,18 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import devices_of
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.trace import OnEvent
-from nanovllm.models.checkpoint import find_checkpoint
+from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids
 from nanovllm.models.config import DTYPES, read_config
 from nanovllm.models.loader import load_model
+from nanovllm.models.sharding import shard_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.executor import LocalExecutor
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.parallel_executor import ParallelExecutor, Share
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.tokenizer import Message, Tokenizer
 
@@ -54,24 +57,30 @@ class LLM:
         **config: Any,
     ) -> None:
         chosen = EngineConfig(**config)
-        if chosen.tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size={chosen.tensor_parallel_size} is not supported yet; use 1")
         device = find_device(chosen.device)
         self.path = path = find_checkpoint(model or EMBEDDED_MODEL, weights=chosen.load_format != "dummy")
-        resolved = chosen.resolve(on_gpu=device.type == "cuda", model_max_len=read_config(path).max_position_embeddings)
+        model_config = read_config(path)
+        resolved = chosen.resolve(on_gpu=device.type == "cuda", model_max_len=model_config.max_position_embeddings)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer(path)
         dtype = None if chosen.dtype == "auto" else DTYPES[chosen.dtype]
-        loaded = load_model(
-            path, device=device, dtype=dtype, max_model_len=resolved.max_model_len, load_format=chosen.load_format
-        )
-        runner = ModelRunner(loaded, resolved, device)
+        executor: LocalExecutor | ParallelExecutor
+        if resolved.tensor_parallel_size > 1:
+            devices = devices_of(device, resolved.tensor_parallel_size)
+            shard_config(model_config, len(devices))  # refuses what cannot be cut before a process is started
+            executor = ParallelExecutor.start(Share(str(path), resolved, dtype), devices)
+        else:
+            loaded = load_model(
+                path, device=device, dtype=dtype, max_model_len=resolved.max_model_len, load_format=chosen.load_format
+            )
+            executor = LocalExecutor(ModelRunner(loaded, resolved, device))
+        runner = executor.runner
         self.attention_backend = runner.backend.name
         self.config = replace(resolved, num_kv_blocks=runner.num_kv_blocks)
         self.engine = LLMEngine(
-            LocalExecutor(runner),
+            executor,
             self.config,
-            vocab_size=loaded.config.vocab_size,
-            eos_token_ids=loaded.eos_token_ids,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=read_eos_token_ids(path),
             make_detokenizer=None if self.tokenizer is None else partial(Detokenizer, self.tokenizer),
             on_event=on_event,
         )

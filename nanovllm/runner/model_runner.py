@@ -13,6 +13,7 @@ from torch import Tensor
 from nanovllm.attention import AttentionBackend, select_backend
 from nanovllm.attention.interface import AttentionMetadata, BoundAttention
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import StepPlan, TokenLogprobs
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel
@@ -21,7 +22,7 @@ from nanovllm.runner.cuda_graphs import CudaGraphRecorder, DecodeBatch, DecodeGr
 from nanovllm.runner.logprobs import TopLogprobs
 from nanovllm.runner.memory import num_kv_blocks
 from nanovllm.runner.rows import Known, Rows
-from nanovllm.runner.sampler import Draws, sample_full, sample_plain
+from nanovllm.runner.sampler import Draws, gather_logits, sample_full, sample_plain, sample_sharded
 from nanovllm.runner.sampling_state import SamplingState
 
 
@@ -52,16 +53,22 @@ class ModelRunner:
     """Runs plans on one device. `config` is resolved; `config.num_kv_blocks` may be None, then it is measured.
 
     `recorder` makes decode steps replayable; None means CUDA graphs where the device, the attention backend and the
-    configuration allow them.
+    configuration allow them. `group` joins the ranks, of which this is one.
     """
 
     def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, device: torch.device, recorder: Recorder | None = None
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        group: Group | None = None,
     ) -> None:
         assert config.max_model_len is not None and config.kvcache_block_size is not None
         self.device = device
-        self.model, self.model_config = loaded.model, loaded.config
-        c = loaded.config
+        self.group = group or Group(0, 1, device)
+        self.model, self.vocab_size = loaded.model, loaded.config.vocab_size
+        c = loaded.model.config  # of this rank's share: its heads, its part of the vocabulary
         self.block_size = config.kvcache_block_size
         self.scale = c.head_dim**-0.5
         self.backend: AttentionBackend = select_backend(
@@ -76,12 +83,13 @@ class ModelRunner:
         self.num_kv_blocks = num_kv_blocks(
             config, c, device, lambda: self.run_largest_step(config), with_graphs=recorder is not None
         )
+        self.num_kv_blocks = self.group.smallest(self.num_kv_blocks)
         # Keys and values of a layer: [2, num_blocks + 1, block_size, Hkv, D]; the last block is scratch, for padding
         shape = (2, self.num_kv_blocks + 1, self.block_size, c.num_key_value_heads, c.head_dim)
         self.kv = [torch.zeros(shape, dtype=c.dtype, device=device) for _ in range(c.num_hidden_layers)]
         self.rows = Rows(config.max_num_seqs, config.max_model_len, self.block_size, self.num_kv_blocks, device)
         self.sampling = SamplingState(
-            self.rows.token_ids, self.rows.num_prompt_tokens, c.vocab_size, loaded.eos_token_ids
+            self.rows.token_ids, self.rows.num_prompt_tokens, self.vocab_size, loaded.eos_token_ids
         )
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
@@ -108,6 +116,8 @@ class ModelRunner:
         needs = self.sampling.needs(s.row for s in sampled)
         if needs is None:
             return StepOutput(token_ids[:n], None, [None] * n)
+        if self.group.size > 1:
+            logits = gather_logits(logits, self.group, self.vocab_size)
         draws, rows = self.draws(batch.sampled_rows[:n], batch.next_positions[:n]), batch.sampled_rows[:n]
         token_ids, logprobs = sample_full(logits[:n], draws, rows, self.sampling, needs)
         self.rows.token_ids[rows, batch.next_positions[:n]] = token_ids.clamp(min=0).int()
@@ -144,10 +154,15 @@ class ModelRunner:
         """The plain tail: logits [N, V] -> token ids [N] int64, written into the rows as well."""
         r = self.rows
         sample_rows = fused_kernels(self.device).sample_rows
-        if sample_rows is not None:
+        if self.group.size > 1:
+            token_ids = sample_sharded(
+                logits, self.draws(rows, next_positions, all_greedy), self.group, self.vocab_size
+            )
+        elif sample_rows is not None:
             state = r.temperature, r.seed, r.num_prompt_tokens, r.token_ids
             return sample_rows(logits, rows, next_positions, *state)
-        token_ids = sample_plain(logits, self.draws(rows, next_positions, all_greedy))
+        else:
+            token_ids = sample_plain(logits, self.draws(rows, next_positions, all_greedy))
         r.token_ids[rows, next_positions] = token_ids.clamp(min=0).int()
         return token_ids
 

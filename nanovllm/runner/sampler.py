@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm.distributed.group import Group
 from nanovllm.runner.filters import filter_scores
 from nanovllm.runner.gumbel import gumbel
 from nanovllm.runner.logprobs import TopLogprobs, top_logprobs
@@ -62,11 +63,29 @@ def sample_full(
     return tokens, None if needs.num_logprobs is None else top_logprobs(logits, tokens, needs.num_logprobs)
 
 
-def add_noise(scores: Tensor, draws: Draws) -> Tensor:
-    """scores [N, V] float32 -> scores + temperature * Gumbel noise [N, V]"""
+def sample_sharded(logits: Tensor, draws: Draws, group: Group, vocab_size: int) -> Tensor:
+    """`sample_plain` where each rank has the logits [N, V / R] of its own tokens: the best of the ranks' best."""
+    first = group.rank * logits.shape[1]
+    own = max(0, min(logits.shape[1], vocab_size - first))  # the rest is padding
+    scores = add_noise(logits.float(), draws, first)
+    scores[:, own:] = float("-inf")
+    largest, ids = scores.max(-1)  # [N]
+    best = group.all_gather(torch.stack((largest.double(), (ids + first).double())))  # [R, 2, N]
+    winner = best[:, 0].argmax(0, keepdim=True)  # [1, N], of equals the lowest rank, which has the lowest ids
+    largest, ids = best[:, 0].max(0).values, best[:, 1].gather(0, winner)[0].long()
+    return torch.where(largest.isfinite(), ids, -1)
+
+
+def gather_logits(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
+    """The ranks' logits [N, V / R] side by side, without padding: [N, V]"""
+    return group.all_gather(logits.contiguous()).transpose(0, 1).flatten(1)[:, :vocab_size]
+
+
+def add_noise(scores: Tensor, draws: Draws, first_id: int = 0) -> Tensor:
+    """scores [N, V] float32 of the tokens from `first_id` on -> scores + temperature * Gumbel noise [N, V]"""
     if draws.all_greedy:
         return scores
-    token_ids = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    token_ids = torch.arange(first_id, first_id + scores.shape[1], dtype=torch.int32, device=scores.device)
     return gumbel(draws.seeds, draws.indices, token_ids).mul_(draws.temperature[:, None]).add_(scores)
 
 

@@ -1,0 +1,124 @@
+"""The data plane on several ranks: what the leader does, its workers do as well, each with its share of the model.
+
+Every rank keeps its own copy of what an executor remembers, and samples by itself, from logits that all have seen. So
+one message a step says all: which sequences came and went since the last one, and the plan. No tensor and no token is
+sent.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import Group
+from nanovllm.distributed.team import Team
+from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
+from nanovllm.models.loader import load_model
+from nanovllm.runner.executor import KnownSequence, LocalExecutor, PendingStep
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.sampling_params import SamplingParams
+
+Change = tuple[int, Sequence[int], SamplingParams] | int  # a sequence that was added; the key of one that is gone
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank needs to make its runner. Plain data: it is sent to the workers' processes."""
+
+    path: str
+    config: EngineConfig  # resolved
+    dtype: torch.dtype | None
+
+    def make_runner(self, group: Group) -> ModelRunner:
+        c = self.config
+        loaded = load_model(
+            self.path, device=group.device, dtype=self.dtype, max_model_len=c.max_model_len,
+            load_format=c.load_format, group=group,
+        )  # fmt: skip
+        return ModelRunner(loaded, c, group.device, group=group)
+
+    def __call__(self, group: Group) -> Callable[[Any], None]:
+        """A worker's part."""
+        return Worker(LocalExecutor(self.make_runner(group)), 1 if self.config.async_scheduling else 0)
+
+
+class Worker:
+    """Repeats what the leader's executor does."""
+
+    def __init__(self, executor: LocalExecutor, max_in_flight: int) -> None:
+        self.executor = executor
+        self.max_in_flight = max_in_flight  # steps whose tokens the leader may not have read yet
+        self.pending: deque[PendingStep] = deque()
+
+    def __call__(self, message: tuple[list[Change], tuple[Any, ...]]) -> None:
+        changes, (step, scheduled, freed_rows) = message
+        while len(self.pending) > self.max_in_flight:  # so that a sequence that comes back brings all of its tokens
+            self.pending.popleft().result()
+        for change in changes:
+            if isinstance(change, int):
+                self.executor.remove(change)
+            else:
+                self.executor.add(*change)
+        plan = StepPlan(step, [Scheduled(*s) for s in scheduled], freed_rows)
+        self.pending.append(self.executor.submit(plan))
+
+
+class ParallelStep:
+    """A step that all ranks have submitted."""
+
+    def __init__(self, pending: PendingStep, team: Team) -> None:
+        self.pending, self.team = pending, team
+
+    def result(self) -> StepResult:
+        with self.team.in_step():
+            return self.pending.result()
+
+
+@dataclass
+class ParallelExecutor:
+    """The leader's executor. Raises RuntimeError when a rank is lost; every rank has ended then."""
+
+    team: Team
+    local: LocalExecutor
+    changes: list[Change] = field(default_factory=list)  # since the last step
+
+    @classmethod
+    def start(cls, share: Share, devices: list[torch.device]) -> "ParallelExecutor":
+        """Start the workers; they load while the leader does."""
+        team = Team(devices, share)
+        try:
+            team.join()
+            with team.in_step():
+                return cls(team, LocalExecutor(share.make_runner(team.group)))
+        except BaseException:
+            team.close()
+            raise
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.local.runner
+
+    @property
+    def sequences(self) -> dict[int, KnownSequence]:
+        return self.local.sequences
+
+    def add(self, key: int, token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.local.add(key, token_ids, params)
+        self.changes.append((key, list(token_ids), params))
+
+    def remove(self, key: int) -> None:
+        self.local.remove(key)
+        self.changes.append(key)
+
+    def submit(self, plan: StepPlan) -> ParallelStep:
+        changes, self.changes = self.changes, []
+        with self.team.in_step():
+            self.team.tell((changes, (plan.step, [tuple(s) for s in plan.scheduled], plan.freed_rows)))
+            return ParallelStep(self.local.submit(plan), self.team)
+
+    def close(self) -> None:
+        self.team.close()
+        self.local.close()
