@@ -300,7 +300,7 @@ print("drawn tokens are those of one rank:", engine.generate(prompts, draws) == 
 #
 # ## Is it fast?
 #
-# Two ranks on a CPU share the same cores and the same memory, so they can not win here. What they show is the price.
+# Two ranks on a CPU share the same cores and the same memory, so they cannot win here. What they show is the price.
 # **Guess:** of the time of a decode step on two ranks, how many percent is spent in the 18 collectives?
 
 # %%
@@ -322,10 +322,10 @@ bars(
 # %% [markdown]
 # In a collective, a rank mostly waits: for the slower one, and for two operating-system processes to wake each other
 # up. On GPUs with NVLink a sum of a few kilobytes takes tens of microseconds rather than a millisecond, and each rank
-# has its own memory to read from. The showcase of this stage, as it was measured there:
+# has its own memory to read from. What the showcase of this stage says there (`make stage-7-bench ARGS="--device cuda"`
+# on a machine with several GPUs):
 
 # %%
-# NBVAL_CHECK_OUTPUT
 show_table("stage_7.h100", RESULTS)
 
 # %% [markdown]
