@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,23 @@ def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
     assert len({r["pid"] for r in result["rounds"]}) == 2
 
 
-def test_a_process_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
-    options = options_of(tmp_path, model=tmp_path / "nothing")
-    with pytest.raises(RuntimeError, match=r"nanovllm failed(.|\n)*ValueError: .*nothing"):
-        engine_harness.run_process(ours(options), "benchmarks.latency", {}, options)
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("echo 'ValueError: no such model' >&2; exit 3", r"exit 3(.|\n)*no such model"),
+        ("sleep 60", "gave up after 0.3 s"),
+    ],
+)
+def test_a_process_that_fails_or_hangs_leaves_its_last_words(
+    program: str, limit: float, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\n{program}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(engine_harness, "PROCESS_SECONDS", limit)
+    with pytest.raises(RuntimeError, match=f"nanovllm failed(.|\n)*{words}"):
+        engine_harness.run_process(ours(options_of(tmp_path)), "benchmarks.latency", {}, options_of(tmp_path))
 
 
 def test_wrong_numbers_of_tokens_are_no_result() -> None:
