@@ -125,10 +125,10 @@ def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
 
 
 @pytest.mark.parametrize(
-    ("program", "words"),
+    ("program", "limit", "words"),
     [
-        ("echo 'ValueError: no such model' >&2; exit 3", r"exit 3(.|\n)*no such model"),
-        ("sleep 60", "gave up after 0.3 s"),
+        ("echo 'ValueError: no such model' >&2; exit 3", 60, r"exit 3(.|\n)*no such model"),
+        ("sleep 60", 0.3, "gave up after 0.3 s"),
     ],
 )
 def test_a_process_that_fails_or_hangs_leaves_its_last_words(
