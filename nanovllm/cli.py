@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `serve`, `bench`, `info`. A user's mistake gets one line, no trace."""
+"""The command line: `nanovllm generate`, `chat`, `serve`, `bench`, `info`, `trace`. A user's mistake gets one line."""
 
 import argparse
 import os
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import add_options
+from nanovllm.trace_view.command import add_trace_commands
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--max-length", type=int, default=256, help="of prompts and outputs; the shortest have 10%%")
     bench.add_argument("--load-format", default="auto", help="dummy: random weights, only config.json is needed")
     command("info", run_info, "what was detected and chosen, and why")
+    add_trace_commands(commands.add_parser("trace", help="look at a recorded run"))
     return top
 
 
