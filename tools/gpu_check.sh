@@ -1,6 +1,11 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: the tests marked `gpu`, then the stages' benchmarks, with results as JSON in OUT.
-# Usage: OUT=results tools/gpu_check.sh [PYTHON]      (about six minutes on one H100)
+# Everything that needs a GPU, in one go: the tests marked `gpu`, then benchmarks, with results as JSON in OUT.
+# Usage: OUT=results tools/gpu_check.sh [PYTHON]
+#   TESTS="tests/engine"          which tests (all; "" for none), by JOBS=8 processes at once
+#   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
+#   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle startup prefix mixed ablations roofline
+#   VLLM=/tmp/site FLASH=/tmp/fa  where vLLM and flash-attn can be imported from, if they are not installed
+#   KERNELS=1                     the attention kernels by themselves
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}; out=${OUT:-build/gpu}; mkdir -p "$out"
@@ -14,9 +19,25 @@ json.dump({
 PYTHON
 cat "$out/machine.json"; echo
 status=0
-timeout "${TEST_SECONDS:-420}" "$python" -m pytest -m gpu -q --durations=10 --junitxml="$out/tests.xml" ${TESTS:-tests} 2>&1 | tee "$out/tests.log" | tail -n 60 || status=1
-if [ -n "${KERNELS:-}" ]; then "$python" -m benchmarks.kernels --out "$out/kernels.json" || status=1; fi
+commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo "${COMMIT:-unknown}")
+tests=${TESTS-tests}
+if [ -n "$tests" ]; then
+  # The tests of memory limits want the card for themselves.
+  PYTHONPATH=${FLASH:-} timeout "${TEST_SECONDS:-420}" "$python" -m pytest -m gpu -q -n "${JOBS:-8}" --durations=10 \
+    -k "not memory_limit" --junitxml="$out/tests.xml" $tests 2>&1 | tee "$out/tests.log" | tail -n 40 || status=1
+  timeout 120 "$python" -m pytest -m gpu -q -k memory_limit $tests 2>&1 | tail -n 5 || status=1
+fi
 for stage in ${STAGES:-}; do
-  "$python" -m benchmarks.stage_bench "$stage" --device cuda --results "$out" || status=1
+  if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.decode_profile --out "$out" || status=1; fi
+  "$python" -m benchmarks.stage_bench "$stage" --device cuda --rounds "${ROUNDS:-2}" --results "$out" || status=1
+done
+if [ -n "${KERNELS:-}" ]; then "$python" -m benchmarks.kernels --out "$out/kernels.json" || status=1; fi
+for benchmark in ${BENCHMARKS:-}; do
+  options=()
+  case $benchmark in
+    throughput|latency|startup|prefix) if [ -n "${VLLM:-}" ]; then options+=(--vllm-path "$VLLM"); fi ;;
+    ablations) if [ -n "${FLASH:-}" ]; then options+=(--flash-path "$FLASH"); fi ;;
+  esac
+  "$python" -m "benchmarks.$benchmark" --out "$out" --commit "$commit" "${options[@]}" || status=1
 done
 exit $status
