@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go: the tests marked `gpu`, then benchmarks, with results as JSON in OUT.
 # Usage: OUT=results tools/gpu_check.sh [PYTHON]
-#   TESTS="tests/engine"          which tests (all; "" for none), by JOBS=8 processes at once
+#   TESTS="tests/engine"          which tests (those of stages, engine and kernels; "" for none), by JOBS=8 processes at once
 #   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
 #   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle startup prefix mixed ablations roofline
 #   VLLM=/tmp/site FLASH=/tmp/fa  where vLLM and flash-attn can be imported from, if they are not installed
@@ -20,7 +20,7 @@ PYTHON
 cat "$out/machine.json"; echo
 status=0
 commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo "${COMMIT:-unknown}")
-tests=${TESTS-tests}
+tests=${TESTS-tests/stages tests/engine tests/kernels}
 if [ -n "$tests" ]; then
   # The tests of memory limits want the card for themselves.
   PYTHONPATH=${FLASH:-} timeout "${TEST_SECONDS:-420}" "$python" -m pytest -m gpu -q -n "${JOBS:-8}" --durations=10 \
