@@ -91,7 +91,7 @@ overhead = launch_ms()
 print(f"a decode step of Qwen3-0.6B takes this CPU at least {overhead:.1f} ms, if computing were free")
 
 # %% [markdown]
-# An H100 reads all 1.2 GB of that model's weights in 0.4 ms.
+# The memory of an H100 can deliver all 1.2 GB of that model's weights in 0.4 ms.
 #
 # ## Guess first
 #
@@ -120,11 +120,12 @@ picture if recording else None
 
 # %%
 if recording:
+    middle = five["events"][len(five["events"]) // 2][2]
     picture = timeline(
         {"stage 5": five["events"]},
         title=f"A piece of it (recorded on {recording['card']})",
-        first_us=5000,
-        last_us=5300,
+        first_us=middle,
+        last_us=middle + 300,
     )
 picture if recording else None
 
@@ -297,12 +298,12 @@ if recording:
 picture if recording else None
 
 # %% [markdown]
-# The same kernels, back to back. The CPU hands over the roll, and is idle: it could schedule the next step meanwhile,
-# which is what `nanovllm` does.
+# In a replay the same kernels run back to back. The CPU hands over the roll, and is idle: it could schedule the next
+# step meanwhile, which is what `nanovllm` does.
 #
-# Two thousand kernels of a microsecond or two remain, each of which writes to memory what the next one reads again.
-# With `compile=True` torch.compile fuses the small ones between the matrix products. That takes a minute when the
-# engine is built, which is why it is a flag.
+# Some two thousand small kernels remain, each of which writes to memory what the next one reads again. With
+# `compile=True` torch.compile fuses those between the matrix products. Compiling takes much longer than recording,
+# every time an engine is built, which is why it is a flag.
 #
 # The showcase of this stage, as it was measured:
 

@@ -194,9 +194,8 @@ def load_recording(card: str = "h100") -> dict[str, Any] | None:
     """The recording for the notebook, and a line that says where it is from; or one that says how to make it."""
     path = RECORDINGS / f"decode_profile.{card}.json"
     if not path.is_file():
-        print(
-            f"there is no recording {path.name} yet; on a machine with a GPU `python -m tools.decode_profile` makes it"
-        )
+        print(f"there is no recording {path.name} yet, and the cells that draw from it stay empty;")
+        print("on a machine with a GPU, `python -m tools.decode_profile` makes it")
         return None
     recording = read(path)
     print(f"a recording: {recording['model']} on {recording['card']}, torch {recording['torch']}")
