@@ -1,9 +1,46 @@
 """The engine's configuration: the field's names and defaults (DESIGN 4), checked when made."""
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """How tokens are guessed ahead: by a smaller model, or by looking for the last n tokens in the text so far."""
+
+    method: Literal["draft", "ngram"]
+    k: int  # the most tokens to guess in a step
+    model: str | Path | None = None  # of "draft"
+    n: int = 0  # of "ngram"
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> "Speculation":
+        """From {"model": path, "k": 4} or {"method": "ngram", "k": 4, "n": 3}, both numbers optional.
+
+        Raises ValueError for what makes no sense, and TypeError for what is no mapping.
+        """
+        shapes = '{"model": path, "k": 4} or {"method": "ngram", "k": 4, "n": 3}'
+        if not isinstance(options, Mapping):
+            raise TypeError(f"speculative must be a dict like {shapes}; got {options!r}")
+        method = options.get("method", "draft")
+        if method not in ("draft", "ngram"):
+            raise ValueError(f"speculative['method'] must be 'draft' or 'ngram'; got {method!r}")
+        values = {"k": 4} | ({"n": 3} if method == "ngram" else {"model": None}) | dict(options)
+        if unknown := sorted(map(str, values.keys() - {"method", "k", "n" if method == "ngram" else "model"})):
+            raise ValueError(f"speculative has no key {unknown[0]!r} for {method!r}; give {shapes}")
+        for name in ("k", "n") if method == "ngram" else ("k",):
+            if type(values[name]) is not int or values[name] < 1:
+                raise ValueError(f"speculative[{name!r}] must be an integer of at least 1; got {values[name]!r}")
+        if method == "draft" and not values["model"]:
+            raise ValueError(f"speculative needs the draft's 'model'; give {shapes}")
+        return cls(**{"method": method} | values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +60,7 @@ class EngineConfig:
     async_scheduling:        plan a step while the one before it runs; None is on for a GPU and off for a CPU.
     tensor_parallel_size:    ranks that share each layer.
     enforce_eager:           no CUDA graphs.
+    speculative:             guess tokens ahead and verify them together: see `Speculation.parse`.
     attention_backend:       "auto" chooses by device.
     dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
     load_format:             "dummy" fills the weights at random, for benchmarks.
@@ -41,6 +79,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
+    speculative: Mapping[str, Any] | None = None
     device: str | None = None
     dtype: str = "auto"
     attention_backend: Literal["auto", "torch_ref", "triton", "flash_attn"] = "auto"
@@ -68,6 +107,15 @@ class EngineConfig:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+        if self.speculation is not None and self.async_scheduling:
+            raise ValueError(
+                "async_scheduling=True does not go with speculative, where the length of a step's output is known only "
+                "when it is over; leave one of them out"
+            )
+
+    @property
+    def speculation(self) -> Speculation | None:
+        return None if self.speculative is None else Speculation.parse(self.speculative)
 
     def resolve(self, *, on_gpu: bool, model_max_len: int) -> "EngineConfig":
         """The same configuration with the defaults that depend on device and model filled in.
@@ -79,9 +127,13 @@ class EngineConfig:
             raise ValueError(
                 f"max_model_len={self.max_model_len} is more than the model's {model_max_len}; lower it or leave it out"
             )
+        overlapped = on_gpu if self.async_scheduling is None else self.async_scheduling
+        if self.speculative is not None:
+            overlapped = False
+            logger.info("speculative: async_scheduling=False, since a step's output may have any length")
         return replace(
             self,
             max_model_len=self.max_model_len or min(DEFAULT_MAX_MODEL_LEN, model_max_len),
             kvcache_block_size=self.kvcache_block_size or (256 if on_gpu else 16),
-            async_scheduling=on_gpu if self.async_scheduling is None else self.async_scheduling,
+            async_scheduling=overlapped,
         )

@@ -1,6 +1,8 @@
 """What a caller gets back, with vLLM's names."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -36,6 +38,46 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class SpeculationStats:
+    """What became of tokens that were guessed ahead. Of the lists, entry i is about the (i + 1)-th guess of a step."""
+
+    num_steps: int = 0  # that verified at least one guess
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)  # together with all guesses before it
+
+    def count(self, num_proposed: int, num_accepted: int) -> None:
+        """Take in one step of one sequence."""
+        missing = num_proposed - len(self.proposed)
+        self.proposed += [0] * missing
+        self.accepted += [0] * missing
+        self.num_steps += 1
+        for i in range(num_proposed):
+            self.proposed[i] += 1
+            self.accepted[i] += i < num_accepted
+
+    @classmethod
+    def total(cls, parts: Iterable["SpeculationStats"]) -> "SpeculationStats | None":
+        """The sum; None if nothing was guessed."""
+        parts = [part for part in parts if part.num_steps]
+        if not parts:
+            return None
+        columns = [
+            [sum(c) for c in zip_longest(*lists, fillvalue=0)]
+            for lists in ([p.proposed for p in parts], [p.accepted for p in parts])
+        ]
+        return cls(sum(p.num_steps for p in parts), *columns)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        return [a / p for a, p in zip(self.accepted, self.proposed, strict=True)]
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a verifying step brought on average: the accepted guesses, and the target's own one."""
+        return 1 + sum(self.accepted) / self.num_steps if self.num_steps else 1.0
+
+
+@dataclass(slots=True)
 class RequestMetrics:
     """When things happened to a request, in seconds of `time.perf_counter()`, and what it cost.
 
@@ -48,6 +90,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0  # tokens that the prefix cache saved the first choice at its first admission
     num_preemptions: int = 0  # of all choices
+    speculation: SpeculationStats | None = None  # of all choices; None where nothing was guessed
 
     @property
     def time_in_queue(self) -> float | None:

@@ -119,14 +119,14 @@ class BlockManager:
             seq.content = content
             seq.num_published = i + 1
 
-    def release(self, seq: Sequence, keep_cached: bool = True) -> list[int]:
-        """Give back all blocks of `seq`; returns those that are free now. With `keep_cached` their content stays
-        findable until they are taken again.
+    def release(self, seq: Sequence, keep_cached: bool = True, num_kept: int = 0) -> list[int]:
+        """Give back the blocks of `seq` but for the first `num_kept`; returns those that are free now. With
+        `keep_cached` their content stays findable until they are taken again.
 
         From the last block to the first: the end of a text is evicted before its beginning, without which it is no use.
         """
         freed = []
-        for block in reversed(seq.block_table):
+        for block in reversed(seq.block_table[num_kept:]):
             if not keep_cached:
                 self._forget(block)
             self.ref_counts[block] -= 1
@@ -135,7 +135,7 @@ class BlockManager:
                 self.free[block] = None
                 if self.contents[block] is None:
                     self.free.move_to_end(block, last=False)
-        seq.block_table = []
+        del seq.block_table[num_kept:]
         return freed
 
     def _take(self) -> int:

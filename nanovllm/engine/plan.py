@@ -20,9 +20,12 @@ class Scheduled(NamedTuple):
     key: int  # names the sequence; never used again for another
     row: int  # its row of persistent device state, held from admission until it finishes or is preempted
     start: int  # position of the first token to compute; the KV of all earlier positions exists
-    num_tokens: int  # how many tokens to compute, at least 1; a decode may have several once tokens are speculated
-    sample: bool  # whether the last of them is the last known token, so that its logits choose the next one
-    new_blocks: tuple[int, ...]  # appended to the row's block table since its last plan; all of it at an admission
+    num_tokens: int  # how many tokens to compute, at least 1, guesses included
+    sample: bool  # whether the last known token is among them, so that its logits choose the next one
+    new_blocks: tuple[int, ...]  # the end of its block table that is new since its last plan; all of it at an admission
+    # Guesses at what follows the last known token; each is verified by the logits before it. None (of a token) is left
+    # to the data plane's draft model.
+    guesses: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class StepPlan:
 class StepResult:
     """What a step sampled, for every `Scheduled` with `sample`: its new tokens, and log-probabilities if asked for.
 
-    The token -1 marks a row whose logits were not finite.
+    Those are the guesses that were accepted, and one token more. The token -1 marks logits that were not finite.
     """
 
     tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]]

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from nanovllm.engine.plan import TokenLogprobs
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculationStats
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -44,15 +44,22 @@ class Choice:
     cumulative_logprob: float | None
 
     def take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """Take in new tokens; those behind the one that completes a stop string are surplus."""
+        if self.detokenizer is not None:
+            # A token that ended the output stays in its ids, but is not text, unless that is asked for.
+            hidden = self.seq.finish_reason == "stop" and not self.seq.params.include_stop_str_in_output
+            shown = token_ids[:-1] if hidden else token_ids
+            for count, token in enumerate(shown, start=1):
+                self.detokenizer.append([token])
+                if self.detokenizer.stop_reason is not None and count < len(token_ids):
+                    del self.seq.token_ids[count - len(token_ids) :]
+                    token_ids, logprobs = token_ids[:count], logprobs and logprobs[:count]
+                    break
         if self.logprobs is not None and self.cumulative_logprob is not None and logprobs is not None:
             text = self.detokenizer.token_text if self.detokenizer is not None else lambda id: None
             for token, found in zip(token_ids, logprobs, strict=True):
                 self.logprobs.append({id: Logprob(value, rank, text(id)) for id, (value, rank) in found.items()})
                 self.cumulative_logprob += found[token][0]
-        if self.detokenizer is not None:
-            # A token that ended the output stays in its ids, but is not text, unless that is asked for.
-            hidden = self.seq.finish_reason == "stop" and not self.seq.params.include_stop_str_in_output
-            self.detokenizer.append(token_ids[:-1] if hidden else token_ids)
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(
@@ -89,6 +96,7 @@ class Request:
             finished_time=now if self.finished else None,
             num_cached_tokens=first.num_cached_tokens,
             num_preemptions=sum(choice.seq.num_preemptions for choice in self.choices),
+            speculation=SpeculationStats.total(choice.seq.speculation for choice in self.choices),
         )
         outputs = [choice.output() for choice in self.choices]
         return RequestOutput(self.request_id, None, self.prompt_token_ids, outputs, self.finished, metrics)

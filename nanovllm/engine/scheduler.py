@@ -16,9 +16,10 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import Scheduled, StepPlan, StepResult, TokenLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.speculation import Proposer, make_proposer
 from nanovllm.engine.trace import Trace
 from nanovllm.engine.waiting_queue import WaitingQueue
-from nanovllm.outputs import FinishReason
+from nanovllm.outputs import FinishReason, SpeculationStats
 
 _order = attrgetter("priority", "arrival")
 
@@ -47,6 +48,9 @@ class Scheduler:
         self.trace = trace or Trace()
         self.num_kv_blocks: int = config.num_kv_blocks
         self.block_size: int = config.kvcache_block_size
+        self.proposer = None if config.speculation is None else make_proposer(config.speculation)
+        self.max_guesses = 0 if config.speculation is None else config.speculation.k
+        self.speculation = SpeculationStats()  # of all sequences there ever were
         self._num_steps = 0
         self.reset()
 
@@ -61,6 +65,7 @@ class Scheduler:
         # The plan in the making: tokens to compute for each sequence, and what is left of the token budget.
         self._planned: dict[Sequence, int] = {}
         self._budget = 0
+        self._guesses: dict[Sequence, list[int | None]] = {}
 
     def add(self, seq: Sequence) -> None:
         self.sequences[seq.key] = seq
@@ -81,7 +86,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step. With nothing in `scheduled` it need not run (and `freed_rows` waits for the next plan)."""
         self.trace.step = self._num_steps
-        self._planned, self._budget = {}, self.config.max_num_batched_tokens
+        self._planned, self._budget, self._guesses = {}, self.config.max_num_batched_tokens, {}
         # One that already knows its last token, or has it in flight, only awaits the commit of that token.
         ready = [seq for seq in self.running if seq.num_known < seq.limit]
         ready.sort(key=lambda seq: seq.num_known - seq.num_computed > 1)  # decodes first; stable within each group
@@ -95,6 +100,8 @@ class Scheduler:
                 self._planned[seq] = num_tokens
                 self._budget -= num_tokens
         self._admit()
+        if self.proposer is not None:
+            self._speculate(self.proposer)
         return self._finish_plan()
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> None:
@@ -128,6 +135,19 @@ class Scheduler:
             self.trace.blocks(seq, shared=cached, taken=self.blocks.grow(seq, num_cached + num_tokens))
             self._planned[seq] = num_tokens
             self._budget -= num_tokens
+
+    def _speculate(self, proposer: Proposer) -> None:
+        """Spend on guesses what is left: tokens of the budget, and blocks that nobody needs now. A step that is full
+        of prompts has no time to spare for them, and nobody is preempted for a guess."""
+        for seq, num_tokens in self._planned.items():
+            end = seq.num_computed + num_tokens
+            room = (len(seq.block_table) + self.blocks.num_free) * self.block_size - end
+            # One token will come without any guess, and nothing is scheduled past the last one.
+            k = min(self.max_guesses, seq.limit - seq.num_known - 1, self._budget, room)
+            if end == seq.num_known and k > 0 and (guesses := proposer.propose(seq, k)):
+                self._guesses[seq] = guesses
+                self._budget -= len(guesses)
+                self.trace.blocks(seq, taken=self.blocks.grow(seq, end + len(guesses)))
 
     def _claim_seat(self, seq: Sequence, cached: list[int]) -> bool:
         """A row, and room for all that `seq` knows (not only its first chunk, or it would soon be in the way), if need
@@ -190,6 +210,7 @@ class Scheduler:
         for seq, num_tokens in self._planned.items():
             start = seq.num_computed
             seq.num_computed = end = start + num_tokens
+            guesses = self._guesses.get(seq, ())
             seq.num_in_flight += 1
             sample = end == seq.num_known
             if sample:
@@ -198,7 +219,8 @@ class Scheduler:
             if seq.num_blocks_sent < len(seq.block_table):
                 new_blocks = tuple(seq.block_table[seq.num_blocks_sent :])
                 seq.num_blocks_sent = len(seq.block_table)
-            scheduled.append(Scheduled(seq.key, seq.row, start, num_tokens, sample, new_blocks))
+            num_tokens += len(guesses)
+            scheduled.append(Scheduled(seq.key, seq.row, start, num_tokens, sample, new_blocks, tuple(guesses)))
             if self.trace.on_event is not None:
                 self.trace.emit("scheduled", seq, tokens=num_tokens, cached=start)
         plan = StepPlan(self._num_steps, scheduled, self._freed_rows)
@@ -210,38 +232,54 @@ class Scheduler:
         """Take in what a step computed and sampled. Steps are committed in order, each once."""
         self.trace.step = plan.step
         committed = []
-        for key, _, start, num_tokens, sample, _ in plan.scheduled:
+        for key, _, start, num_tokens, sample, _, guesses in plan.scheduled:
             seq = self.sequences.get(key)
             if seq is None:  # it ended while the step was in flight: what was sampled for it is surplus
                 continue
             seq.num_in_flight -= 1
             token_ids, logprobs = result.tokens[key] if sample else ([], None)
-            if -1 in token_ids:
+            num_accepted = len(token_ids) - 1
+            token_ids, reason = self._append(seq, token_ids)
+            logprobs = logprobs and logprobs[: len(token_ids)]
+            if reason == "error":
                 self.finish(seq, "error")
-                committed.append(Committed(seq, [], None))
+                committed.append(Committed(seq, token_ids, logprobs))
                 continue
+            end = start + num_tokens
+            if guesses:
+                self._roll_back(seq, len(guesses), min(num_accepted, len(token_ids)))  # those behind an end are surplus
+                end = seq.num_computed
             # Without a row it was preempted after this step was planned, and its blocks are no longer its own.
-            if seq.row >= 0 and (start + num_tokens) // self.block_size > seq.num_published:
-                self.blocks.publish(seq, start + num_tokens)
+            if seq.row >= 0 and end // self.block_size > seq.num_published:
+                self.blocks.publish(seq, end)
             if sample:
-                token_ids = self._append(seq, token_ids)
-                committed.append(Committed(seq, token_ids, logprobs and logprobs[: len(token_ids)]))
+                if self.trace.on_event is not None:
+                    self.trace.emit("token", seq, ids=token_ids)
+                if reason is not None:
+                    self.finish(seq, reason)
+                committed.append(Committed(seq, token_ids, logprobs))
         return committed
 
-    def _append(self, seq: Sequence, token_ids: list[int]) -> list[int]:
-        """Append new tokens up to the one that ends the sequence, if one does; returns those."""
-        reason: FinishReason | None = None
+    def _append(self, seq: Sequence, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Append new tokens up to the one that ends the sequence, if one does; returns those, and why it ends."""
         for count, token in enumerate(token_ids, start=1):
+            if token == -1:
+                return token_ids[: count - 1], "error"
             seq.token_ids.append(token)
             if token in seq.stop_ids and seq.num_output_tokens >= seq.params.min_tokens:
-                reason, seq.stop_reason = "stop", None if token in seq.eos_ids else token
-            elif len(seq.token_ids) >= seq.limit:
-                reason = "length"
-            if reason is not None:
-                token_ids = token_ids[:count]
-                break
-        if self.trace.on_event is not None:
-            self.trace.emit("token", seq, ids=token_ids)
-        if reason is not None:
-            self.finish(seq, reason)
-        return token_ids
+                seq.stop_reason = None if token in seq.eos_ids else token
+                return token_ids[:count], "stop"
+            if len(seq.token_ids) >= seq.limit:
+                return token_ids[:count], "length"
+        return token_ids, None
+
+    def _roll_back(self, seq: Sequence, num_guesses: int, num_accepted: int) -> None:
+        """Forget the guesses that were wrong: their KV, and blocks that hold nothing else. The step's last token is
+        computed by the next one, as ever. Not reached with steps in flight: speculation is synchronous."""
+        seq.num_known = len(seq.token_ids)
+        seq.num_computed = seq.num_known - 1
+        num_kept = self.blocks.num_blocks_for(seq.num_computed)
+        self.trace.blocks(seq, freed=self.blocks.release(seq, num_kept=num_kept))
+        seq.num_blocks_sent = num_kept
+        for stats in (seq.speculation, self.speculation):
+            stats.count(num_guesses, num_accepted)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from nanovllm.outputs import FinishReason
+from nanovllm.outputs import FinishReason, SpeculationStats
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,9 +50,14 @@ class Sequence:
     num_blocks_sent: int = 0  # leading blocks of the table that the data plane has been told of
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     first_scheduled_time: float | None = None  # seconds of time.perf_counter()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    # Set by the n-gram proposer.
+    ngrams: dict[tuple[int, ...], int] = field(default_factory=dict)  # where the text went on after each, the last time
+    num_indexed: int = 0  # positions that this covers
 
     # Set by the block manager.
     block_table: list[int] = field(default_factory=list)

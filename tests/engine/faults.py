@@ -121,8 +121,9 @@ FAULTS: dict[str, list[Edit]] = {
         Edit(
             Scheduler,
             "commit",
-            "for key, _, start, num_tokens, sample, _ in plan.scheduled:\n        seq = self.sequences.get(key)",
-            "for key, row, start, num_tokens, sample, _ in plan.scheduled:\n"
+            "for key, _, start, num_tokens, sample, _, guesses in plan.scheduled:\n"
+            "        seq = self.sequences.get(key)",
+            "for key, row, start, num_tokens, sample, _, guesses in plan.scheduled:\n"
             "        seq = next((seq for seq in self.running if seq.row == row), None)",
         )
     ],

@@ -92,6 +92,7 @@ class ShadowExecutor:
         self.num_prompt_tokens: dict[int, int] = {}
         self.params: dict[int, SamplingParams] = {}
         self.prefixes: dict[int, list[int]] = {}  # for each token, the hash of all up to it
+        self.guessed: dict[int, list[int]] = {}  # the same for the guesses of the step
         self.engine: LLMEngine
         self.plans: list[StepPlan] = []
         self.closed = False
@@ -122,7 +123,8 @@ class ShadowExecutor:
             self._write(item, plan.step)
         for item in plan.scheduled:
             self._check_reads(item, item.start + item.num_tokens)
-        return ShadowHandle(self, plan.step, {i.key: self._sample(i.key) for i in plan.scheduled if i.sample})
+            assert item.sample or not item.guesses, "guesses follow the last known token"
+        return ShadowHandle(self, plan.step, {i.key: self._sample(i) for i in plan.scheduled if i.sample})
 
     def _take_in(self, item: Scheduled) -> None:
         """What a runner does with its tables, and what it relies on."""
@@ -139,9 +141,13 @@ class ShadowExecutor:
         row.computed = end
         row.block_table += item.new_blocks
         assert len(row.block_table) == -(-end // self.block_size), "just the blocks that are needed"
-        num_tokens = len(self.tokens[item.key])
-        assert end <= num_tokens and item.sample == (end == num_tokens), "only the last known token samples"
+        num_tokens, known = len(self.tokens[item.key]), end - len(item.guesses)
+        assert known <= num_tokens and item.sample == (known == num_tokens), "only the last known token samples"
         self._extend_prefixes(item.key, seq)
+        self.guessed[item.key] = []
+        for token in item.guesses:
+            assert token is not None
+            self.guessed[item.key].append(extend((self.prefixes[item.key] + self.guessed[item.key])[-1], token))
         if admitted:
             for block in row.block_table[: item.start // self.block_size]:
                 assert self.written[block] <= self.last_collected, "found before it was committed"
@@ -157,17 +163,33 @@ class ShadowExecutor:
         table = self.rows[item.row].block_table
         for position in range(item.start, item.start + item.num_tokens):
             block, offset = table[position // self.block_size], position % self.block_size
-            self.pool[block * self.block_size + offset] = self.prefixes[item.key][position]
+            self.pool[block * self.block_size + offset] = self._prefixes_of(item.key)[position]
             self.written[block] = step
+
+    def _prefixes_of(self, key: int) -> list[int]:
+        return self.prefixes[key] + self.guessed[key]
 
     def _check_reads(self, item: Scheduled, end: int) -> None:
         slots: list[int | None] = []
         for block in self.rows[item.row].block_table:
             slots += self.pool[block * self.block_size : (block + 1) * self.block_size]
-        assert slots[:end] == self.prefixes[item.key][:end], f"{item} reads what is not its own prefix: {slots[:end]}"
+        own = self._prefixes_of(item.key)[:end]
+        assert slots[:end] == own, f"{item} reads what is not its own prefix: {slots[:end]}"
 
-    def _sample(self, key: int) -> tuple[list[int], list[TokenLogprobs] | None]:
-        tokens, params, prefix = self.tokens[key], self.params[key], self.prefixes[key][-1]
-        token = next_token(prefix, params, len(tokens) - self.num_prompt_tokens[key])
-        tokens.append(max(token, 0))  # clamped, as the next step may embed it before anyone has looked
-        return [token], None if params.logprobs is None else [{token: (-(prefix % 64) / 8, 1)}]
+    def _sample(self, item: Scheduled) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """The token after the last known one, and after every guess as long as they are right."""
+        tokens, params = self.tokens[item.key], self.params[item.key]
+        sampled: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        prefixes = self._prefixes_of(item.key)[len(self.prefixes[item.key]) - 1 :]
+        for prefix, guess in zip(prefixes, (*item.guesses, None), strict=True):
+            token = next_token(prefix, params, len(tokens) - self.num_prompt_tokens[item.key])
+            tokens.append(max(token, 0))  # clamped, as the next step may embed it before anyone has looked
+            sampled.append(token)
+            logprobs.append({token: (-(prefix % 64) / 8, 1)})
+            if token != guess:
+                break
+        row = self.rows[item.row]
+        row.computed -= len(item.guesses) + 1 - len(sampled)
+        del row.block_table[-(-row.computed // self.block_size) :]
+        return sampled, None if params.logprobs is None else logprobs

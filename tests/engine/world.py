@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,9 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.seeding import derive_seed
 from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor, extend, root, solo
+
+# From the tokens that will come (fewer than k before the end) and k, what to propose.
+Guess = Callable[[list[int], int], list[int]]
 
 
 @dataclass
@@ -31,7 +35,8 @@ class Expected:
 class World:
     """An engine over a shadow executor that checks itself at every step."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, guess: Guess | None = None, **config: Any) -> None:
+        """`guess` makes what is speculated out of what will be right, if `speculative` is set at all."""
         values = {"max_model_len": 64, "async_scheduling": False, **config}
         self.config = EngineConfig(**values)
         self.executor = ShadowExecutor(self.config)
@@ -40,6 +45,8 @@ class World:
             self.executor, self.config, vocab_size=VOCAB_SIZE, eos_token_ids={EOS}, on_event=self.events.append
         )
         self.executor.engine = self.engine
+        if guess is not None:
+            self.engine.scheduler.proposer = Guesser(self, guess)
         self.requests: dict[str, Expected] = {}
         self.outputs: dict[str, RequestOutput] = {}
         self.idle_steps = 0
@@ -165,9 +172,36 @@ class World:
         return self._held[content]
 
 
-def random_history(seed: int) -> None:
+@dataclass
+class Guesser:
+    """A proposer that knows what comes, and what to make of it."""
+
+    world: World
+    guess: Guess
+
+    def propose(self, seq: Sequence, k: int) -> list[int | None]:
+        alone, _ = self.world.requests[seq.request_id].alone[seq.choice]
+        return [*self.guess(alone[seq.num_output_tokens :][:k], k)]
+
+
+def random_guess(rng: random.Random) -> Guess:
+    """Right with a probability of its own; sometimes shorter, sometimes past the end."""
+    right = rng.choice((0.0, 0.5, 0.8, 1.0))
+
+    def guess(coming: list[int], k: int) -> list[int]:
+        coming = coming + [rng.randrange(VOCAB_SIZE) for _ in range(k - len(coming))]
+        return [t if rng.random() < right else rng.randrange(VOCAB_SIZE) for t in coming][: rng.randint(0, 2 * k)]
+
+    return guess
+
+
+def random_history(seed: int, speculative: bool = False) -> None:
     """One engine, some rounds of random requests, steps and aborts; everything is checked on the way."""
     rng = random.Random(seed)
+    guessing: dict[str, Any] = {}
+    if speculative:
+        guessing = {"speculative": {"method": "ngram", "k": rng.randint(1, 9), "n": rng.randint(1, 2)}}
+        guessing["guess"] = None if rng.random() < 0.3 else random_guess(random.Random(seed))
     block_size = rng.choice((1, 2, 4, 8))
     budget = rng.choice((1, 2, 3, 5, 8, 16, 64))
     chunked = budget < 8 or rng.random() < 0.5
@@ -179,7 +213,8 @@ def random_history(seed: int) -> None:
         max_model_len=rng.choice((12, 20, 64)),
         enable_chunked_prefill=chunked,
         enable_prefix_caching=rng.random() < 0.85,
-        async_scheduling=rng.random() < 0.5,
+        async_scheduling=not speculative and rng.random() < 0.5,
+        **guessing,
     )
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(12)] for _ in range(2)]
     for _ in range(rng.randint(1, 3)):
