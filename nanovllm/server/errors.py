@@ -34,10 +34,8 @@ class ApiError(HTTPException):
 def error_body(error: HTTPException) -> dict[str, Any]:
     status = error.status_code
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    # A request may hold half a surrogate pair, which no answer can repeat.
-    message = str(error.detail).encode("utf-8", "backslashreplace").decode()
     details = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
-    return {"error": {"message": message, "type": kind} | details}
+    return {"error": {"message": str(error.detail), "type": kind} | details}
 
 
 def error_response(error: HTTPException) -> JSONResponse:

@@ -57,8 +57,12 @@ def test_a_slow_reader_gets_fewer_and_larger_deltas_and_costs_no_memory() -> Non
     async def main() -> None:
         async with serving() as llm:
             whole = await tokens(llm.generate(STORY, greedy(max_tokens=30)))
+            gate = Gate(llm)
             stream = llm.generate(STORY, greedy(max_tokens=30))
+            await gate.let(3)
             first = await anext(stream)
+            assert 1 <= len(first.outputs[0].token_ids) <= 3
+            gate.open()
             await until(lambda: not llm._requests)
             assert len(stream._request.newest) == 1
             rest = await anext(stream)
@@ -185,26 +189,36 @@ def test_an_id_is_free_again_once_its_request_has_finished() -> None:
 # --- leaving ---------------------------------------------------------------------------------------------------------
 
 
+async def gone(llm: AsyncLLM, gate: Gate) -> None:
+    """The only request is given up, long before it would have ended."""
+    await until(lambda: not llm._requests)
+    await gate.let(1)
+    await until(lambda: not llm._added and not llm.llm.engine.has_unfinished())
+
+
 def test_leaving_the_loop_early_aborts() -> None:
+    async def leave(llm: AsyncLLM) -> None:
+        async for _ in llm.generate(STORY, greedy(max_tokens=200)):
+            break
+
     async def main() -> None:
         async with serving() as llm:
-            async for _ in llm.generate(STORY, greedy(max_tokens=200)):
-                break
-            await idle(llm)
+            gate = Gate(llm)
+            leaving = asyncio.create_task(leave(llm))
+            await gate.let(1)
+            await leaving
+            await gone(llm, gate)
 
     asyncio.run(main())
 
 
-def test_a_stream_that_is_dropped_unread_is_aborted_and_so_is_one_that_is_closed() -> None:
+def test_a_stream_that_is_dropped_unread_is_aborted() -> None:
     async def main() -> None:
         async with serving() as llm:
+            gate = Gate(llm)
             llm.generate(STORY, greedy(max_tokens=200))
             gc.collect()
-            stream = llm.generate(STORY, greedy(max_tokens=200))
-            await stream.aclose()
-            await stream.aclose()
-            assert [delta async for delta in stream] == []
-            await idle(llm)
+            await gone(llm, gate)
 
     asyncio.run(main())
 
@@ -246,10 +260,16 @@ def test_an_idle_engine_costs_nothing_and_starts_at_once() -> None:
                 await tokens(llm.generate([1, 2], greedy(max_tokens=1)))
                 await asyncio.sleep(0.01)
             assert sorted(delays)[4] < 0.05
-            gate = Gate(llm)
+            num_steps, step = [0], llm.llm.engine.step
+
+            def counted() -> list[RequestOutput]:
+                num_steps[0] += 1
+                return step()
+
+            llm.llm.engine.step = counted
             before = time.process_time()
             await asyncio.sleep(0.3)
-            assert gate.num_steps == 0 and time.process_time() - before < 0.15
+            assert num_steps[0] == 0 and time.process_time() - before < 0.15
 
     asyncio.run(main())
 
@@ -260,12 +280,18 @@ def test_an_idle_engine_costs_nothing_and_starts_at_once() -> None:
 def test_shutdown_drains() -> None:
     async def main() -> None:
         llm = shadow_llm()
+        gate = Gate(llm)
         reading = asyncio.create_task(tokens(llm.generate(STORY, greedy(max_tokens=30))))
-        await asyncio.sleep(0.01)
-        await llm.shutdown()
-        assert len(await reading) == 30
+        await gate.let(2)
+        ending = asyncio.create_task(llm.shutdown())
+        await until(lambda: llm._refusal is not None)
         with pytest.raises(EngineDead, match="shut down"):
             llm.generate(STORY)
+        await gate.let(5)
+        assert not ending.done()
+        gate.open()
+        await ending
+        assert len(await reading) == 30
 
     threads = set(threading.enumerate())
     asyncio.run(main())
