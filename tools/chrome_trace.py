@@ -32,6 +32,8 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
     running: set[int] = set()
     tables: dict[int, list[int]] = {}
     tokens: dict[int, int] = {}
+    prompts: dict[int, int] = {}
+    freed_last: int | None = None
 
     def box(name: str, pid: int, row: int, start: float, end: float, **args: Any) -> None:
         ts, dur = round((start - zero) * 1e6, 1), round((end - start) * 1e6, 1)
@@ -47,6 +49,7 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
         row = rows[who]
         if kind in ("added", "preempted"):
             waits_since[row] = t
+            prompts[row] = event.get("prompt_tokens", prompts.get(row, 0))
             running.discard(row)
             if kind == "preempted":
                 out.append({"ph": "i", "s": "t", "name": kind, "pid": REQUESTS, "tid": row, "ts": (t - zero) * 1e6})
@@ -58,11 +61,16 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
         elif kind == "scheduled":
             start, end = span[event["step"]]
             tokens[event["step"]] = tokens.get(event["step"], 0) + event["tokens"]
-            name = "decode" if event["tokens"] == 1 else f"prefill {event['tokens']}"
+            name = f"prefill {event['tokens']}" if event["cached"] < prompts[row] else "decode"
             box(name, REQUESTS, row, start, end, step=event["step"], tokens=event["tokens"], cached=event["cached"])
             busy_until[row] = end
         elif kind == "blocks":
-            tables[row] = [] if event["freed"] else tables.get(row, []) + event["shared"] + event["taken"]
+            table = tables.get(row, []) + event["shared"] + event["taken"]
+            over = event["freed"] and row not in running
+            tables[row] = [] if over else [block for block in table if block not in event["freed"]]
+        if kind in ("preempted", "finished") and freed_last == row:
+            tables[row] = []  # with what was freed went its share of blocks that others hold
+        freed_last = row if kind == "blocks" and event["freed"] else None
         if kind in ("added", "admitted", "preempted", "finished", "blocks"):
             used = len({block for table in tables.values() for block in table})
             values = {"running": len(running), "waiting": len(waits_since), "blocks in use": used}

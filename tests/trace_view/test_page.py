@@ -152,6 +152,28 @@ def test_a_second_run_of_a_stage_is_another_life() -> None:
     assert script_says(text, "trace.numBlocks") == 0
 
 
+@needs_node
+def test_wrong_guesses_give_back_only_the_end_of_a_table() -> None:
+    """And with the end of a sequence goes its share of blocks that somebody else still holds, which nobody frees."""
+
+    def event(type: str, step: int, **details: Any) -> Event:
+        return {"t": 0.0, "step": step, "type": type, "request": 0} | details
+
+    def blocks(step: int, taken: list[int], shared: list[int], freed: list[int]) -> Event:
+        return event("blocks", step, taken=taken, shared=shared, freed=freed)
+
+    events = [event("added", 0, prompt_tokens=5), event("admitted", 1, cached=2), blocks(1, [1, 2], [0], [])]
+    events += [
+        event("scheduled", 1, tokens=3, cached=2),
+        blocks(1, [], [], [2]),
+        event("scheduled", 2, tokens=1, cached=5),
+    ]
+    ends = [blocks(2, [], [], [1]), event("finished", 2, reason="length")]
+    for end in (ends, ends[::-1]):
+        text = page(Recording([*events, *end, event("scheduled", 3, tokens=1, cached=6)]))
+        assert script_says(text, "trace.steps.map(s => stateAt(trace, s).table[0])") == [[0, 1, 2], [0, 1], []]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 390])
