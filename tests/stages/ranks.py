@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from tests.stages.subject import Subject
 from tests.weights import random_llama
 
 PROMPTLY = 5.0  # seconds
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for what is left in /proc and /dev/shm")
 
 RANKS = [
     pytest.param((2, "cpu"), id="2-gloo"),

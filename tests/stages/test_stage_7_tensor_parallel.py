@@ -20,7 +20,7 @@ from stages.stage_1_naive import attend_to_all
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from tests import oracle
 from tests.stages.events import Listener
-from tests.stages.ranks import TINY, Threads, cpu_seconds, in_shared_memory, pids_of
+from tests.stages.ranks import TINY, Threads, cpu_seconds, in_shared_memory, on_linux, pids_of
 from tests.stages.requests import PROMPTS, greedy, random_prompts, story_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3, random_qwen2
@@ -203,6 +203,7 @@ def test_a_rank_holds_its_part_and_no_more(story_ranks: Any, story_model: Path) 
     assert story_ranks.cache.k.numel() == blocks * heads * story_ranks.config.head_dim
 
 
+@on_linux
 @since(7)
 def test_a_message_of_any_size(story_ranks: Any, story_model: Path) -> None:
     """It moves into a larger segment, and the smaller one is gone."""
@@ -216,6 +217,7 @@ def test_a_message_of_any_size(story_ranks: Any, story_model: Path) -> None:
     assert in_shared_memory(segment.name) and not in_shared_memory(before.name)
 
 
+@on_linux
 @since(7)
 def test_workers_sleep_when_there_is_nothing_to_do(story_ranks: Any) -> None:
     story_ranks.generate([[5]], greedy(2))

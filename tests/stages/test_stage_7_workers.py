@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from stages.ranks import Group, PeerLost, Team, leave_with_the_first
-from tests.stages.ranks import PROMPTLY, Starter, check_gone, in_shared_memory, pids_of, stat
+from tests.stages.ranks import PROMPTLY, Starter, check_gone, in_shared_memory, on_linux, pids_of, stat
 from tests.stages.requests import greedy
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
+
+pytestmark = on_linux
 
 ROOT = Path(__file__).parents[2]
 
