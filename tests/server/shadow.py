@@ -9,22 +9,25 @@ from unittest.mock import patch
 from nanovllm import AsyncLLM, RequestOutput
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.plan import TokenLogprobs
-from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor
+from nanovllm.engine.plan import StepPlan
+from nanovllm.sampling_params import SamplingParams
+from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor, ShadowHandle, next_token
 from tests.server.waiting import until
 
 SMALL: dict[str, Any] = {"num_kv_blocks": 64, "kvcache_block_size": 16, "max_model_len": 256, "max_num_seqs": 8}
 
 
-class HealthyExecutor(ShadowExecutor):
-    """Its logits are always finite."""
+def finite(prefix: int, params: SamplingParams, output_index: int) -> int:
+    """The next token, where the logits are always finite."""
+    return max(0, next_token(prefix, params, output_index))
 
-    def _sample(self, key: int) -> tuple[list[int], list[TokenLogprobs] | None]:
-        index = len(self.tokens[key]) - self.num_prompt_tokens[key]
-        params = self.params[key]
-        token = hash((self.prefixes[key][-1], params.seed, index) if params.temperature else self.prefixes[key][-1]) % 8
-        self.tokens[key].append(token)
-        return [token], None
+
+class HealthyExecutor(ShadowExecutor):
+    """None of its rows is bad."""
+
+    def submit(self, plan: StepPlan) -> ShadowHandle:
+        with patch("tests.engine.shadow.next_token", finite):
+            return super().submit(plan)
 
 
 class ShadowLLM:

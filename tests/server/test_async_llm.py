@@ -151,6 +151,20 @@ def test_a_full_queue_refuses_and_an_empty_seat_is_not_a_queue() -> None:
     asyncio.run(main())
 
 
+def test_a_seat_without_memory_is_no_seat() -> None:
+    async def main() -> None:
+        async with serving(max_queue=1, num_kv_blocks=4, enable_prefix_caching=False) as llm:
+            gate = Gate(llm)
+            held = [llm.generate([i] * 48, greedy()) for i in (1, 2)]  # three of the four blocks each
+            await gate.let(2)
+            with pytest.raises(QueueFull):
+                llm.generate([3], greedy())
+            gate.open()
+            assert [len(await tokens(stream)) for stream in held] == [8, 8]
+
+    asyncio.run(main())
+
+
 # --- ids -------------------------------------------------------------------------------------------------------------
 
 
