@@ -77,6 +77,7 @@ async def complete(served: Served) -> httpx.Response:
         return await http.post("/v1/completions", json=ENDLESS | {"prompt": [3, 4], "max_tokens": 20})
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_holds_up_nobody_and_costs_little() -> None:
     """What it does not take is not piled up: the engine is done long before, and keeps one output for it."""
 

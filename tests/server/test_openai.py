@@ -57,8 +57,8 @@ def test_a_completion_is_what_llm_generates(client: openai.OpenAI, engine: LLM) 
     ],
 )
 def test_parameters_mean_what_they_mean_to_llm(client: openai.OpenAI, engine: LLM, more: dict[str, Any]) -> None:
-    sent = {"max_tokens": 40} | more
-    params = {"max_tokens": 40} | {k: v for k, v in more.items() if k != "extra_body"} | more.get("extra_body", {})
+    sent = {"max_tokens": 24} | more
+    params = {"max_tokens": 24} | {k: v for k, v in more.items() if k != "extra_body"} | more.get("extra_body", {})
     params.pop("priority", None)
     (ours,), theirs = complete(client, **sent).choices, offline(engine, **params).outputs[0]
     assert (ours.text, ours.finish_reason, ours.stop_reason) == (theirs.text, theirs.finish_reason, theirs.stop_reason)

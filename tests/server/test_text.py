@@ -42,7 +42,7 @@ def whole_and_streamed(client: openai.OpenAI, prompt: str, **params: Any) -> tup
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_streamed_is_unstreamed(client: openai.OpenAI, script: str) -> None:
     """At a temperature that makes the story model write bytes of all kinds, whole characters and pieces of them."""
-    for max_tokens in 1, 2, 20:
+    for max_tokens in 1, 12:
         whole, streamed = whole_and_streamed(
             client, SCRIPTS[script], n=2, seed=max_tokens, temperature=2, max_tokens=max_tokens
         )
@@ -52,7 +52,7 @@ def test_streamed_is_unstreamed(client: openai.OpenAI, script: str) -> None:
 def test_streamed_is_unstreamed_where_a_stop_string_is_held_back(client: openai.OpenAI) -> None:
     for stop in ([" the kite"], ["e", "zz"], ["\n"], ["nobody says this", "."]):
         whole, streamed = whole_and_streamed(
-            client, SCRIPTS["latin"], n=3, seed=5, temperature=0.9, max_tokens=40, stop=stop
+            client, SCRIPTS["latin"], n=2, seed=5, temperature=0.9, max_tokens=20, stop=stop
         )
         assert whole == streamed
         assert not any(s in text for text, *_ in whole for s in stop)
@@ -61,10 +61,10 @@ def test_streamed_is_unstreamed_where_a_stop_string_is_held_back(client: openai.
 def test_what_is_sampled_here_would_trip_a_careless_detokenizer(client: openai.OpenAI) -> None:
     """Or the tests above prove nothing: there are characters of several bytes, and tokens that are parts of one."""
     answer = client.completions.create(
-        model="story", prompt=SCRIPTS["emoji"], n=20, seed=1, temperature=2, max_tokens=40, logprobs=0
+        model="story", prompt=SCRIPTS["emoji"], n=8, seed=1, temperature=2, max_tokens=24, logprobs=0
     )
     pieces = [token for choice in answer.choices for token in choice.logprobs.tokens]
-    assert sum("\ufffd" in piece for piece in pieces) > 10
+    assert sum("\ufffd" in piece for piece in pieces) > 5
     assert any(ord(letter) > 127 and letter != "\ufffd" for choice in answer.choices for letter in choice.text)
 
 
