@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.shared_memory import SharedMemory
 from time import monotonic
+from types import FrameType
 from typing import Any
 
 import torch
@@ -50,11 +51,13 @@ class Team:
         self.close = weakref.finalize(self, _release, self._workers, self._segments, self.group)
         context = multiprocessing.get_context("spawn")
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # port 0: any that is free
-        threads = max(1, torch.get_num_threads() // len(devices))
+        self.threads = torch.get_num_threads()
+        if devices[0].type == "cpu":
+            self.threads = max(1, self.threads // len(devices))
         for rank, device in enumerate(devices[1:], start=1):
             ours, theirs = context.Pipe()
             group = Group(rank, len(devices), device)
-            task = make, group, self._store.port, theirs, threads
+            task = make, group, self._store.port, theirs, self.threads
             process = context.Process(target=_work, args=task, name=f"rank {rank}", daemon=True)
             process.start()
             self._workers[ours] = process
@@ -90,25 +93,29 @@ class Team:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """What goes wrong in here with another rank becomes RuntimeError with its story, and ends all of them.
+        """What all ranks do together, each with its share of the CPU's threads. Ctrl-C waits for the end of it.
 
-        Ctrl-C waits for the end of the step: half a step would leave the ranks waiting for each other.
+        Any failure in here ends all of them: in half a step the ranks would wait for each other, and take for an answer
+        to one question what was meant for another. That of another rank becomes RuntimeError with its story.
         """
-        has_masks = hasattr(signal, "pthread_sigmask")  # not on Windows
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if has_masks else None
-        try:
+        threads = torch.get_num_threads()
+        with ctrl_c_waits():
             if not self.close.alive:
                 raise RuntimeError("this engine is closed: its ranks have ended; make a new one")
-            yield
-            if not self.group.connected:
-                raise PeerLost("a worker died")
-        except PeerLost as lost:
-            cause = self._cause_of(lost)
-            self.close()
-            raise RuntimeError(f"a rank was lost, so this engine is closed: {cause}") from lost
-        finally:
-            if blocked is not None:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            torch.set_num_threads(min(threads, self.threads))
+            try:
+                yield
+                if not self.group.connected:
+                    raise PeerLost("a worker died")
+            except PeerLost as lost:
+                cause = self._cause_of(lost)
+                self.close()
+                raise RuntimeError(f"a rank was lost, so this engine is closed: {cause}") from lost
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                torch.set_num_threads(threads)
 
     def _wait_for_all(self) -> None:
         """Each worker answers once when it is ready, and once for each message that it has read."""
@@ -143,6 +150,32 @@ class Team:
                 except PeerLost:
                     silent.remove(pipe)  # type: ignore[arg-type]
         return str(lost)
+
+
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """A Ctrl-C in here takes effect at the end; a second one at once.
+
+    By a handler and not by a mask, which is of one thread only: the signal would come through another. Python handles
+    signals in the main thread, so that all others are left alone anyway.
+    """
+    usual: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+    noted: list[FrameType | None] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(frame)
+        signal.signal(signal.SIGINT, usual)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if noted:
+            usual(signal.SIGINT, noted[0])
 
 
 def _leave_with_the_first(sentinels: list[int], group: Group) -> None:

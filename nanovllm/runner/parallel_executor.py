@@ -42,39 +42,43 @@ class Share:
 
     def __call__(self, group: Group) -> Callable[[Any], None]:
         """A worker's part."""
-        return Worker(LocalExecutor(self.make_runner(group)), 1 if self.config.async_scheduling else 0)
+        return Worker(LocalExecutor(self.make_runner(group)))
 
 
 class Worker:
-    """Repeats what the leader's executor does."""
+    """Repeats what the leader's executor does, and in the same order: a sequence that comes back to a row brings the
+    tokens of all steps that the leader had read by then, no more and no less."""
 
-    def __init__(self, executor: LocalExecutor, max_in_flight: int) -> None:
+    def __init__(self, executor: LocalExecutor) -> None:
         self.executor = executor
-        self.max_in_flight = max_in_flight  # steps whose tokens the leader may not have read yet
-        self.pending: deque[PendingStep] = deque()
+        self.pending: deque[tuple[int, PendingStep]] = deque()  # with their numbers
 
-    def __call__(self, message: tuple[list[Change], tuple[Any, ...]]) -> None:
-        changes, (step, scheduled, freed_rows) = message
-        while len(self.pending) > self.max_in_flight:  # so that a sequence that comes back brings all of its tokens
-            self.pending.popleft().result()
+    def __call__(self, message: tuple[int, list[Change], tuple[Any, ...]]) -> None:
+        num_read, changes, (step, scheduled, freed_rows) = message
+        while self.pending and self.pending[0][0] < num_read:
+            self.pending.popleft()[1].result()
         for change in changes:
             if isinstance(change, int):
                 self.executor.remove(change)
             else:
                 self.executor.add(*change)
         plan = StepPlan(step, [Scheduled(*s) for s in scheduled], freed_rows)
-        self.pending.append(self.executor.submit(plan))
+        self.pending.append((step, self.executor.submit(plan)))
 
 
+@dataclass
 class ParallelStep:
     """A step that all ranks have submitted."""
 
-    def __init__(self, pending: PendingStep, team: Team) -> None:
-        self.pending, self.team = pending, team
+    executor: "ParallelExecutor"
+    step: int
+    pending: PendingStep
 
     def result(self) -> StepResult:
-        with self.team.in_step():
-            return self.pending.result()
+        with self.executor.team.in_step():
+            result = self.pending.result()
+            self.executor.num_read = self.step + 1
+            return result
 
 
 @dataclass
@@ -84,6 +88,7 @@ class ParallelExecutor:
     team: Team
     local: LocalExecutor
     changes: list[Change] = field(default_factory=list)  # since the last step
+    num_read: int = 0  # all steps with a smaller number were read, or given up
 
     @classmethod
     def start(cls, share: Share, devices: list[torch.device]) -> "ParallelExecutor":
@@ -114,10 +119,11 @@ class ParallelExecutor:
         self.changes.append(key)
 
     def submit(self, plan: StepPlan) -> ParallelStep:
-        changes, self.changes = self.changes, []
         with self.team.in_step():
-            self.team.tell((changes, (plan.step, [tuple(s) for s in plan.scheduled], plan.freed_rows)))
-            return ParallelStep(self.local.submit(plan), self.team)
+            changes, self.changes = self.changes, []
+            told = plan.step, [tuple(s) for s in plan.scheduled], plan.freed_rows
+            self.team.tell((self.num_read, changes, told))
+            return ParallelStep(self, plan.step, self.local.submit(plan))
 
     def close(self) -> None:
         self.team.close()
