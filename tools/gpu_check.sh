@@ -4,7 +4,7 @@
 #   TESTS="tests/engine"          which tests (those of stages, engine and kernels; "" for none), by JOBS=8 processes at once
 #   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
 #   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle startup prefix mixed ablations roofline
-#   VLLM=/tmp/site FLASH=/tmp/fa  where vLLM and flash-attn can be imported from, if they are not installed
+#   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
 #   KERNELS=1                     the attention kernels by themselves
 set -uo pipefail
 cd "$(dirname "$0")/.."
