@@ -1,0 +1,80 @@
+"""Progress follows the learner's files, and believes no result that was recorded for another text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.manifest import Stage, load_stage, load_stages
+from tools import progress
+from tools.exercises import exercise_source, find_holes
+from tools.progress import Result, digest_of, main, read_progress, save_result
+from tools.stage_runs import solution
+
+FOUR = load_stage(4)
+
+
+def write(directory: Path, stage: Stage, text: str) -> str:
+    (directory / f"{stage.module_name}.py").write_text(text, encoding="utf-8")
+    return digest_of(text)
+
+
+def test_from_nothing_to_done(tmp_path: Path) -> None:
+    names = [hole.name for hole in find_holes(solution(FOUR))]
+    p = read_progress(FOUR, tmp_path)
+    assert (p.written, p.open_holes, p.done) == (False, names, False) and "make stage-4-exercise" in p.next_step
+    write(tmp_path, FOUR, exercise_source(FOUR))
+    p = read_progress(FOUR, tmp_path)
+    assert p.open_holes == names and f"fill in exercise {names[0]}" in p.next_step
+    write(tmp_path, FOUR, exercise_source(FOUR, {names[1]}))
+    assert read_progress(FOUR, tmp_path).open_holes == [names[1]]
+    digest = write(tmp_path, FOUR, solution(FOUR))
+    p = read_progress(FOUR, tmp_path)
+    assert not p.open_holes and not p.done and "make stage-4-test IMPL=exercises" in p.next_step
+    save_result(tmp_path, FOUR, Result(digest, "test_x.py::test_that", 3))
+    p = read_progress(FOUR, tmp_path)
+    assert not p.done and "mend test_that" in p.next_step
+    save_result(tmp_path, FOUR, Result(digest, None, 30))
+    assert read_progress(FOUR, tmp_path).done
+
+
+@pytest.mark.parametrize("stage", load_stages(), ids=lambda stage: stage.slug)
+def test_every_exercise_of_every_stage_is_seen_to_be_open(stage: Stage, tmp_path: Path) -> None:
+    write(tmp_path, stage, exercise_source(stage))
+    p = read_progress(stage, tmp_path)
+    assert len(p.open_holes) == p.holes >= 2
+
+
+def test_a_changed_file_is_not_done_any_more(tmp_path: Path) -> None:
+    save_result(tmp_path, FOUR, Result(write(tmp_path, FOUR, solution(FOUR)), None, 30))
+    write(tmp_path, FOUR, solution(FOUR) + "# changed\n")
+    assert read_progress(FOUR, tmp_path).result is None
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"stage_4_prefix_caching": {"digest": "x"}}'])
+def test_a_damaged_record_counts_as_none(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "progress.json").write_text(damage)
+    assert progress.load_results(tmp_path) == {}
+
+
+def test_only_what_was_filled_in_and_has_changed_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[tuple[int, bool]] = []
+
+    def run(stage: Stage, directory: Path, *, mutants: bool) -> Result:
+        ran.append((stage.number, mutants))
+        text = (directory / f"{stage.module_name}.py").read_text(encoding="utf-8")
+        return Result(digest_of(text), None, 7, 5 if mutants else None, 5)
+
+    def call(*arguments: Any) -> str:
+        ran.clear()
+        assert main(list(arguments), tmp_path, run) == 0
+        return capsys.readouterr().out
+
+    write(tmp_path, load_stage(1), exercise_source(load_stage(1)))
+    write(tmp_path, FOUR, solution(FOUR))
+    assert "7 pass" not in call() and ran == []
+    assert "7 pass" in call("--run") and ran == [(4, False)]
+    assert "Next: stage 1" in call("--run") and ran == []
+    assert "5 of 5" in call("--mutants") and ran == [(4, True)]
+    call("--mutants")
+    assert ran == []
