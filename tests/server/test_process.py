@@ -20,8 +20,8 @@ import pytest
 from nanovllm.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DOCUMENT = (ROOT / "docs" / "server.md").read_text()
-SNIPPETS = re.findall(r"^```(sh|python)\n(.*?)^```$", DOCUMENT, flags=re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8").partition("### The server")[2].partition("\n## ")[0]
+DOCUMENT = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 CANARY = "the xylophone canary"
 
 
@@ -96,24 +96,35 @@ def test_a_server_answers_drains_on_sigterm_and_has_kept_nothing_of_what_was_sai
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl on this machine")
-def test_the_snippets_of_the_documentation_run_as_they_stand(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("document", "kinds"),
+    [
+        pytest.param(README, ["sh", "python"], id="README"),
+        pytest.param(DOCUMENT, ["sh", "sh", "python", "python"], id="docs"),
+    ],
+)
+def test_the_snippets_of_the_documentation_run_as_they_stand(document: str, kinds: list[str], tmp_path: Path) -> None:
     """But for the port, which may be taken here."""
+    found = re.findall(r"^```(sh|python)\n(.*?)^```$", document, flags=re.MULTILINE | re.DOTALL)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = str(sock.getsockname()[1])
-    snippets = [(kind, text.replace("8000", port)) for kind, text in SNIPPETS]
+    snippets = [(kind, text.replace("8000", port)) for kind, text in found]
     script = tmp_path / "nanovllm"  # what `pip install` makes of the entry point
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nanovllm.cli "$@"\n')
     script.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     serve, *others = snippets
-    assert "nanovllm serve" in serve[1] and [kind for kind, _ in others] == ["sh", "sh", "python", "python"]
+    assert "nanovllm serve" in serve[1] and [kind for kind, _ in others] == kinds
     with started(["sh", "-c", f"exec {serve[1]}"], PATH=path) as process:
         process.url()
         done = [run(kind, text) for kind, text in others]
         assert json.loads(done[0])["usage"]["completion_tokens"] <= 40
-        assert done[1].rstrip().endswith("data: [DONE]")
-        assert all(len(text.split()) > 5 for text in done[2:]), done
+        for (kind, command), output in zip(others[1:], done[1:], strict=True):
+            if kind == "sh":
+                assert command.startswith("curl -N") and output.rstrip().endswith("data: [DONE]")
+            else:
+                assert len(output.split()) > 5
         assert process.end() == 0
 
 
