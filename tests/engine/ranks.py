@@ -1,4 +1,4 @@
-"""What the tests of the engine on several ranks share: engines, checkpoints that hurt, and comparisons with one rank."""
+"""What the tests of the engine on several ranks share: engines, a checkpoint that hurts, comparisons with one rank."""
 
 import shutil
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ MANY_PROMPTS = [[(37 * i + j) % 500 for j in range(3 * i + 1)] for i in range(le
 
 
 class Starter:
-    """Engines on several ranks, in float32. The shared ones live until the module's end, or until somebody ends them."""
+    """Engines on several ranks, in float32. The shared ones live until the module's end, or somebody's."""
 
     def __init__(self, size: int, device: str) -> None:
         self.size, self.device = size, device
