@@ -13,6 +13,8 @@ KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (int, float)),
 }
 
+LARGEST = 1e6  # of what multiplies or divides logits: they stay finite in float32
+
 
 class RequestOutputKind(Enum):
     """What `step()` reports of a request that is not finished yet."""
@@ -80,16 +82,20 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {remedy}; got {getattr(self, name)!r}")
 
         check("n", self.n >= 1, "at least 1")
-        check("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
-        check("top_k", self.top_k >= -1, "positive, or 0 or -1 for off")
+        check("temperature", 0 <= self.temperature <= LARGEST, "0 (greedy) or a positive number up to 1e6")
+        check("top_k", -1 <= self.top_k < 2**31, "positive (below 2**31), or 0 or -1 for off")
         check("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 is off")
         check("min_p", 0 <= self.min_p <= 1, "in [0, 1]; 0 is off")
-        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive; 1 is off")
+        check("repetition_penalty", 0 < self.repetition_penalty <= LARGEST, "positive, up to 1e6; 1 is off")
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]; 0 is off")
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]; 0 is off")
         check("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63), or None for a fresh one")
         check("stop", all(isinstance(s, str) and s for s in stop), "one or more strings that are not empty")
         check("stop_token_ids", all(isinstance(i, int) and i >= 0 for i in stop_ids), "token ids (integers from 0)")
         check("max_tokens", max_tokens >= 1, "at least 1, or None for as many as max_model_len allows")
-        check("min_tokens", 0 <= self.min_tokens <= max_tokens, f"from 0 to max_tokens ({self.max_tokens})")
+        check(
+            "min_tokens",
+            0 <= self.min_tokens <= min(max_tokens, 2**31),
+            f"from 0 to max_tokens ({self.max_tokens}), and at most 2**31",
+        )
         check("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None for off")
