@@ -13,7 +13,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (int, float)),
 }
 
-LARGEST = 1e6  # of what multiplies or divides logits: they stay finite in float32
+LARGEST = 1e30  # of what multiplies or divides logits: they stay finite in float32
 
 
 class RequestOutputKind(Enum):
@@ -82,11 +82,11 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {remedy}; got {getattr(self, name)!r}")
 
         check("n", self.n >= 1, "at least 1")
-        check("temperature", 0 <= self.temperature <= LARGEST, "0 (greedy) or a positive number up to 1e6")
+        check("temperature", 0 <= self.temperature <= LARGEST, "0 (greedy) or a positive number up to 1e30")
         check("top_k", -1 <= self.top_k < 2**31, "positive (below 2**31), or 0 or -1 for off")
         check("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 is off")
         check("min_p", 0 <= self.min_p <= 1, "in [0, 1]; 0 is off")
-        check("repetition_penalty", 0 < self.repetition_penalty <= LARGEST, "positive, up to 1e6; 1 is off")
+        check("repetition_penalty", 0 < self.repetition_penalty <= LARGEST, "positive, up to 1e30; 1 is off")
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]; 0 is off")
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]; 0 is off")
         check("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63), or None for a fresh one")
