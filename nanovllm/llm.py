@@ -22,6 +22,7 @@ from nanovllm.models.config import DTYPES, read_config
 from nanovllm.models.loader import load_model
 from nanovllm.models.sharding import shard_config
 from nanovllm.outputs import RequestOutput
+from nanovllm.runner.draft import read_draft_config
 from nanovllm.runner.executor import LocalExecutor
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.parallel_executor import ParallelExecutor, Share
@@ -60,7 +61,10 @@ class LLM:
         device = find_device(chosen.device)
         self.path = path = find_checkpoint(model or EMBEDDED_MODEL, weights=chosen.load_format != "dummy")
         model_config = read_config(path)
-        resolved = chosen.resolve(on_gpu=device.type == "cuda", model_max_len=model_config.max_position_embeddings)
+        max_len, speculation = model_config.max_position_embeddings, chosen.speculation
+        if speculation is not None and speculation.method == "draft":
+            max_len = min(max_len, read_draft_config(speculation, model_config).max_position_embeddings)
+        resolved = chosen.resolve(on_gpu=device.type == "cuda", model_max_len=max_len)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer(path)
         dtype = None if chosen.dtype == "auto" else DTYPES[chosen.dtype]
         executor: LocalExecutor | ParallelExecutor

@@ -16,7 +16,8 @@ from nanovllm.runner.rows import Rows, ragged_arange, to_device
 
 @dataclass
 class Batch:
-    """One step's work on the device. T tokens of S sequences, of which N choose a next token."""
+    """One step's work on the device. T tokens of S sequences. The logits behind N of them choose tokens: of each
+    sequence that samples, behind the last known one and behind every guess."""
 
     input_ids: Tensor  # [T] int32
     positions: Tensor  # [T] int32
@@ -24,7 +25,6 @@ class Batch:
     sampled_tokens: Tensor  # [N] which of the T tokens have their logits computed
     sampled_rows: Tensor  # [N] the row each of them belongs to
     next_positions: Tensor  # [N] where the sampled token goes in its row
-    sampled: list[Scheduled]  # the same N, as the plan names them
 
 
 def make_batch(scheduled: list[Scheduled], rows: Rows) -> Batch:
@@ -35,15 +35,17 @@ def make_batch(scheduled: list[Scheduled], rows: Rows) -> Batch:
     np.cumsum(length, out=query_start[1:])
     context_len = start + length
     chosen = np.flatnonzero(sample)
+    num_draws = np.array([len(scheduled[i].guesses) + 1 for i in chosen], dtype=np.int64)
+    before_end = np.repeat(num_draws, num_draws) - ragged_arange(num_draws)  # [N] counted from a sequence's end, from 1
     parts = [
         np.repeat(row, length),  # [T]
         np.repeat(start, length) + ragged_arange(length),  # [T]
         row,
         query_start,
         context_len,
-        query_start[1:][chosen] - 1,
-        row[chosen],
-        context_len[chosen],
+        np.repeat(query_start[1:][chosen], num_draws) - before_end,
+        np.repeat(row[chosen], num_draws),
+        np.repeat(context_len[chosen], num_draws) - before_end + 1,
     ]
     packed = to_device(np.concatenate(parts).astype(np.int32), rows.device)
     row_of_token, positions, row_index, starts, contexts, sampled_tokens, sampled_rows, next_positions = packed.split(
@@ -68,5 +70,4 @@ def make_batch(scheduled: list[Scheduled], rows: Rows) -> Batch:
         sampled_tokens=sampled_tokens,
         sampled_rows=sampled_rows,
         next_positions=next_positions,
-        sampled=[scheduled[i] for i in chosen],
     )

@@ -7,7 +7,7 @@ that was preempted can be put back into a row without the control plane sending 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanovllm.engine.plan import StepPlan, StepResult, TokenLogprobs
+from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.runner.model_runner import ModelRunner, StepOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -30,13 +30,11 @@ class PendingStep:
         self.sequences = sequences
 
     def result(self) -> StepResult:
-        token_ids, logprobs = self.output.read()
-        tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]] = {}
-        for key, token, row in zip(self.keys, token_ids, logprobs, strict=True):
-            tokens[key] = ([token], None if row is None else [row])
+        tokens = dict(zip(self.keys, self.output.read(), strict=True))
+        for key, (token_ids, _) in tokens.items():
             sequence = self.sequences.get(key)
             if sequence is not None:  # else it was removed while the step ran
-                sequence.token_ids.append(max(token, 0))
+                sequence.token_ids += [max(token, 0) for token in token_ids]
         return StepResult(tokens)
 
 

@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def block_bytes(model: ModelConfig, block_size: int) -> int:
-    """Bytes of one KV block over all layers: keys and values."""
+    """Bytes of one KV block over all layers of a model: keys and values."""
     values = 2 * model.num_hidden_layers * block_size * model.num_key_value_heads * model.head_dim
     return values * model.dtype.itemsize
 
@@ -31,6 +31,7 @@ def graph_bytes(max_num_seqs: int, model: ModelConfig) -> int:
 def num_kv_blocks(
     config: EngineConfig,
     model: ModelConfig,
+    draft: ModelConfig | None,
     device: torch.device,
     run_largest_step: Callable[[], None],
     with_graphs: bool,
@@ -44,7 +45,7 @@ def num_kv_blocks(
     assert config.kvcache_block_size is not None
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    each = block_bytes(model, config.kvcache_block_size)
+    each = sum(block_bytes(m, config.kvcache_block_size) for m in (model, draft) if m is not None)
     if device.type == "cpu":
         available, knob = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib}"
     else:

@@ -6,6 +6,7 @@ behind the step, and whoever reads them waits.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,34 +20,61 @@ from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel
 from nanovllm.runner.batch import Batch, make_batch
 from nanovllm.runner.cuda_graphs import CudaGraphRecorder, DecodeBatch, DecodeGraphs, Recorder
+from nanovllm.runner.draft import DraftModel, load_draft
 from nanovllm.runner.logprobs import TopLogprobs
 from nanovllm.runner.memory import num_kv_blocks
+from nanovllm.runner.rejection import accept_or_redraw
 from nanovllm.runner.rows import Known, Rows
 from nanovllm.runner.sampler import Draws, gather_logits, sample_full, sample_plain, sample_sharded
-from nanovllm.runner.sampling_state import SamplingState
+from nanovllm.runner.sampling_state import Needs, SamplingState
 
 
 class StepOutput:
-    """What a step sampled, on its way to the host."""
+    """What a step sampled, on its way to the host.
 
-    def __init__(self, token_ids: Tensor, logprobs: TopLogprobs | None, wanted: list[int | None]) -> None:
-        self.wanted = wanted
+    token_ids [N] int64: of each sequence one for every guess and one more. guesses [N] int64: what had been guessed
+    there, None if nothing was. num_draws: how many of the N are each sequence's. wanted: how many log-probabilities.
+    """
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        guesses: Tensor | None,
+        num_draws: list[int],
+        logprobs: TopLogprobs | None,
+        wanted: list[int | None],
+    ) -> None:
+        self.num_draws, self.wanted = num_draws, wanted
         self.ready: torch.cuda.Event | None = None
-        self.token_ids, self.logprobs = token_ids, logprobs
+        self.token_ids, self.guesses, self.logprobs = token_ids, guesses, logprobs
         if token_ids.is_cuda:
             self.token_ids = token_ids.to("cpu", non_blocking=True)
+            self.guesses = guesses.to("cpu", non_blocking=True) if guesses is not None else None
             self.logprobs = logprobs.to("cpu", non_blocking=True) if logprobs is not None else None
             self.ready = torch.cuda.Event()
             self.ready.record()
 
-    def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """The sampled tokens of the step's sequences in order, -1 for a bad row; and log-probabilities where wanted."""
+    def read(self) -> list[tuple[list[int], list[TokenLogprobs] | None]]:
+        """The new tokens of the step's sequences in order, up to the first that is not what was guessed, -1 for a bad
+        row; and log-probabilities where wanted."""
         if self.ready is not None:
             self.ready.synchronize()
-        logprobs: list[TokenLogprobs | None] = [None] * len(self.wanted)
+        token_ids = self.token_ids.tolist()
+        guesses = token_ids if self.guesses is None else self.guesses.tolist()
+        logprobs: list[TokenLogprobs | None] = []
         if self.logprobs is not None:
-            logprobs = self.logprobs.per_row(self.wanted)
-        return self.token_ids.tolist(), logprobs
+            wanted = [n for n, times in zip(self.wanted, self.num_draws, strict=True) for _ in range(times)]
+            logprobs = self.logprobs.per_row(wanted)
+        found: list[tuple[list[int], list[TokenLogprobs] | None]] = []
+        first = 0
+        for n, num_draws in zip(self.wanted, self.num_draws, strict=True):
+            last = first
+            while last < first + num_draws - 1 and token_ids[last] == guesses[last]:
+                last += 1
+            rows = [row for row in logprobs[first : last + 1] if row is not None]
+            found.append((token_ids[first : last + 1], None if n is None else rows))
+            first += num_draws
+        return found
 
 
 class ModelRunner:
@@ -80,8 +108,15 @@ class ModelRunner:
         )
         if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:
             recorder = CudaGraphRecorder()
+        speculation = config.speculation
+        draft = None if not (speculation and speculation.model) else load_draft(speculation.model, c, config, device)
         self.num_kv_blocks = num_kv_blocks(
-            config, c, device, lambda: self.run_largest_step(config), with_graphs=recorder is not None
+            config,
+            c,
+            None if draft is None else draft.config,
+            device,
+            lambda: self.run_largest_step(config),
+            with_graphs=recorder is not None,
         )
         self.num_kv_blocks = self.group.smallest(self.num_kv_blocks)
         # Keys and values of a layer: [2, num_blocks + 1, block_size, Hkv, D]; the last block is scratch, for padding
@@ -91,6 +126,9 @@ class ModelRunner:
         self.sampling = SamplingState(
             self.rows.token_ids, self.rows.num_prompt_tokens, self.vocab_size, loaded.eos_token_ids
         )
+        self.draft: DraftModel | None = None
+        if draft is not None:
+            self.draft = DraftModel(draft, config.attention_backend, self.rows, self.sampling)
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
             self.logits = torch.empty(config.max_num_seqs, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
@@ -102,26 +140,39 @@ class ModelRunner:
         """Submit one step. Returns before the device is done with it."""
         self.update_rows(plan, sequences)
         sampled = [s for s in plan.scheduled if s.sample]
+        needs = self.sampling.needs(s.row for s in sampled)
+        all_greedy = all(self.rows.params[s.row].temperature == 0 for s in sampled)
+        q: Tensor | None = None
+        guesses: Tensor | None = None
+        if self.draft is not None:
+            q = self.draft.propose(plan.scheduled, needs or Needs(), all_greedy)
+        elif guessed := [s for s in sampled if s.guesses]:
+            self.rows.write_guesses(guessed)
+        num_draws = [len(s.guesses) + 1 for s in sampled]
         all_decode = len(sampled) == len(plan.scheduled) and all(s.num_tokens == 1 for s in sampled)
         batch: Batch | DecodeBatch
-        if self.graphs is not None and all_decode:
+        if self.graphs is not None and all_decode and q is None:
             batch, token_ids, logits = self.graphs.run(sampled)
         else:
             batch = make_batch(plan.scheduled, self.rows)
+            # What stands where tokens will be sampled is the guesses, and behind them nothing that is looked at.
+            guesses = self.rows.token_ids[batch.sampled_rows, batch.next_positions].long()  # [N]
             hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [T, H]
             logits = self.model.logits(hidden[batch.sampled_tokens])  # [N, V]
-            all_greedy = all(self.rows.params[s.row].temperature == 0 for s in sampled)
             token_ids = self.draw(logits, batch.sampled_rows, batch.next_positions, all_greedy)
-        n = len(sampled)
-        needs = self.sampling.needs(s.row for s in sampled)
-        if needs is None:
-            return StepOutput(token_ids[:n], None, [None] * n)
+        n = sum(num_draws)
+        if needs is None and q is None:
+            return StepOutput(token_ids[:n], guesses, num_draws, None, [None] * len(sampled))
         if self.group.size > 1:
             logits = gather_logits(logits, self.group, self.vocab_size)
         draws, rows = self.draws(batch.sampled_rows[:n], batch.next_positions[:n]), batch.sampled_rows[:n]
-        token_ids, logprobs = sample_full(logits[:n], draws, rows, self.sampling, needs)
+        verify = None
+        if q is not None and guesses is not None:
+            verify = partial(accept_or_redraw, guesses=guesses, q=q)
+        token_ids, logprobs = sample_full(logits[:n], draws, rows, self.sampling, needs or Needs(), verify)
         self.rows.token_ids[rows, batch.next_positions[:n]] = token_ids.clamp(min=0).int()
-        return StepOutput(token_ids, logprobs, [self.rows.params[s.row].logprobs for s in sampled])
+        wanted = [self.rows.params[s.row].logprobs for s in sampled]
+        return StepOutput(token_ids, guesses, num_draws, logprobs, wanted)
 
     def decode(self, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
         """A decode step on static tensors, everything from rows and positions to the tokens: what graphs record."""
@@ -174,7 +225,8 @@ class ModelRunner:
         input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
         positions = torch.arange(num_tokens, dtype=torch.int32, device=self.device) % config.max_model_len
         hidden = self.model(input_ids, positions, lambda layer, q, k, v: torch.empty_like(q))
-        num_rows = min(config.max_num_seqs, num_tokens)
+        max_draws = 1 if config.speculation is None else 1 + config.speculation.k
+        num_rows = min(config.max_num_seqs * max_draws, num_tokens)
         logits = self.model.logits(hidden[:num_rows])
         zeros = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         sample_plain(logits, Draws(torch.ones(num_rows, device=self.device), zeros, zeros))

@@ -43,7 +43,7 @@ class Rows:
     ) -> None:
         self.device = device
         self.block_size = block_size
-        self.scratch_row = num_rows
+        self.scratch_row, self.scratch_block = num_rows, scratch_block
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = torch.zeros(num_rows + 1, max_model_len + 1, dtype=torch.int32, device=device)
         self.block_table = torch.full((num_rows + 1, max_blocks), scratch_block, dtype=torch.int32, device=device)
@@ -52,7 +52,6 @@ class Rows:
         self.num_prompt_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         # Host side: what stands in each row, to know what is new in a plan
         self.owner = [-1] * (num_rows + 1)
-        self.num_blocks = [0] * (num_rows + 1)
         self.params = [SamplingParams()] * (num_rows + 1)
 
     def install(self, scheduled: list[Scheduled], known: Sequence[Known]) -> None:
@@ -68,17 +67,26 @@ class Rows:
         self.temperature[index] = self.column([k.params.temperature for k in known], np.float32)
         self.seed[index] = self.column([k.params.seed for k in known], np.int64)
         for s, k in zip(scheduled, known, strict=True):
-            self.owner[s.row], self.num_blocks[s.row], self.params[s.row] = s.key, 0, k.params
+            self.owner[s.row], self.params[s.row] = s.key, k.params
 
     def append_blocks(self, scheduled: list[Scheduled]) -> None:
-        """Append to the block tables what each row was newly given."""
+        """Put what each row was newly given at the end of its block table, which is as long as the step needs."""
         flat = []
         for s in scheduled:
-            first = self.num_blocks[s.row]
+            first = -(-(s.start + s.num_tokens) // self.block_size) - len(s.new_blocks)
             flat += [(s.row, first + i, block) for i, block in enumerate(s.new_blocks)]
-            self.num_blocks[s.row] = first + len(s.new_blocks)
         row, column, block_ids = to_device(np.array(flat, dtype=np.int32).T.copy(), self.device)
         self.block_table[row, column] = block_ids
+
+    def write_guesses(self, scheduled: list[Scheduled]) -> None:
+        """Put the guesses of a plan behind the last known token of their rows."""
+        flat = [
+            (s.row, position, token)
+            for s in scheduled
+            for position, token in enumerate(s.guesses, start=s.start + s.num_tokens - len(s.guesses))
+        ]
+        row, position, token_ids = to_device(np.array(flat, dtype=np.int32).T.copy(), self.device)
+        self.token_ids[row, position] = token_ids
 
     def column(self, values: Sequence[object], dtype: npt.DTypeLike) -> Tensor:
         return to_device(np.array(values, dtype=dtype), self.device)

@@ -9,6 +9,7 @@ Temperature 0 is exact: the noise is multiplied by it. Among equal scores the lo
 is not a finite number (torch's max gives NaN if there is any) samples -1.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +38,27 @@ def sample_plain(logits: Tensor, draws: Draws) -> Tensor:
     return choose(add_noise(logits.float(), draws))
 
 
+# From scores [N, V] float32 and draws to token ids [N] int64, -1 where there is no finite score.
+Choose = Callable[[Tensor, Draws], Tensor]
+
+
 def sample_full(
-    logits: Tensor, draws: Draws, rows: Tensor, state: SamplingState, needs: Needs
+    logits: Tensor, draws: Draws, rows: Tensor, state: SamplingState, needs: Needs, draw: Choose | None = None
 ) -> tuple[Tensor, TopLogprobs | None]:
-    """logits [N, V] of any float dtype, rows [N] of `state` -> token ids [N] int64, and log-probabilities if needed."""
-    logits = scores = logits.float()
+    """logits [N, V] of any float dtype, rows [N] of `state` -> token ids [N] int64, and log-probabilities if needed.
+
+    `draw` says how a token is drawn from what penalties and filters leave; None is as in the plain tail.
+    """
+    logits = logits.float()
+    scores = constrain(logits, draws, rows, state, needs)
+    tokens = choose(add_noise(scores, draws)) if draw is None else draw(scores, draws)
+    # What was ruled out may have been what was wrong with the row.
+    tokens = torch.where(logits.amax(-1).isfinite(), tokens, -1)
+    return tokens, None if needs.num_logprobs is None else top_logprobs(logits, tokens, needs.num_logprobs)
+
+
+def constrain(scores: Tensor, draws: Draws, rows: Tensor, state: SamplingState, needs: Needs) -> Tensor:
+    """scores [N, V] float32 with penalties, and -inf for what min_tokens and the filters rule out."""
     if needs.penalties:
         num_prompt = state.num_prompt_tokens[rows]
         penalties = state.repetition_penalty[rows], state.presence_penalty[rows], state.frequency_penalty[rows]
@@ -57,10 +74,7 @@ def sample_full(
             top_p=state.top_p[rows],
             num_candidates=needs.num_candidates,
         )
-    tokens = choose(add_noise(scores, draws))
-    # What was ruled out may have been what was wrong with the row.
-    tokens = torch.where(logits.amax(-1).isfinite(), tokens, -1)
-    return tokens, None if needs.num_logprobs is None else top_logprobs(logits, tokens, needs.num_logprobs)
+    return scores
 
 
 def sample_sharded(logits: Tensor, draws: Draws, group: Group, vocab_size: int) -> Tensor:

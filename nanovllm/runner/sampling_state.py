@@ -20,11 +20,11 @@ class Needs:
     num_logprobs:   the largest number of likeliest tokens to report; None if no row wants log-probabilities.
     """
 
-    penalties: bool
-    min_tokens: bool
-    min_p: bool
-    num_candidates: int
-    num_logprobs: int | None
+    penalties: bool = False
+    min_tokens: bool = False
+    min_p: bool = False
+    num_candidates: int = 0
+    num_logprobs: int | None = None
 
 
 class SamplingState:

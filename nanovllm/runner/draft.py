@@ -1,0 +1,100 @@
+"""A smaller model that guesses what the target will say.
+
+Its KV cache has the target's blocks, tables and slots, with tensors of its own. A step gives the draft the same known
+tokens as the target, and one more turn for every guess, the last one included, which guesses nothing that is used. So
+both caches always hold the same positions, and nothing has to be caught up with: a rejected guess, a preemption or a
+prefix found in the cache means the same for both.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention import select_backend
+from nanovllm.attention.interface import BoundAttention
+from nanovllm.config import EngineConfig, Speculation
+from nanovllm.engine.plan import Scheduled
+from nanovllm.models.checkpoint import find_checkpoint
+from nanovllm.models.config import ModelConfig, read_config
+from nanovllm.models.loader import LoadedModel, load_model
+from nanovllm.runner.batch import make_batch
+from nanovllm.runner.rejection import draw_guesses
+from nanovllm.runner.rows import Rows, to_device
+from nanovllm.runner.sampler import Draws, constrain
+from nanovllm.runner.sampling_state import Needs, SamplingState
+
+
+def read_draft_config(speculation: Speculation, target: ModelConfig) -> ModelConfig:
+    """Raises ValueError for a draft that is no checkpoint, or does not fit the target."""
+    assert speculation.model is not None
+    try:
+        config = read_config(find_checkpoint(speculation.model, weights=False))
+    except ValueError as error:
+        raise ValueError(f"speculative['model']: {error}") from None
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"speculative['model']={str(speculation.model)!r} has a vocabulary of {config.vocab_size} tokens, and the "
+            f"target one of {target.vocab_size}; take a draft with the target's tokenizer"
+        )
+    return config
+
+
+def load_draft(model: str | Path, target: ModelConfig, config: EngineConfig, device: torch.device) -> LoadedModel:
+    """The draft in the target's dtype. Of several ranks each has the whole of it."""
+    return load_model(
+        model, device=device, dtype=target.dtype, max_model_len=config.max_model_len, load_format=config.load_format
+    )
+
+
+class DraftModel:
+    """Shares the target's rows and their sampling parameters: q is filtered as p is, which makes them agree more."""
+
+    def __init__(self, loaded: LoadedModel, attention_backend: str, rows: Rows, sampling: SamplingState) -> None:
+        c = loaded.config
+        self.model = loaded.model
+        self.rows, self.sampling = rows, sampling
+        self.backend = select_backend(attention_backend, rows.device, c.head_dim, rows.block_size, c.dtype)
+        self.scale = c.head_dim**-0.5
+        shape = (2, rows.scratch_block + 1, rows.block_size, c.num_key_value_heads, c.head_dim)
+        self.kv = [torch.zeros(shape, dtype=c.dtype, device=rows.device) for _ in range(c.num_hidden_layers)]
+
+    def propose(self, scheduled: Sequence[Scheduled], needs: Needs, all_greedy: bool) -> Tensor | None:
+        """Write the guesses of a step into the rows, and one more for each sequence.
+
+        Returns the distributions they were drawn from, in the order of the positions that the target samples at
+        [N, V] float32; None if all rows are greedy.
+        """
+        last = {s.key: s.start + s.num_tokens for s in scheduled}  # where the guess goes that the target never sees
+        turn = [s._replace(num_tokens=s.num_tokens - len(s.guesses), new_blocks=(), guesses=()) for s in scheduled]
+        lengths = np.array([len(s.guesses) + 1 for s in scheduled if s.sample], dtype=np.int64)
+        places = dict(zip((s.key for s in scheduled if s.sample), np.cumsum(lengths) - lengths, strict=True))
+        q: Tensor | None = None
+        for depth in range(lengths.max(initial=1)):
+            sampled = [s for s in turn if s.sample]
+            found = self._guess(turn, needs, all_greedy)
+            if found is not None:
+                if q is None:
+                    q = found.new_empty(int(lengths.sum()), found.shape[1])
+                q[to_device(np.array([places[s.key] + depth for s in sampled]), q.device)] = found
+            turn = [
+                s._replace(start=s.start + s.num_tokens, num_tokens=1)
+                for s in sampled
+                if s.start + s.num_tokens < last[s.key]
+            ]
+        return q
+
+    def _guess(self, scheduled: list[Scheduled], needs: Needs, all_greedy: bool) -> Tensor | None:
+        """One turn: compute tokens, and write a guess behind each that is sampled; returns what it was drawn from."""
+        r = self.rows
+        batch = make_batch(scheduled, r)
+        attend = BoundAttention(self.backend, self.kv, batch.attention, self.scale)
+        hidden = self.model(batch.input_ids, batch.positions, attend)  # [T, H]
+        logits = self.model.logits(hidden[batch.sampled_tokens]).float()  # [N, V]
+        rows, positions = batch.sampled_rows, batch.next_positions
+        draws = Draws(r.temperature[rows], r.seed[rows], positions - r.num_prompt_tokens[rows], all_greedy)
+        guesses, q = draw_guesses(constrain(logits, draws, rows, self.sampling, needs), draws)
+        r.token_ids[rows, positions] = guesses.int()
+        return q
