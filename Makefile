@@ -21,7 +21,7 @@ LINTED = $(wildcard stages nanovllm tools benchmarks tests notebooks example.py)
 unexport VIRTUAL_ENV PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu models ladder bench bench-cpu bench-check report doctor progress notebooks lint format clean FORCE
+.PHONY: help setup demo test test-slow test-gpu models ladder bench bench-cpu bench-check report docs doctor progress notebooks lint format clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { sub(/%/, "N", $$1); printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ bench-check: $(STAMP) ## compare a fresh quick measurement with the recorded one
 
 report: $(STAMP) ## write the tables of the README from benchmarks/results
 	$(RUN) -m benchmarks.report $(ARGS)
+
+docs: $(STAMP) ## build the course site into build/docs/html, offline (needs the extra `docs`)
+	$(RUN) -m tools.docs $(ARGS)
 
 doctor: $(STAMP) ## what is the matter with this machine (GPU, memory, ports, leftovers), and what to do about it
 	$(RUN) -m tools.doctor

@@ -1,0 +1,25 @@
+"""How Sphinx builds the site. `make docs` (tools/docs.py) prepares what it reads, and calls it."""
+
+project = "nanovllm"
+copyright = "the nanovllm authors, MIT license"
+extensions = ["myst_nb"]
+html_theme = "sphinx_book_theme"
+html_title = "nanovllm"
+html_static_path = ["_static"]
+html_show_sphinx = False
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "navigation_with_keys": False,
+}
+html_copy_source = False
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+# The notebooks carry their outputs, and nothing on the site is fetched from elsewhere: no widgets. A page with a
+# formula would ask for a file that is not there, which a test notices: no page has one.
+nb_execution_mode = "off"
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}
+mathjax_path = "not-used.js"
