@@ -72,9 +72,11 @@ class Team:
             cause = self._cause_of(lost)
             self.close()
             raise RuntimeError(f"the ranks could not start: {cause}") from lost
-        sentinels = [worker.sentinel for worker in self._workers.values()]
-        # NCCL never notices that a rank has died: without this the leader would wait for its part for ever.
-        threading.Thread(target=_leave_with_the_first, args=(sentinels, self.group), daemon=True).start()
+        if self.group.device.type == "cuda":
+            # NCCL never notices that a rank has died: without this the leader would wait for its part for ever. Gloo
+            # does notice, and must not be taken apart by a thread that ends with the program.
+            sentinels = [worker.sentinel for worker in self._workers.values()]
+            threading.Thread(target=_leave_with_the_first, args=(sentinels, self.group), daemon=True).start()
 
     def tell(self, message: object) -> None:
         """Write `message` once, for all workers to read, and wake them. Raises PeerLost if one of them is gone."""
