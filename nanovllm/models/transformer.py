@@ -48,7 +48,8 @@ class Attention(nn.Module):
         """All between the two projections: qkv [T, (Hq + 2 Hkv) D] -> [T, Hq D]"""
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
         fused = kernels.fused_kernels(qkv.device).norm_rope_write
-        if fused is not None and isinstance(attend, BoundAttention):
+        is_power_of_two = self.head_dim & (self.head_dim - 1) == 0  # Triton's vectors have such lengths only
+        if fused is not None and isinstance(attend, BoundAttention) and is_power_of_two:
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
             kv, slots = attend.kv[self.layer], attend.meta.slots
             q = fused(qkv, kv, norms, rotation.rotary.table, rotation.positions, slots, self.eps)  # [T, Hq, D]

@@ -15,7 +15,7 @@ from nanovllm.attention import AttentionBackend, select_backend
 from nanovllm.attention.interface import AttentionMetadata, BoundAttention
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
-from nanovllm.engine.plan import StepPlan, TokenLogprobs
+from nanovllm.engine.plan import Scheduled, StepPlan, TokenLogprobs
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel
 from nanovllm.runner.batch import Batch, make_batch
@@ -60,6 +60,8 @@ class StepOutput:
         if self.ready is not None:
             self.ready.synchronize()
         token_ids = self.token_ids.tolist()
+        if self.guesses is None and self.logprobs is None:  # as good as always: one token each, and no more to say
+            return [([token], None) for token in token_ids]
         guesses = token_ids if self.guesses is None else self.guesses.tolist()
         logprobs: list[TokenLogprobs | None] = []
         if self.logprobs is not None:
@@ -109,6 +111,7 @@ class ModelRunner:
         if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:
             recorder = CudaGraphRecorder()
         speculation = config.speculation
+        self.speculates = speculation is not None
         draft = None if not (speculation and speculation.model) else load_draft(speculation.model, c, config, device)
         self.num_kv_blocks = num_kv_blocks(
             config,
@@ -141,11 +144,10 @@ class ModelRunner:
         self.update_rows(plan, sequences)
         sampled = [s for s in plan.scheduled if s.sample]
         needs = self.sampling.needs(s.row for s in sampled)
-        all_greedy = all(self.rows.params[s.row].temperature == 0 for s in sampled)
         q: Tensor | None = None
         guesses: Tensor | None = None
         if self.draft is not None:
-            q = self.draft.propose(plan.scheduled, needs or Needs(), all_greedy)
+            q = self.draft.propose(plan.scheduled, needs or Needs(), self.all_greedy(sampled))
         elif guessed := [s for s in sampled if s.guesses]:
             self.rows.write_guesses(guessed)
         num_draws = [len(s.guesses) + 1 for s in sampled]
@@ -155,11 +157,12 @@ class ModelRunner:
             batch, token_ids, logits = self.graphs.run(sampled)
         else:
             batch = make_batch(plan.scheduled, self.rows)
-            # What stands where tokens will be sampled is the guesses, and behind them nothing that is looked at.
-            guesses = self.rows.token_ids[batch.sampled_rows, batch.next_positions].long()  # [N]
+            if self.speculates:
+                # What stands where tokens will be sampled is the guesses, and behind them nothing that is looked at.
+                guesses = self.rows.token_ids[batch.sampled_rows, batch.next_positions].long()  # [N]
             hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [T, H]
             logits = self.model.logits(hidden[batch.sampled_tokens])  # [N, V]
-            token_ids = self.draw(logits, batch.sampled_rows, batch.next_positions, all_greedy)
+            token_ids = self.draw(logits, batch.sampled_rows, batch.next_positions, self.all_greedy(sampled))
         n = sum(num_draws)
         if needs is None and q is None:
             return StepOutput(token_ids[:n], guesses, num_draws, None, [None] * len(sampled))
@@ -193,6 +196,9 @@ class ModelRunner:
         growing = [s for s in plan.scheduled if s.new_blocks]
         if growing:
             self.rows.append_blocks(growing)
+
+    def all_greedy(self, scheduled: list[Scheduled]) -> bool:
+        return all(self.rows.params[s.row].temperature == 0 for s in scheduled)
 
     def bind_attention(self, meta: AttentionMetadata) -> BoundAttention:
         return BoundAttention(self.backend, self.kv, meta, self.scale)
