@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from nanovllm.config import EngineConfig
+from nanovllm.runner.memory import gpu_share
 from tools import doctor
 from tools.doctor import Finding
 
@@ -45,8 +47,17 @@ def test_an_old_python_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) ->
     ("value", "state"), [("0.3", "ok"), ("1", "ok"), ("0", "bad"), ("1.5", "bad"), ("much", "bad"), ("nan", "bad")]
 )
 def test_a_share_of_the_gpu(value: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the doctor thinks good is what the engine takes, and keeps to."""
     monkeypatch.setenv(doctor.SHARE, value)
     assert [f.state for f in doctor.gpu_share()] == [state]
+    config = EngineConfig(gpu_memory_utilization=0.8)
+    if state == "ok":
+        assert gpu_share(config) == min(0.8, float(value))
+    else:
+        with pytest.raises(ValueError, match=f"{doctor.SHARE}=.*must be"):
+            gpu_share(config)
+    monkeypatch.delenv(doctor.SHARE)
+    assert gpu_share(config) == 0.8
 
 
 def test_a_port_that_is_taken() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from nanovllm import kernels
 from nanovllm.distributed.group import Group
 
-# Tokens up to which our kernel beats the library's, measured on an H100: where it need not add up, and elsewhere
+# Tokens up to which our kernel beat the library's on an H200: where it need not add up the parts, and elsewhere.
 MAX_FEW_PARTIAL = 32
 MAX_FEW = 16
 

@@ -1,5 +1,6 @@
 """How large the KV cache may be: what is left of the memory when weights and the largest step have had theirs."""
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ def block_bytes(model: ModelConfig, block_size: int) -> int:
 
 
 MIB = 2**20
+SHARE = "NANOVLLM_GPU_MEMORY"
 
 
 def graph_bytes(max_num_seqs: int, model: ModelConfig) -> int:
@@ -62,6 +64,22 @@ def num_kv_blocks(
     return count
 
 
+def gpu_share(config: EngineConfig) -> float:
+    """`gpu_memory_utilization`, but no more than NANOVLLM_GPU_MEMORY, by which people on one box keep to their shares."""
+    value = os.environ.get(SHARE)
+    if value is None:
+        return config.gpu_memory_utilization
+    try:
+        share = float(value)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"{SHARE}={value!r} must be a number above 0, and 1 at most; set or unset it in the environment"
+        )
+    return min(config.gpu_memory_utilization, share)
+
+
 def gpu_budget(config: EngineConfig, device: torch.device, run_largest_step: Callable[[], None]) -> int:
     """Bytes for the KV cache: the share of the card that we may use, less all that is in use at the peak of a step."""
     torch.cuda.empty_cache()
@@ -71,4 +89,4 @@ def gpu_budget(config: EngineConfig, device: torch.device, run_largest_step: Cal
     step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * config.gpu_memory_utilization) - (total - free) - step
+    return int(total * gpu_share(config)) - (total - free) - step
