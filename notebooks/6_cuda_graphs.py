@@ -301,7 +301,7 @@ picture if recording else None
 # In a replay the same kernels run back to back. The CPU hands over the roll, and is idle: it could schedule the next
 # step meanwhile, which is what `nanovllm` does.
 #
-# Some two thousand small kernels remain, each of which writes to memory what the next one reads again. With
+# Hundreds of small kernels remain, each of which writes to memory what the next one reads again. With
 # `compile=True` torch.compile fuses those between the matrix products. Compiling takes much longer than recording,
 # every time an engine is built, which is why it is a flag.
 #

@@ -1,7 +1,7 @@
 """Stage 6: CUDA graphs.
 
-What hurt:    a decode step is hundreds of small kernels, and Python launches them one by one. On a GPU that takes longer
-              than running them: the GPU waits for the CPU.
+What hurt:    a decode step is hundreds of small kernels, and Python launches them one by one. On a GPU that takes
+              longer than running them: the GPU waits for the CPU.
 The idea:     from step to step the launches are the same, only the data differ. So record them once for each of a few
               batch sizes (*buckets*), with inputs and outputs at addresses that never change; then a step is: copy the
               inputs in, replay the recording with a single call, copy the tokens out. A batch is padded to the next

@@ -65,7 +65,7 @@ def num_kv_blocks(
 
 
 def gpu_share(config: EngineConfig) -> float:
-    """`gpu_memory_utilization`, but no more than NANOVLLM_GPU_MEMORY, by which people on one box keep to their shares."""
+    """`gpu_memory_utilization`, or NANOVLLM_GPU_MEMORY if that is less: people on one box keep to their shares by it."""
     value = os.environ.get(SHARE)
     if value is None:
         return config.gpu_memory_utilization
@@ -74,9 +74,7 @@ def gpu_share(config: EngineConfig) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise ValueError(
-            f"{SHARE}={value!r} must be a number above 0, and 1 at most; set or unset it in the environment"
-        )
+        raise ValueError(f"{SHARE}={value!r} must be a number above 0, and 1 at most; set it so, or unset it")
     return min(config.gpu_memory_utilization, share)
 
 
