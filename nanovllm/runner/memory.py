@@ -65,7 +65,7 @@ def num_kv_blocks(
 
 
 def gpu_share(config: EngineConfig) -> float:
-    """`gpu_memory_utilization`, or NANOVLLM_GPU_MEMORY if that is less: people on one box keep to their shares by it."""
+    """`gpu_memory_utilization`, or NANOVLLM_GPU_MEMORY if that is less: so people on one box keep to shares."""
     value = os.environ.get(SHARE)
     if value is None:
         return config.gpu_memory_utilization
