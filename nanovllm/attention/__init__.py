@@ -1,12 +1,12 @@
 """Attention over the paged KV cache: one interface, three backends, and the choice among them."""
 
-import importlib.util
 import logging
 
 import torch
 
 from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
 from nanovllm.attention.torch_ref import TorchRefBackend
+from nanovllm.kernels.launch import why_no_kernels
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "select_backend"]
 
@@ -58,13 +58,9 @@ def select_backend(
 
 
 def _why_not_triton(device: torch.device, head_dim: int, block_size: int, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda":
-        return f"its kernels need an NVIDIA GPU, and the KV cache is on {str(device)!r}"
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install triton; Linux only)"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"its kernels need compute capability 8.0 or more, and this GPU has {major}.{minor}"
+    reason = why_no_kernels(device)
+    if reason is not None:
+        return reason
     if block_size < 16 or block_size & (block_size - 1):
         return f"its kernels need a kvcache_block_size that is a power of two of at least 16, not {block_size}"
     if head_dim not in HEAD_DIMS:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.launch import has_kernels
+from nanovllm.kernels.launch import why_no_kernels
 
 
 class FusedKernels(NamedTuple):
@@ -23,7 +23,7 @@ class FusedKernels(NamedTuple):
 @cache
 def fused_kernels(device: torch.device) -> FusedKernels:
     """All of them where Triton runs, none elsewhere. Triton is imported by the first call for a device that has it."""
-    if not has_kernels(device):
+    if why_no_kernels(device) is not None:
         return FusedKernels()
     from nanovllm.kernels.add_rms_norm import add_rms_norm
     from nanovllm.kernels.decode_inputs import decode_inputs

@@ -18,12 +18,16 @@ import torch
 CACHE_LINE = 128  # bytes
 
 
-@cache
-def has_kernels(device: torch.device) -> bool:
-    """Whether the Triton kernels can run on `device`: an NVIDIA GPU from Ampere on, and Triton installed."""
-    if device.type != "cuda" or not sys.platform.startswith("linux") or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run on `device`; None if they can."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels need an NVIDIA GPU, and {str(device)!r} is none"
+    if not sys.platform.startswith("linux") or importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton; Linux only)"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"its kernels need compute capability 8.0 or more, and this GPU has {major}.{minor}"
+    return None
 
 
 @cache

@@ -1,0 +1,55 @@
+"""The engine with the kernels that a GPU would use, in Triton's interpreter: the same tokens as without them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm import LLM, SamplingParams, kernels
+from nanovllm.kernels import FusedKernels
+from nanovllm.kernels.add_rms_norm import add_rms_norm
+from nanovllm.kernels.norm_rope_write import norm_rope_write
+from nanovllm.kernels.sample import sample_rows
+from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.runner import model_runner
+from tests.weights import lively_qwen3, random_qwen2
+
+CALLS = ["add_rms_norm", "norm_rope_write", "silu_and_mul", "sample_rows"]
+
+
+def tokens(path: Path) -> list[list[int]]:
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=6, ignore_eos=True) for t in (0.0, 0.9)]
+    prompts = [{"prompt_token_ids": [5, 9, 2, 7]}, {"prompt_token_ids": [11, 3, 8]}]
+    with LLM(path, device="cpu", skip_tokenizer_init=True, kv_cache_gib=0.01, max_model_len=64, max_num_seqs=4) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("head_dim", [32, 24], ids=["heads of 32", "heads of 24, which Triton's vectors cannot be"])
+@pytest.mark.parametrize("build", [lively_qwen3, random_qwen2])
+def test_the_kernels_change_no_token(
+    build: object, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"head_dim": head_dim} if build is lively_qwen3 else {"hidden_size": 4 * head_dim}
+    path = build(tmp_path, **sizes)  # type: ignore[operator]
+    expected = tokens(path)
+    used = set()
+
+    def counted(name: str, kernel: object) -> object:
+        def call(*args: object) -> object:
+            used.add(name)
+            return kernel(*args)  # type: ignore[operator]
+
+        return call
+
+    found = (add_rms_norm, norm_rope_write, silu_and_mul, sample_rows)
+    fused = FusedKernels(**{name: counted(name, k) for name, k in zip(CALLS, found, strict=True)})  # type: ignore[arg-type]
+
+    def for_cpu(device: torch.device) -> FusedKernels:
+        return fused
+
+    monkeypatch.setattr(kernels, "fused_kernels", for_cpu)
+    monkeypatch.setattr(model_runner, "fused_kernels", for_cpu)
+    assert tokens(path) == expected
+    assert used == set(CALLS) - ({"norm_rope_write"} if head_dim == 24 else set())
