@@ -4,6 +4,7 @@ engine.CARD      throughput, share of the limit, small batches, start-up and idl
 ablations.CARD   what each part is worth
 prefix.CARD, mixed.CARD   all that was measured
 engine_cpu       both models beside Hugging Face
+gpu_tests.CARD   which tests passed there
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import wording
+from benchmarks import gpu_tests, wording
 from benchmarks.engine_cpu import ENGINE, TARGETS
 from benchmarks.harness import gain
 
@@ -144,4 +145,5 @@ TABLES: dict[str, Callable[[str, Path], list[str]]] = {
     "prefix": whole_table("prefix"),
     "mixed": whole_table("mixed"),
     "engine_cpu": cpu_table,
+    "gpu_tests": gpu_tests.table,
 }

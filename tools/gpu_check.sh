@@ -25,7 +25,8 @@ if [ -n "$tests" ]; then
   # The tests of memory limits want the card for themselves.
   PYTHONPATH=${FLASH:-} timeout "${TEST_SECONDS:-420}" "$python" -m pytest -m gpu -q -n "${JOBS:-8}" --durations=10 \
     -k "not memory_limit" --junitxml="$out/tests.xml" $tests 2>&1 | tee "$out/tests.log" | tail -n 40 || status=1
-  timeout 120 "$python" -m pytest -m gpu -q -k memory_limit $tests 2>&1 | tail -n 5 || status=1
+  timeout 120 "$python" -m pytest -m gpu -q -k memory_limit --junitxml="$out/memory.xml" $tests 2>&1 | tail -n 5 || status=1
+  "$python" -m benchmarks.gpu_tests "$out/tests.xml" "$out/memory.xml" --out "$out" --commit "$commit" || status=1
 fi
 for stage in ${STAGES:-}; do
   if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.decode_profile --out "$out" || status=1; fi
