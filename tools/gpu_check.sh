@@ -5,7 +5,7 @@
 #   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
 #   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle startup prefix mixed ablations roofline
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
-#   KERNELS=1                     the attention kernels by themselves
+#   KERNELS=1                     the kernels by themselves
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}; out=${OUT:-build/gpu}; mkdir -p "$out"
@@ -32,7 +32,10 @@ for stage in ${STAGES:-}; do
   if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.decode_profile --out "$out" || status=1; fi
   "$python" -m benchmarks.stage_bench "$stage" --device cuda --rounds "${ROUNDS:-2}" --results "$out" || status=1
 done
-if [ -n "${KERNELS:-}" ]; then "$python" -m benchmarks.kernels --out "$out/kernels.json" || status=1; fi
+if [ -n "${KERNELS:-}" ]; then
+  "$python" -m benchmarks.kernels --out "$out/kernels.json" || status=1
+  "$python" -m benchmarks.fused --out "$out/fused.json" --commit "$commit" || status=1
+fi
 for benchmark in ${BENCHMARKS:-}; do
   options=()
   case $benchmark in

@@ -21,15 +21,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
 
-MAX_INNER = 1024  # inputs that a program takes at once
-
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """Columns of a program (of each half, if gated), and its warps."""
+    """Columns of a program (of each half, if gated), its warps, and the most inputs that it takes at once."""
 
     columns: int
     num_warps: int
+    max_inner: int = 1024
 
 
 def skinny_config(outputs: int, gated: bool) -> SkinnyConfig:
@@ -37,9 +36,9 @@ def skinny_config(outputs: int, gated: bool) -> SkinnyConfig:
     return SkinnyConfig(columns=32 if outputs >= 4096 and not gated else 16, num_warps=4)
 
 
-def inner_length(inputs: int) -> int:
-    """The largest power of two that divides `inputs`, up to `MAX_INNER`."""
-    return min(inputs & -inputs, MAX_INNER)
+def inner_length(inputs: int, most: int) -> int:
+    """The largest power of two that divides `inputs`, up to `most`."""
+    return min(inputs & -inputs, most)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -100,7 +99,7 @@ def skinny_linear(
     num_tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     config = config or skinny_config(outputs, gated)
-    inner = inner_length(inputs)
+    inner = inner_length(inputs, config.max_inner)
     splits = inputs // inner if partial else 1
     shape = (splits, num_tokens, outputs) if partial else (num_tokens, outputs)
     out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)

@@ -123,7 +123,7 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
         for name, inputs, outputs, gated, partial in SKINNY:
             for tokens in (16, 32):
                 config = skinny_linear.skinny_config(outputs, gated)
-                inner = skinny_linear.inner_length(inputs)
+                inner = skinny_linear.inner_length(inputs, 1024)
                 constants = {
                     "INPUTS": inputs,
                     "OUTPUTS": outputs,
