@@ -37,12 +37,15 @@ PHASE_STYLE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def life_names(timeline: Timeline, names: Sequence[str] | None) -> list[str]:
-    """A name for every row: the request's, primed if an earlier `generate` call had a request of that number."""
-    seen: dict[int, int] = {}
+    """A name for every row: the request's (and its choice's, where there are several), primed if an earlier `generate`
+    call had a request of that number."""
+    seen: dict[tuple[int, int], int] = {}
     labels = []
+    many = any(life.choice for life in timeline.lives)
     for life in timeline.lives:
-        again = seen[life.request] = seen.get(life.request, -1) + 1
-        labels.append((names[life.request] if names else str(life.request)) + "′" * again)
+        who = life.request, life.choice
+        again = seen[who] = seen.get(who, -1) + 1
+        labels.append((names[life.request] if names else str(life.request)) + f".{life.choice}" * many + "′" * again)
     return labels
 
 

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from stages.core import Event
 from tools.picture_style import BLACK, STYLE, WIDTH, Picture, colour_of, label_steps, legend_below, new_picture
-from tools.timeline import read_events
+from tools.timeline import Tables, read_events
 
 COUNT_COLOURS = ("#F4F4F4", "#9ECAE9", "#3182BD", "#08306B")  # nobody, one, two, three and more
 COUNT_WORDS = ("0: free", "1", "2: shared", "3 or more")
@@ -29,22 +29,19 @@ class Holding:
 
 def holdings(events: Sequence[Event], step: int) -> list[Holding]:
     """Everybody who holds blocks while `step` runs, in the order in which they took them."""
-    tables: dict[int, list[int]] = {}
+    tables = Tables()
     lengths: dict[int, int] = {}
-    started = False  # blocks that move after the step began belong to the next one
+    started = False  # what moves after the step began belongs to the next one
     for event in events:
-        kind, request = event["type"], event["request"]
-        if kind == "scheduled":
+        request = event["request"]
+        if event["type"] == "scheduled":
             if event["step"] > step:
                 break
             started = event["step"] == step
             lengths[request] = event["cached"] + event["tokens"]
-        elif kind == "blocks" and not started:
-            if event["freed"]:
-                tables.pop(request, None)
-            else:
-                tables[request] = tables.get(request, []) + event["shared"] + event["taken"]
-    return [Holding(request, table, lengths.get(request, 0)) for request, table in tables.items()]
+        elif not started:
+            tables.hear(request, event)
+    return [Holding(request, table, lengths.get(request, 0)) for request, table in tables.of.items()]
 
 
 def pool_slots(

@@ -12,6 +12,7 @@ from typing import Literal
 from stages.core import Event
 
 Phase = Literal["prefill", "decode", "again", "waiting", "idle"]
+BEFORE_ALL = -1  # a step before the first, which is number 1 in the stages and number 0 in nanovllm
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Span:
 
 @dataclass
 class Life:
-    """One request from `added` to `finished`. A second `generate` call starts new lives."""
+    """One choice of one request from `added` to `finished`. A second `generate` call starts new lives."""
 
     request: int
     prompt_tokens: int
-    added: int  # the last step before it was added
+    added: int  # the last step before it was added; BEFORE_ALL if there was none
     spans: list[Span] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)  # steps
     token_times: list[float] = field(default_factory=list)  # seconds, when each token was chosen
@@ -44,7 +45,7 @@ class Life:
     computed: int = 0  # tokens that have ever been computed
     holds_seat: bool = False
     hit: int = 0  # what the prefix cache knew when it was admitted, until the first step after that
-    table: list[int] = field(default_factory=list)
+    choice: int = 0
 
 
 @dataclass
@@ -55,6 +56,36 @@ class Blocks:
     holders: dict[int, list[int]]  # block -> lives (indices), in order of arrival
     last: dict[int, int]  # block -> the life that filled it, for blocks that are free by now
     filled: dict[int, int]  # block -> tokens in it after the step, for blocks that are held; {} without a block size
+
+
+class Tables:
+    """Who holds which blocks, event by event.
+
+    `freed` in an event is what nobody else holds. A sequence that ends or is preempted gives up the rest with it,
+    whether the engine tells the freeing before that (nanovllm) or after (the stages); wrong guesses cost a running one
+    no more than what is named.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[int]] = {}  # life or request -> its block table; nobody with an empty one
+        self.over: set[int] = set()
+        self.freeing: int | None = None  # who freed blocks with the event before this one
+
+    def hear(self, who: int, event: Event) -> None:
+        kind = event["type"]
+        if kind in ("preempted", "finished"):
+            self.over.add(who)
+            if self.freeing == who:
+                self.of.pop(who, None)
+        elif kind in ("added", "admitted"):
+            self.over.discard(who)
+        elif kind == "blocks":
+            freed = set(event["freed"])
+            table = [b for b in self.of.get(who, []) + event["shared"] + event["taken"] if b not in freed]
+            self.of[who] = [] if freed and who in self.over else table
+            if not self.of[who]:
+                del self.of[who]
+        self.freeing = who if kind == "blocks" and event["freed"] else None
 
 
 @dataclass
@@ -68,11 +99,12 @@ class Timeline:
 def read_events(events: Sequence[Event], block_size: int | None = None) -> Timeline:
     """Sort the events of one or several `generate` calls of one engine by request and step."""
     lives: list[Life] = []
-    current: dict[int, int] = {}  # request -> index of its present life
+    current: dict[tuple[int, int], int] = {}  # request, choice -> index of its present life
     filler: dict[int, int] = {}  # block -> the life that took it fresh
     tokens_in_step: dict[int, int] = {}
     blocks: list[Blocks] = []
-    step = 0
+    step = BEFORE_ALL
+    tables = Tables()
     # How things stand while the step runs. Before its end blocks may be freed, and between two steps taken.
     seated: set[int] = set()
     held: dict[int, list[int]] = {}
@@ -87,19 +119,20 @@ def read_events(events: Sequence[Event], block_size: int | None = None) -> Timel
             blocks.append(snapshot(step, lives, held, filled_by, block_size))
 
     for event in events:
-        kind, request = event["type"], event["request"]
+        kind, who = event["type"], (event["request"], event.get("choice", 0))
         if kind == "scheduled" and event["step"] != step:
-            if step:
+            if step != BEFORE_ALL:
                 close_step()
             step = event["step"]
             seated = {i for i, life in enumerate(lives) if life.holds_seat}
-            held = {i: list(life.table) for i, life in enumerate(lives) if life.table}
+            held = {i: list(tables.of[i]) for i in range(len(lives)) if i in tables.of}
             filled_by = dict(filler)
         if kind == "added":
-            current[request] = len(lives)
-            lives.append(Life(request, event["prompt_tokens"], added=event["step"]))
+            current[who] = len(lives)
+            lives.append(Life(who[0], event["prompt_tokens"], added=step, choice=who[1]))
             continue
-        life = lives[current[request]]
+        life = lives[current[who]]
+        tables.hear(current[who], event)
         if kind == "admitted":
             life.holds_seat, life.hit = True, event["cached"]
         elif kind == "scheduled":
@@ -116,10 +149,8 @@ def read_events(events: Sequence[Event], block_size: int | None = None) -> Timel
         elif kind == "finished":
             life.finished, life.reason, life.holds_seat = event["step"], event["reason"], False
         elif kind == "blocks":
-            # A sequence gives all its blocks back at once
-            life.table = [] if event["freed"] else life.table + event["shared"] + event["taken"]
-            filler |= dict.fromkeys(event["taken"], current[request])
-    if step:
+            filler |= dict.fromkeys(event["taken"], current[who])
+    if step != BEFORE_ALL:
         close_step()
     return Timeline(lives, sorted(tokens_in_step), tokens_in_step, blocks)
 

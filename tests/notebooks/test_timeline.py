@@ -133,6 +133,56 @@ def test_blocks_are_those_held_while_the_step_runs() -> None:
     assert second.filled == {0: 2, 1: 1, 2: 2}
 
 
+def test_the_first_step_may_be_number_0() -> None:
+    """As in nanovllm. Who is added before it is there in it; who is added behind it waits from the next one on."""
+    emit = Recorder()
+    emit("added", 0, prompt_tokens=2)
+    emit("admitted", 0, cached=0)
+    emit.blocks(0, taken=(0,))
+    emit.run(0, 2, 0)
+    emit("added", 1, prompt_tokens=2)
+    emit.step = 1
+    emit.run(0, 1, 2)
+    timeline = read_events(emit.events, block_size=4)
+    assert phases(emit.events) == [["prefill", "decode"], ["waiting"]]
+    assert timeline.tokens_in_step == {0: 2, 1: 1}
+    assert [(b.step, b.holders, b.filled) for b in timeline.blocks] == [(0, {0: [0]}, {0: 2}), (1, {0: [0]}, {0: 3})]
+    assert [held_tokens(timeline, step) for step in (0, 1)] == [{0: 2}, {0: 3}]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["freed, then finished", "finished, then freed"])
+def test_wrong_guesses_free_only_the_end_of_a_table(order: int) -> None:
+    """And with the end of a sequence goes its share of blocks that others still hold, which nobody frees."""
+    emit = Recorder()
+    emit("added", 0, prompt_tokens=5)
+    emit("admitted", 0, cached=2)
+    emit.blocks(0, taken=(1, 2), shared=(0,))
+    emit.run(0, 3, 2)
+    emit.blocks(0, freed=(2,))
+    emit.step = 1
+    emit.run(0, 1, 5)
+    ends = [lambda: emit.blocks(0, freed=(1,)), lambda: emit("finished", 0, reason="length")]
+    for end in ends[::order]:
+        end()
+    emit("added", 1, prompt_tokens=1)
+    emit.step = 2
+    emit.run(1, 1, 0)
+    assert [list(b.holders) for b in read_events(emit.events).blocks] == [[0, 1, 2], [0, 1], []]
+    holdings = pytest.importorskip("tools.pictures_blocks", reason="matplotlib is not installed").holdings
+    assert [[h.table for h in holdings(emit.events, step)] for step in range(3)] == [[[0, 1, 2]], [[0, 1]], []]
+
+
+def test_choices_of_a_request_are_lives_of_their_own() -> None:
+    emit = Recorder()
+    for choice in (0, 1):
+        emit("added", 7, prompt_tokens=2, choice=choice)
+    for choice in (0, 1):
+        emit.run(7, 2, 0)
+        emit.events[-1]["choice"] = choice
+    lives = read_events(emit.events).lives
+    assert [(life.request, life.choice, [s.tokens for s in life.spans]) for life in lives] == [(7, 0, [2]), (7, 1, [2])]
+
+
 def test_a_shared_block_counts_once() -> None:
     use = slot_use(shared_blocks(), block_size=2)
     assert use[:2] == [SlotUse(1, reserved=4, used=3), SlotUse(2, reserved=6, used=5)]

@@ -12,8 +12,7 @@ def crowded(asynchronous: bool = False) -> Recording:
     """Twelve requests, half of them with a common beginning, in a pool so small that some are preempted."""
     world = make(bs=2, nb=16, seqs=3, mbt=8, asynchronous=asynchronous)
     recording = Recording(block_size=2, num_blocks=16, title="crowded")
-    # Counted from 1, as the stages count: to the notebooks' timeline step 0 is what comes before the first
-    world.engine.trace.on_event = lambda event: recording(event | {"step": event["step"] + 1})
+    world.engine.trace.on_event = recording
     draw = random.Random(1)
     for i in range(12):
         own = [draw.randrange(1, 8) for _ in range(draw.randint(2, 9))]
