@@ -43,7 +43,7 @@ class Linear(nn.Module):
         """The same for `RMSNorm.add` to read: x [T, in] -> [T, out], or parts to be summed [S, T, out] float32."""
         if self.bias is not None or self.group is not None:
             return self(x)
-        skinny = few_tokens_kernel(x, self.weight, MAX_FEW_PARTIAL)
+        skinny = few_tokens_kernel(x, self.weight, partial=True)
         return self(x) if skinny is None else skinny(x, self.weight, partial=True)
 
 
@@ -65,9 +65,10 @@ class MergedLinear(Linear):
                 yield f"{name}.{kind}", rows
 
 
-def few_tokens_kernel(x: Tensor, weight: Tensor, max_few: int = MAX_FEW) -> Callable[..., Tensor] | None:
-    """The linear kernel for few tokens, where x [T, in] has no more than that and it can serve such a layer."""
+def few_tokens_kernel(x: Tensor, weight: Tensor, partial: bool = False) -> Callable[..., Tensor] | None:
+    """The linear kernel for few tokens, where x [T, in] has so few and it can serve such a layer."""
     fused = kernels.fused_kernels(x.device)
     outputs, inputs = weight.shape
-    fits = x.shape[0] <= max_few and x.dtype != torch.float32 and inputs % 128 == 0 and outputs % 64 == 0
+    most = MAX_FEW_PARTIAL if partial else MAX_FEW
+    fits = x.shape[0] <= most and x.dtype != torch.float32 and inputs % 128 == 0 and outputs % 64 == 0
     return fused.skinny_linear if fits and fused.add_rms_norm is not None else None  # the norm sums the parts
