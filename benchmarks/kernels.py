@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from itertools import accumulate, cycle
+from itertools import accumulate, cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ def decode_problems() -> list[Problem]:
     rng = random.Random(0)
     contexts = [rng.randint(100, 1600) for _ in range(256)]  # mean 850
     problems = [Problem(f"decode {n}", [(1, c) for c in contexts[:n]], 256) for n in (256, 64, 32, 8, 1)]
+    problems += [Problem(f"decode {n}, all at {c}", [(1, c)] * n, 256) for n, c in ((256, 700), (256, 768), (32, 384))]
     return [*problems, Problem("decode 256", [(1, c) for c in contexts], 16)]
 
 
@@ -226,8 +227,9 @@ def main() -> int:
             record(by_backend("triton", problem))
             if kind == "prefill":
                 record(by_backend("flash_attn", problem))
-        for each in layouts or []:
-            record(by_layout(kind, each, problems[0]))
+        shown = [problems[0], problems[-1] if kind == "prefill" else problems[2]]
+        for each, problem in product(layouts or [], shown):
+            record(by_layout(kind, each, problem))
     return 0
 
 
