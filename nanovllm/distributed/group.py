@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanovllm.distributed.one_shot import OneShot
+
 HOST = "127.0.0.1"
-TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; one that dies is noticed at once
+TIMEOUT = timedelta(minutes=5)  # how long ranks wait for each other (see `watch`)
+SLICE = timedelta(seconds=0.5)  # how long a wait goes on after the group was given up
 
 
 class PeerLost(RuntimeError):
@@ -26,10 +29,13 @@ class Group:
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self.lost: str | None = None  # why it was given up
         self._backend: Any = None  # between `join` and `leave`
+        self._one_shot: OneShot | None = None
 
-    def join(self, store: dist.Store) -> None:
-        """Meet the others at `store`; returns when all are there."""
+    def join(self, store: dist.Store, host: str = HOST, timeout: timedelta = TIMEOUT) -> None:
+        """Meet the others at `store`; returns when all are there. On CPUs they talk through the interface that has the
+        address `host`: ranks of one machine need no network, and nobody else gets in."""
         if self.device.type == "cuda":
             # By default PyTorch ends the whole process when a collective fails, and with it the user's program.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -37,30 +43,42 @@ class Group:
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
-            # On the loopback interface: ranks of one machine need no network, and nobody else gets in.
-            options._devices, options._timeout = [gloo.create_device(hostname=HOST)], TIMEOUT
+            named = os.environ.get("GLOO_SOCKET_IFNAME") if host != HOST else None
+            device = gloo.create_device(interface=named) if named else gloo.create_device(hostname=host)
+            options._devices, options._timeout = [device], timeout
             self._backend = gloo(store, self.rank, self.size, options)
         self.all_reduce(torch.zeros(1, device=self.device)).item()  # NCCL connects at its first collective
+        if self.device.type == "cuda":
+            self._one_shot = OneShot.wanted(self.rank, self.size, store, self.device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in place, the same on every rank. On a GPU it is queued, not waited for."""
         if self.size > 1:
+            if self._one_shot is not None and self._one_shot.takes(x):
+                return self._one_shot.all_reduce(x)
             with self._others() as backend:
-                backend.allreduce([x]).wait()
+                self._wait(backend.allreduce([x]))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x, one after another, on every rank: [...] -> [R, ...]."""
+        """All ranks' x, one after another, on every rank: contiguous [...] -> [R, ...]."""
         if self.size == 1:
             return x[None]
-        parts = [torch.empty_like(x) for _ in range(self.size)]
+        gathered = x.new_empty(self.size, *x.shape)
         with self._others() as backend:
-            backend.allgather([parts], [x]).wait()
-        return torch.stack(parts)
+            self._wait(backend._allgather_base(gathered.view(-1), x.view(-1)))
+        return gathered
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, in place, on every rank."""
+        if self.size > 1:
+            with self._others() as backend:
+                self._wait(backend.broadcast(x, 0))
+        return x
 
     def smallest(self, value: int) -> int:
         """The least of all ranks' values."""
-        return int(self.all_gather(torch.tensor(value, device=self.device)).min())
+        return int(self.all_gather(torch.tensor([value], device=self.device)).min())
 
     @contextmanager
     def _others(self) -> Iterator[Any]:
@@ -70,15 +88,34 @@ class Group:
                 raise PeerLost("the ranks are not connected")
             yield self._backend
         except RuntimeError as error:
-            raise PeerLost(str(error)) from error
+            raise PeerLost(self.lost or str(error)) from error
+
+    def _wait(self, work: Any) -> None:
+        """On a GPU only the stream waits. Gloo's work cannot be called off, but nobody needs to wait for it."""
+        if self.device.type == "cuda":
+            work.wait()
+            return
+        while not work.is_completed():
+            try:
+                work.wait(SLICE)
+            except RuntimeError:
+                if self.lost is not None:
+                    raise
+        work.wait()
 
     @property
     def connected(self) -> bool:
-        return self.size == 1 or self._backend is not None
+        return self.lost is None and (self.size == 1 or self._backend is not None)
+
+    def give_up(self, why: str) -> None:
+        """End the waiting of whoever waits for another rank. Called from any thread."""
+        self.lost = self.lost or why
+        if self.device.type == "cuda":  # NCCL waits for ever; a gloo that is taken apart here may end with the program
+            self.leave()
 
     def leave(self) -> None:
         """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result."""
-        backend, self._backend = self._backend, None
+        backend, self._backend, self._one_shot = self._backend, None, None
         if backend is not None and self.device.type == "cuda":
             backend.abort()
 

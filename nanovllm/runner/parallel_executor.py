@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
+from nanovllm.distributed.spawned import SpawnedTeam
 from nanovllm.distributed.team import Team
 from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
 from nanovllm.models.loader import load_model
@@ -93,10 +94,10 @@ class ParallelExecutor:
     @classmethod
     def start(cls, share: Share, devices: list[torch.device]) -> "ParallelExecutor":
         """Start the workers; they load while the leader does."""
-        team = Team(devices, share)
+        team = SpawnedTeam(devices, share)
         try:
             team.join()
-            with team.in_step():
+            with team.in_step(loading=True):
                 return cls(team, LocalExecutor(share.make_runner(team.group)))
         except BaseException:
             team.close()

@@ -18,7 +18,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.team import Team, ctrl_c_waits
+from nanovllm.distributed.spawned import SpawnedTeam
+from nanovllm.distributed.team import ctrl_c_waits
 from nanovllm.engine.plan import StepPlan
 from tests.engine.ranks import (
     check_closed,
@@ -99,6 +100,14 @@ def test_tensor_parallel_t5_a_worker_is_killed(tiny: Path, when: Callable[..., N
         check_death(llm, r"rank 1 died \(exit code -9\)")
 
 
+def test_tensor_parallel_t5_a_worker_hangs(tiny: Path) -> None:
+    """Stopped, it neither dies nor answers. Who waits for it is told in time, and it is no more."""
+    with LLM(tiny, **CONFIG) as llm:
+        generate(llm, [[1, 2, 3]], LONG)
+        in_mid_step(llm, lambda: os.kill(pids_of(llm)[-1], signal.SIGSTOP))
+        check_death(llm, r"rank 1 was stopped: it has shown no sign of life for 3 s")
+
+
 def test_tensor_parallel_t5_a_worker_raises(tiny: Path) -> None:
     """Its traceback is in the error."""
     with LLM(tiny, **CONFIG) as llm:
@@ -147,7 +156,7 @@ def a_part_that_cannot_start(group: Group) -> Callable[[Any], object]:
 
 
 def test_a_worker_that_cannot_start_says_why() -> None:
-    team = Team([torch.device("cpu")] * 2, a_part_that_cannot_start)
+    team = SpawnedTeam([torch.device("cpu")] * 2, a_part_that_cannot_start)
     [pid] = [worker.pid for worker in team._workers.values()]
     team.join()
     with (

@@ -18,7 +18,7 @@ import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.distributed import team as team_module
-from nanovllm.distributed.team import Team
+from nanovllm.distributed.spawned import SpawnedTeam
 from nanovllm.engine.plan import Scheduled, StepPlan
 from nanovllm.runner.parallel_executor import ParallelExecutor
 from tests import oracle
@@ -211,7 +211,7 @@ def test_a_step_of_256_sequences_is_told_in_few_bytes(monkeypatch: pytest.Monkey
 
     local: Any = Deaf()
     unused: Any = None
-    executor = ParallelExecutor(Team([torch.device("cpu")], unused), local)
+    executor = ParallelExecutor(SpawnedTeam([torch.device("cpu")], unused), local)
     for key in range(256):
         executor.add(key, list(range(4000)), greedy(9))
     times = []

@@ -1,0 +1,80 @@
+"""How the leader notices that another rank does not go on, while it waits for it.
+
+Dead: the process has ended. The operating system says so, and the leader hears it at once.
+Stopped: the process exists but does not run: a signal, a debugger, a machine that hangs. Every rank shows a pulse from a
+    thread of its own, whatever its step is about; one that shows none for `SILENCE` during a step is given up. (Not
+    while it loads: what it waits for then, like a slow disk, may well stop its threads.) Time is counted in looks of
+    the leader, so that Ctrl-Z, which stops the leader too, does no harm.
+Slow: nobody can tell a rank that computes for long from one that never ends. So there is only a limit to how long ranks
+    wait for each other, `group.TIMEOUT`: with gloo at each sum, on GPUs, where sums are queued, at each step.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+
+import torch.distributed as dist
+
+BEAT = 0.5  # seconds
+SILENCE = 3.0  # seconds
+
+
+@dataclass
+class Step:
+    """What the leader is about."""
+
+    number: int = 0
+    under_way: bool = False
+    loading: bool = False
+
+
+def beat(store: dist.Store, rank: int) -> None:
+    """Show a pulse."""
+    store.add(f"pulse {rank}", 1)
+
+
+@dataclass
+class Watch:
+    """The leader's look at ranks 1 to `size` - 1, in a thread that ends with the first of `sentinels`, or with `over`.
+
+    lose: called for the first rank that is given up, with the reason.
+    """
+
+    store: dist.Store
+    size: int
+    step: Step
+    lose: Callable[[int, str], None]
+    sentinels: Sequence[int] = ()
+    max_step: float = float("inf")  # seconds
+
+    def __post_init__(self) -> None:
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        pulses: dict[int, int] = {}
+        silent: Counter[int] = Counter()  # looks in a row
+        number = looks = 0
+        while not self.over.is_set() and not self._someone_has_ended():
+            step = self.step
+            looks = looks + 1 if step.under_way and step.number == number else 0
+            number = step.number
+            for rank in range(1, self.size):
+                pulse = self.store.add(f"pulse {rank}", 0)
+                quiet = looks and not step.loading and pulse == pulses.get(rank)
+                silent[rank] = silent[rank] + 1 if quiet else 0
+                pulses[rank] = pulse
+                if silent[rank] * BEAT >= SILENCE:
+                    self.lose(rank, f"rank {rank} was stopped: it has shown no sign of life for {SILENCE:g} s")
+                    return
+            if looks * BEAT >= self.max_step and not step.loading:
+                self.lose(1, f"a step took longer than {self.max_step:g} s")
+                return
+
+    def _someone_has_ended(self) -> bool:
+        if self.sentinels:
+            return bool(connection.wait(self.sentinels, BEAT))
+        time.sleep(BEAT)
+        return False
