@@ -4,6 +4,10 @@ A decode step is hundreds of small kernels, and starting them one by one takes l
 starts them all with one call. What it replays are the very same launches on the very same memory: so everything that
 changes from step to step is read from tensors that stay where they are, and a batch is padded to the next size that was
 recorded, with the scratch row, which writes to the scratch block.
+
+A step that verifies guesses is replayed as well: every guess is a decode of its own, in the row of its sequence, one
+position further. The keys of all of them are written before any is read, so each sees those before it. What this costs
+is that a context is read once for every guess, instead of once for all; so it is done where launches cost more.
 """
 
 import logging
@@ -17,13 +21,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.attention.interface import AttentionMetadata
-from nanovllm.engine.plan import Scheduled
+from nanovllm.config import EngineConfig
 from nanovllm.kernels import fused_kernels
 from nanovllm.runner.rows import Rows, decode_inputs_reference
 
 logger = logging.getLogger(__name__)
 
 COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
+MAX_VERIFIED = 64  # tokens, guesses included, of a step that verifies; with more of them it is not launches that count
 
 
 class DecodeBatch:
@@ -35,6 +40,7 @@ class DecodeBatch:
         self.sampled_rows, self.positions = self.packed.view(2, size).unbind()  # [B] int32 each
         self.input_ids = shared["input_ids"][:size]  # [B] int32
         self.next_positions = shared["context_len"][:size]  # [B] int32: the token goes right behind the context
+        self.guesses = shared["guesses"][:size]  # [B] int64: what stood there before; for speculation only
         self.attention = AttentionMetadata(
             slots=shared["slots"][:size],
             query_start=shared["query_start"][: size + 1],
@@ -95,26 +101,33 @@ def batch_sizes(largest: int) -> list[int]:
     return [*(s for s in sizes if s < largest), largest]
 
 
-class DecodeGraphs:
-    """A recording for each batch size up to `max_num_seqs`."""
+def largest_batch(config: EngineConfig) -> int:
+    """The most tokens of a recorded step: one of each sequence, or guesses as well."""
+    max_draws = 1 if config.speculation is None else 1 + config.speculation.k
+    return max(config.max_num_seqs, min(config.max_num_seqs * max_draws, MAX_VERIFIED))
 
-    def __init__(self, rows: Rows, max_num_seqs: int, step: DecodeStep, recorder: Recorder) -> None:
+
+class DecodeGraphs:
+    """A recording for each batch size up to `largest`. `copies`: how many steps the host may be ahead, and one more."""
+
+    def __init__(
+        self, rows: Rows, largest: int, step: DecodeStep, recorder: Recorder, copies: int = COPIES_IN_FLIGHT
+    ) -> None:
         self.rows = rows
-        self.sizes = batch_sizes(max_num_seqs)
+        self.sizes = batch_sizes(largest)
         device, num_columns = rows.device, rows.block_table.shape[1]
         on_device = {"dtype": torch.int32, "device": device}
-        packed = torch.zeros(2 * max_num_seqs, **on_device)  # type: ignore[call-overload]
+        packed = torch.zeros(2 * largest, **on_device)  # type: ignore[call-overload]
         shared = {
-            "input_ids": torch.zeros(max_num_seqs, **on_device),  # type: ignore[call-overload]
-            "slots": torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
-            "context_len": torch.ones(max_num_seqs, **on_device),  # type: ignore[call-overload]
-            "query_start": torch.arange(max_num_seqs + 1, **on_device),  # type: ignore[call-overload]
-            "block_table": torch.zeros(max_num_seqs, num_columns, **on_device),  # type: ignore[call-overload]
+            "input_ids": torch.zeros(largest, **on_device),  # type: ignore[call-overload]
+            "slots": torch.zeros(largest, dtype=torch.int64, device=device),
+            "context_len": torch.ones(largest, **on_device),  # type: ignore[call-overload]
+            "query_start": torch.arange(largest + 1, **on_device),  # type: ignore[call-overload]
+            "block_table": torch.zeros(largest, num_columns, **on_device),  # type: ignore[call-overload]
+            "guesses": torch.zeros(largest, dtype=torch.int64, device=device),
         }
         pinned = device.type == "cuda"
-        self._host = [
-            torch.zeros(2 * max_num_seqs, dtype=torch.int32, pin_memory=pinned) for _ in range(COPIES_IN_FLIGHT)
-        ]
+        self._host = [torch.zeros(2 * largest, dtype=torch.int32, pin_memory=pinned) for _ in range(copies)]
         self._turn = 0
         self.batches = {size: DecodeBatch(size, rows, packed, shared) for size in self.sizes}
         self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
@@ -124,20 +137,21 @@ class DecodeGraphs:
             self._load(batch, [])
             self._replays[size] = recorder(lambda batch=batch: step(batch))  # type: ignore[misc]
 
-    def run(self, scheduled: list[Scheduled]) -> tuple[DecodeBatch, Tensor, Tensor]:
-        """Replay the smallest recording that has room for these decodes: its batch, token ids [B], logits [B, V]."""
-        batch = self.batches[self.sizes[bisect_left(self.sizes, len(scheduled))]]
-        self._load(batch, scheduled)
+    def run(self, tokens: list[tuple[int, int]]) -> tuple[DecodeBatch, Tensor, Tensor]:
+        """Replay the smallest recording that has room for these decodes, each a row and the position that it computes:
+        its batch, token ids [B], logits [B, V]."""
+        batch = self.batches[self.sizes[bisect_left(self.sizes, len(tokens))]]
+        self._load(batch, tokens)
         return batch, *self._replays[batch.size]()
 
-    def _load(self, batch: DecodeBatch, scheduled: list[Scheduled]) -> None:
+    def _load(self, batch: DecodeBatch, tokens: list[tuple[int, int]]) -> None:
         """Send rows and positions to the device, in one copy. The rest of the batch is the scratch row."""
         host = self._host[self._turn]
-        self._turn = (self._turn + 1) % COPIES_IN_FLIGHT
+        self._turn = (self._turn + 1) % len(self._host)
         array = host.numpy()[: 2 * batch.size].reshape(2, batch.size)
-        n = len(scheduled)
+        n = len(tokens)
         if n:
-            array[:, :n] = np.array([(s.row, s.start) for s in scheduled], dtype=np.int32).T
+            array[:, :n] = np.array(tokens, dtype=np.int32).T
         array[0, n:] = self.rows.scratch_row
         array[1, n:] = 0
         batch.packed.copy_(host[: 2 * batch.size], non_blocking=True)

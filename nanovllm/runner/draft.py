@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.interface import BoundAttention
+from nanovllm.attention.interface import AttentionMetadata, BoundAttention
 from nanovllm.config import EngineConfig, Speculation
 from nanovllm.engine.plan import Scheduled
 from nanovllm.models.checkpoint import find_checkpoint
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.loader import LoadedModel, load_model
-from nanovllm.runner.batch import make_batch
+from nanovllm.runner.batch import Batch, make_batch
+from nanovllm.runner.cuda_graphs import DecodeBatch, DecodeGraphs, Recorder, record_nothing
 from nanovllm.runner.rejection import draw_guesses
 from nanovllm.runner.rows import Rows, to_device
 from nanovllm.runner.sampler import Draws, constrain
@@ -52,14 +53,23 @@ def load_draft(model: str | Path, target: ModelConfig, config: EngineConfig, dev
 class DraftModel:
     """Shares the target's rows and their sampling parameters: q is filtered as p is, which makes them agree more."""
 
-    def __init__(self, loaded: LoadedModel, attention_backend: str, rows: Rows, sampling: SamplingState) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, rows: Rows, sampling: SamplingState, recorder: Recorder | None
+    ) -> None:
         c = loaded.config
         self.model = loaded.model
         self.rows, self.sampling = rows, sampling
-        self.backend = select_backend(attention_backend, rows.device, c.head_dim, rows.block_size, c.dtype)
+        self.backend = select_backend(config.attention_backend, rows.device, c.head_dim, rows.block_size, c.dtype)
         self.scale = c.head_dim**-0.5
         shape = (2, rows.scratch_block + 1, rows.block_size, c.num_key_value_heads, c.head_dim)
         self.kv = [torch.zeros(shape, dtype=c.dtype, device=rows.device) for _ in range(c.num_hidden_layers)]
+        self.graphs: DecodeGraphs | None = None
+        if recorder is not None and (self.backend.capturable or recorder is record_nothing):
+            assert config.speculation is not None
+            self.logits = torch.empty(config.max_num_seqs, c.vocab_size, dtype=c.dtype, device=rows.device)  # [B, V]
+            copies = config.speculation.k + 1  # the turns of a step; the step before is over
+            with torch.inference_mode():
+                self.graphs = DecodeGraphs(rows, config.max_num_seqs, self.decode, recorder, copies)
 
     def propose(self, scheduled: Sequence[Scheduled], needs: Needs, all_greedy: bool) -> Tensor | None:
         """Write the guesses of a step into the rows, and one more for each sequence.
@@ -88,13 +98,35 @@ class DraftModel:
 
     def _guess(self, scheduled: list[Scheduled], needs: Needs, all_greedy: bool) -> Tensor | None:
         """One turn: compute tokens, and write a guess behind each that is sampled; returns what it was drawn from."""
-        r = self.rows
-        batch = make_batch(scheduled, r)
-        attend = BoundAttention(self.backend, self.kv, batch.attention, self.scale)
-        hidden = self.model(batch.input_ids, batch.positions, attend)  # [T, H]
-        logits = self.model.logits(hidden[batch.sampled_tokens]).float()  # [N, V]
-        rows, positions = batch.sampled_rows, batch.next_positions
-        draws = Draws(r.temperature[rows], r.seed[rows], positions - r.num_prompt_tokens[rows], all_greedy)
-        guesses, q = draw_guesses(constrain(logits, draws, rows, self.sampling, needs), draws)
-        r.token_ids[rows, positions] = guesses.int()
+        batch: Batch | DecodeBatch
+        if self.graphs is not None and all(s.sample and s.num_tokens == 1 for s in scheduled):
+            batch, _, logits = self.graphs.run([(s.row, s.start) for s in scheduled])
+            if all_greedy and needs == Needs():
+                return None  # the recording wrote the guesses
+            logits = logits[: len(scheduled)]
+        else:
+            batch = make_batch(scheduled, self.rows)
+            hidden = self.model(batch.input_ids, batch.positions, self._bind(batch.attention))  # [T, H]
+            logits = self.model.logits(hidden[batch.sampled_tokens])  # [N, V]
+        n = logits.shape[0]
+        rows, positions = batch.sampled_rows[:n], batch.next_positions[:n]
+        draws = self._draws(rows, positions, all_greedy)
+        guesses, q = draw_guesses(constrain(logits.float(), draws, rows, self.sampling, needs), draws)
+        self.rows.token_ids[rows, positions] = guesses.int()
         return q
+
+    def decode(self, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+        """A turn of one token each, as graphs record it: greedy guesses [B], and logits [B, V]."""
+        batch.look_up(self.rows)
+        hidden = self.model(batch.input_ids, batch.positions, self._bind(batch.attention))  # [B, H]
+        logits = self.model.logits(hidden, self.logits[: batch.size])  # [B, V]
+        guesses, _ = draw_guesses(logits.float(), self._draws(batch.sampled_rows, batch.next_positions, True))
+        self.rows.token_ids[batch.sampled_rows, batch.next_positions] = guesses.int()
+        return guesses, logits
+
+    def _bind(self, meta: AttentionMetadata) -> BoundAttention:
+        return BoundAttention(self.backend, self.kv, meta, self.scale)
+
+    def _draws(self, rows: Tensor, next_positions: Tensor, all_greedy: bool) -> Draws:
+        r = self.rows
+        return Draws(r.temperature[rows], r.seed[rows], next_positions - r.num_prompt_tokens[rows], all_greedy)

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner.cuda_graphs import batch_sizes
+from nanovllm.runner.cuda_graphs import batch_sizes, largest_batch
 
 GIB = 2**30
 
@@ -22,11 +22,11 @@ MIB = 2**20
 SHARE = "NANOVLLM_GPU_MEMORY"
 
 
-def graph_bytes(max_num_seqs: int, model: ModelConfig) -> int:
-    """What recorded decode steps may take: their logits; a pool of activations and the matrix library's workspace,
-    which they share; and the launches themselves, some 10 KB each."""
-    logits = max_num_seqs * model.vocab_size * model.dtype.itemsize
-    launches = len(batch_sizes(max_num_seqs)) * model.num_hidden_layers * MIB // 8
+def graph_bytes(largest: int, model: ModelConfig) -> int:
+    """What recorded decode steps of up to `largest` tokens may take: their logits; a pool of activations and the matrix
+    library's workspace, which they share; and the launches themselves, some 10 KB each."""
+    logits = largest * model.vocab_size * model.dtype.itemsize
+    launches = len(batch_sizes(largest)) * model.num_hidden_layers * MIB // 8
     return logits + 128 * MIB + launches
 
 
@@ -53,7 +53,8 @@ def num_kv_blocks(
     else:
         available, knob = gpu_budget(config, device, run_largest_step), "gpu_memory_utilization, or free GPU memory"
         if with_graphs:
-            available -= graph_bytes(config.max_num_seqs, model)
+            available -= graph_bytes(largest_batch(config), model)
+            available -= 0 if draft is None else graph_bytes(config.max_num_seqs, draft)
     count = available // each - 1
     if count < 1:
         missing = (2 * each - available) / GIB

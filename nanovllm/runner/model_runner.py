@@ -19,7 +19,14 @@ from nanovllm.engine.plan import Scheduled, StepPlan, TokenLogprobs
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel
 from nanovllm.runner.batch import Batch, make_batch
-from nanovllm.runner.cuda_graphs import CudaGraphRecorder, DecodeBatch, DecodeGraphs, Recorder
+from nanovllm.runner.cuda_graphs import (
+    MAX_VERIFIED,
+    CudaGraphRecorder,
+    DecodeBatch,
+    DecodeGraphs,
+    Recorder,
+    largest_batch,
+)
 from nanovllm.runner.draft import DraftModel, load_draft
 from nanovllm.runner.logprobs import TopLogprobs
 from nanovllm.runner.memory import num_kv_blocks
@@ -129,14 +136,15 @@ class ModelRunner:
         self.sampling = SamplingState(
             self.rows.token_ids, self.rows.num_prompt_tokens, self.vocab_size, loaded.eos_token_ids
         )
-        self.draft: DraftModel | None = None
-        if draft is not None:
-            self.draft = DraftModel(draft, config.attention_backend, self.rows, self.sampling)
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
-            self.logits = torch.empty(config.max_num_seqs, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
+            largest = largest_batch(config)
+            self.logits = torch.empty(largest, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
             with torch.inference_mode():
-                self.graphs = DecodeGraphs(self.rows, config.max_num_seqs, self.decode, recorder)
+                self.graphs = DecodeGraphs(self.rows, largest, self.decode, recorder)
+        self.draft: DraftModel | None = None
+        if draft is not None:
+            self.draft = DraftModel(draft, config, self.rows, self.sampling, recorder)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> StepOutput:
@@ -151,10 +159,15 @@ class ModelRunner:
         elif guessed := [s for s in sampled if s.guesses]:
             self.rows.write_guesses(guessed)
         num_draws = [len(s.guesses) + 1 for s in sampled]
-        all_decode = len(sampled) == len(plan.scheduled) and all(s.num_tokens == 1 for s in sampled)
+        n = sum(num_draws)
+        only_decodes = n == sum(s.num_tokens for s in plan.scheduled)  # they compute what they are sampled behind
         batch: Batch | DecodeBatch
-        if self.graphs is not None and all_decode and q is None:
-            batch, token_ids, logits = self.graphs.run(sampled)
+        if self.graphs is not None and only_decodes and (n == len(sampled) or n <= MAX_VERIFIED):
+            tokens = [(s.row, s.start) for s in sampled]
+            if n > len(sampled):
+                tokens = [(s.row, s.start + i) for s in sampled for i in range(s.num_tokens)]
+            batch, token_ids, logits = self.graphs.run(tokens)
+            guesses = batch.guesses[:n] if self.speculates else None
         else:
             batch = make_batch(plan.scheduled, self.rows)
             if self.speculates:
@@ -163,23 +176,27 @@ class ModelRunner:
             hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [T, H]
             logits = self.model.logits(hidden[batch.sampled_tokens])  # [N, V]
             token_ids = self.draw(logits, batch.sampled_rows, batch.next_positions, self.all_greedy(sampled))
-        n = sum(num_draws)
         if needs is None and q is None:
             return StepOutput(token_ids[:n], guesses, num_draws, None, [None] * len(sampled))
         if self.group.size > 1:
             logits = gather_logits(logits, self.group, self.vocab_size)
-        draws, rows = self.draws(batch.sampled_rows[:n], batch.next_positions[:n]), batch.sampled_rows[:n]
+        rows, positions = batch.sampled_rows[:n], batch.next_positions[:n]
+        draws = self.draws(rows, positions)
+        if guesses is not None:  # the plain tail wrote over them, and what is drawn behind them counts them
+            self.rows.token_ids[rows, positions] = guesses.int()
         verify = None
         if q is not None and guesses is not None:
             verify = partial(accept_or_redraw, guesses=guesses, q=q)
         token_ids, logprobs = sample_full(logits[:n], draws, rows, self.sampling, needs or Needs(), verify)
-        self.rows.token_ids[rows, batch.next_positions[:n]] = token_ids.clamp(min=0).int()
+        self.rows.token_ids[rows, positions] = token_ids.clamp(min=0).int()
         wanted = [self.rows.params[s.row].logprobs for s in sampled]
         return StepOutput(token_ids, guesses, num_draws, logprobs, wanted)
 
     def decode(self, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
         """A decode step on static tensors, everything from rows and positions to the tokens: what graphs record."""
         batch.look_up(self.rows)
+        if self.speculates:
+            batch.guesses.copy_(self.rows.token_ids[batch.sampled_rows, batch.next_positions])
         hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [B, H]
         logits = self.model.logits(hidden, self.logits[: batch.size])  # [B, V]
         return self.draw(logits, batch.sampled_rows, batch.next_positions), logits
@@ -235,7 +252,11 @@ class ModelRunner:
         num_rows = min(config.max_num_seqs * max_draws, num_tokens)
         logits = self.model.logits(hidden[:num_rows])
         zeros = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        sample_plain(logits, Draws(torch.ones(num_rows, device=self.device), zeros, zeros))
+        draws = Draws(torch.ones(num_rows, device=self.device), zeros, zeros)
+        if config.speculation is not None and config.speculation.model is not None:
+            accept_or_redraw(logits.float(), draws, zeros, logits.float())
+        else:
+            sample_plain(logits, draws)
 
     def close(self) -> None:
         """Give the memory back."""
