@@ -180,7 +180,7 @@ def _work(make: Make, group: Group, port: int, pipe: Connection, threads: int) -
 
 
 def _exit_with_leader(stores: list[dist.Store], rank: int) -> None:
-    """Also in the middle of a step, where nobody listens to the pipe. Until then show a pulse, once there is a store."""
+    """Also in the middle of a step, where nobody listens to the pipe. Until then show a pulse."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     with suppress(RuntimeError):  # the store is gone, and with it the leader

@@ -1,8 +1,8 @@
 """How the leader notices that another rank does not go on, while it waits for it.
 
 Dead: the process has ended. The operating system says so, and the leader hears it at once.
-Stopped: the process exists but does not run: a signal, a debugger, a machine that hangs. Every rank shows a pulse from a
-    thread of its own, whatever its step is about; one that shows none for `SILENCE` during a step is given up. (Not
+Stopped: the process exists but does not run: a signal, a debugger, a machine that hangs. Every rank shows a pulse from
+    a thread of its own, whatever its step is about; one that shows none for `SILENCE` during a step is given up. (Not
     while it loads: what it waits for then, like a slow disk, may well stop its threads.) Time is counted in looks of
     the leader, so that Ctrl-Z, which stops the leader too, does no harm.
 Slow: nobody can tell a rank that computes for long from one that never ends. So there is only a limit to how long ranks

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.distributed.spawned import SpawnedTeam
 from nanovllm.runner.parallel_executor import ParallelExecutor
 from tests.engine.test_llm_invariance import check_same
 from tests.stages.ranks import RANKS, awkward_checkpoint, check_gone
@@ -89,13 +90,19 @@ def executor_of(llm: LLM) -> ParallelExecutor:
     return executor
 
 
+def team_of(llm: LLM) -> SpawnedTeam:
+    team = executor_of(llm).team
+    assert isinstance(team, SpawnedTeam)
+    return team
+
+
 def pids_of(llm: LLM) -> list[int]:
-    pids = [worker.pid for worker in executor_of(llm).team._workers.values()]
+    pids = [worker.pid for worker in team_of(llm)._workers.values()]
     return [pid for pid in pids if pid is not None]
 
 
 def segments_of(llm: LLM) -> list[str]:
-    return [segment.name for segment in executor_of(llm).team._segments]
+    return [segment.name for segment in team_of(llm)._segments]
 
 
 def check_closed(llm: LLM, pids: list[int], segments: list[str]) -> None:
