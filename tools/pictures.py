@@ -105,13 +105,16 @@ def write_tokens(axes: Axes, span: Span, left: float, width: float, row: int, sc
         middle = left + width / 2
         axes.text(middle, row, str(span.tokens), rotation=rotation, ha="center", va="center", color="white", fontsize=9)
     if span.hit:
-        axes.text(left, row - 0.36, f"+{span.hit} from the cache", va="bottom", fontsize=9)
+        at, side = (left, "left") if left / scale < 0.8 else (left + width, "right")
+        axes.text(at, row - 0.36, f"+{span.hit} from the cache", va="bottom", ha=side, fontsize=9)
 
 
 def mark_ends(axes: Axes, life: Life, row: int, left: dict[int, float], width: dict[int, float], scale: float) -> None:
     for step in life.preempted:
         axes.plot(left[step], row, marker="X", color=BLACK, markersize=9, clip_on=False)
-        axes.text(left[step] + 0.012 * scale, row - 0.22, "preempted", fontsize=9, va="center")
+        # Below the line, since what the cache had is written above it, and legible on the boxes that may follow soon
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+        axes.text(left[step] + 0.016 * scale, row + 0.24, "preempted", fontsize=9, va="center", bbox=box)
     if life.finished is not None:
         end = left[life.finished] + width[life.finished]
         axes.plot([end, end], [row - 0.42, row + 0.42], color=BLACK, linewidth=2.5, clip_on=False)

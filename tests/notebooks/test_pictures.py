@@ -61,13 +61,28 @@ def test_every_stage_gives_the_same_tokens_and_a_picture(runs: dict[int, Run]) -
     assert all(run.outputs == runs[1].outputs for run in runs.values())
     for run in runs.values():
         picture = swimlane(run.events, names=NAMES)
-        assert picture._repr_png_().startswith(PNG)
+        assert picture.png().startswith(PNG)
         assert [tick.get_text() for tick in picture.axes[0].get_yticklabels()] == list(NAMES)
 
 
 def test_the_same_events_give_the_same_bytes(runs: dict[int, Run]) -> None:
-    first, second = (swimlane(runs[5].events, names=NAMES, by="tokens")._repr_png_() for _ in range(2))
+    first, second = (swimlane(runs[5].events, names=NAMES, by="tokens").png() for _ in range(2))
     assert first == second
+
+
+def test_a_notebook_gets_a_sharp_picture_with_its_width_and_words_for_who_does_not_see_it(runs: dict[int, Run]) -> None:
+    png, about = swimlane(runs[5].events, names=NAMES)._repr_png_()
+    width = int.from_bytes(png[16:20], "big")  # of the PNG header
+    assert png.startswith(PNG) and about["width"] < width < 2 * about["width"]
+    assert about["alt"] == "Who runs when (across: step; upright: request)"
+
+
+def test_labels_at_the_right_end_stay_inside(runs: dict[int, Run]) -> None:
+    last = [event for event in runs[4].events if event["type"] == "admitted"][-1]
+    late = [event | {"cached": 4} if event is last else event for event in runs[4].events]
+    picture = swimlane(late, until=26, names=NAMES)
+    [label] = [text for text in picture.axes[0].texts if text.get_text() == "+4 from the cache"]
+    assert label.get_ha() == "right"
 
 
 def test_the_legend_names_what_is_there_and_nothing_else(runs: dict[int, Run]) -> None:
@@ -92,7 +107,7 @@ def test_the_other_pictures_have_units_on_their_axes(runs: dict[int, Run]) -> No
         waste({"stage 5": slot_use(runs[5].events, block_size=BLOCK_SIZE)}),
     ]
     for picture in pictures:
-        assert picture._repr_png_().startswith(PNG)
+        assert picture.png().startswith(PNG)
         assert picture.axes[0].get_xlabel()
     assert all("[" in picture.axes[0].get_ylabel() for picture in pictures[1:4])
     tree = prefix_tree(prompts, BLOCK_SIZE, tokenizer.decode, names=NAMES)

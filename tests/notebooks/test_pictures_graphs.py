@@ -27,7 +27,7 @@ def test_padding_fills_every_batch_up_to_its_bucket() -> None:
     assert [bar.get_height() for bar in wanted] == list(range(1, 13))
     tops = [bar.get_y() + bar.get_height() for bar in padding]
     assert tops == [1, 2, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12]
-    assert picture._repr_png_().startswith(PNG)
+    assert picture.png().startswith(PNG)
 
 
 def test_a_timeline_has_a_panel_a_run_and_a_row_a_track() -> None:
@@ -36,7 +36,7 @@ def test_a_timeline_has_a_panel_a_run_and_a_row_a_track() -> None:
     assert [label.get_text() for label in picture.axes[0].get_yticklabels()] == ["CPU", "launch", "GPU"]
     assert picture.axes[1].get_xlim() == (0, 4.2) and "[ms]" in picture.axes[1].get_xlabel()
     assert [text.get_text() for text in picture.legends[0].get_texts()][-1] == "waiting"
-    assert picture._repr_png_().startswith(PNG)
+    assert picture.png().startswith(PNG)
 
 
 def test_a_piece_of_a_timeline_is_in_microseconds() -> None:

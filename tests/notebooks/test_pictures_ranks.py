@@ -36,7 +36,7 @@ def test_a_layer_is_drawn_to_scale(ranks: int) -> None:
     weights = sum(rows * columns for rows, columns in matrices(CONFIG).values())
     assert len(areas) == 7 * (ranks + 1) and sum(areas) == pytest.approx(2 * weights)  # the parts, and the frames
     assert [text.get_text() for text in picture.legends[0].get_texts()] == [f"rank {rank}" for rank in range(ranks)]
-    assert picture._repr_png_().startswith(PNG)
+    assert picture.png().startswith(PNG)
 
 
 def test_a_layer_meets_twice() -> None:
@@ -54,7 +54,7 @@ def test_a_bar_for_every_collective() -> None:
         "sum over the ranks",
         "best tokens side by side",
     ]
-    assert picture._repr_png_().startswith(PNG)
+    assert picture.png().startswith(PNG)
 
 
 def test_what_is_noted_of_a_run() -> None:
