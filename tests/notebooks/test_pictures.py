@@ -80,7 +80,7 @@ def test_a_notebook_gets_a_sharp_picture_with_its_width_and_words_for_who_does_n
 def test_labels_at_the_right_end_stay_inside(runs: dict[int, Run]) -> None:
     last = [event for event in runs[4].events if event["type"] == "admitted"][-1]
     late = [event | {"cached": 4} if event is last else event for event in runs[4].events]
-    picture = swimlane(late, until=26, names=NAMES)
+    picture: Any = swimlane(late, until=26, names=NAMES)
     [label] = [text for text in picture.axes[0].texts if text.get_text() == "+4 from the cache"]
     assert label.get_ha() == "right"
 
