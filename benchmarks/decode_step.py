@@ -55,6 +55,7 @@ class KeysAhead:
     tiles: int
     programs: int
     pause: int  # nanoseconds
+    beside: bool = True  # on a stream of their own; else between two kernels of the layer
 
 
 @triton.jit
@@ -95,8 +96,8 @@ def ask_ahead(kv: Tensor, meta: AttentionMetadata, plan: Tensor, how: KeysAhead)
 
 
 @contextmanager
-def keys_ahead(how: KeysAhead, kvs: list[Tensor]) -> Iterator[torch.cuda.Stream]:
-    """Have each layer's attention ask for the next layer's keys, on a stream of its own, which is yielded."""
+def keys_ahead(how: KeysAhead, kvs: list[Tensor]) -> Iterator[torch.cuda.Stream | None]:
+    """Have each layer's attention ask for the next layer's keys. Yields the stream that does it, if it has one of its own."""
     side = torch.cuda.Stream()
     following = {kv.data_ptr(): after for kv, after in pairwise(kvs)}
     attend = TritonBackend.attend
@@ -106,7 +107,9 @@ def keys_ahead(how: KeysAhead, kvs: list[Tensor]) -> Iterator[torch.cuda.Stream]
     ) -> Tensor:
         out = attend(self, q, kv, meta, scale, shared)
         after = following.get(kv.data_ptr())
-        if after is not None and shared is not None:
+        if after is not None and shared is not None and not how.beside:
+            ask_ahead(after, meta, shared["decode plan"], how)
+        elif after is not None and shared is not None:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 ask_ahead(after, meta, shared["decode plan"], how)
@@ -114,7 +117,7 @@ def keys_ahead(how: KeysAhead, kvs: list[Tensor]) -> Iterator[torch.cuda.Stream]
 
     TritonBackend.attend = patched  # type: ignore[method-assign]
     try:
-        yield side
+        yield side if how.beside else None
     finally:
         TritonBackend.attend = attend  # type: ignore[method-assign]
 
@@ -151,6 +154,7 @@ VARIANTS: dict[str, Variant] = {
     "keys ahead: 2 tiles": partial(keys_ahead, KeysAhead(2, 32, 800)),
     "keys ahead: 2 tiles, slowly": partial(keys_ahead, KeysAhead(2, 16, 800)),
     "keys ahead: 2 tiles, at once": partial(keys_ahead, KeysAhead(2, 64, 0)),
+    "keys ahead: 1 tile, between": partial(keys_ahead, KeysAhead(1, 128, 0, beside=False)),
     "few tokens: 512 inputs": partial(few_tokens, 64, 512),
     "few tokens: 256 inputs": partial(few_tokens, 64, 256),
     "small tiles": partial(decode_layout, DecodeConfig(32, 4, 3, 4)),
