@@ -97,7 +97,7 @@ def ask_ahead(kv: Tensor, meta: AttentionMetadata, plan: Tensor, how: KeysAhead)
 
 @contextmanager
 def keys_ahead(how: KeysAhead, kvs: list[Tensor]) -> Iterator[torch.cuda.Stream | None]:
-    """Have each layer's attention ask for the next layer's keys. Yields the stream that does it, if it has one of its own."""
+    """Each layer's attention asks for the next layer's keys. Yields the stream that does it, if it has its own."""
     side = torch.cuda.Stream()
     following = {kv.data_ptr(): after for kv, after in pairwise(kvs)}
     attend = TritonBackend.attend
