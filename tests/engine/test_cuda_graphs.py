@@ -8,14 +8,19 @@ import pytest
 import torch
 
 import nanovllm.llm
+from benchmarks.replay import Replay
 from nanovllm import LLM, SamplingParams
+from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import DecodeGraphs, batch_sizes, record_nothing
 from nanovllm.runner.model_runner import ModelRunner
 from tests.stages.requests import PROMPTS
-from tests.weights import lively_qwen3
+from tests.weights import VOCAB, lively_qwen3
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 18
+DEFAULTS: dict[str, Any] = {
+    "skip_tokenizer_init": True, "num_kv_blocks": 60, "kvcache_block_size": 16, "max_num_seqs": 6, "max_model_len": 128,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -27,8 +32,7 @@ def make_llm(path: Path, device: str, monkeypatch: pytest.MonkeyPatch, **config:
     """fp32, with recorded decode steps."""
     if device == "cpu":
         monkeypatch.setattr(nanovllm.llm, "ModelRunner", partial(ModelRunner, recorder=record_nothing))
-    defaults = {"num_kv_blocks": 60, "kvcache_block_size": 16, "max_num_seqs": 6, "max_model_len": 128}
-    llm = LLM(path, device=device, dtype="float32", skip_tokenizer_init=True, **defaults | config)
+    llm = LLM(path, device=device, dtype="float32", **DEFAULTS | config)
     monkeypatch.setattr(nanovllm.llm, "ModelRunner", ModelRunner)
     return llm
 
@@ -74,10 +78,7 @@ def test_tokens_are_those_of_the_plain_loop(
     params = mixed_params(len(prompts))
     recorded = make_llm(path, device, monkeypatch, async_scheduling=overlapped)
     assert runner_of(recorded).graphs is not None
-    plain = LLM(
-        path, device=device, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, num_kv_blocks=60,
-        kvcache_block_size=16, max_num_seqs=6, max_model_len=128,
-    )  # fmt: skip
+    plain = LLM(path, device=device, dtype="float32", enforce_eager=True, **DEFAULTS)
     assert runner_of(plain).graphs is None
     expected = tokens_of(plain, prompts, params)
     assert len({t for tokens in expected for t in tokens}) > 20
@@ -92,14 +93,60 @@ def test_recordings_are_used(device: str, checkpoints: Path, monkeypatch: pytest
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch)
     run = DecodeGraphs.run
 
-    def counting(self: DecodeGraphs, scheduled: Any) -> Any:
-        result = run(self, scheduled)
-        sizes.append((len(scheduled), result[0].size))
+    def counting(self: DecodeGraphs, tokens: Any) -> Any:
+        result = run(self, tokens)
+        sizes.append((len(tokens), result[0].size))
         return result
 
     monkeypatch.setattr(DecodeGraphs, "run", counting)
     tokens_of(llm, [p[:9] for p in PROMPTS[:3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     assert sizes == [(3, 4)] * 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("guesser", "most"), [("replay", 64), ("replay", 14), ("draft", 14), ("greedy draft", 64)])
+def test_verification_is_replayed(
+    device: str, guesser: str, most: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guesses of any quality and all kinds of sampling: the tokens of the plain loop, from recordings of both models
+    as long as a step has few enough tokens."""
+    monkeypatch.setattr(model_runner, "MAX_VERIFIED", most)
+    path = lively_qwen3(checkpoints)
+    prompts = [[*p[:20], i] for i, p in enumerate((PROMPTS * 2)[:5])]
+    params = mixed_params(len(prompts))
+    if guesser == "greedy draft":
+        params = [
+            SamplingParams(temperature=0, max_tokens=TOKENS, repetition_penalty=1.5, logprobs=i) for i in range(5)
+        ]
+    speculative = {"method": "ngram", "k": 4} if guesser == "replay" else {"model": path, "k": 3}
+    config: dict[str, Any] = {"max_num_seqs": 4, "speculative": speculative}
+    recorded = make_llm(path, device, monkeypatch, **config)
+    # Nothing is recorded, and the draft is as good as can be, so that it is right about drawn tokens, too.
+    plain = LLM(path, device=device, dtype="float32", enforce_eager=True, **DEFAULTS | config)
+    assert runner_of(plain).graphs is None
+    if guesser == "replay":
+        unguided = make_llm(path, device, monkeypatch, max_num_seqs=4)
+        known = {str(i): ids for i, ids in enumerate(tokens_of(unguided, prompts, params))}
+        for llm in (recorded, plain):
+            llm.engine.scheduler.proposer = Replay(known, 0.8, VOCAB)
+    expected = tokens_of(plain, prompts, params)
+    if guesser == "replay":
+        assert expected == list(known.values())
+
+    seen: list[tuple[Any, int, int]] = []
+    run = DecodeGraphs.run
+
+    def counting(self: DecodeGraphs, tokens: Any) -> Any:
+        seen.append((self, len(tokens), len({row for row, _ in tokens})))
+        return run(self, tokens)
+
+    monkeypatch.setattr(DecodeGraphs, "run", counting)
+    assert tokens_of(recorded, prompts, params) == expected
+    assert recorded.engine.scheduler.speculation == plain.engine.scheduler.speculation
+    verified = [n for graphs, n, num_rows in seen if graphs is runner_of(recorded).graphs and n > num_rows]
+    assert 4 < max(verified) <= most
+    drafted = [n for graphs, n, num_rows in seen if graphs is not runner_of(recorded).graphs]
+    assert bool(drafted) == (guesser != "replay") and max(drafted, default=0) <= 4
 
 
 @pytest.mark.parametrize("device", DEVICES)
