@@ -21,7 +21,7 @@ LINTED = $(wildcard stages nanovllm tools benchmarks tests notebooks examples ex
 unexport VIRTUAL_ENV PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu models ladder bench bench-cpu bench-check report docs doctor progress notebooks lint format clean FORCE
+.PHONY: help setup demo test test-slow test-gpu models ladder bench bench-cpu bench-check report docs slides doctor progress notebooks race record replay lint format clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { sub(/%/, "N", $$1); printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,15 @@ stage-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in stage N and show 
 stage-%-demo: $(STAMP) FORCE ## a live view of stage N in the terminal: blocks, queues, text
 	$(RUN) -m tools.demo --stage $* $(ARGS)
 
+race: $(STAMP) ## the stages and the engine on one workload, lane by lane (ARGS="--device cuda" on a GPU)
+	$(RUN) -m tools.race $(ARGS)
+
+record: $(STAMP) ## hold the race and keep it, tokens, times and events, in small files
+	$(RUN) -m tools.record $(ARGS)
+
+replay: $(STAMP) ## show a recorded race, or one engine of it (ARGS="--engine stage_4 --speed 0.5")
+	$(RUN) -m tools.replay $(ARGS)
+
 ladder: $(STAMP) ## one workload through every stage and Hugging Face, drawn as a picture
 	$(RUN) -m benchmarks.ladder $(ARGS)
 
@@ -87,6 +96,9 @@ report: $(STAMP) ## write the tables of the README from benchmarks/results
 
 docs: $(STAMP) ## build the course site into build/docs/html, offline (needs the extra `docs`)
 	$(RUN) -m tools.docs $(ARGS)
+
+slides: $(STAMP) ## slides of the lectures into build/slides, offline (ARGS="--stage 4" one, "--script 4" its run sheet)
+	$(RUN) -m tools.slides $(ARGS)
 
 doctor: $(STAMP) ## what is the matter with this machine (GPU, memory, ports, leftovers), and what to do about it
 	$(RUN) -m tools.doctor

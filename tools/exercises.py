@@ -122,11 +122,26 @@ def exercise_source(stage: Stage, holes: Set[str] | None = None) -> str:
     return head + cut(solution.read_text(encoding="utf-8"), holes)
 
 
-def write_exercise(stage: Stage, directory: Path, *, force: bool = False) -> Path:
+def holes_from(stage: Stage, checkpoint: int) -> set[str]:
+    """The holes that are still open when one comes to number `checkpoint`; after the last one, none.
+
+    Raises ValueError for a number that is no such place.
+    """
+    names = [
+        hole.name for hole in find_holes((ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8"))
+    ]
+    if not 1 <= checkpoint <= len(names) + 1:
+        raise ValueError(
+            f"stage {stage.number} has checkpoints 1 to {len(names) + 1}, and {checkpoint} is none of them"
+        )
+    return {name for name in names if int(name.split(".")[1]) >= checkpoint}
+
+
+def write_exercise(stage: Stage, directory: Path, *, holes: Set[str] | None = None, force: bool = False) -> Path:
     """Write the exercise file of `stage` into `directory` (made if absent) and return its path.
 
-    Raises FileExistsError where there is one already, which may be somebody's work. With `force` that file is kept
-    under a new name ending in .bak.
+    `holes` as in `cut`. Raises FileExistsError where there is a file already, which may be somebody's work. With
+    `force` that file is kept under a new name ending in .bak.
     """
     target = directory / f"{stage.module_name}.py"
     if target.exists():
@@ -139,7 +154,7 @@ def write_exercise(stage: Stage, directory: Path, *, force: bool = False) -> Pat
         target.rename(free_name(target))
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "__init__.py").touch()
-    target.write_text(exercise_source(stage), encoding="utf-8")
+    target.write_text(exercise_source(stage, holes), encoding="utf-8")
     return target
 
 
@@ -156,15 +171,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.exercises", description=__doc__.splitlines()[0])
     parser.add_argument("stage", type=int, help="number of the stage")
     parser.add_argument("--force", action="store_true", help="begin again; the old file is kept as .bak")
+    parser.add_argument(
+        "--checkpoint", type=int, metavar="K", help="as --force, with the exercises before number K filled in"
+    )
     args = parser.parse_args(argv)
     try:
         stage = load_stage(args.stage)
-        written = write_exercise(stage, ROOT / "exercises", force=args.force)
+        holes = None if args.checkpoint is None else holes_from(stage, args.checkpoint)
+        written = write_exercise(stage, ROOT / "exercises", holes=holes, force=args.force or holes is not None)
     except (ValueError, FileExistsError) as error:
         print(error, file=sys.stderr)
         return 1
     print(f"{written.relative_to(ROOT)}: {stage.title}")
     for hole in find_holes(written.read_text(encoding="utf-8")):
+        if holes is not None and hole.name not in holes:
+            continue
         print(textwrap.fill(f"  {hole.name}  {hole.hint}", WIDTH, subsequent_indent="       "))
     print(f"Fill the holes, then: make stage-{stage.number}-test IMPL=exercises")
     return 0

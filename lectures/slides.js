@@ -1,0 +1,20 @@
+// Slides on a wide window, a page to scroll on a narrow one. D switches between day and night, S opens the speaker view.
+const night = matchMedia("(prefers-color-scheme: dark)");
+const wide = matchMedia("(min-width: 700px)");
+const asked = new URLSearchParams(location.search);
+const setTheme = theme => { document.documentElement.dataset.theme = theme; };
+
+setTheme(asked.get("theme") || (night.matches ? "dark" : "light"));
+
+// The speaker view shows slides in small frames of its own, and asks for them with ?receiver
+if (wide.matches || asked.has("receiver")) {
+  document.getElementById("deck-style").media = "all";
+  document.getElementById("page-style").media = "not all";
+  const toggle = () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  Reveal.initialize({
+    width: 1280, height: 720, margin: 0, center: false, display: "flex", hash: true, slideNumber: "c/t",
+    transition: "none", scrollActivationWidth: null, keyboard: { 68: toggle }, plugins: [RevealNotes],
+    defaultTiming: 60, // with it the speaker view says whether one is early or late
+  });
+}
+if (!asked.has("receiver")) wide.addEventListener("change", () => location.reload());
