@@ -1,0 +1,300 @@
+"""The race is fair and says what it is: one workload, one memory, one at a time, each in a lane of its own."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from stages.core import SamplingParams
+from stages.manifest import load_stage
+from tools import race, record, replay
+from tools.demo import EMBEDDED_MODEL, load_tokenizer
+from tools.demo_live import EngineView
+from tools.race_view import Lane, Moment, draw_bar, draw_lanes, make_lanes, moments_of
+from tools.race_worker import Log, as_a_stage, run, stage_options
+from tools.race_workload import Workload, choose_engines, engine_titles, make_workload
+from tools.recording import load_race
+
+# Stands in for an engine: generates "tokens" for 50 ms and writes down when it began and when it was over.
+FAKE = """
+import json, sys, time
+job = json.loads(input())
+if job["engine"] == "stage_3":
+    print("a library says something", file=sys.stderr)
+    sys.exit("ValueError: no room for a KV block")
+print(json.dumps({"ready": True}), flush=True)
+input()
+start = time.time()
+prompts, wanted = job["workload"]["prompts"], job["workload"]["max_tokens"]
+events = []
+for i, n in enumerate(wanted):
+    time.sleep(0.05 / len(wanted))
+    t = time.time() - start
+    ids = [7 if job["engine"] != "stage_5" else i] * n
+    events.append({"t": t, "step": i, "type": "token", "request": i, "ids": ids})
+    events.append({"t": t, "step": i, "type": "finished", "request": i})
+    print(json.dumps({"at": [t, sum(wanted[: i + 1]), i + 1]}), flush=True)
+outputs = [e["ids"] for e in events if e["type"] == "token"]
+machine = {"device": "cpu", "processor": "none", "clock": job["clock"], "began": start, "ended": time.time()}
+result = {"seconds": time.time() - start, "outputs": outputs, "events": events, "machine": machine}
+print(json.dumps({"result": result}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return make_workload(encode, 3, 2, seed=0)
+
+
+@pytest.fixture(scope="module")
+def expected(workload: Workload) -> list[list[int]]:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in workload.max_tokens]
+    outputs: list[list[int]] = load_stage(5).engine_class()(str(EMBEDDED_MODEL)).generate(workload.prompts, params)
+    return outputs
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = load_tokenizer(EMBEDDED_MODEL).encode(text).ids
+    return ids
+
+
+def screen(**options: Any) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=80, height=24, highlight=False, **options), out
+
+
+# --- the workload ----------------------------------------------------------------------------------------------------
+
+
+def test_two_in_three_share_a_beginning_and_few_are_long() -> None:
+    made = make_workload(str.split, 24, 10, seed=1)  # type: ignore[arg-type]  # words will do for tokens
+    shared = [prompt for i, prompt in enumerate(made.prompts) if i % 3 != 2]
+    assert len({tuple(prompt[:60]) for prompt in shared}) == 1 and len({tuple(prompt) for prompt in shared}) == 16
+    others = {tuple(prompt[:10]) for i, prompt in enumerate(made.prompts) if i % 3 == 2}
+    assert len(others) == 8 and tuple(shared[0][:10]) not in others
+    assert [i for i, n in enumerate(made.max_tokens) if n == 60] == [1, 6, 11, 16, 21]
+    assert all(5 <= n <= 10 for n in made.max_tokens if n != 60)
+    assert made.kv_slots % 16 == 0 and 0 <= made.kv_slots - 3 * made.longest < 3 * 16
+
+
+def test_a_workload_is_a_function_of_its_seed() -> None:
+    first, again, other = (make_workload(str.split, 6, 4, seed) for seed in (3, 3, 4))  # type: ignore[arg-type]
+    assert first == again != other
+    for requests, tokens in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+            make_workload(encode, requests, tokens, 0)
+
+
+def test_who_takes_part() -> None:
+    assert choose_engines(None, on_gpu=False) == [*(f"stage_{n}" for n in range(1, 6)), "nanovllm"]
+    assert choose_engines(None, on_gpu=True) == [*(f"stage_{n}" for n in range(1, 7)), "nanovllm"]
+    assert choose_engines(["nanovllm", "7", "stage_2"], on_gpu=False) == ["stage_2", "stage_7", "nanovllm"]
+    with pytest.raises(ValueError, match="--stages: there is no stage_9; there are stage_1"):
+        choose_engines(["1", "9"], on_gpu=False)
+
+
+def test_all_have_the_same_memory(workload: Workload) -> None:
+    assert stage_options(load_stage(1), workload) == {}
+    assert stage_options(load_stage(2), workload) == {"max_num_seqs": 3}
+    for number in (3, 4, 5):
+        assert stage_options(load_stage(number), workload) == {
+            "num_blocks": workload.kv_slots // 16, "block_size": 16, "max_num_seqs": 16,
+        }  # fmt: skip
+
+
+# --- one engine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["stage_2", "stage_4", "nanovllm"])
+def test_an_engine_tells_all_from_its_start(engine: str, workload: Workload, expected: list[list[int]]) -> None:
+    """And nothing of the warm-up. The events are alike for a stage and for the engine, so that one view draws both."""
+    said: list[dict[str, Any]] = []
+    job = {
+        "engine": engine,
+        "model": str(EMBEDDED_MODEL),
+        "device": "cpu",
+        "workload": asdict(workload),
+        "clock": "wall",
+    }
+    result = run(job, said.append, lambda: said.append({"go": True}))
+    assert said[:2] == [{"ready": True}, {"go": True}]
+    told = [Moment(*message["at"]) for message in said[2:]]
+    known = moments_of(result["events"])
+    assert all((m.tokens, m.finished) in [(k.tokens, k.finished) for k in known] for m in told)
+
+    events = result["events"]
+    assert result["outputs"] == expected
+    assert [e["request"] for e in events if e["type"] == "added"] == [0, 1, 2]
+    assert min(e["step"] for e in events if e["type"] == "scheduled") == 1
+    times = [e["t"] for e in events]
+    assert times[0] >= 0 and times == sorted(times) and times[-1] <= result["seconds"]
+    assert known[-1][1:] == (workload.num_tokens, 3)
+    view = EngineView("title", workload.max_tokens, workload.num_blocks, lambda _: "")
+    for event in events:
+        view.on_event(event)
+    assert [request.ids for request in view.requests] == expected and not view.tables
+
+
+def test_the_engine_speaks_as_a_stage_does() -> None:
+    said = {"t": 0.5, "step": 8, "type": "token", "request": "12", "choice": 0, "ids": [5]}
+    token = {"t": 0.5, "step": 2, "type": "token", "request": 2, "ids": [5]}
+    assert as_a_stage(said, first=10, first_step=7) == [token]
+    assert as_a_stage(said | {"type": "added", "step": 3}, 10, 7)[0]["step"] == 0, "before the first step"
+    for kind in ("finished", "preempted"):
+        first, second = as_a_stage(said | {"type": kind}, 10, 7)
+        assert first == token | {"type": kind}
+        assert second == {"t": 0.5, "step": 2, "type": "blocks", "request": 2, "taken": [], "shared": [], "freed": []}
+
+
+def test_progress_is_told_now_and_then_and_events_are_all_kept() -> None:
+    said: list[dict[str, Any]] = []
+    log = Log(said.append, "cpu")
+    log({"type": "token", "t": time.perf_counter(), "ids": [1]})  # before the start
+    log.start()
+    for i in range(100):
+        log({"type": "token", "t": log.started + i / 100, "ids": [1, 2]})
+    log({"type": "finished", "t": log.started + 1})
+    assert [e["ids"] for e in log.events[:-1]] == [[1, 2]] * 100
+    assert 20 <= len(said) <= 25 and said[0]["at"] == [pytest.approx(0.04), 10, 0]
+    assert log.stop() < 1, "the CPU's clock, by which no second has passed"
+
+
+# --- the lanes -------------------------------------------------------------------------------------------------------
+
+
+def test_how_a_lane_stands() -> None:
+    lane = Lane("stage_1", "1 Naive", "red", 40, 4, [Moment(i / 10, i, i // 10) for i in range(1, 41)])
+    assert lane.at(0.0)[:3] == (0, 0, 0.0)
+    assert lane.at(0.5) == (5, 0, pytest.approx(10), pytest.approx(10), 0.5)
+    lane.moments[20:] = [Moment(2 + i / 20, 20 + i, 2) for i in range(1, 21)]  # from here on twice as fast
+    assert lane.at(3.0) == (40, 2, pytest.approx(20), pytest.approx(40 / 3), 3.0)
+    lane.seconds = 3.2
+    assert lane.at(3.1).now == pytest.approx(18) and lane.at(9.0) == (40, 2, 0.0, 40 / 3.2, 3.2)
+
+
+def test_a_ghost_is_drawn_at_the_same_time_as_the_one_that_runs() -> None:
+    old, young, next_one = make_lanes({"stage_1": "1 Naive", "stage_2": "2 Cache", "nanovllm": "nanovllm"}, 40, 2)
+    old.finish([{"type": "token", "t": float(i), "ids": [0]} for i in range(1, 41)], 40.0)
+    old.mark, young.mark, young.moments = "ghost", "live", [Moment(4.0, 20, 1)]
+    console, out = screen()
+    console.print(draw_lanes([old, young, next_one], 4.5, 80))
+    ghost, live, waiting = [line.split() for line in out.getvalue().splitlines()[1:] if line.strip()]
+    assert ghost[0] == "ghost" and ghost[-5:] == ["4/40", "1", "1", "0/2", "4.50"]
+    assert live[0] == "live" and live[-5:] == ["20/40", "20", "4", "1/2", "4.50"]
+    assert waiting[0] == "nanovllm" and len(waiting) == 2, "nothing is said of one that has not begun"
+    assert "▒" in ghost[3] and "█" not in ghost[3] and "█" in live[3]
+
+
+def test_a_bar_grows_by_parts_of_a_character() -> None:
+    bars = [draw_bar(i / 160, 20, "red", ghost=False).plain for i in range(161)]
+    assert len(set(bars)) == 161 and {len(bar) for bar in bars} == {20}
+    assert bars[0] == "·" * 20 and bars[80] == "█" * 10 + "·" * 10 and bars[160] == "█" * 20
+    assert draw_bar(0.5, 20, "red", ghost=True).plain == "▒" * 10 + "·" * 10
+
+
+# --- the race --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "WORKER", [sys.executable, "-S", "-c", FAKE])
+    monkeypatch.setattr(race, "HOLD", 0.0)
+
+
+def held(arguments: list[str], console: Console) -> race.Outcome:
+    parser = race.argparse.ArgumentParser()
+    race.add_options(parser)
+    return race.race(parser.parse_args(["--requests", "3", "--tokens", "2", *arguments]), console)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_one_at_a_time_or_together(together: bool, terminal: bool, fake: None) -> None:
+    console, out = screen(force_terminal=terminal)
+    outcome = held(["--stages", "1", "2", "nanovllm", *["--together"] * together], console)
+    spans = sorted((r["machine"]["began"], r["machine"]["ended"]) for r in outcome.results.values())
+    overlaps = [later[0] < earlier[1] for earlier, later in pairwise(spans)]
+    assert overlaps == [together] * 2
+    text = out.getvalue()
+    assert ("All at once on" in text) == together == ("in each other's way" in text)
+    assert ("A ghost ran before" in text) != together
+    assert ("\x1b[" in text) == terminal and ("is running" in text) != together
+    assert (text.count("tokens in 0.") == 3) or terminal
+    assert text.count("3 of 3") >= 3 and all(title in text for title in outcome.titles.values())
+
+
+def test_the_table_counts_texts_that_differ(fake: None) -> None:
+    console, out = screen()
+    held(["--stages", "1", "5"], console)
+    [line] = [line for line in out.getvalue().splitlines() if "5 Continuous" in line and "×" in line]
+    assert line.split()[-3:] == ["0", "of", "3"]
+
+
+def test_an_engine_that_fails_is_named_and_the_others_are_ended(fake: None, capsys: pytest.CaptureFixture[str]) -> None:
+    started: list[race.Racer] = []
+    real = race.Racer.__init__
+
+    def watched(self: race.Racer, *args: Any) -> None:
+        real(self, *args)
+        started.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(race.Racer, "__init__", watched)
+        with pytest.raises(SystemExit, match=r"^3 Paged blocks failed: ValueError: no room for a KV block$"):
+            race.main(["--stages", "1", "3", "nanovllm", "--requests", "2"])
+    assert len(started) == 3 and all(racer.process.poll() is not None for racer in started)
+
+
+def test_a_race_is_kept_as_it_was(fake: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--requests",
+        "4",
+        "--tokens",
+        "2",
+        "--stages",
+        "2",
+        "nanovllm",
+        "--out",
+        str(tmp_path),
+        "--commit",
+        "abc",
+    ]
+    record.main(options)
+    said = capsys.readouterr().out
+    assert f"2 recordings of {sum(p.stat().st_size for p in tmp_path.iterdir()) / 1000:.0f} kB" in said
+    first, second = load_race(tmp_path)
+    assert (first.engine, second.engine) == ("stage_2", "nanovllm") and first.title == engine_titles()["stage_2"]
+    assert first.about.commit == {"hash": "abc", "modified": False} and first.about.model == "assets/story_model"
+    assert first.about.machine["clock"] == "cpu", "on one CPU thread its own time is kept, as in the benchmarks"
+    assert [len(tokens) for tokens in first.tokens] == first.about.workload.max_tokens
+    replay.main(["--recording", str(tmp_path)])
+    assert "RECORDING  none, 20" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [["--together"], ["--stages", "7", "1"]])
+def test_several_processes_are_timed_by_the_wall(options: list[str]) -> None:
+    parser = race.argparse.ArgumentParser()
+    race.add_options(parser)
+    assert record.clock_for(parser.parse_args(options)) == "wall"
+    assert record.clock_for(parser.parse_args([])) == "cpu"
+    assert record.clock_for(parser.parse_args(["--device", "cuda"])) == "wall"
+
+
+@pytest.mark.slow
+def test_real_engines_race_and_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "made"
+    options = ["--requests", "4", "--tokens", "2", "--stages", "1", "5", "nanovllm", "--out", str(directory)]
+    record.main([*options, "--commit", "abc"])
+    said = capsys.readouterr().out
+    assert said.count(" 4 of 4") == 3 and "\x1b" not in said
+    assert [r.engine for r in load_race(directory)] == ["stage_1", "stage_5", "nanovllm"]
+    replay.main(["--recording", str(directory), "--engine", "5", "--from", "0"])
+    assert "step" in capsys.readouterr().out

@@ -1,0 +1,114 @@
+"""A recording comes back from its file as it was, and a file that cannot be shown is said to be so in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.trace_view import Recording as Trace
+from tests.tiny_recording import ABOUT, tiny
+from tools import replay
+from tools.recording import load, load_race, save
+
+
+def test_a_recording_comes_back_as_it_was(tmp_path: Path) -> None:
+    made = tiny()
+    path = save(made, tmp_path)
+    assert path == tmp_path / "stage_4.jsonl.gz" and list(tmp_path.iterdir()) == [path]
+    assert load(path) == made
+    assert made.tokens == [[7, 8, 9], [10, 7]]
+    before = path.read_bytes()
+    assert save(load(path), tmp_path).read_bytes() == before
+    assert load(path).about.source == "NVIDIA H100 80GB HBM3, 2026-11-28, commit abc123"
+
+
+def test_unpacked_it_is_a_trace_for_the_page(tmp_path: Path) -> None:
+    made = tiny()
+    unpacked = tmp_path / "run.jsonl"
+    unpacked.write_bytes(gzip.decompress(save(made, tmp_path).read_bytes()))
+    trace = Trace.load(unpacked)
+    assert trace.events == made.events
+    assert (trace.about["title"], trace.about["num_blocks"], trace.about["block_size"]) == ("4 Prefix caching", 4, 16)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+
+
+def drop_a_line(path: Path) -> None:
+    write_lines(path, lines_of(path)[:-1])
+
+
+def drop_a_field(path: Path) -> None:
+    lines = lines_of(path)
+    write_lines(path, [{name: value for name, value in line.items() if name != "ids"} for line in lines])
+
+
+def drop_the_machine(path: Path) -> None:
+    header, *events = lines_of(path)
+    del header["machine"]
+    write_lines(path, [header, *events])
+
+
+def a_later_version(path: Path) -> None:
+    header, *events = lines_of(path)
+    write_lines(path, [header | {"nanovllm_recording": 2}, *events])
+
+
+DAMAGE: dict[Callable[[Path], object], str] = {
+    cut: "is cut short or damaged",
+    flip: "damaged",
+    drop_a_line: "15 events instead of 16",
+    drop_a_field: "has no ids",
+    drop_the_machine: "machine",
+    a_later_version: "has format 2, and this code reads format 1",
+    Path.unlink: "holds no recording",
+    lambda path: path.write_bytes(b"plain text"): "is no gzip file",
+    lambda path: path.write_bytes(gzip.compress(b"[1, 2]\n")): "is no recording of the race",
+    lambda path: path.write_bytes(gzip.compress(b"")): "is no recording of the race",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_cannot_be_shown_is_said_in_one_line(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    damage(save(tiny(), tmp_path))
+    with pytest.raises(SystemExit) as refused:
+        replay.main(["--recording", str(tmp_path)])
+    assert DAMAGE[damage] in str(refused.value) and str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert re.search("make record$|use a matching checkout$", str(refused.value)), "there is no remedy"
+
+
+def test_recordings_of_two_races_are_not_mixed(tmp_path: Path) -> None:
+    save(tiny(), tmp_path)
+    save(replace(tiny("nanovllm", "nanovllm"), about=replace(ABOUT, made="2026-11-29")), tmp_path)
+    with pytest.raises(ValueError, match=r"nanovllm\.jsonl\.gz is not of the same race as stage_4"):
+        load_race(tmp_path)
+
+
+def test_a_run_on_a_gpu_is_preferred(tmp_path: Path) -> None:
+    assert replay.find_recording(tmp_path) == tmp_path / "cpu"
+    for name in ("cpu", "h100"):
+        (tmp_path / name).mkdir()
+        assert replay.find_recording(tmp_path) == tmp_path / name
