@@ -6,6 +6,9 @@ extensions = ["myst_nb"]
 html_theme = "sphinx_book_theme"
 html_title = "nanovllm"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+html_domain_indices = html_use_index = False
 html_show_sphinx = False
 html_theme_options = {
     "show_toc_level": 2,

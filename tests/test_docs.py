@@ -2,6 +2,7 @@
 
 import html.parser
 import re
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,8 +10,11 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tools import docs
-from tools.docs import ROOT, on_the_site
+from benchmarks import report
+from stages.manifest import load_stages
+from tools import docs, docs_pages
+from tools.docs import ROOT, Site, filled
+from tools.docs_diagrams import DIAGRAMS
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
 
@@ -60,16 +64,37 @@ def complaints(site: Path) -> Iterator[str]:
 def test_links_into_the_repository_become_links_on_the_site() -> None:
     text = "[a](../nanovllm/engine/scheduler.py), [b](../notebooks/5_continuous_batching.ipynb), [c](server.md)"
     expected = "[a](/source/nanovllm/engine/scheduler.md), [b](/notebooks/5_continuous_batching.ipynb), [c](server.md)"
-    assert on_the_site(text) == expected
-    for wrong, complaint in (("nanovllm/no_such.py", "no such file"), ("tests/conftest.py", "not on the site")):
+    site = Site()
+    assert site.linked(text) == expected
+    for wrong, complaint in (("nanovllm/no_such.py", "no such file"), ("pyproject.toml", "not on the site")):
         with pytest.raises(ValueError, match=complaint):
-            on_the_site(f"[x](../{wrong})")
+            site.linked(f"[x](../{wrong})")
+
+
+def test_a_file_that_is_named_is_linked_and_gets_a_page() -> None:
+    site = Site()
+    assert "tests/oracle.py" not in site.sources
+    text = "`tests/oracle.py`, [`stages/core.py`](x.md), `stages/no_such.py`, `stages/`"
+    linked = "[`tests/oracle.py`](/source/tests/oracle.md), [`stages/core.py`](x.md), `stages/no_such.py`, `stages/`"
+    assert site.linked(text) == linked
+    assert "tests/oracle.py" in site.sources
+
+
+def test_a_notebook_loses_the_marks_of_the_tests_and_its_pictures_get_words() -> None:
+    outputs = [{"output_type": "display_data", "metadata": {"image/png": {"alt": "Who runs when"}}}]
+    cells = [
+        {"cell_type": "markdown", "source": "It is so. The mark `# NBVAL_CHECK_OUTPUT` is\nfor the tests; ignore it."},
+        {"cell_type": "code", "source": "# NBVAL_CHECK_OUTPUT\nprint(1)", "metadata": {}, "outputs": outputs},
+    ]
+    text, code = Site().notebook({"cells": cells})["cells"]
+    assert (text["source"], code["source"]) == ("It is so.", "print(1)")
+    assert code["metadata"]["mystnb"]["image"]["alt"] == "Who runs when"
 
 
 def test_every_page_links_to_what_there_is_and_is_in_the_contents() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     for page in (ROOT / "docs").glob("*.md"):
-        on_the_site(page.read_text(encoding="utf-8"))
+        Site().linked(filled(page.read_text(encoding="utf-8")))
         assert page.stem == "index" or re.search(rf"^{page.stem}$", index, re.MULTILINE), page.name
 
 
@@ -82,7 +107,59 @@ def test_every_make_target_that_a_page_names_is_there() -> None:
 
 def test_the_glossary_is_in_order() -> None:
     terms = re.findall(r"^(\S.*)\n: ", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(terms) > 10 and terms == sorted(terms)
+    assert len(terms) > 10 and terms == sorted(terms, key=str.lower)
+
+
+def test_every_stage_of_the_manifest_has_a_chapter_a_row_and_a_term() -> None:
+    index = filled((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    for stage in load_stages():
+        chapter = f"../notebooks/{stage.number}_{stage.slug}.ipynb"
+        assert (ROOT / "docs" / chapter).is_file()
+        assert f"[{stage.number}. {stage.title}]({chapter})" in index
+        assert f"]({chapter})" in glossary, f"no term leads to {chapter}"
+
+
+def test_every_target_of_the_makefile_is_on_the_page_of_commands() -> None:
+    targets = re.findall(r"^([a-z][\w%-]*):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    page = docs_pages.commands_page()
+    assert len(targets) > 20
+    for name in targets:
+        assert f"| `make {name.replace('%', 'N')}` |" in page
+    assert "trace" in page.split("## nanovllm")[1]
+
+
+def test_signatures_stand_as_they_are_written() -> None:
+    def short(a: int, *, b: str = "x", **rest: object) -> None: ...
+
+    class Made:
+        def __init__(
+            self, first: list[int], second: str = "so long that it needs a line of its own, it and the first"
+        ) -> None: ...
+
+    assert docs_pages.signature("f", short) == "f(a: int, *, b: str = 'x', **rest: object) -> None"
+    assert docs_pages.signature("Made", Made).splitlines()[1] == "    first: list[int],"
+    page = docs_pages.api_page()
+    assert "SamplingParams(" in page and "#### `LLM.generate`" in page and "self" not in re.findall(r"\((\w+)", page)
+
+
+def test_results_have_a_table_of_every_stage_that_was_measured() -> None:
+    page = docs_pages.results_page()
+    for path in (ROOT / "benchmarks" / "results").glob("stage_*.json"):
+        assert f"### {report.load(path.stem, path.parent)['title']}\n\n|" in page
+
+
+@pytest.mark.parametrize("name", DIAGRAMS)
+def test_diagrams_can_be_read_to_somebody_and_hold_no_empty_line(name: str) -> None:
+    svg = DIAGRAMS[name]()
+    assert re.search(r'aria-label="[^"]{20,}"', svg) and "\n\n" not in svg
+    assert ElementTree.fromstring(svg) is not None
+
+
+def test_the_states_that_are_drawn_are_those_of_the_code() -> None:
+    for name, arrows in (("sequence", docs_pages.sequence_arrows()), ("block", docs_pages.block_arrows())):
+        drawn = DIAGRAMS[name]().count('class="arrow"')
+        assert drawn == len({arrow[:2] for arrow in arrows if docs_pages.START not in arrow[:2]})
 
 
 def test_the_check_bites(tmp_path: Path) -> None:
@@ -107,3 +184,9 @@ def test_the_site(tmp_path: Path) -> None:
     assert docs.main(["--out", str(tmp_path)]) == 0
     assert (tmp_path / "html" / "notebooks" / "4_prefix_caching.html").exists()
     assert list(complaints(tmp_path / "html")) == []
+    for page in (tmp_path / "html").rglob("*.html"):
+        if "_static" not in page.parts:
+            assert (
+                re.search(r"<img(?![^>]*\balt=\"[^\"]*[a-z]{3}[^\"]*\")[^>]*>", page.read_text(encoding="utf-8"))
+                is None
+            ), page

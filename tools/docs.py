@@ -1,14 +1,15 @@
 """Build the site into build/docs/html: `make docs`. Nothing is run anew, nothing is fetched, and a warning is an error.
 
 What Sphinx reads is put together in build/docs/source: the pages of docs/, the notebooks with their stored outputs, a
-page for each source file, and three pages made here: results (from benchmarks/results), API (from the docstrings) and
-the states of sequences and blocks. Links to files of the repository become links to their pages.
+page for each source file of SHOWN and for each other one that is named, and the pages and diagrams that are made from
+the code and from what was measured (tools/docs_pages.py, tools/docs_diagrams.py). Links to files of the repository
+become links to their pages, and so do names of files in the text.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
+import json
 import os
 import re
 import shutil
@@ -18,29 +19,70 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tools.state_diagrams import START, Arrow, block_arrows, sequence_arrows
+from tools import docs_pages
+from tools.docs_diagrams import DIAGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "docs"
-SHOWN = ("stages", "nanovllm", "examples")  # whose source files get pages
+SHOWN = ("stages", "nanovllm", "examples")  # whose source files all have pages
+NAMED = (*SHOWN, "tests", "tools", "benchmarks")  # whose source files have pages if something names them
 LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
+FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
+MARKER = "# NBVAL_CHECK_OUTPUT\n"
+ABOUT_MARKER = re.compile(r" The mark `# NBVAL_CHECK_OUTPUT`[^.]*\.", re.DOTALL)
 
 
-def page_of(path: str) -> str:
-    """Where a file of the repository is on the site. Raises ValueError for one that has no page."""
-    if not (ROOT / path).is_file():
-        raise ValueError(f"a page links to {path}, and there is no such file")
-    if path.startswith("notebooks/"):
-        return f"/{path}"
-    if path.endswith(".py") and path.split("/")[0] in SHOWN:
-        return f"/source/{path.removesuffix('.py')}.md"
-    raise ValueError(
-        f"a page links to {path}, which is not on the site; link to {' or '.join(SHOWN)}, or to a notebook"
-    )
+class Site:
+    """What pages refer to, and the pages of source files that this calls for."""
 
+    def __init__(self) -> None:
+        self.sources = {
+            path.relative_to(ROOT).as_posix() for package in SHOWN for path in (ROOT / package).rglob("*.py")
+        }
 
-def on_the_site(text: str) -> str:
-    return LINK.sub(lambda m: f"]({page_of(m[1])})", text)
+    def page_of(self, path: str) -> str:
+        """Where a file of the repository is on the site. Raises ValueError for one that has no page."""
+        if not (ROOT / path).is_file():
+            raise ValueError(f"a page links to {path}, and there is no such file")
+        if path.startswith("notebooks/"):
+            return f"/{path}"
+        if path.endswith(".py") and path.split("/")[0] in NAMED:
+            self.sources.add(path)
+            return f"/source/{path.removesuffix('.py')}.md"
+        raise ValueError(
+            f"a page links to {path}, which is not on the site; link to {' or '.join(NAMED)}, or to a notebook"
+        )
+
+    def linked(self, text: str) -> str:
+        """Text in which what names a file of the repository leads to its page."""
+        text = LINK.sub(lambda m: f"]({self.page_of(m[1])})", text)
+        return FILE.sub(lambda m: f"[`{m[1]}`]({self.page_of(m[1])})" if (ROOT / m[1]).is_file() else m[0], text)
+
+    def notebook(self, notebook: dict[str, Any]) -> dict[str, Any]:
+        """With links, without marks that are there for the tests, and with words for who does not see the pictures."""
+        for cell in notebook["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                cell["source"] = self.linked(ABOUT_MARKER.sub("", source))
+                continue
+            cell["source"] = source.replace(MARKER, "")
+            for output in cell.get("outputs", ()):
+                if words := output.get("metadata", {}).get("image/png", {}).get("alt"):
+                    cell["metadata"]["mystnb"] = {"image": {"alt": words}}
+        return notebook
+
+    def source_pages(self, target: Path) -> None:
+        groups: dict[str, list[str]] = {}
+        for name in sorted(self.sources):
+            code = (ROOT / name).read_text(encoding="utf-8")
+            if code.strip():
+                write(target / f"{name.removesuffix('.py')}.md", f"# `{name}`\n\n``````python\n{code}``````\n")
+                groups.setdefault(str(Path(name).parent), []).append(name.removesuffix(".py"))
+        lists = (
+            "\n".join([f"```{{toctree}}\n:caption: {g}\n:maxdepth: 1\n", *files, "```\n"])
+            for g, files in groups.items()
+        )
+        write(target / "index.md", "# Source\n\nEvery file that these pages speak of.\n\n" + "\n".join(lists))
 
 
 def write(path: Path, text: str) -> None:
@@ -48,74 +90,26 @@ def write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def source_pages(target: Path) -> None:
-    names = []
-    for package in SHOWN:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            code = path.read_text(encoding="utf-8")
-            if code.strip():
-                name = path.relative_to(ROOT).as_posix()
-                names.append(name.removesuffix(".py"))
-                write(target / f"{names[-1]}.md", f"# `{name}`\n\n``````python\n{code}``````\n")
-    listing = "\n".join(names)
-    write(target / "index.md", f"# Source\n\n```{{toctree}}\n:maxdepth: 1\n\n{listing}\n```\n")
-
-
-def states_tables() -> str:
-    def table(title: str, arrows: set[Arrow]) -> str:
-        rows = [f"| {a} | {b} | {label} |" for a, b, label in sorted(arrows) if START not in (a, b)]
-        return "\n".join([f"### {title}", "", "| from | to | by |", "|---|---|---|", *rows, ""])
-
-    return table("A sequence", sequence_arrows()) + "\n" + table("A KV block", block_arrows())
-
-
-def results_page() -> str:
-    from benchmarks import report
-    from benchmarks.harness import RESULTS
-
-    parts = ["# Results\n\nWritten from what was measured (`benchmarks/results`); nobody types a figure.\n"]
-    for title, name in (("The stages", "stages"), ("One workload through all of them", "ladder")):
-        parts.append(f"## {title}\n\n{report.table(name, RESULTS)}")
-    for path in sorted(RESULTS.glob("stage_*.json")):
-        result = report.load(path.stem, RESULTS)
-        parts.append(f"## {result['title']}\n\n{report.table(path.stem, RESULTS)}")
-    return "\n".join(parts)
-
-
-def api_page() -> str:
-    """Everything that `nanovllm` offers, with the docstrings of its public methods."""
-    import nanovllm
-
-    parts = ["# API\n\n`from nanovllm import ...`\n"]
-    for name in sorted(nanovllm.__all__):
-        thing: Any = getattr(nanovllm, name)
-        if not inspect.isclass(thing):
-            continue
-        parts.append(f"## {name}\n\n{literal(thing)}")
-        for method, function in vars(thing).items():
-            if inspect.isfunction(function) and method[0] != "_" and function.__doc__:
-                parts.append(f"### {name}.{method}\n\n{literal(function)}")
-    return "\n".join(parts)
-
-
-def literal(thing: Any) -> str:
-    head = f"{thing.__name__}{inspect.signature(thing)}"
-    return f"``````text\n{head}\n\n{inspect.cleandoc(thing.__doc__ or '')}\n``````\n"
+def filled(text: str) -> str:
+    """A page with what belongs in the place of its comments."""
+    text = text.replace("<!-- states -->", docs_pages.states_tables()).replace("<!-- ladder -->", docs_pages.ladder())
+    return re.sub(r"<!-- diagram: (\w+) -->\n", lambda m: DIAGRAMS[m[1]](), text)
 
 
 def prepare(source: Path) -> None:
     """Put together all that Sphinx reads. Raises ValueError for a link that leads nowhere."""
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT / "docs", source)
+    write(source / "results.md", docs_pages.results_page())
+    write(source / "api.md", docs_pages.api_page())
+    write(source / "commands.md", docs_pages.commands_page())
+    site = Site()
     for page in source.glob("*.md"):
-        text = on_the_site(page.read_text(encoding="utf-8"))
-        page.write_text(text.replace("<!-- states -->", states_tables()), encoding="utf-8")
-    (source / "notebooks").mkdir()
-    for notebook in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
-        shutil.copy(notebook, source / "notebooks")
-    source_pages(source / "source")
-    write(source / "results.md", results_page())
-    write(source / "api.md", api_page())
+        page.write_text(site.linked(filled(page.read_text(encoding="utf-8"))), encoding="utf-8")
+    for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
+        notebook = site.notebook(json.loads(path.read_text(encoding="utf-8")))
+        write(source / "notebooks" / path.name, json.dumps(notebook))
+    site.source_pages(source / "source")
 
 
 def main(arguments: list[str] | None = None) -> int:
