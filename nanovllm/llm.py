@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
-from nanovllm.distributed.group import devices_of
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.trace import OnEvent
@@ -69,9 +68,8 @@ class LLM:
         dtype = None if chosen.dtype == "auto" else DTYPES[chosen.dtype]
         executor: LocalExecutor | ParallelExecutor
         if resolved.tensor_parallel_size > 1:
-            devices = devices_of(device, resolved.tensor_parallel_size)
-            shard_config(model_config, len(devices))  # refuses what cannot be cut before a process is started
-            executor = ParallelExecutor.start(Share(str(path), resolved, dtype), devices)
+            shard_config(model_config, resolved.tensor_parallel_size)  # refuses before a process is started
+            executor = ParallelExecutor.start(Share(str(path), resolved, dtype), device)
         else:
             loaded = load_model(
                 path, device=device, dtype=dtype, max_model_len=resolved.max_model_len, load_format=chosen.load_format

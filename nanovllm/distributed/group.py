@@ -1,5 +1,6 @@
 """Collectives among the ranks of one engine: NCCL on GPUs, gloo on CPUs."""
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,8 +111,11 @@ class Group:
     def give_up(self, why: str) -> None:
         """End the waiting of whoever waits for another rank. Called from any thread."""
         self.lost = self.lost or why
-        if self.device.type == "cuda":  # NCCL waits for ever; a gloo that is taken apart here may end with the program
+        if self.device.type == "cuda":
             self.leave()
+        elif self._backend is not None:
+            # Gloo's own thread goes on waiting, and whoever takes the group apart would wait for that: nobody does.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
 
     def leave(self) -> None:
         """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.distributed.group import Group
+from nanovllm.distributed.group import Group, devices_of
+from nanovllm.distributed.launched import LaunchedTeam, is_launched, own_device, own_rank, serve
 from nanovllm.distributed.spawned import SpawnedTeam
 from nanovllm.distributed.team import Team
 from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
@@ -92,9 +93,17 @@ class ParallelExecutor:
     num_read: int = 0  # all steps with a smaller number were read, or given up
 
     @classmethod
-    def start(cls, share: Share, devices: list[torch.device]) -> "ParallelExecutor":
-        """Start the workers; they load while the leader does."""
-        team = SpawnedTeam(devices, share)
+    def start(cls, share: Share, first: torch.device) -> "ParallelExecutor":
+        """On devices from `first` on. The workers are started, or are there already, launched by somebody else; they
+        load while the leader does. A process that is itself such a worker does not return (see `launched.serve`)."""
+        size = share.config.tensor_parallel_size
+        team: Team
+        if not is_launched(size):
+            team = SpawnedTeam(devices_of(first, size), share)
+        elif own_rank() == 0:
+            team = LaunchedTeam(own_device(first))
+        else:
+            serve(share, own_device(first))
         try:
             team.join()
             with team.in_step(loading=True):
