@@ -1,6 +1,7 @@
 """The exercises: what the tool writes, and that the stages' tests notice every hole."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,26 @@ def test_the_tool_never_overwrites_work(
     target.write_text("# my second try")
     assert exercises.main(["1", "--force"]) == 0
     assert {path.read_text() for path in target.parent.glob("*.bak")} == {"# my work", "# my second try"}
+
+
+def test_a_checkpoint_fills_in_what_comes_before_it_and_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(exercises, "ROOT", tmp_path)
+    (tmp_path / "stages").symlink_to(ROOT / "stages")
+    stage = STAGES[3]
+    names = [hole.name for hole in find_holes(solution(stage))]
+    target = tmp_path / "exercises" / f"{stage.module_name}.py"
+    target.parent.mkdir()
+    target.write_text("# my work")
+    for checkpoint in range(1, len(names) + 2):
+        assert exercises.main([str(stage.number), "--checkpoint", str(checkpoint)]) == 0
+        assert target.read_text(encoding="utf-8") == exercise_source(stage, set(names[checkpoint - 1 :]))
+        assert re.findall(r"^  (\d\.\d)  ", capsys.readouterr().out, re.MULTILINE) == names[checkpoint - 1 :]
+    assert target.with_name(f"{target.name}.bak").read_text() == "# my work"
+    for checkpoint in (0, len(names) + 2):
+        assert exercises.main([str(stage.number), "--checkpoint", str(checkpoint)]) == 1
+        assert f"checkpoints 1 to {len(names) + 1}" in capsys.readouterr().err
 
 
 def test_a_stage_that_does_not_exist_is_named(capsys: pytest.CaptureFixture) -> None:

@@ -1,0 +1,258 @@
+"""The lecture kit: nothing on a slide can grow old unseen, lectures take the time they say, exercises can be solved."""
+
+import html.parser
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import lecture, lecture_exercises, lecture_pulls, slides
+from tools.exercises import find_holes
+from tools.lecture import ROOT, Lecture, LectureError, lecture_paths, read_lecture
+from tools.lecture_exercises import SOLUTIONS, STARTS, Exercise, all_exercises, run_check
+from tools.lecture_html import render
+
+PATHS = lecture_paths()
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+by_lecture = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+by_exercise = pytest.mark.parametrize("exercise", all_exercises(), ids=lambda exercise: exercise.name)
+STAGE_4 = "stages/stage_4_prefix_caching.py"
+NOTEBOOK_4 = "notebooks/4_prefix_caching.ipynb"
+TYPED_FIGURE = re.compile(r"\d\s?(?:ms|µs|tokens/s|GB/s|×|%|times sooner)(?!\w)")
+
+SMALL = """\
+# A title {1 min}
+@minutes 21
+Words.
+@say
+Hello.
+## How much? {9 min, question}
+Guess.
+@say
+Wait.
+## So much {11 min, answer}
+@table stage_4 turns
+@say
+Look.
+"""
+
+
+class Parts(html.parser.HTMLParser):
+    """Addresses that a browser would load, texts of alternatives, and what is in no script or style."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.alternatives: list[str] = []
+        self.sections = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.addresses += [values[name] for name in ("src", "href", "action", "data", "srcset") if name in values]
+        self.alternatives += [values.get("alt", "")] if tag == "img" else []
+        self.sections += tag == "section"
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "stage_4.md"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def complaint(path: Path) -> str:
+    with pytest.raises(LectureError) as raised:
+        render(read_lecture(path))
+    return str(raised.value)
+
+
+@by_lecture
+def test_a_lecture_can_be_given(path: Path) -> None:
+    given = read_lecture(path)
+    total = sum(slide.minutes for slide in given.slides)
+    assert 43 <= total <= 47 if given.stage.number == 4 else 20 <= total <= 45
+    kinds = [slide.kind for slide in given.slides]
+    assert kinds.count("question") >= 2 and "live" in kinds
+    holes = find_holes((ROOT / "stages" / f"{given.stage.module_name}.py").read_text(encoding="utf-8"))
+    shown = [piece.words[1] for slide in given.slides for piece in slide.body if piece.kind == "hole"]
+    assert set(shown) <= {hole.name for hole in holes} and shown == sorted(shown)
+
+
+@by_lecture
+def test_its_page_asks_for_nothing(path: Path) -> None:
+    given = read_lecture(path)
+    text = render(given)
+    parts = Parts(text)
+    assert parts.sections == len(given.slides)
+    assert [a for a in parts.addresses if not a.startswith("data:")] == []
+    assert all(parts.alternatives)
+    assert not re.search(r"@import|url\(\s*[\"']?(?:https?:)?//", text)
+    assert "{{" not in text.replace("{{}}", "").split("<script>")[0]
+
+
+@by_lecture
+def test_no_measured_figure_is_typed(path: Path) -> None:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        assert not TYPED_FIGURE.search(re.sub(r"\{\{.*?\}\}", "", line)), (
+            f"{path.name}:{number}: fetch it with {{{{...}}}}"
+        )
+
+
+@by_lecture
+def test_the_run_sheet_has_every_word_and_ends_on_time(path: Path) -> None:
+    given = read_lecture(path)
+    sheet = "\n".join(slides.run_sheet(given))
+    clocks = re.findall(r"^(\d\d):(\d\d)  ", sheet, re.MULTILINE)
+    assert len(clocks) == len(given.slides) + 1 and clocks == sorted(clocks)
+    assert int(clocks[-1][0]) == int(sum(slide.minutes for slide in given.slides))
+    said = sum(len(piece.text.split()) for slide in given.slides for piece in slide.script if piece.kind == "say")
+    assert said / given.minutes < 90, "words a minute; there must be time to think and to type"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("Words.", f"@code {STAGE_4} no_such_thing", 3, "nothing is called no_such_thing"),
+        ("Words.", "@code stages/no_such.py f", 3, "there is no file stages/no_such.py"),
+        ("Words.", f"@hole {STAGE_4} 4.9", 3, "has no exercise 4.9; it has 4.1"),
+        ("Words.", f'@code {STAGE_4} chained_digest from "nothing"', 3, "no line with 'nothing'"),
+        ("Words.", f"@code {STAGE_4} chained_digest upwards", 3, "'upwards' is neither"),
+        ("Words.", f"@code {STAGE_4} PrefixCachingPool", 3, "too much for a slide"),
+        ("Words.", f'@picture {NOTEBOOK_4} "import json" A picture', 3, "has no picture"),
+        ("Words.", f'@picture {NOTEBOOK_4} "ref_counts(run"', 3, "@picture does not take"),
+        ("Words.", f'@output {NOTEBOOK_4} "PrefixCachingEngine"', 3, "cells of notebooks/4_prefix"),
+        ("Words.", "@table stage_4 no_such_key", 3, "stage_4 has no figure 'no_such_key'; it has turns"),
+        ("Words.", "It is {{gain stage_4 nothing}}.", 3, "no figure 'nothing'"),
+        ("Words.", "It is {{nonsense}}.", 3, "'nonsense' is none of"),
+        ("Words.", "@run make stage-4-dance", 3, "the Makefile has no target stage-4-dance"),
+        ("Words.", "@dance", 3, "'@dance' is no directive; there are @code"),
+        ("Words.", "```python\nx = 1", 3, "never closed"),
+        ("Hello.", "Hello.\n@type", 6, "@type with nothing under it"),
+        ("@say\nHello.\n", "", 1, "nothing to say"),
+        ("Hello.", "Hello.\n|||", 6, "comes before the script"),
+        ("@minutes 21", "@minutes 30", 1, "take 21 minutes, and '@minutes 30' is promised"),
+        ("{9 min, question}", "{9 min}", 6, "followed by its answer slide"),
+        ("{11 min, answer}", "{11 min}", 6, "followed by its answer slide"),
+        ("@table stage_4 turns", "It is large.", 10, "an answer shows what was measured"),
+        ("{9 min, question}", "{9 min, riddle}", 6, "no kind of slide 'riddle'"),
+        ("{9 min, question}", "", 6, "is no '## Title {2 min}'"),
+    ],
+)  # fmt: skip
+def test_a_damaged_source_is_an_error_with_file_and_line(
+    tmp_path: Path, old: str, new: str, line: int, message: str
+) -> None:
+    assert old in SMALL
+    found = complaint(written(tmp_path, SMALL.replace(old, new, 1)))
+    assert found.startswith(f"{tmp_path / 'stage_4.md'}:{line}: ") and message in found, found
+
+
+def test_a_sound_source_is_none(tmp_path: Path) -> None:
+    text = render(read_lecture(written(tmp_path, SMALL)))
+    assert lecture_pulls.pull_gain("stage_4", "turns") in text and 'data-timing="660"' in text
+
+
+def test_code_is_the_stage_s_own_and_a_hole_hides_the_solution() -> None:
+    solved = lecture_pulls.pull_code(STAGE_4, "4.4")
+    opened = lecture_pulls.pull_code(STAGE_4, "4.4", opened=True)
+    source = (ROOT / STAGE_4).read_text(encoding="utf-8")
+    assert all(line.strip() in source for line in solved.lines)
+    assert not any("exercise" in line or '"""' in line for line in solved.lines)
+    assert "for block in reversed(seq.block_table):" in solved.lines[min(solved.marked)]
+    assert not any("reversed" in line for line in opened.lines) and any("4.4: lower the" in x for x in opened.lines)
+    assert solved.label == "stage_4_prefix_caching.py · PrefixCachingPool.release"
+    only = lecture_pulls.pull_code(STAGE_4, "4.4", "only")
+    assert only.lines[0].startswith("for block") and len(only.lines) == len(solved.marked)
+
+
+def test_a_fence_keeps_what_looks_like_a_directive(tmp_path: Path) -> None:
+    given = read_lecture(written(tmp_path, SMALL.replace("Words.", "```text\n@code here\n## there\n```")))
+    assert "@code here" in given.slides[0].body[0].text and "## there" in given.slides[0].body[0].text
+
+
+def test_the_tool_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert slides.main(["--stage", "99", "--out", str(tmp_path)]) == 1
+    assert "there is no stage 99" in capsys.readouterr().err
+    assert slides.main(["--stage", "4", "--out", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "stage_4.html"]
+    for path in PATHS:
+        assert f"{path.stem}.html" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+@by_lecture
+def test_two_exercises_go_with_it(path: Path) -> None:
+    number = read_lecture(path).stage.number
+    mine = [exercise for exercise in all_exercises() if exercise.stage == number]
+    assert [exercise.name for exercise in mine] == [f"{number}a", f"{number}b"]
+    for exercise in mine:
+        assert exercise.check.is_file() and (SOLUTIONS / f"{exercise.stem}.py").is_file()
+        assert f"python -m tools.lecture_exercises {exercise.name}" in exercise.text
+
+
+def test_an_exercise_is_handed_out_once_and_then_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[Path] = []
+
+    def check(exercise: Exercise, directory: Path) -> int:
+        checked.append(directory)
+        return 1
+
+    monkeypatch.setattr(lecture_exercises, "run_check", check)
+    assert lecture_exercises.main(["4b"], tmp_path) == 0
+    assert "Exercise 4b: " in capsys.readouterr().out and not checked
+    mine = tmp_path / "stage_4b_rounding_loss.py"
+    mine.write_text("# mine", encoding="utf-8")
+    assert lecture_exercises.main(["4b"], tmp_path) == 1
+    assert checked == [tmp_path] and mine.read_text(encoding="utf-8") == "# mine"
+    assert lecture_exercises.main(["9z"], tmp_path) == 1
+    assert "there is no exercise '9z'; there are" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@by_exercise
+def test_the_solution_passes_and_the_starting_file_does_not(exercise: Exercise) -> None:
+    assert run_check(exercise, SOLUTIONS) == pytest.ExitCode.OK
+    assert run_check(exercise, STARTS) == pytest.ExitCode.TESTS_FAILED
+
+
+MEASURE = """
+<script>addEventListener("load", () => setTimeout(() => {
+  const said = [];
+  if (Reveal.isReady()) for (let i = 0; i < Reveal.getTotalSlides(); i++) {
+    Reveal.slide(i);
+    const slide = Reveal.getCurrentSlide();
+    const deep = [slide, ...slide.querySelectorAll("pre, figure, .columns > div")];
+    if (deep.some(e => e.scrollHeight > e.clientHeight + 1 || e.scrollWidth > e.clientWidth + 1)) said.push(i + 1);
+  }
+  else if (document.documentElement.scrollWidth > innerWidth) said.push("wide");
+  document.body.innerHTML = `<p>ready ${Reveal.isReady()} overflow [${said}]</p>`;
+}, 500))</script></body>
+"""
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 500])
+@by_lecture
+def test_everything_fits_in_a_browser(path: Path, width: int, tmp_path: Path) -> None:
+    """No slide overflows 1280 x 720, and nothing is wider than a narrow window (500 is Chromium's narrowest)."""
+    page = tmp_path / "page.html"
+    before, _, after = render(read_lecture(path)).rpartition("</body>")
+    page.write_text(before + MEASURE + after, encoding="utf-8")
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},720"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--enable-logging=stderr"]
+    done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = re.search(r"ready (\w+) overflow \[(.*?)\]", done.stdout)
+    assert found is not None
+    assert found.groups() == ("true" if width == 1280 else "false", ""), "slides that overflow"
+
+
+def test_every_lecture_is_a_stage_s() -> None:
+    lectures: list[Lecture] = [read_lecture(path) for path in PATHS]
+    assert 4 in {given.stage.number for given in lectures}
+    assert {path.name for path in lecture.LECTURES.glob("*.md")} == {"README.md", *(path.name for path in PATHS)}
