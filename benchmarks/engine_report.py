@@ -4,6 +4,7 @@ engine.CARD      throughput, share of the limit, small batches, start-up and idl
 ablations.CARD   what each part is worth
 prefix.CARD, mixed.CARD   all that was measured
 engine_cpu       both models beside Hugging Face
+speculation, speculation.CARD   what guessing ahead gains, by batch size, and from where on it loses
 gpu_tests.CARD   which tests passed there
 """
 
@@ -139,11 +140,46 @@ def cpu_table(_: str, directory: Path) -> list[str]:
     return [*lines, "", origin(results)]
 
 
+def speculation_table(card: str, directory: Path) -> list[str]:
+    names = [f"{name}.{card}" if card else name for name in ("speculation", "speculation_ngram")]
+    results = read(names, directory)
+    lines: list[str] = []
+    if "speculation" in results:
+        result = results["speculation"]
+        none, *ways = wording.contenders(result)
+        lines += [row("batch", "without guesses (ms)", *ways), "|---|" + "--:|" * (1 + len(ways))]
+        *times, per_step, accepted = result["figures"]
+        for figure in times:
+            batch = figure["key"].rpartition("_")[2]
+            lines.append(row(batch, cell(figure, none), *(ratio(figure, way, none) for way in ways)))
+        for figure in (per_step, accepted):
+            medians = (figure["values"][way]["median"] for way in ways)
+            lines.append(row(figure["label"], "–", *(wording.number(m, "times") for m in medians)))
+        lost = (result["loses_from"][way] for way in ways)
+        lines += [row("loses from batch", "–", *("–" if batch is None else str(batch) for batch in lost)), ""]
+        lines += ["The time a token, and how many times shorter guessing makes it. "]
+        lines[-1] += f"Workload: {result['workload']}; {wording.clock(result)}."
+        lines += ["", origin({"speculation": result})]
+    if "speculation_ngram" in results:
+        result = results["speculation_ngram"]
+        none, *ways = wording.contenders(result)
+        figure, per_step, _ = result["figures"]
+        gains = (
+            f"{ratio(figure, way, none)} with {way} ({cell(per_step, way)} tokens a step that guesses)" for way in ways
+        )
+        model = Path(result["model"]["name"]).name
+        text = f"{model}, {result['workload']}: {cell(figure, none)} ms a token without guesses, "
+        text += f"gains {', '.join(gains)}; "
+        lines += ["", f"{text}{wording.clock(result)}; commit {wording.commit(result)}."]
+    return lines
+
+
 TABLES: dict[str, Callable[[str, Path], list[str]]] = {
     "engine": engine_table,
     "ablations": ablations_table,
     "prefix": whole_table("prefix"),
     "mixed": whole_table("mixed"),
     "engine_cpu": cpu_table,
+    "speculation": speculation_table,
     "gpu_tests": gpu_tests.table,
 }

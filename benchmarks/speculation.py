@@ -3,10 +3,10 @@
     python -m benchmarks.speculation --out DIR [--device cuda] [--rounds 1] [--repeats 2]
 
 Two results. `speculation`: an 8B shape, batches of 1 to 64, and guesses that are right as often as is chosen
-(`benchmarks/replay.py`), 2, 4 or 8 a step. `speculation_ngram`: SmolLM2-135M-Instruct alone on a text that repeats
-itself, guessed from its own n-grams; left out where `make models` has not put the model into the cache. Each in one
-process with two engines, one that speculates and one as it is by default, which take turns. On a CPU, in CPU time, the
-shape is the embedded model.
+(`benchmarks/replay.py`), 2, 4 or 8 a step. `speculation_ngram`: SmolLM2-135M-Instruct alone on records in one format,
+guessed from its own n-grams; left out where `make models` has not put the model into the cache. Each in one process
+with two engines, one that speculates and one as it is by default, which take turns. On a CPU, in CPU time, the embedded
+model stands for the shape.
 
 The time a token: once every request has its first token, until one has its last.
 """
@@ -35,9 +35,15 @@ WARM_UP = 24  # tokens, more than two steps can bring
 WAYS = {f"k={k} at {a}": {"k": k, "acceptance": a} for a in (0.6, 0.8) for k in (2, 4, 8)}
 NGRAM_WAYS = {f"n-grams, k={k}": {"k": k} for k in (4, 8)}
 TOLERANCE = 0.1  # between the acceptance that was chosen and the one measured, over all batches
+SHIPS = [
+    ("Anna", "Norway", "coal"),
+    ("Bella", "Malta", "grain"),
+    ("Clara", "Norway", "timber"),
+    ("Dora", "Greece", "salt"),
+]
 TEXT = "".join(
-    f"{i}. The {animal} lives in the {place}. In the morning the {animal} leaves the {place} and looks for food.\n"
-    for i, (animal, place) in enumerate([("fox", "forest"), ("frog", "pond"), ("bear", "cave"), ("bee", "garden")], 1)
+    f"{i}. ship={name}, flag={flag}, cargo={cargo}\n   status: arrived, unloaded and left for the north\n"
+    for i, (name, flag, cargo) in enumerate(SHIPS, 1)
 )
 
 
@@ -242,7 +248,7 @@ def ngrams(options: Namespace, num_tokens: int, tiny: bool) -> list[str]:
     if options.device != "cpu":
         config |= {"dtype": "bfloat16", "num_kv_blocks": 8}
     arguments = {"batches": [1], "prompts": [prompt], "num_tokens": num_tokens, "steady": False}
-    workload = f"greedy, one request, {len(prompt)} tokens of a text that repeats itself, {num_tokens} out"
+    workload = f"greedy, one request, {len(prompt)} tokens of records in one format, {num_tokens} out"
     shown = showcase("speculation_ngram", "Guesses from the text itself", workload, list(NGRAM_WAYS), [1], options)
     return compare(shown, NGRAM_WAYS, arguments, config, options)
 

@@ -27,6 +27,7 @@ from benchmarks import (
     prefix,
     report,
     roofline,
+    speculation,
     startup,
     throughput,
     worker,
@@ -36,7 +37,8 @@ from nanovllm import kernels
 from tests.weights import VOCAB, lively_qwen3
 
 COMMANDS: dict[str, ModuleType] = {
-    m.__name__.rpartition(".")[2]: m for m in (throughput, latency, ablations, startup, prefix, mixed, idle)
+    m.__name__.rpartition(".")[2]: m
+    for m in (throughput, latency, ablations, startup, prefix, mixed, idle, speculation)
 }
 
 
@@ -73,7 +75,7 @@ def run_here(
 
 def run_command(name: str, module: ModuleType, model: Path, directory: Path, patch: pytest.MonkeyPatch) -> None:
     command = [name, "--quick", "--device", "cpu", "--model", str(model), "--out", str(directory), "--rounds", "1"]
-    if name in ("throughput", "latency", "ablations", "prefix", "mixed"):
+    if name in ("throughput", "latency", "ablations", "prefix", "mixed", "speculation"):
         command += ["--repeats", "1"]
     if name == "ablations":  # patches would stay in this process, so only options are tried
         command += ["--only", ablations.BASE, "--only", "no prefix cache", "--only", "flash_attn"]
@@ -123,6 +125,20 @@ def test_the_trace_is_kept_beside_the_figures(results: Path) -> None:
     figures = figures_of("idle", results)
     parts = sum(figures[k]["nanovllm"]["median"] for k in ("idle_between_percent", "idle_inside_percent"))
     assert 0 < parts < 100
+
+
+def test_guesses_are_as_good_as_was_chosen_and_who_loses_is_found(results: Path) -> None:
+    result = report.load("speculation", results)
+    assert result["loses_from"].keys() == speculation.WAYS.keys()
+    wrong = {name: {"acceptance": way["acceptance"] - 0.4} for name, way in speculation.WAYS.items()}
+    assert len(speculation.misses(result, wrong)) == len(wrong)
+    assert report.load("speculation_ngram", results)["headline"] == "ms_per_token_1"
+
+    def figure(batch: int, **ms: float) -> dict[str, Any]:
+        return {"key": f"ms_per_token_{batch}", "values": {name: {"median": value} for name, value in ms.items()}}
+
+    figures = [figure(1, none=2, a=1, b=3, c=1), figure(2, none=2, a=2, b=1, c=1), figure(4, none=2, a=3, b=3, c=1)]
+    assert speculation.loses_from({"figures": figures}) == {"a": 2, "b": 4, "c": None}
 
 
 def test_every_fused_kernel_has_its_ablation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +196,7 @@ def recorded(results: Path, cpu_results: Path, tmp_path_factory: pytest.TempPath
     return directory
 
 
-NAMES = ["engine.h100", "ablations.h100", "prefix.h100", "mixed.h100", "engine_cpu"]
+NAMES = ["engine.h100", "ablations.h100", "prefix.h100", "mixed.h100", "speculation.h100", "engine_cpu"]
 
 
 @pytest.mark.parametrize("name", NAMES)
