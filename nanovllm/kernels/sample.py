@@ -5,6 +5,8 @@ logits are read once, in the dtype they have, and nothing else travels. A row of
 The noise is that of `runner/gumbel.py`, bit for bit in its integers; logarithms differ by some 1e-6.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -54,10 +56,10 @@ def _gumbel(seed, index, token_ids, FAST: tl.constexpr):  # type: ignore[no-unty
     return -_log(exponential, FAST)
 
 
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+@triton.jit(do_not_specialize=["first_id", "num_tiles"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def _best_of_tile_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, score_ptr, id_ptr, num_tiles,
-    VOCAB: tl.constexpr, TILE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, score_ptr, id_ptr, first_id,
+    num_tiles, ROW: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -65,16 +67,16 @@ def _best_of_tile_kernel(  # type: ignore[no-untyped-def]
     n = tl.program_id(0)
     row = tl.load(rows_ptr + n)
     temperature = tl.load(temperature_ptr + row)
-    token_ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    exists = token_ids < VOCAB
-    score = tl.load(logits_ptr + n.to(tl.int64) * VOCAB + token_ids, mask=exists, other=float("-inf")).to(tl.float32)
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    score = tl.load(logits_ptr + n.to(tl.int64) * ROW + place, mask=place < IDS, other=float("-inf")).to(tl.float32)
+    token_ids = first_id + place
     if temperature > 0:
         seed = tl.load(seed_ptr + row).to(tl.uint64)
         index = (tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row)).to(tl.uint64)
         score += temperature * _gumbel(seed, index, token_ids.to(tl.uint32), FAST)
     score = tl.where(score != score, float("inf"), score)  # so that the maximum shows a NaN
     best = tl.max(score, 0)
-    winner = tl.min(tl.where(score == best, token_ids, VOCAB), 0)  # among equals the lowest id
+    winner = tl.min(tl.where(score == best, token_ids, 2147483647), 0)  # among equals the lowest id
     tl.store(score_ptr + n * num_tiles + tl.program_id(1), best)
     tl.store(id_ptr + n * num_tiles + tl.program_id(1), winner)
 
@@ -82,15 +84,17 @@ def _best_of_tile_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_tiles", "row_stride"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def _best_of_row_kernel(  # type: ignore[no-untyped-def]
     score_ptr, id_ptr, rows_ptr, positions_ptr, token_ids_ptr, tokens_ptr, num_tiles, row_stride,
-    TILES: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     n = tl.program_id(0)
-    tile = tl.arange(0, TILES)
-    score = tl.load(score_ptr + n * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
-    ids = tl.load(id_ptr + n * num_tiles + tile, mask=tile < num_tiles, other=2147483647)
+    tile = tl.arange(0, TILES)  # of all ranks
+    rank = tile // num_tiles
+    place = (2 * rank * tl.num_programs(0) + n) * num_tiles + tile % num_tiles  # in [R, 2, N, tiles]
+    score = tl.load(score_ptr + place, mask=rank < RANKS, other=float("-inf"))
+    ids = tl.load(id_ptr + place, mask=rank < RANKS, other=2147483647)
     best = tl.max(score, 0)
     winner = tl.min(tl.where(score == best, ids, 2147483647), 0)
     finite = (best < float("inf")) & (best > float("-inf"))
@@ -107,8 +111,13 @@ def sample_rows(
     seeds: torch.Tensor,
     num_prompt_tokens: torch.Tensor,
     token_ids: torch.Tensor,
+    first_id: int = 0,
+    num_ids: int | None = None,
+    all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Draw a token for each row of logits, and write it where the next step looks for it.
+
+    Of several ranks each has the logits of some tokens, and they exchange the best of each tile: some hundred bytes.
 
     Args:
         logits: [N, V] of any float dtype, contiguous.
@@ -116,22 +125,26 @@ def sample_rows(
         next_positions: [N] integers: where in its row the new token goes.
         temperature: [R] float32. seeds: [R] int64. num_prompt_tokens: [R] int32.
         token_ids: [R, L] int32, written: the new token, or 0 where it is -1.
+        first_id: the token of the first logit. num_ids: how many of the V are logits; None: all. The rest is padding.
+        all_gather: makes of each rank's tensor [...] that of all ranks [ranks, ...]; None: there is one rank.
 
     Returns:
         [N] int64: the tokens; -1 for a row whose largest score is not finite.
     """
-    num_rows, vocab_size = logits.shape
-    num_tiles = triton.cdiv(vocab_size, TILE)
-    score = logits.new_empty(num_rows, num_tiles, dtype=torch.float32)  # [N, tiles]
-    ids = rows.new_empty(num_rows, num_tiles, dtype=torch.int32)  # [N, tiles]
+    num_rows, width = logits.shape
+    num_tiles = triton.cdiv(width, TILE)
+    best = rows.new_empty(2, num_rows, num_tiles, dtype=torch.int32)  # the bits of the scores [N, tiles], and the ids
     tokens = rows.new_empty(num_rows, dtype=torch.int64)  # [N]
     pdl = overlaps_launches(logits.device)
     _best_of_tile_kernel[(num_rows, num_tiles)](
-        logits, rows, next_positions, temperature, seeds, num_prompt_tokens, score, ids, num_tiles,
-        VOCAB=vocab_size, TILE=TILE, FAST=logits.is_cuda, PDL=pdl, num_warps=8, launch_pdl=pdl,
+        logits, rows, next_positions, temperature, seeds, num_prompt_tokens, best[0].view(torch.float32), best[1],
+        first_id, num_tiles, ROW=width, IDS=width if num_ids is None else num_ids, TILE=TILE, FAST=logits.is_cuda,
+        PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
+    of_all = best[None] if all_gather is None else all_gather(best)  # [R, 2, N, tiles]
     _best_of_row_kernel[(num_rows,)](
-        score, ids, rows, next_positions, token_ids, tokens, num_tiles, token_ids.stride(0),
-        TILES=triton.next_power_of_2(num_tiles), PDL=pdl, num_warps=1, launch_pdl=pdl,
+        of_all.view(torch.float32), of_all[:, 1:], rows, next_positions, token_ids, tokens, num_tiles,
+        token_ids.stride(0), RANKS=len(of_all), TILES=triton.next_power_of_2(len(of_all) * num_tiles), PDL=pdl,
+        num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return tokens

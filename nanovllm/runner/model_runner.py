@@ -32,7 +32,7 @@ from nanovllm.runner.logprobs import TopLogprobs
 from nanovllm.runner.memory import num_kv_blocks
 from nanovllm.runner.rejection import accept_or_redraw
 from nanovllm.runner.rows import Known, Rows
-from nanovllm.runner.sampler import Draws, gather_logits, sample_full, sample_plain, sample_sharded
+from nanovllm.runner.sampler import Draws, gather_logits, ids_of_share, sample_full, sample_plain, sample_sharded
 from nanovllm.runner.sampling_state import Needs, SamplingState
 
 
@@ -228,15 +228,15 @@ class ModelRunner:
         """The plain tail: logits [N, V] -> token ids [N] int64, written into the rows as well."""
         r = self.rows
         sample_rows = fused_kernels(self.device).sample_rows
-        if self.group.size > 1:
-            token_ids = sample_sharded(
-                logits, self.draws(rows, next_positions, all_greedy), self.group, self.vocab_size
-            )
-        elif sample_rows is not None:
+        if sample_rows is not None:
             state = r.temperature, r.seed, r.num_prompt_tokens, r.token_ids
-            return sample_rows(logits, rows, next_positions, *state)
+            share = ids_of_share(logits, self.group, self.vocab_size)
+            return sample_rows(logits, rows, next_positions, *state, *share, self.group.all_gather)
+        draws = self.draws(rows, next_positions, all_greedy)
+        if self.group.size > 1:
+            token_ids = sample_sharded(logits, draws, self.group, self.vocab_size)
         else:
-            token_ids = sample_plain(logits, self.draws(rows, next_positions, all_greedy))
+            token_ids = sample_plain(logits, draws)
         r.token_ids[rows, next_positions] = token_ids.clamp(min=0).int()
         return token_ids
 

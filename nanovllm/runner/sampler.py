@@ -79,8 +79,7 @@ def constrain(scores: Tensor, draws: Draws, rows: Tensor, state: SamplingState, 
 
 def sample_sharded(logits: Tensor, draws: Draws, group: Group, vocab_size: int) -> Tensor:
     """`sample_plain` where each rank has the logits [N, V / R] of its own tokens: the best of the ranks' best."""
-    first = group.rank * logits.shape[1]
-    own = max(0, min(logits.shape[1], vocab_size - first))  # the rest is padding
+    first, own = ids_of_share(logits, group, vocab_size)
     scores = add_noise(logits.float(), draws, first)
     scores[:, own:] = float("-inf")
     largest, ids = scores.max(-1)  # [N]
@@ -88,6 +87,12 @@ def sample_sharded(logits: Tensor, draws: Draws, group: Group, vocab_size: int) 
     winner = best[:, 0].argmax(0, keepdim=True)  # [1, N], of equals the lowest rank, which has the lowest ids
     largest, ids = best[:, 0].max(0).values, best[:, 1].gather(0, winner)[0].long()
     return torch.where(largest.isfinite(), ids, -1)
+
+
+def ids_of_share(logits: Tensor, group: Group, vocab_size: int) -> tuple[int, int]:
+    """Logits [N, V / R] -> this rank's first token, and how many it has: the rest is padding."""
+    first = group.rank * logits.shape[1]
+    return first, max(0, min(logits.shape[1], vocab_size - first))
 
 
 def gather_logits(logits: Tensor, group: Group, vocab_size: int) -> Tensor:

@@ -1,5 +1,8 @@
 """The fused kernels against the plain operations that they stand for. fp32 in the interpreter; on a GPU in bf16 too."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,7 +88,7 @@ def test_norm_rope_write(where: Where, num_heads: int, num_kv_heads: int, head_d
     assert (kv.flatten(1, 2)[:, untouched] == 7).all(), "only the step's own slots are written"
 
 
-def sampling_state(device: str, num_rows: int) -> dict[str, Tensor]:
+def sampling_state(device: str, num_rows: int) -> dict[str, Any]:
     return {
         "temperature": torch.tensor([0.0, 0.7, 1.0, 1.3] * num_rows, device=device)[:num_rows],
         "seeds": torch.arange(num_rows, device=device) * 2**40 + 5,
@@ -111,6 +114,36 @@ def test_sample_rows(where: Where, vocab_size: int) -> None:
     written = (state["token_ids"] != -7).nonzero()
     assert sorted(written.tolist()) == sorted([r, p] for r, p in zip(rows.tolist(), positions.tolist(), strict=True))
     assert state["token_ids"][rows.long(), positions.long()].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("vocab_size", "ranks"), [(5, 4), (9001, 2)])
+def test_sample_rows_over_ranks(where: Where, vocab_size: int, ranks: int) -> None:
+    """What one rank draws from all logits, every rank draws from its own and the bests of all; padding never wins."""
+    device = where[0]
+    num_rows, width = 6, -(-vocab_size // ranks)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+    logits = normal(where, num_rows, vocab_size).round().sub(9)  # below what stands in the padding; many ties
+    logits[4, vocab_size - 1], logits[5] = float("nan"), float("-inf")
+    positions = rows + 3
+    state = sampling_state(device, num_rows)
+    expected = sample_rows(logits, rows, positions, **state)
+    padded = torch.nn.functional.pad(logits, (0, width * ranks - vocab_size))
+    bests: list[Tensor] = []
+
+    def draw(rank: int, all_gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        own = sampling_state(device, num_rows)
+        share = padded[:, rank * width : (rank + 1) * width].contiguous()
+        num_ids = max(0, min(width, vocab_size - rank * width))
+        return sample_rows(
+            share, rows, positions, **own, first_id=rank * width, num_ids=num_ids, all_gather=all_gather
+        ), own["token_ids"]
+
+    for rank in range(ranks):
+        draw(rank, lambda best: bests.append(best) or best[None])  # type: ignore[func-returns-value]
+    for rank in range(ranks):
+        tokens, written = draw(rank, lambda best: torch.stack(bests))
+        assert tokens.tolist() == expected.tolist() and torch.equal(written, state["token_ids"])
+    assert expected[4] == expected[5] == -1 and len(set(expected.tolist())) > 2
 
 
 def test_sample_rows_with_bad_logits(where: Where) -> None:
