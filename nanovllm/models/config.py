@@ -105,7 +105,12 @@ def parse_dtype(raw: Raw) -> torch.dtype:
 
 def parse_rope(raw: Raw) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope, before = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    said = {"rope_type": "default"} | rope
+    if rope and any(said.get("rope_type" if key == "type" else key) != value for key, value in before.items()):
+        # As where somebody follows a model card and adds a scaling by hand: ignoring it would spoil long texts only.
+        raise ValueError("rope_scaling contradicts rope_parameters; move it into rope_parameters, or drop it")
+    rope = rope or before
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError("rope_parameters that differ between layers are not supported")
     if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1) != 1:

@@ -75,6 +75,19 @@ def test_an_unsupported_rope_scaling_is_refused_by_name(kind: str, spelling: str
         parse_config(raw)
 
 
+def test_a_rope_scaling_beside_rope_parameters_is_never_ignored(checkpoints: Path) -> None:
+    """L3: added by hand, as model cards advise, to a config that transformers 5 wrote."""
+    path, parameters = random_llama(checkpoints), {"rope_type": "default", "rope_theta": 1e4}
+    for kind in ("yarn", "linear"):
+        raw = raw_config(path, rope_parameters=parameters, rope_scaling={"type": kind, "factor": 4.0})
+        with pytest.raises(ValueError, match="rope_scaling contradicts rope_parameters; move it"):
+            parse_config(raw)
+    assert parse_config(raw_config(path, rope_parameters={"rope_theta": 1e4}, rope_scaling={"type": "default"}))
+    linear = {"rope_type": "linear", "factor": 4.0}
+    agreed = raw_config(path, rope_parameters=linear | {"rope_theta": 1e4}, rope_scaling=linear)
+    assert parse_config(agreed) == parse_config(agreed | {"rope_scaling": None})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
