@@ -21,6 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from nanovllm.engine.limits import check_token_ids, length_limit
+from nanovllm.engine.request import Request
 from nanovllm.engine.trace import OnEvent
 from nanovllm.llm import LLM, Prompt, as_list
 from nanovllm.outputs import RequestOutput
@@ -59,8 +60,10 @@ class AsyncLLM:
         self._requests: dict[str, Pending] = {}  # by the caller's id; guarded by the lock, as the next two
         self._refusal: str | None = None  # why nothing is accepted any more
         self._cause: BaseException | None = None
+        self._num_arriving = 0  # sequences whose request lies in the inbox
         # The step loop's own.
         self._added: dict[str, Pending] = {}  # by `key`
+        self._holding: list[Request] = []  # those whose further choices wait for the first to compute the prompt
         self._serving = True
         self._num_stuck = 0  # sequences that the last step found no room for
         self._thread = threading.Thread(target=self._run, name="nanovllm-step-loop", daemon=True)
@@ -106,7 +109,7 @@ class AsyncLLM:
         token_ids = check_token_ids(prompt_token_ids, params, engine.vocab_size)
         length_limit(len(token_ids), params, engine.config)
         priority = index(priority)
-        if not isinstance(cache_salt, str | None) or "\ud800" <= max(cache_salt or " ") <= "\udfff":
+        if not isinstance(cache_salt, str | None) or any("\ud800" <= c <= "\udfff" for c in cache_salt or ""):
             raise ValueError(f"cache_salt must be None or text that can be encoded; got {cache_salt!r}")
         request = Pending(request_id, next(self._keys), prompt)
         with self._lock:
@@ -114,8 +117,9 @@ class AsyncLLM:
             if request_id in self._requests:
                 raise ValueError(f"request_id {request_id!r} is in use by a request that is not over; choose another")
             if self._is_full():
-                raise QueueFull(f"max_queue={self.max_queue} requests are waiting already; try again later")
+                raise QueueFull(f"max_queue={self.max_queue} sequences are waiting already; try again later")
             self._requests[request_id] = request
+            self._num_arriving += params.n
             self._inbox.put(partial(self._add, request, token_ids, params, priority, cache_salt, arrived))
         return Stream(request, self._abort)
 
@@ -146,13 +150,19 @@ class AsyncLLM:
     async def __aexit__(self, *exception: object) -> None:
         await self.shutdown(drain=exception[0] is None)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no seat in the batch, each choice of a request counted."""
+        held = sum(len(request.held) for request in self._holding)
+        return self._num_arriving + len(self.llm.engine.scheduler.waiting) + held
+
     def _is_full(self) -> bool:
         if self.max_queue is None:
             return False
         scheduler = self.llm.engine.scheduler
         # One that found no room will not be overtaken; otherwise whoever has just come may find a seat at once.
         seats = 0 if self._num_stuck else scheduler.config.max_num_seqs - len(scheduler.running)
-        return len(scheduler.waiting) + self._inbox.qsize() - seats >= self.max_queue
+        return self.num_waiting - seats >= self.max_queue
 
     def _abort(self, request: Pending) -> None:
         with self._lock:
@@ -172,6 +182,7 @@ class AsyncLLM:
                     self._inbox.get()()  # an idle engine sleeps here
                 outputs = engine.step()
                 self._num_stuck = len(engine.scheduler.waiting)
+                self._holding = [added for added in self._holding if added.held]
                 self._hand_out(outputs)
         except BaseException as caught:
             logger.exception("the step loop has ended, and no request can be served any more")
@@ -181,23 +192,31 @@ class AsyncLLM:
                 self._refusal, self._cause = f"the step loop has ended: {error!r}", error
             left = list(self._requests.values())
             self._requests.clear()
+            self._num_arriving = 0
         self._added.clear()
+        self._holding.clear()
         for request in left:
             request.error = EngineDead(self._refusal)
             request.error.__cause__ = error
         self._wake(left)
         self.llm.close()
 
-    def _add(self, request: Pending, *arguments: Any) -> None:
-        try:
-            self.llm.engine.add_request(request.key, *arguments)
-            self._added[request.key] = request
-        except (ValueError, TypeError) as error:
-            self._end(request, error)
+    def _add(self, request: Pending, token_ids: list[int], params: SamplingParams, *arguments: Any) -> None:
+        engine = self.llm.engine
+        with self._lock:  # so that nobody counts it twice, or not at all
+            self._num_arriving -= params.n
+            try:
+                engine.add_request(request.key, token_ids, params, *arguments)
+            except (ValueError, TypeError) as error:
+                self._end(request, error)
+                return
+            self._holding += [added for added in [engine._requests[request.key]] if added.held]
+        self._added[request.key] = request
 
     def _end(self, request: Pending, error: Exception) -> None:
         """End a request in whatever state it is."""
         self.llm.engine.abort_request(request.key)
+        self._holding = [added for added in self._holding if added.request_id != request.key]
         self._added.pop(request.key, None)
         self._forget(request)
         request.error = error

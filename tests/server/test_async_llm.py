@@ -105,6 +105,7 @@ def test_callers_in_many_threads_each_with_an_event_loop() -> None:
         ([1] * 300, {}, "max_model_len=256"),
         (["a"], {"priority": "high"}, "int"),
         ({"prompt": "a", "cache_salt": "\ud800"}, {}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": "\ud800\uffff"}, {}, "cache_salt"),
         ({"prompt_token_ids": [1], "cache_salt": 5}, {}, "cache_salt"),
     ],
 )
