@@ -30,6 +30,8 @@ def build_app(
     if llm.llm.tokenizer is None:
         raise ValueError("a server needs the tokenizer; leave skip_tokenizer_init out")
     tokenizer, config = llm.llm.tokenizer, llm.llm.config
+    assert config.max_model_len
+    most_characters = config.max_model_len * max(map(len, tokenizer.fast.get_vocab()))
     metrics = Metrics(llm)
     started = int(time.time())
 
@@ -44,15 +46,23 @@ def build_app(
     errors.install(app)
 
     def check_model(name: str | None) -> None:
-        if name not in (None, model_name):
-            raise ApiError(404, f"there is no model {name!r} here, only {model_name!r}", code="model_not_found")
+        if name is not None and name != model_name:
+            raise ApiError(404, f"there is no model {name[:100]!r} here, only {model_name!r}", code="model_not_found")
+
+    def check_length(num_characters: int, param: str) -> None:
+        """Before a text is tokenized, which takes seconds for the largest body."""
+        if num_characters > most_characters:
+            what = f"{num_characters} characters are more than max_model_len={config.max_model_len} tokens can hold"
+            raise ApiError(400, f"{what}; shorten the prompt", param=param)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         check_model(body.model)
+        prompts = body.prompts()
+        check_length(max(len(prompt.get("prompt", "")) for prompt in prompts), "prompt")
         with refusing():
             params = body.sampling_params(body.max_tokens or COMPLETION_MAX_TOKENS, body.logprobs)
-            streams = await asyncio.to_thread(add_all, llm, body.prompts(), params, body.priority)
+            streams = await asyncio.to_thread(add_all, llm, prompts, params, body.priority)
         reply = CompletionReply(model_name, body.logprobs)
         generation = Generation(streams, body.n, reply, metrics)
         return await respond(generation, request, body.stream, body.stream_options.include_usage)
@@ -61,6 +71,7 @@ def build_app(
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         check_model(body.model)
         messages = [message.as_template_input() for message in body.messages]
+        check_length(sum(len(message["content"]) for message in messages), "messages")
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         try:
             token_ids = await asyncio.to_thread(tokenizer.encode_chat, messages)

@@ -12,7 +12,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
         self.app = app
-        self.expected = None if api_key is None else b"Bearer " + api_key.encode()
+        self.api_key = None if api_key is None else api_key.encode()
         self.max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,4 +41,7 @@ class Guard:
             await self.app(scope, counted, send)
 
     def _may_ask(self, path: str, authorization: bytes) -> bool:
-        return self.expected is None or not path.startswith("/v1") or compare_digest(authorization, self.expected)
+        if self.api_key is None or not path.startswith("/v1"):
+            return True
+        scheme, _, key = authorization.partition(b" ")  # its case does not matter: RFC 9110
+        return scheme.lower() == b"bearer" and compare_digest(key.strip(), self.api_key)

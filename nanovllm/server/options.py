@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="0 is any free one (default %(default)s)")
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("NANOVLLM_API_KEY"),
+        default=os.environ.get("NANOVLLM_API_KEY") or None,  # set but empty is not set
         help="ask clients for this key; the environment variable NANOVLLM_API_KEY keeps it out of the process list",
     )
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
@@ -36,6 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError for options that must not or cannot be."""
+    key = args.api_key
+    if key is not None and not (key.isascii() and key.isprintable() and key and key == key.strip()):
+        raise ValueError("--api-key must be printable ASCII without spaces around it, one character at least")
     if not is_loopback(args.host) and not args.api_key and not args.insecure:
         raise ValueError(
             f"--host {args.host} lets other machines use the model; set --api-key, or --insecure if that is meant"

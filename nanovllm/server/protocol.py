@@ -1,7 +1,8 @@
 """What a request may hold: OpenAI's fields, and vLLM's additions to them. Anything else is refused, not ignored.
 
 `null` is as good as absent. Types are strict: a number in quotes is a mistake. Bounds are only where the server is
-stricter than `SamplingParams`, which checks the rest.
+stricter than `SamplingParams`, which checks the rest. A list is given up at its first mistake: a million of them, each
+with an error of its own, would keep everybody waiting.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,6 +14,8 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_LOGPROBS = 20
+MAX_MESSAGES = 2048  # and parts of one
+MAX_FIELDS = 100  # of any object, before it is asked which they are
 INT32 = 2**31 - 1
 
 
@@ -25,7 +28,7 @@ def encodable(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(encodable)]
 Short = Annotated[Text, Field(min_length=1, max_length=1000)]
-TokenIds = Annotated[list[int], Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
 class Fields(BaseModel):
@@ -34,7 +37,11 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def without_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        if len(data) > MAX_FIELDS:
+            raise ValueError(f"an object has {len(data)} fields, more than there are; leave out what is not supported")
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class StreamOptions(Fields):
@@ -69,6 +76,12 @@ class GenerationRequest(Fields):
     priority: int = Field(0, ge=-INT32, le=INT32)
     cache_salt: Short | None = None
 
+    @model_validator(mode="after")
+    def stream_options_need_a_stream(self) -> "GenerationRequest":
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        return self
+
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Raises ValueError for combinations that make no sense."""
         same = "n temperature top_p presence_penalty frequency_penalty seed stop top_k min_p repetition_penalty"
@@ -102,7 +115,7 @@ class TextPart(Fields):
 
 class ChatMessage(Fields):
     role: Literal["system", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
     def as_template_input(self) -> dict[str, str]:
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -110,7 +123,7 @@ class ChatMessage(Fields):
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -60,6 +60,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt": "a", "priority": 2**40}, "priority", ""),
         ({"prompt": "a", "stream": "yes"}, "stream", "boolean"),
         ({"prompt": "a", "stream_options": {"usage": True}}, "stream_options.usage", "not supported"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, None, "stream_options needs stream"),
         ({"prompt": "a", "logit_bias": {"5": 100}}, "logit_bias", "not supported"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         ([], None, "JSON object"),
@@ -154,10 +155,12 @@ def test_a_model_without_a_template_says_so_and_not_where_it_lies() -> None:
 
 def test_a_key_is_asked_for_before_anything_is_read() -> None:
     with server(app_options={"api_key": "sesame", "max_body_bytes": 1000}) as served:
-        for headers in {}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"}:
+        for value in "", "Bearer", "Bearer wrong", "Bearer sesame2", "Bearer sesam", "sesame", "Basic sesame":
+            headers = {"authorization": value}
             error = error_of(ask(served, COMPLETIONS, {"prompt": "x" * 2000}, headers=headers), 401)
             assert error["code"] == "invalid_api_key" and "sesame" not in error["message"]
         error_of(httpx.get(served.url + "/v1/models"), 401)
+        assert httpx.get(served.url + "/v1/models", headers={"authorization": "bearer sesame"}).status_code == 200
         with served.client("wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
         with served.client("sesame") as client:

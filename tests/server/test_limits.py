@@ -1,0 +1,155 @@
+"""What one client may cost the others: bodies made to keep the server busy, and requests of very many sequences."""
+
+import asyncio
+import json
+import os
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from nanovllm import AsyncLLM
+from nanovllm.server import options
+from nanovllm.server.protocol import ChatRequest, CompletionRequest
+from nanovllm.stream import QueueFull
+from tests.server.harness import Served, greedy, idle, serving, tokens
+from tests.server.shadow import Gate
+from tests.server.test_errors import CHAT, COMPLETIONS, ask, error_of
+
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [1.5] * MANY}),
+        (CompletionRequest, {"prompt": ["", 1] * MANY}),
+        (CompletionRequest, {"prompt": [[]] * MANY}),
+        (CompletionRequest, {"prompt": [["a"] * MANY]}),
+        (CompletionRequest, {"prompt": "a", "stop": [5] * MANY}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * MANY}),
+        (CompletionRequest, {"prompt": "a"} | {f"field {i}": 1 for i in range(MANY)}),
+        (ChatRequest, {"messages": [{}] * MANY}),
+        (ChatRequest, {"messages": [{}] * 2000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}] * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * MANY}]}),
+    ],
+)
+def test_a_body_full_of_mistakes_is_not_read_to_its_end(kind: type[ChatRequest], body: dict[str, Any]) -> None:
+    """Each mistake would have an object of its own: four MiB of them took half a minute and gigabytes."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 10
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(served: Served) -> None:
+    longest = max(map(len, served.llm.llm.tokenizer.fast.get_vocab()))
+    text = "x" * (256 * longest + 1)
+    with patch("nanovllm.tokenizer.Tokenizer.encode", side_effect=AssertionError):
+        error = error_of(ask(served, COMPLETIONS, {"prompt": ["a", text]}), 400)
+        assert error["param"] == "prompt" and "max_model_len=256" in error["message"]
+    messages = [{"role": "user", "content": half} for half in (text[::2], text[1::2])]
+    with patch("nanovllm.tokenizer.Tokenizer.encode_chat", side_effect=AssertionError):
+        error = error_of(ask(served, CHAT, {"messages": messages}), 400)
+        assert error["param"] == "messages" and "max_model_len=256" in error["message"]
+
+
+def test_an_error_repeats_only_the_beginning_of_what_it_is_about(served: Served) -> None:
+    assert len(error_of(ask(served, COMPLETIONS, {"prompt": "a", "model": "m" * 10_000}), 404)["message"]) < 200
+
+
+# --- the queue counts sequences --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [3, 40], ids=["added at once", "held until the prompt is computed"])
+def test_every_choice_counts_in_the_queue(length: int) -> None:
+    async def main() -> None:
+        async with serving(max_queue=4, max_num_seqs=2) as llm:
+            gate = Gate(llm)
+            large = llm.generate([1] * length, greedy(n=6))  # two will find a seat, four wait
+            assert llm.num_waiting == 6
+            await refused(llm)
+            await gate.let(1)
+            assert llm.num_waiting == 4 + (length > 16)  # only the first of them has its seat while others are held
+            await refused(llm)
+            await gate.let(1)
+            assert llm.num_waiting == 4
+            await large.aclose()
+            await gate.let(1)
+            assert llm.num_waiting == 0
+            gate.open()
+            assert len(await tokens(llm.generate([1, 2], greedy()))) == 8
+
+    asyncio.run(main())
+
+
+async def refused(llm: AsyncLLM) -> None:
+    with pytest.raises(QueueFull, match="max_queue=4"):
+        llm.generate([7, 1], greedy())
+
+
+def test_requests_given_up_before_they_are_looked_at_do_not_fill_the_queue() -> None:
+    """Neither those that lie in the inbox nor their aborts, nor the choices that were held for the first one."""
+
+    async def main() -> None:
+        async with serving(max_queue=4, max_num_seqs=2) as llm:
+            gate = Gate(llm)
+            first = asyncio.create_task(tokens(llm.generate([1, 2], greedy())))
+            await gate.let(1)
+            for _ in range(20):
+                await llm.generate([1] * 40, greedy(n=4)).aclose()
+                await gate.let(1)
+            assert llm.num_waiting == 0
+            for _ in range(20):
+                llm.abort("nobody")
+            gate.open()
+            assert len(await first) == 8
+            await idle(llm)
+            assert llm.num_waiting == 0
+
+    asyncio.run(main())
+
+
+# --- the key ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_variable_is_no_key() -> None:
+    from nanovllm.cli import parser
+
+    with patch.dict(os.environ, NANOVLLM_API_KEY=""):
+        args = parser().parse_args(["serve"])
+    assert args.api_key is None
+    options.check(args)
+    args.host = "0.0.0.0"
+    with pytest.raises(ValueError, match="--api-key"):
+        options.check(args)
+
+
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("localhost", True),
+        ("localhost.example.org", False),
+        ("::", False),
+        ("0.0.0.0", False),
+        ("0", False),
+        ("", False),
+        ("127.0.0.1.example.org", False),
+        ("192.168.1.1", False),
+    ],
+)
+def test_what_is_this_machine_alone(host: str, alone: bool) -> None:
+    assert options.is_loopback(host) == alone
+
+
+def test_bodies_in_other_encodings_of_unicode_are_json_too(served: Served) -> None:
+    headers = {"content-type": "application/json"}
+    for encoding in "utf-16", "utf-32":
+        content = json.dumps({"prompt": "a", "max_tokens": 1}).encode(encoding)
+        assert httpx.post(served.url + COMPLETIONS, content=content, headers=headers, timeout=30).status_code == 200
