@@ -56,7 +56,10 @@ def _gumbel(seed, index, token_ids, FAST: tl.constexpr):  # type: ignore[no-unty
     return -_log(exponential, FAST)
 
 
-@triton.jit(do_not_specialize=["first_id", "num_tiles"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+@triton.jit(
+    do_not_specialize=["first_id", "num_tiles"],
+    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "id_ptr"],
+)
 def _best_of_tile_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, score_ptr, id_ptr, first_id,
     num_tiles, ROW: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
@@ -81,7 +84,10 @@ def _best_of_tile_kernel(  # type: ignore[no-untyped-def]
     tl.store(id_ptr + n * num_tiles + tl.program_id(1), winner)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "row_stride"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+@triton.jit(
+    do_not_specialize=["num_tiles", "row_stride"],
+    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "id_ptr"],
+)
 def _best_of_row_kernel(  # type: ignore[no-untyped-def]
     score_ptr, id_ptr, rows_ptr, positions_ptr, token_ids_ptr, tokens_ptr, num_tiles, row_stride,
     RANKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
