@@ -96,6 +96,9 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1; got {value!r}")
         if self.max_model_len == 1:
             raise ValueError("max_model_len must be at least 2, a token of prompt and one of output; got 1")
+        for name in ("gpu_memory_utilization", "kv_cache_gib"):
+            if not isinstance(value := getattr(self, name), int | float) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a number; got {value!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1]; got {self.gpu_memory_utilization!r}")
         if not self.kv_cache_gib > 0:

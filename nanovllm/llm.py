@@ -145,6 +145,8 @@ class LLM:
         for key in ("prompt", "cache_salt"):
             if not isinstance(prompt.get(key), str | None):
                 raise TypeError(f"{key} must be a string; got {prompt[key]!r}")
+        if any("\ud800" <= c <= "\udfff" for c in prompt.get("prompt") or ""):
+            raise ValueError(f"prompt has half a surrogate pair, which is no character; got {prompt['prompt']!r}")
         if "prompt_token_ids" in prompt:
             return prompt["prompt_token_ids"]
         if prompt.get("prompt") is None:

@@ -65,6 +65,9 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(value := getattr(self, name), Iterable | None):
+                raise TypeError(f"{name} must be a list; got {value!r}")
         # None is accepted in vLLM's way; afterwards both are tuples, so that the parameters can be hashed and shared.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)

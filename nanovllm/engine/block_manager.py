@@ -38,7 +38,7 @@ def chained_digest(parent: bytes, token_ids: list[int]) -> bytes:
 
 def root_digest(cache_salt: str | None) -> bytes:
     """What the first block is chained to, so that different salts lead to different digests."""
-    return b"" if cache_salt is None else bytes(xxhash.xxh3_128_digest(cache_salt.encode()))
+    return b"" if cache_salt is None else bytes(xxhash.xxh3_128_digest(cache_salt.encode(errors="surrogatepass")))
 
 
 class BlockManager:

@@ -67,6 +67,10 @@ def test_p2_a_block_that_was_refilled_is_not_found_under_its_old_name() -> None:
     assert saved == [0, 0, 2, 0]
 
 
+def test_any_string_is_a_salt() -> None:
+    assert len({block_manager.root_digest(salt) for salt in (None, "", "\ud800", "\udfff", "?")}) == 5
+
+
 @pytest.mark.parametrize("salts", [(None, "a"), ("a", "b"), ("", None)])
 def test_p5_other_salts_share_nothing(salts: tuple[str | None, str | None]) -> None:
     blocks = BlockManager(num_blocks=8, block_size=2)

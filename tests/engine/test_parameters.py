@@ -53,6 +53,7 @@ def test_parameters_out_of_range_are_named_with_the_remedy(wrong: dict[str, Any]
     [
         *({"n": 1.5}, {"top_k": "5"}, {"min_tokens": 2.5}, {"seed": 1.5}, {"max_tokens": 2.5}, {"logprobs": True}),
         *({"temperature": "0"}, {"top_p": None}, {"presence_penalty": [0]}),
+        *({"stop": 5}, {"stop_token_ids": 5}),
     ],
 )
 def test_parameters_of_the_wrong_kind_are_a_type_error(wrong: dict[str, Any]) -> None:
@@ -97,6 +98,13 @@ def test_a_configuration_out_of_range_is_refused_by_name(wrong: dict[str, Any]) 
     (name,) = wrong
     with pytest.raises(ValueError, match=f"^{name} must be .+; got|^{name} must be at least 2"):
         EngineConfig(**wrong)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "gpu_memory_utilization", "kv_cache_gib"])
+@pytest.mark.parametrize("value", ["0.9", True])
+def test_a_configuration_of_the_wrong_kind_is_a_type_error(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be .+; got {value!r}"):
+        EngineConfig(**{name: value})
 
 
 def test_the_configuration_is_completed_from_device_and_model() -> None:
