@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engine_report, wording
+from benchmarks import engine_report, tensor_parallel_report, wording
 from benchmarks.harness import RESULTS, ROOT, gain
 from stages.manifest import load_stages
 
+ENGINE_TABLES = engine_report.TABLES | {"tensor_parallel": tensor_parallel_report.table}
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
 
 
@@ -132,8 +133,8 @@ def table(name: str, results: Path) -> str:
         lines = stages_table(results)
     elif name == "ladder":
         lines = ladder_table(results)
-    elif (engine := name.partition("."))[0] in engine_report.TABLES:
-        lines = engine_report.TABLES[engine[0]](engine[2], results)
+    elif (engine := name.partition("."))[0] in ENGINE_TABLES:
+        lines = ENGINE_TABLES[engine[0]](engine[2], results)
     else:
         lines = result_table(load(name, results))
     return "".join(f"{line}\n" for line in lines)

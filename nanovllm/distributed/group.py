@@ -32,7 +32,7 @@ class Group:
         self.rank, self.size, self.device = rank, size, device
         self.lost: str | None = None  # why it was given up
         self._backend: Any = None  # between `join` and `leave`
-        self._one_shot: OneShot | None = None
+        self.one_shot: OneShot | None = None  # what sums small tensors instead, where that is wanted
 
     def join(self, store: dist.Store, host: str = HOST, timeout: timedelta = TIMEOUT) -> None:
         """Meet the others at `store`; returns when all are there. On CPUs they talk through the interface that has the
@@ -50,13 +50,14 @@ class Group:
             self._backend = gloo(store, self.rank, self.size, options)
         self.all_reduce(torch.zeros(1, device=self.device)).item()  # NCCL connects at its first collective
         if self.device.type == "cuda":
-            self._one_shot = OneShot.wanted(self.rank, self.size, store, self.device)
+            self.one_shot = OneShot.wanted(self.rank, self.size, store, self.device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in place, the same on every rank. On a GPU it is queued, not waited for."""
+        """The sum of all ranks' x, the same on every rank, often in the same memory. On a GPU it is queued, not waited
+        for."""
         if self.size > 1:
-            if self._one_shot is not None and self._one_shot.takes(x):
-                return self._one_shot.all_reduce(x)
+            if self.one_shot is not None and self.one_shot.takes(x):
+                return self.one_shot.all_reduce(x)
             with self._others() as backend:
                 self._wait(backend.allreduce([x]))
         return x
@@ -119,7 +120,7 @@ class Group:
 
     def leave(self) -> None:
         """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result."""
-        backend, self._backend, self._one_shot = self._backend, None, None
+        backend, self._backend, self.one_shot = self._backend, None, None
         if backend is not None and self.device.type == "cuda":
             backend.abort()
 
