@@ -1,6 +1,7 @@
 """The life of the server: bind, load, serve; on SIGTERM finish what runs, refuse what comes, exit with 0."""
 
 import argparse
+import asyncio
 import logging
 import signal
 import socket
@@ -24,12 +25,18 @@ class Server(uvicorn.Server):
             host, port = sock.getsockname()[:2]
             print(f"nanovllm is serving at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # a second Ctrl-C ends the wait for answers; the step loop must end in order all the same
+            await self.lifespan.shutdown()
+
 
 def serve(args: argparse.Namespace) -> None:
     """Run until SIGTERM or Ctrl-C. Raises ValueError or OSError for what can be known before that."""
     check(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also what uvicorn ends with, once it has drained
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").addFilter(is_news)
     with bind(args.host, args.port) as sock:  # a port that is taken shows before a model is loaded
         chosen = {name: getattr(args, name) for name in ENGINE if getattr(args, name) is not None}
         llm = AsyncLLM(
@@ -57,6 +64,11 @@ def serve(args: argparse.Namespace) -> None:
             timeout_graceful_shutdown=args.drain_timeout,
         )
         Server(config).run(sockets=[sock])
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Not the traceback of each request that is cut short at the end: that it was, uvicorn says without it."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -89,6 +89,33 @@ def test_a_server_answers_drains_on_sigterm_and_has_kept_nothing_of_what_was_sai
         assert process.end() == 0
         assert CANARY not in process.output and "Traceback" not in process.output
         assert process.output.count("\n") < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signals", "options", "status"),
+    [
+        ([signal.SIGTERM, signal.SIGTERM], ["--drain-timeout", "1"], 0),
+        ([signal.SIGTERM, signal.SIGINT], [], 0),
+        ([signal.SIGINT, signal.SIGINT], [], 130),
+    ],
+    ids=["the drain takes too long", "Ctrl-C in a drain", "Ctrl-C twice"],
+)
+def test_an_end_that_cannot_wait_for_answers_is_in_order_too(
+    signals: list[signal.Signals], options: list[str], status: int
+) -> None:
+    command = [sys.executable, "-m", "nanovllm.cli", "serve", "--port", "0", "--kv-cache-gib", "0.05", *options]
+    with started(command) as process:
+        body = {"prompt": CANARY, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        with suppress(httpx.HTTPError), httpx.stream("POST", f"{process.url()}/v1/completions", json=body) as response:
+            for _ in response.iter_lines():
+                for number in signals:
+                    process.popen.send_signal(number)
+                    time.sleep(0.3)
+                signals = []
+        assert process.popen.wait(60) == status  # and not that of an abort, with a thread still in torch
+        process._reader.join(10)
+        assert "Traceback" not in process.output and process.output.count("\n") < 6, process.output
 
 
 # --- the documentation -----------------------------------------------------------------------------------------------
