@@ -1,7 +1,7 @@
 """How Sphinx builds the site. `make docs` (tools/docs.py) prepares what it reads, and calls it."""
 
 project = "nanovllm"
-copyright = "the nanovllm authors, MIT license"
+author = "the nanovllm authors, under the MIT license"
 extensions = ["myst_nb"]
 html_theme = "sphinx_book_theme"
 html_title = "nanovllm"

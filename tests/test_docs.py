@@ -149,6 +149,23 @@ def test_results_have_a_table_of_every_stage_that_was_measured() -> None:
         assert f"### {report.load(path.stem, path.parent)['title']}\n\n|" in page
 
 
+def test_pictures_by_night_keep_their_colours_and_lose_their_white() -> None:
+    numpy = pytest.importorskip("numpy")
+    by_night = pytest.importorskip("tools.docs_night", reason="Pillow is not installed").by_night
+    day = {
+        "white": (1, 1, 1),
+        "black": (0, 0, 0),
+        "blue": (0, 0.45, 0.7),
+        "sky": (0.34, 0.71, 0.91),
+        "pale": (0.78, 0.87, 0.93),
+    }
+    night = dict(zip(day, by_night(numpy.array([list(day.values())], dtype=float))[0], strict=True))
+    light = {name: colour.mean() for name, colour in night.items()}
+    assert light["white"] < 0.1 and light["black"] > 0.9
+    assert light["white"] < light["pale"] < light["blue"] < light["sky"], "dark and light blue mean what they meant"
+    assert night["blue"][2] - night["blue"][0] > 0.5
+
+
 @pytest.mark.parametrize("name", DIAGRAMS)
 def test_diagrams_can_be_read_to_somebody_and_hold_no_empty_line(name: str) -> None:
     svg = DIAGRAMS[name]()
@@ -179,7 +196,9 @@ def test_the_check_bites(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("sphinx_book_theme") is None, reason="the extra `docs` is not installed")
+@pytest.mark.skipif(
+    find_spec("sphinx_book_theme") is None, reason="the extras `docs` and `notebooks` are not installed"
+)
 def test_the_site(tmp_path: Path) -> None:
     assert docs.main(["--out", str(tmp_path)]) == 0
     assert (tmp_path / "html" / "notebooks" / "4_prefix_caching.html").exists()

@@ -116,16 +116,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description="Build the site.")
     parser.add_argument("--out", type=Path, default=BUILD, help="directory for source and html (default: build/docs)")
     out: Path = parser.parse_args(arguments).out
-    missing = [name for name in ("sphinx", "myst_nb", "sphinx_book_theme") if find_spec(name) is None]
+    missing = [name for name in ("sphinx", "myst_nb", "sphinx_book_theme", "PIL") if find_spec(name) is None]
     if missing:
         print(
-            f"docs: {', '.join(missing)} not installed: {sys.executable} -m pip install -e '.[docs]'", file=sys.stderr
+            f"docs: {', '.join(missing)} not installed: {sys.executable} -m pip install -e '.[docs,notebooks]'",
+            file=sys.stderr,
         )
         return 1
     prepare(out / "source")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", out / "source", out / "html"]
     code = subprocess.run([str(part) for part in command], cwd=ROOT, env=os.environ).returncode
     if code == 0:
+        from tools.docs_night import add_nights
+
+        add_nights(out / "html")
         print(f"{out / 'html' / 'index.html'}")
     return code
 
