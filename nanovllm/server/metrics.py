@@ -31,7 +31,7 @@ class Metrics:
 
         gauge("engine_alive", "1 while requests are served.", alive)
         gauge("sequences_running", "Sequences that have a seat in the batch.", lambda: len(scheduler.running))
-        gauge("sequences_waiting", "Sequences that wait for one, or were preempted.", lambda: len(scheduler.waiting))
+        gauge("sequences_waiting", "Sequences that wait for one, or were preempted.", lambda: llm.num_waiting)
         gauge(
             "kv_cache_usage_ratio",
             "Share of the KV blocks that sequences hold.",
@@ -46,7 +46,7 @@ class Metrics:
         self.cached = counter(
             "prompt_tokens_cached", "Those of them found in the prefix cache: the ratio is its hit rate."
         )
-        self.generated = counter("generation_tokens", "Tokens generated.")
+        self.generated = counter("generation_tokens", "Tokens handed out, those of an answer in one piece at its end.")
         self.preemptions = counter("preemptions", "Preemptions of finished requests.")
         self.first_token = Histogram(
             "nanovllm_time_to_first_token_seconds",
@@ -72,6 +72,7 @@ class Watch:
         self._metrics = metrics
         self._first_token_seen = False
         self._num_tokens: Tally[int] = Tally()  # by choice
+        self._reason: str | None = None  # what ended the first choice
         self._over = False
 
     def saw(self, delta: RequestOutput) -> None:
@@ -79,12 +80,15 @@ class Watch:
         for choice in delta.outputs:
             self._num_tokens[choice.index] += len(choice.token_ids)
             metrics.generated.inc(len(choice.token_ids))
+            if choice.index == 0:
+                self._reason = choice.finish_reason
         if times.time_to_first_token is not None and not self._first_token_seen:
             self._first_token_seen = True
             metrics.first_token.observe(times.time_to_first_token)
-        if delta.finished:
-            self._over = True
-            metrics.ended.labels(delta.outputs[0].finish_reason).inc()
+        if any(choice.finish_reason == "error" for choice in delta.outputs):
+            self.close("error")  # also where other choices go on: the client gets none of them
+        elif delta.finished:
+            self.close(self._reason or "abort")
             metrics.prompt.inc(len(delta.prompt_token_ids))
             metrics.cached.inc(delta.num_cached_tokens)
             metrics.preemptions.inc(times.num_preemptions)
@@ -92,8 +96,8 @@ class Watch:
             if times.first_token_time is not None and times.finished_time is not None and longest > 1:
                 metrics.each_token.observe((times.finished_time - times.first_token_time) / (longest - 1))
 
-    def close(self) -> None:
+    def close(self, reason: str = "abort") -> None:
         """Nothing more will come; what is not finished by now was given up."""
         if not self._over:
             self._over = True
-            self._metrics.ended.labels("abort").inc()
+            self._metrics.ended.labels(reason).inc()
