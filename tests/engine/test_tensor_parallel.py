@@ -6,9 +6,7 @@ and with NCCL on as many GPUs. A rank takes seconds to start, so engines are sha
 
 import asyncio
 import random
-import statistics
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,6 @@ import pytest
 import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.distributed import team as team_module
-from nanovllm.distributed.spawned import SpawnedTeam
-from nanovllm.engine.plan import Scheduled, StepPlan
-from nanovllm.runner.parallel_executor import ParallelExecutor
 from tests import oracle
 from tests.engine.ranks import (
     BAD,
@@ -187,45 +181,6 @@ def test_each_rank_has_its_share(start: Starter, poisoned: Path) -> None:
         assert runner.kv[0].shape == whole.runner.kv[0].shape  # the one key/value head, of which each has a copy
     ours = sum(p.numel() for p in runner.model.parameters())
     assert ours < total - cuttable * (1 - 1 / start.size) + 0.05 * total
-
-
-# --- what a step costs ---
-
-
-def test_a_step_of_256_sequences_is_told_in_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the sequences are: a decode names each by a few numbers, and no token is among them."""
-    sizes: list[int] = []
-    dumps = team_module.pickle.dumps
-
-    def measured(message: object, **how: Any) -> bytes:
-        payload = dumps(message, **how)
-        sizes.append(len(payload))
-        return payload
-
-    monkeypatch.setattr(team_module.pickle, "dumps", measured)
-
-    class Deaf:
-        def submit(self, plan: StepPlan) -> None: ...
-        def add(self, *sequence: Any) -> None: ...
-        def close(self) -> None: ...
-
-    local: Any = Deaf()
-    unused: Any = None
-    executor = ParallelExecutor(SpawnedTeam([torch.device("cpu")], unused), local)
-    for key in range(256):
-        executor.add(key, list(range(4000)), greedy(9))
-    times = []
-    for step in range(60):
-        blocks = [(step + key,) if key % 16 == step % 16 else () for key in range(256)]
-        plan = StepPlan(step, [Scheduled(key, key, 4000 + step, 1, True, blocks[key]) for key in range(256)])
-        began = time.perf_counter()
-        executor.submit(plan)
-        times.append(time.perf_counter() - began)
-    executor.close()
-    first, *rest = sizes
-    assert first > 256 * 4000 > 100 * max(rest) and max(rest) < 24 * 256
-    assert statistics.median(times) < 2e-3  # some 0.1 ms on a machine that has nothing else to do
-    print(f"\na step of 256 sequences: {max(rest)} bytes, {1e6 * statistics.median(times):.0f} us to tell")
 
 
 # --- half precision ---
