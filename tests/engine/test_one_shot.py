@@ -1,0 +1,136 @@
+"""The all-reduce over symmetric memory: who gets it, and on GPUs that its sums are NCCL's, in and out of a graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.distributed.group import Group
+from nanovllm.distributed.one_shot import SWITCH, OneShot
+from nanovllm.distributed.spawned import SpawnedTeam
+from tests import oracle
+from tests.engine.ranks import STORY_MODEL, executor_of, generate, tokens
+from tests.stages.requests import story_prompts
+
+CPU = torch.device("cpu")
+GPUS = pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
+MAX_BYTES = 1 << 16
+
+
+def with_buffer(max_bytes: int) -> OneShot:
+    """Without the others, but able to say what it would take."""
+    one_shot = OneShot.__new__(OneShot)
+    one_shot.buffer = torch.empty(max_bytes, dtype=torch.uint8)
+    return one_shot
+
+
+def test_it_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere: Any = None
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert OneShot.wanted(0, 2, nowhere, CPU) is None
+    monkeypatch.setenv(SWITCH, "0")
+    assert OneShot.wanted(0, 2, nowhere, CPU) is None
+    for value in ("-1", "64k", ""):
+        monkeypatch.setenv(SWITCH, value)
+        with pytest.raises(ValueError, match=f"{SWITCH} must be a number of bytes.*{value!r}"):
+            OneShot.wanted(0, 2, nowhere, CPU)
+
+
+def test_it_takes_what_fits_and_nothing_else() -> None:
+    one_shot = with_buffer(1024)
+    fitting = torch.zeros(2, 256, dtype=torch.bfloat16)
+    assert one_shot.takes(fitting) and one_shot.takes(fitting[:1]) and one_shot.takes(fitting.float()[:1])
+    assert not one_shot.takes(torch.zeros(2, 257, dtype=torch.bfloat16)), "too long"
+    assert not one_shot.takes(fitting.half()), "a dtype that the kernel does not know"
+    assert not one_shot.takes(fitting[:, :8]), "not contiguous"
+    assert not one_shot.takes(fitting[0, :4]) and not one_shot.takes(fitting[:0]), "less than a thread reads at once"
+
+
+def test_a_group_sums_small_tensors_with_it_and_others_without() -> None:
+    class Shift(OneShot):
+        def all_reduce(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    class Backend:
+        def allreduce(self, xs: list[Tensor]) -> Any:
+            xs[0].add_(10)
+            return self
+
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self) -> None: ...
+
+    group = Group(0, 2, CPU)
+    group._backend = Backend()
+    small, large = torch.zeros(8), torch.zeros(4096)
+    assert group.all_reduce(small.clone()).unique().tolist() == [10]
+    group.one_shot = Shift.__new__(Shift)
+    group.one_shot.buffer = torch.empty(1024, dtype=torch.uint8)
+    assert group.all_reduce(small).unique().tolist() == [1]
+    assert group.all_reduce(large).unique().tolist() == [10]
+    group.leave()
+    assert group.one_shot is None
+
+
+# --- on GPUs ---
+
+
+def numbers(seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Small integers, of which every order of additions makes the same sum."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def compare_with_nccl(group: Group) -> Callable[[Any], object]:
+    """In every rank: sums of many shapes, then of a graph that is replayed on changing numbers."""
+    assert group.one_shot is not None
+    for seed, shape in enumerate([(1, 8), (1, 4096), (3, 1000), (7, 4096), (9, 4096)]):  # the last is too long
+        for dtype in (torch.bfloat16, torch.float32):
+            expected = sum(numbers(seed, rank, shape, dtype) for rank in range(group.size))
+            for _ in range(3):
+                x = numbers(seed, group.rank, shape, dtype).to(group.device)
+                assert torch.equal(group.all_reduce(x).cpu(), torch.as_tensor(expected))
+    x = torch.zeros(4, 4096, dtype=torch.bfloat16, device=group.device)
+    graph = torch.cuda.CUDAGraph()
+    group.all_reduce(x.clone())
+    with torch.cuda.graph(graph):
+        once = group.all_reduce(x)
+        twice = group.all_reduce(once.clone())
+    for seed in range(20):
+        x.copy_(numbers(seed, group.rank, tuple(x.shape), torch.bfloat16))
+        graph.replay()
+        expected = torch.as_tensor(
+            sum(numbers(seed, rank, tuple(x.shape), torch.float32) for rank in range(group.size))
+        )
+        assert torch.equal(once.cpu().float(), expected)
+        assert torch.equal(twice.cpu().float(), expected * group.size)
+    return lambda message: None
+
+
+@GPUS
+def test_sums_are_exact(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, str(MAX_BYTES))
+    team = SpawnedTeam([torch.device("cuda", i) for i in range(size)], compare_with_nccl)
+    try:
+        team.join()
+        with team.in_step(loading=True):
+            compare_with_nccl(team.group)
+    finally:
+        team.close()
+
+
+@GPUS
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_stories_are_hf_s(size: int, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, str(MAX_BYTES))
+    prompts = story_prompts(STORY_MODEL)[:8]
+    params: Any = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    config: dict[str, Any] = {"device": "cuda", "dtype": "float32", "num_kv_blocks": 64, "enforce_eager": eager}
+    with LLM(STORY_MODEL, tensor_parallel_size=size, **config) as llm:
+        assert executor_of(llm).runner.group.one_shot is not None
+        outputs = generate(llm, prompts, params)
+    oracle.check_greedy(STORY_MODEL, prompts, tokens(outputs), params)
