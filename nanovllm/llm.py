@@ -22,7 +22,7 @@ from nanovllm.models.loader import load_model
 from nanovllm.models.sharding import shard_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
-from nanovllm.runner.executor import LocalExecutor
+from nanovllm.runner.executor import LocalExecutor, current
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.parallel_executor import ParallelExecutor, Share
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
@@ -69,12 +69,19 @@ class LLM:
         executor: LocalExecutor | ParallelExecutor
         if resolved.tensor_parallel_size > 1:
             shard_config(model_config, resolved.tensor_parallel_size)  # refuses before a process is started
-            executor = ParallelExecutor.start(Share(str(path), resolved, dtype), device)
+            with current(device):
+                executor = ParallelExecutor.start(Share(str(path), resolved, dtype), device)
         else:
-            loaded = load_model(
-                path, device=device, dtype=dtype, max_model_len=resolved.max_model_len, load_format=chosen.load_format
-            )
-            executor = LocalExecutor(ModelRunner(loaded, resolved, device))
+            device = numbered(device)
+            with current(device):
+                loaded = load_model(
+                    path,
+                    device=device,
+                    dtype=dtype,
+                    max_model_len=resolved.max_model_len,
+                    load_format=chosen.load_format,
+                )
+                executor = LocalExecutor(ModelRunner(loaded, resolved, device))
         runner = executor.runner
         self.attention_backend = runner.backend.name
         self.config = replace(resolved, num_kv_blocks=runner.num_kv_blocks)
@@ -198,7 +205,14 @@ def find_device(name: str | None) -> torch.device:
     known = ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if name not in (None, *known):
         raise ValueError(f"device must be one of {', '.join(known)} on this machine; got {name!r}")
+    if (name or "cpu") != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}: no usable CUDA GPU here; use device='cpu'")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def numbered(device: torch.device) -> torch.device:
+    """A GPU by its number: "cuda" is the current one, and each thread has its own."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Mapping[str, Any]]:

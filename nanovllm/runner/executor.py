@@ -5,7 +5,11 @@ that was preempted can be put back into a row without the control plane sending 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.runner.model_runner import ModelRunner, StepOutput
@@ -52,8 +56,15 @@ class LocalExecutor:
         self.sequences.pop(key, None)
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        return PendingStep(plan, self.runner.run(plan, self.sequences), self.sequences)
+        with current(self.runner.device):
+            return PendingStep(plan, self.runner.run(plan, self.sequences), self.sequences)
 
     def close(self) -> None:
         self.sequences.clear()
         self.runner.close()
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` this thread's current one. PyTorch works where its tensors are, but Triton launches, and events are
+    recorded, on the current device: on the first GPU, unless a thread says otherwise."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

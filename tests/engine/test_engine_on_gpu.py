@@ -1,6 +1,7 @@
 """The engine on a GPU: fp32 exactly, bf16 and fp16 by the oracle's rules, under every backend; and its memory limit."""
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,23 @@ def test_seeded_tokens_do_not_depend_on_scheduling(checkpoints: Path) -> None:
         return together
 
     assert tokens("cuda", True) == tokens("cuda", False) == tokens("cpu", False)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_on_a_gpu_that_is_not_the_current_one(checkpoints: Path, eager: bool) -> None:
+    """Also from another thread, which has a current one of its own; and two engines take turns."""
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 40, "kvcache_block_size": 16}
+    engines = [LLM(lively_qwen3(checkpoints), device=f"cuda:{i}", enforce_eager=eager, **options) for i in (0, 1, 0)]
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True)
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    with ThreadPoolExecutor() as threads:
+        found = [tokens(llm) for llm in engines] + [threads.submit(tokens, llm).result() for llm in engines]
+    assert all(one == found[0] for one in found)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
