@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import serving
 from benchmarks.serving_client import Record
+from benchmarks.serving_report import table
 
 
 def test_percentiles() -> None:
@@ -39,6 +40,21 @@ def test_what_is_left_over_is_complained_about() -> None:
     records += [Record("malformed", 500), Record("served", 200)]
     found = serving.complaints(records, fine, more, {"nanovllm_kv_cache_usage_ratio": 0.5})
     assert [complaint.split()[0] for complaint in found] == ["1", "1", "KV", "memory", "the"]
+
+
+def test_the_table_has_a_row_for_each_rate_and_says_what_went_wrong(tmp_path: Path) -> None:
+    assert table("", tmp_path) == []
+    recorded = json.loads((serving.RESULTS / "serving.json").read_text())
+    assert recorded["complaints"] == [] and not recorded["commit"]["modified"]
+    nothing = serving.summarize(32.0, 30.0, [], slo=(1.0, 0.1))
+    result = recorded | {"phases": [*recorded["phases"], nothing], "complaints": ["KV blocks are not free"]}
+    (tmp_path / "serving.h100.json").write_text(json.dumps(result))
+    lines = table("h100", tmp_path)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert len({len(row) for row in rows}) == 1 and len(rows) == 2 + len(result["phases"])
+    assert float(rows[2][-1]) == pytest.approx(recorded["phases"][0]["goodput"], abs=0.01)
+    assert rows[-1] == ["32", "0", "0", "–", "–", "–", "–", "0.00", "0.00"]
+    assert any("went wrong: KV blocks are not free" in line for line in lines)
 
 
 @pytest.mark.parametrize("arguments", [["--seconds", "1000"], ["--rates"]])
