@@ -1,0 +1,115 @@
+"""What the race hears of real engines: all from the start, nothing of the warm-up, and of each in the same words."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.core import SamplingParams
+from stages.manifest import load_stage
+from tools import record, replay
+from tools.demo import EMBEDDED_MODEL, load_tokenizer
+from tools.demo_live import EngineView
+from tools.race_view import Moment, moments_of
+from tools.race_worker import Log, as_a_stage, run
+from tools.race_workload import Workload, make_workload
+from tools.recording import load_race
+from tools.replay_view import EngineShow
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    return make_workload(lambda text: tokenizer.encode(text).ids, 3, 2, seed=0)
+
+
+@pytest.fixture(scope="module")
+def expected(workload: Workload) -> list[list[int]]:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in workload.max_tokens]
+    outputs: list[list[int]] = load_stage(5).engine_class()(str(EMBEDDED_MODEL)).generate(workload.prompts, params)
+    return outputs
+
+
+@pytest.mark.parametrize("engine", ["stage_2", "stage_4", "nanovllm"])
+def test_an_engine_tells_all_from_its_start(engine: str, workload: Workload, expected: list[list[int]]) -> None:
+    """And nothing of the warm-up. The events are alike for a stage and for the engine, so that one view draws both."""
+    said: list[dict[str, Any]] = []
+    job = {
+        "engine": engine,
+        "model": str(EMBEDDED_MODEL),
+        "device": "cpu",
+        "workload": asdict(workload),
+        "clock": "wall",
+    }
+    result = run(job, said.append, lambda: said.append({"go": True}))
+    assert said[:2] == [{"ready": True}, {"go": True}]
+    told = [Moment(*message["at"]) for message in said[2:]]
+    known = moments_of(result["events"])
+    assert all((m.tokens, m.finished) in [(k.tokens, k.finished) for k in known] for m in told)
+
+    events = result["events"]
+    assert result["outputs"] == expected
+    assert [e["request"] for e in events if e["type"] == "added"] == [0, 1, 2]
+    assert min(e["step"] for e in events if e["type"] == "scheduled") == 1
+    times = [e["t"] for e in events]
+    assert times[0] >= 0 and times == sorted(times) and times[-1] <= result["seconds"]
+    assert known[-1][1:] == (workload.num_tokens, 3)
+    view = EngineView("title", workload.max_tokens, workload.num_blocks, lambda _: "")
+    for event in events:
+        view.on_event(event)
+    assert [request.ids for request in view.requests] == expected and not view.tables
+
+
+def test_the_engine_speaks_as_a_stage_does() -> None:
+    said = {"t": 0.5, "step": 8, "type": "token", "request": "12", "choice": 0, "ids": [5]}
+    token = {"t": 0.5, "step": 2, "type": "token", "request": 2, "ids": [5]}
+    assert as_a_stage(said, first=10, first_step=7) == [token]
+    assert as_a_stage(said | {"type": "added", "step": 3}, 10, 7)[0]["step"] == 0, "before the first step"
+    for kind in ("finished", "preempted"):
+        first, second = as_a_stage(said | {"type": kind}, 10, 7)
+        assert first == token | {"type": kind}
+        assert second == {"t": 0.5, "step": 2, "type": "blocks", "request": 2, "taken": [], "shared": [], "freed": []}
+
+
+def test_progress_is_told_now_and_then_and_events_are_all_kept() -> None:
+    said: list[dict[str, Any]] = []
+    log = Log(said.append, "cpu")
+    log({"type": "token", "t": time.perf_counter(), "ids": [1]})  # before the start
+    log.start()
+    for i in range(100):
+        log({"type": "token", "t": log.started + i / 100, "ids": [1, 2]})
+    log({"type": "finished", "t": log.started + 1})
+    assert [e["ids"] for e in log.events[:-1]] == [[1, 2]] * 100
+    assert 20 <= len(said) <= 25 and said[0]["at"] == [pytest.approx(0.04), 10, 0]
+    assert log.stop() < 1, "the CPU's clock, by which no second has passed"
+
+
+@pytest.mark.slow
+def test_real_engines_race_and_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "made"
+    options = ["--requests", "4", "--tokens", "2", "--stages", "1", "5", "nanovllm", "--out", str(directory)]
+    record.main([*options, "--commit", "abc"])
+    said = capsys.readouterr().out
+    assert said.count(" 4 of 4") == 3 and "\x1b" not in said
+    assert [r.engine for r in load_race(directory)] == ["stage_1", "stage_5", "nanovllm"]
+    replay.main(["--recording", str(directory), "--engine", "5", "--from", "0"])
+    assert "step" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_real_engines_race_on_a_gpu(tmp_path: Path) -> None:
+    """Texts may differ there: in 16 bits it depends on the batch which of two equally good tokens wins."""
+    options = ["--device", "cuda", "--requests", "6", "--tokens", "4", "--stages", "1", "6", "nanovllm"]
+    record.main([*options, "--out", str(tmp_path), "--commit", "abc"])
+    recordings = load_race(tmp_path)
+    assert [r.engine for r in recordings] == ["stage_1", "stage_6", "nanovllm"]
+    for recording in recordings:
+        assert [len(tokens) for tokens in recording.tokens] == recording.about.workload.max_tokens
+        assert recording.about.machine["clock"] == "wall" and recording.about.card not in ("", "cpu")
+        show = EngineShow(recording)
+        show.seek(show.duration)
+        assert {request.status for request in show.view.requests} == {"finished"} and not show.view.tables
