@@ -45,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--device", help="cpu or cuda; without it, a GPU if there is one")
         sub.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
         sub.add_argument("--attention-backend", default="auto", help="auto, torch_ref, triton or flash_attn")
+        if name != "serve":  # which has it among its own
+            sub.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU")
         return sub
 
     def sampling(sub: argparse.ArgumentParser) -> None:
@@ -72,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
 def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
     from nanovllm.llm import LLM  # torch takes seconds, and --help needs none of it
 
-    return LLM(args.model, device=args.device, dtype=args.dtype, attention_backend=args.attention_backend, **config)
+    names = "device", "dtype", "attention_backend", "tensor_parallel_size"
+    return LLM(args.model, **{name: getattr(args, name) for name in names}, **config)
 
 
 def params_of(args: argparse.Namespace) -> SamplingParams:

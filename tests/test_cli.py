@@ -149,6 +149,7 @@ def test_info_says_what_was_chosen_and_why(monkeypatch: pytest.MonkeyPatch, caps
         (["generate", "x", "--device", "gpu"], ("device", "'gpu'")),
         (["generate", "x", "--dtype", "int4"], ("dtype", "'int4'", "bfloat16")),
         (["generate", "x", "--attention-backend", "magic"], ("attention_backend", "'magic'", "triton")),
+        (["generate", "x", "--tensor-parallel-size", "3"], ("tensor_parallel_size=3", "4 heads")),
         (["generate", "x", "--max-tokens", "0"], ("max_tokens must be at least 1", "got 0")),
         (["generate", "x", "--temperature", "-1"], ("temperature must be 0 (greedy) or a positive", "got -1")),
         (["generate", "x", "--top-p", "2"], ("top_p must be in (0, 1]", "got 2")),
