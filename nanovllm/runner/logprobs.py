@@ -22,6 +22,12 @@ class TopLogprobs:
             *(t.to(device, non_blocking=non_blocking) for t in (self.token_ids, self.values, self.ranks))
         )
 
+    @classmethod
+    def join(cls, parts: "Sequence[TopLogprobs]") -> "TopLogprobs":
+        """The rows of all parts, one after another."""
+        columns = zip(*((p.token_ids, p.values, p.ranks) for p in parts), strict=True)
+        return cls(*(torch.cat(column) for column in columns))
+
     def per_row(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
         """token id -> (log-probability, rank) of each row, for as many of the likeliest as it wanted. Waits for the
         device if it must."""

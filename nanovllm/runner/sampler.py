@@ -22,6 +22,10 @@ from nanovllm.runner.logprobs import TopLogprobs, top_logprobs
 from nanovllm.runner.penalties import penalize, suppress_stops
 from nanovllm.runner.sampling_state import Needs, SamplingState
 
+# Scores that the full tail works on at once, 32 MiB of them. A sort of the vocabulary holds ten tensors of their size:
+# of all rows of a large batch together, gigabytes that nobody set aside.
+MAX_SCORES = 2**23
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -31,6 +35,9 @@ class Draws:
     seeds: Tensor  # [N] int64
     indices: Tensor  # [N] how many output tokens the sequence had before this one
     all_greedy: bool = False  # known on the host: no row has a temperature, so that no noise is computed
+
+    def __getitem__(self, part: slice) -> "Draws":
+        return Draws(self.temperature[part], self.seeds[part], self.indices[part], self.all_greedy)
 
 
 def sample_plain(logits: Tensor, draws: Draws) -> Tensor:
@@ -49,12 +56,19 @@ def sample_full(
 
     `draw` says how a token is drawn from what penalties and filters leave; None is as in the plain tail.
     """
-    logits = logits.float()
-    scores = constrain(logits, draws, rows, state, needs)
-    tokens = choose(add_noise(scores, draws)) if draw is None else draw(scores, draws)
+    at_once = max(1, MAX_SCORES // logits.shape[1])  # rows
+    parts = [slice(first, first + at_once) for first in range(0, max(1, len(logits)), at_once)]
+    scores = (constrain(logits[part].float(), draws[part], rows[part], state, needs) for part in parts)
+    if draw is None:
+        tokens = torch.cat([choose(add_noise(s, draws[part])) for s, part in zip(scores, parts, strict=True)])
+    else:
+        tokens = draw(torch.cat(list(scores)), draws)
     # What was ruled out may have been what was wrong with the row.
     tokens = torch.where(logits.amax(-1).isfinite(), tokens, -1)
-    return tokens, None if needs.num_logprobs is None else top_logprobs(logits, tokens, needs.num_logprobs)
+    if needs.num_logprobs is None:
+        return tokens, None
+    found = [top_logprobs(logits[part].float(), tokens[part], needs.num_logprobs) for part in parts]
+    return tokens, TopLogprobs.join(found)
 
 
 def constrain(scores: Tensor, draws: Draws, rows: Tensor, state: SamplingState, needs: Needs) -> Tensor:

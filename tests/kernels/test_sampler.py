@@ -1,11 +1,15 @@
 """The sampler draws what it should, row by row, whatever stands beside a row (CASES M1, M2, M3)."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm.runner import sampler
 from nanovllm.runner.sampler import Draws, sample_full, sample_plain
 from nanovllm.sampling_params import SamplingParams
 from tests.kernels.sampling import VOCAB, Rows, lively_logits
@@ -165,6 +169,44 @@ def test_alone_and_in_a_batch_give_the_same_tokens_and_logprobs() -> None:
     together = run([0, 1, 2, 3, 4])
     assert run([4, 3, 2, 1, 0]) == together[::-1]
     assert [run([i])[0] for i in range(5)] == together
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that any operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, Tensor)]
+        self.numel = max([self.numel, *(t.numel() for t in tensors)])
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_batch_is_sampled_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same tokens and logprobs. All rows at once would need ten tensors of the size of their logits."""
+    params = [replace(p, seed=i, logprobs=(None, 0, 3)[i % 3]) for i, p in enumerate(MIXED)]
+    params += [SamplingParams(seed=20 + i, repetition_penalty=1.5, presence_penalty=1) for i in range(6)]
+    history = [([1, 2], [i, 3]) for i in range(len(params))]
+    logits = lively_logits(len(params)).to(dtype)
+
+    def run() -> tuple[list[int], list[Any], int]:
+        batch, rows = Rows(params, history), torch.arange(len(params))
+        needs = batch.state.needs(rows.tolist())
+        assert needs is not None
+        draws = batch.draws(rows)
+        with Largest() as largest:
+            tokens, top = sample_full(logits, draws, rows, batch.state, needs)
+        assert top is not None
+        return tokens.tolist(), top.per_row([p.logprobs for p in params]), largest.numel
+
+    whole = run()
+    assert whole[2] == len(params) * VOCAB
+    for rows_at_once in (1, 4):
+        monkeypatch.setattr(sampler, "MAX_SCORES", rows_at_once * VOCAB + 1)
+        parts = run()
+        assert parts[:2] == whole[:2] and parts[2] <= max(rows_at_once * VOCAB, 4 * len(params))
 
 
 def test_a_bad_row_fails_alone() -> None:
