@@ -30,6 +30,14 @@ def graph_bytes(largest: int, model: ModelConfig) -> int:
     return logits + 128 * MIB + launches
 
 
+def row_bytes(config: EngineConfig) -> int:
+    """What rows of persistent state take, with one for padding: known tokens, a block table, and that of a recorded
+    step. Long contexts make them large."""
+    assert config.max_model_len is not None and config.kvcache_block_size is not None
+    tables = 2 * -(-config.max_model_len // config.kvcache_block_size)
+    return (config.max_num_seqs + 1) * (config.max_model_len + 1 + tables) * 4
+
+
 def num_kv_blocks(
     config: EngineConfig,
     model: ModelConfig,
@@ -52,6 +60,7 @@ def num_kv_blocks(
         available, knob = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib}"
     else:
         available, knob = gpu_budget(config, device, run_largest_step), "gpu_memory_utilization, or free GPU memory"
+        available -= row_bytes(config)
         if with_graphs:
             available -= graph_bytes(largest_batch(config), model)
             available -= 0 if draft is None else graph_bytes(config.max_num_seqs, draft)
@@ -60,7 +69,7 @@ def num_kv_blocks(
         missing = (2 * each - available) / GIB
         raise ValueError(
             f"no room for a KV block of {config.kvcache_block_size} tokens ({each / GIB:.3f} GiB): {missing:.3f} GiB "
-            f"are missing; raise {knob}, or lower max_num_batched_tokens or kvcache_block_size"
+            f"are missing; raise {knob}, or lower max_num_batched_tokens, max_num_seqs or kvcache_block_size"
         )
     return count
 

@@ -1,0 +1,50 @@
+"""What is set aside before the KV cache gets the rest of a GPU: measured, and computed for what comes later."""
+
+import pytest
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.variant import Variant
+from nanovllm.runner import memory
+from nanovllm.runner.memory import GIB, block_bytes, num_kv_blocks, row_bytes
+from nanovllm.runner.rows import Rows
+
+MODEL = ModelConfig(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_scaling=None,
+    tie_word_embeddings=True,
+    variant=Variant(128, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False),
+    dtype=torch.bfloat16,
+)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_model_len", "block_size"), [(3, 100, 16), (512, 131072, 256)])
+def test_rows_are_counted_in_full(max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, kvcache_block_size=block_size)
+    rows = Rows(max_num_seqs, max_model_len, block_size, 7, torch.device("meta"))
+    tables = 2 * rows.block_table.nbytes  # the second is the recorded step's, without the scratch row
+    assert row_bytes(config) == rows.token_ids.nbytes + tables
+
+
+def test_blocks_get_what_rows_and_graphs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 rows of 131,072 tokens are a quarter of a GiB, which the KV cache must not have as well."""
+    monkeypatch.setattr(memory, "gpu_budget", lambda *_: 10 * GIB)
+
+    def blocks(max_model_len: int, with_graphs: bool) -> int:
+        config = EngineConfig(max_model_len=max_model_len, kvcache_block_size=256)
+        return num_kv_blocks(config, MODEL, None, torch.device("cuda"), lambda: None, with_graphs)
+
+    each = block_bytes(MODEL, 256)
+    assert each == 2 * 28 * 256 * 8 * 128 * 2
+    less = (blocks(4096, False) - blocks(131072, False)) * each
+    assert abs(less - 513 * (131072 - 4096) * 4) < 2 * each
+    assert (blocks(4096, False) - blocks(4096, True)) * each > 512 * 151936 * 2
