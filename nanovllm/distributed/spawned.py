@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import threading
 import traceback
 import weakref
@@ -42,8 +43,7 @@ class SpawnedTeam(Team):
         self._segments: list[SharedMemory] = []
         self.close = weakref.finalize(self, _release, self._workers, self._segments, self.group)
         context = multiprocessing.get_context("spawn")
-        # Port 0: any that is free
-        self._store: Any = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = make_store()
         self.threads = torch.get_num_threads()
         if devices[0].type == "cpu":
             self.threads = max(1, self.threads // len(devices))
@@ -113,6 +113,14 @@ class SpawnedTeam(Team):
                 except PeerLost:
                     silent.remove(pipe)  # type: ignore[arg-type]
         return str(lost)
+
+
+def make_store() -> Any:
+    """Where the ranks meet: at a port that is free. Left to itself, a TCPStore listens to the whole network."""
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    fd = listener.detach()  # which is the store's from now on
+    return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _watch(store: dist.Store, step: Step, workers: list[BaseProcess], group: Group) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.spawned import SpawnedTeam
+from nanovllm.distributed.spawned import SpawnedTeam, make_store
 from nanovllm.distributed.team import ctrl_c_waits
 from nanovllm.engine.plan import StepPlan
 from tests.engine.ranks import (
@@ -31,7 +31,7 @@ from tests.engine.ranks import (
     segments_of,
     tokens,
 )
-from tests.stages.ranks import PROMPTLY, check_gone, cpu_seconds, in_shared_memory, stat
+from tests.stages.ranks import PROMPTLY, check_gone, cpu_seconds, in_shared_memory, on_linux, stat
 from tests.stages.requests import Failing
 from tests.weights import lively_qwen3
 
@@ -166,6 +166,19 @@ def test_a_worker_that_cannot_start_says_why() -> None:
         team.group.smallest(1)  # as an executor does when it starts
     assert pid is not None
     check_gone([pid], [])
+
+
+@on_linux
+def test_nobody_but_this_machine_can_reach_the_ranks() -> None:
+    """The port where they meet is one of the loopback interface."""
+    listening = []
+    store = make_store()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            address, port = line.split()[1].split(":")
+            if line.split()[3] == "0A" and int(port, 16) == store.port:
+                listening.append((table, address))
+    assert listening == [("tcp", "0100007F")]
 
 
 @pytest.mark.slow
