@@ -10,7 +10,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -56,13 +56,14 @@ class Team(ABC):
 
     @contextmanager
     def in_step(self, *, loading: bool = False) -> Iterator[None]:
-        """What all ranks do together, each with its share of the CPU's threads. Ctrl-C waits for the end of it.
+        """What all ranks do together, each with its share of the CPU's threads. Ctrl-C waits for the end of it, but not
+        for that of `loading`, which may take minutes.
 
         Any failure in here ends all of them: in half a step the ranks would wait for each other, and take for an answer
         to one question what was meant for another. That of another rank becomes RuntimeError with its story.
         """
         threads = torch.get_num_threads()
-        with ctrl_c_waits():
+        with nullcontext() if loading else ctrl_c_waits():
             if not self.close.alive:
                 raise RuntimeError("this engine is closed: its ranks have ended; make a new one")
             torch.set_num_threads(min(threads, self.threads))

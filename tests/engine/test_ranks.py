@@ -7,19 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed.group import Group
-from nanovllm.distributed.spawned import SpawnedTeam, make_store
-from nanovllm.distributed.team import ctrl_c_waits
 from nanovllm.engine.plan import StepPlan
 from tests.engine.ranks import (
     check_closed,
@@ -31,7 +26,7 @@ from tests.engine.ranks import (
     segments_of,
     tokens,
 )
-from tests.stages.ranks import PROMPTLY, check_gone, cpu_seconds, in_shared_memory, on_linux, stat
+from tests.stages.ranks import PROMPTLY, check_gone, cpu_seconds, in_shared_memory, stat
 from tests.stages.requests import Failing
 from tests.weights import lively_qwen3
 
@@ -151,36 +146,6 @@ def test_tensor_parallel_t1_two_at_once_and_the_end_of_one(tiny: Path) -> None:
     check_gone([pid], [segment])
 
 
-def a_part_that_cannot_start(group: Group) -> Callable[[Any], object]:
-    raise OSError("no such part")
-
-
-def test_a_worker_that_cannot_start_says_why() -> None:
-    team = SpawnedTeam([torch.device("cpu")] * 2, a_part_that_cannot_start)
-    [pid] = [worker.pid for worker in team._workers.values()]
-    team.join()
-    with (
-        pytest.raises(RuntimeError, match=r"(?s)closed: rank 1 failed:.*Traceback.*OSError: no such part"),
-        team.in_step(),
-    ):
-        team.group.smallest(1)  # as an executor does when it starts
-    assert pid is not None
-    check_gone([pid], [])
-
-
-@on_linux
-def test_nobody_but_this_machine_can_reach_the_ranks() -> None:
-    """The port where they meet is one of the loopback interface."""
-    listening = []
-    store = make_store()
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-            address, port = line.split()[1].split(":")
-            if line.split()[3] == "0A" and int(port, 16) == store.port:
-                listening.append((table, address))
-    assert listening == [("tcp", "0100007F")]
-
-
 @pytest.mark.slow
 def test_a_long_message_gets_a_longer_segment_and_the_old_one_goes(tiny: Path) -> None:
     prompt = [i % 500 for i in range(40)]
@@ -194,30 +159,6 @@ def test_a_long_message_gets_a_longer_segment_and_the_old_one_goes(tiny: Path) -
 
 
 # --- Ctrl-C ---
-
-
-def test_ctrl_c_waits_for_the_end_of_a_step_whatever_thread_it_comes_through() -> None:
-    """The second one does not wait. A process with other threads gets its signals through any of them."""
-    over, done = threading.Event(), []
-    other = threading.Thread(target=over.wait)
-    other.start()
-    try:
-        with pytest.raises(KeyboardInterrupt), ctrl_c_waits():
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.05)
-            done.append("all of it")
-        with pytest.raises(KeyboardInterrupt), ctrl_c_waits():
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.05)
-            done.append("this, too")
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.05)
-            done.append("not this")
-    finally:
-        over.set()
-        other.join()
-    assert done == ["all of it", "this, too"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 SCRIPT = """
