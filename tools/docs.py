@@ -67,7 +67,9 @@ class Site:
                 continue
             cell["source"] = source.replace(MARKER, "")
             for output in cell.get("outputs", ()):
-                if words := output.get("metadata", {}).get("image/png", {}).get("alt"):
+                if "image/png" in output.get("data", {}):
+                    about = output.get("metadata", {}).get("image/png", {})
+                    words = about.get("alt", "The picture that the cell draws")
                     cell["metadata"]["mystnb"] = {"image": {"alt": words}}
         return notebook
 

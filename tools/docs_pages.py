@@ -73,12 +73,13 @@ def api_page() -> str:
         parts.append(f"## {title}\n")
         for module, _, name in (entry.partition(":") for entry in names.split()):
             thing: Any = getattr(import_module(module), name)
-            parts.append(f"### `{module}.{name}`\n\n{described(name, thing)}")
+            file = Path(inspect.getsourcefile(thing) or "").relative_to(ROOT).as_posix()
+            parts.append(f"### {name}\n\n`from {module} import {name}`, in `{file}`:\n\n{described(name, thing)}")
             methods = vars(thing).items() if inspect.isclass(thing) else ()
             for method, function in methods:
                 called = function.__func__ if isinstance(function, classmethod | staticmethod) else function
                 if inspect.isfunction(called) and method[0] != "_" and called.__doc__:
-                    parts.append(f"#### `{name}.{method}`\n\n{described(f'{name}.{method}', called)}")
+                    parts.append(f"#### {name}.{method}\n\n{described(f'{name}.{method}', called)}")
     parts.append("### The stages' engines\n\nCalled as `Engine` says, with the options that each has:\n")
     rows = [f"| {s.number} | [`{s.class_name}`](../{stage_file(s)}) | {code_list(s.options)} |" for s in load_stages()]
     return "\n".join([*parts, "| stage | class | options |\n|---|---|---|", *rows, ""])
