@@ -7,6 +7,7 @@ starts at once. (vLLM's `AsyncLLM` has the same two sides, in two processes.)
 """
 
 import asyncio
+import atexit
 import logging
 import threading
 import time
@@ -68,6 +69,7 @@ class AsyncLLM:
         self._num_stuck = 0  # sequences that the last step found no room for
         self._thread = threading.Thread(target=self._run, name="nanovllm-step-loop", daemon=True)
         self._thread.start()
+        atexit.register(self._end_with_the_process)
 
     # --- the producers ---
 
@@ -143,6 +145,13 @@ class AsyncLLM:
             self._refusal = self._refusal or "the engine was shut down"
             self._inbox.put(partial(self._stop, drain))
         await asyncio.to_thread(self._thread.join)
+        atexit.unregister(self._end_with_the_process)
+
+    def _end_with_the_process(self) -> None:
+        """For a program that never calls `shutdown`: a thread in the middle of a step would turn its end into a crash. One
+        that hangs there must not keep the process, though."""
+        self._inbox.put(partial(self._stop, False))
+        self._thread.join(timeout=10)
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

@@ -29,6 +29,12 @@ STATES: dict[str, tuple[Reached, dict[str, Any], dict[str, Any]]] = {
     ),
     "decoding": (lambda seqs: bool(seqs) and seqs[0].num_output_tokens > 2, {}, {}),
     "n=2": (lambda seqs: len(seqs) == 2 and all(seq.num_output_tokens > 2 for seq in seqs), {}, {"n": 2}),
+    # Its second choice waits for the first to compute the prompt, and is nowhere in the scheduler yet.
+    "n=2, one held": (
+        lambda seqs: len(seqs) == 1 and 0 < seqs[0].num_computed < len(PROMPT),
+        {"max_num_batched_tokens": 16},
+        {"n": 2},
+    ),
     "preempted": (
         lambda seqs: bool(seqs) and seqs[0].num_preemptions > 0 and seqs[0].status is SequenceStatus.WAITING,
         {"num_kv_blocks": 6},

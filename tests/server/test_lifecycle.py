@@ -15,7 +15,8 @@ from tests.server.waiting import until
 
 
 def test_an_idle_engine_costs_nothing_and_starts_at_once() -> None:
-    """It picks a request up within a fraction of a millisecond; the bound leaves room for a busy machine."""
+    """It picks a request up within a millisecond: the best of many tries do, whatever else this machine is doing, and
+    would not if the loop looked only now and then."""
 
     async def main() -> None:
         async with serving() as llm:
@@ -27,10 +28,10 @@ def test_an_idle_engine_costs_nothing_and_starts_at_once() -> None:
                 add(*arguments)
 
             llm.llm.engine.add_request = timed
-            for _ in range(9):
+            for _ in range(20):
                 await tokens(llm.generate([1, 2], greedy(max_tokens=1)))
                 await asyncio.sleep(0.01)
-            assert sorted(delays)[4] < 0.05
+            assert sorted(delays)[4] < 0.001
             num_steps, step = [0], llm.llm.engine.step
 
             def counted() -> list[RequestOutput]:

@@ -118,6 +118,22 @@ def test_an_end_that_cannot_wait_for_answers_is_in_order_too(
         assert "Traceback" not in process.output and process.output.count("\n") < 6, process.output
 
 
+@pytest.mark.slow
+def test_a_program_that_forgets_to_shut_its_engine_down_ends_all_the_same() -> None:
+    program = f"""
+import asyncio
+from nanovllm import AsyncLLM, SamplingParams
+llm = AsyncLLM(kv_cache_gib=0.05)
+stream = llm.generate({CANARY!r}, SamplingParams(max_tokens=1900, ignore_eos=True))
+asyncio.run(stream.__anext__())
+"""
+    command = [sys.executable, "-c", program]
+    with started(command) as process:
+        assert process.popen.wait(60) == 0
+        process._reader.join(10)
+        assert process.output == ""
+
+
 # --- the documentation -----------------------------------------------------------------------------------------------
 
 

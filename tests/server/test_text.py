@@ -58,6 +58,21 @@ def test_streamed_is_unstreamed_where_a_stop_string_is_held_back(client: openai.
         assert not any(s in text for text, *_ in whole for s in stop)
 
 
+def test_streamed_is_unstreamed_where_a_stop_string_has_characters_of_several_tokens(client: openai.OpenAI) -> None:
+    """It is cut out of what is generated without it, so that one choice meets it for sure."""
+    params: dict[str, Any] = {"n": 8, "seed": 1, "temperature": 2, "max_tokens": 24}
+    answer = client.completions.create(model="story", prompt=SCRIPTS["emoji"], logprobs=0, **params)
+    for choice in answer.choices:
+        wide = [i for i, letter in enumerate(choice.text) if ord(letter) > 127 and letter not in choice.logprobs.tokens]
+        if any(letter != "\ufffd" for letter in map(choice.text.__getitem__, wide)):
+            break
+    middle = next(i for i in wide if choice.text[i] != "\ufffd")
+    stop = choice.text[max(middle - 1, 0) : middle + 2]
+    whole, streamed = whole_and_streamed(client, SCRIPTS["emoji"], stop=stop, **params)
+    assert whole == streamed
+    assert whole[choice.index] == (choice.text[: choice.text.index(stop)], "stop", stop)
+
+
 def test_what_is_sampled_here_would_trip_a_careless_detokenizer(client: openai.OpenAI) -> None:
     """Or the tests above prove nothing: there are characters of several bytes, and tokens that are parts of one."""
     answer = client.completions.create(
