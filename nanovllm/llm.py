@@ -72,16 +72,14 @@ class LLM:
             with current(device):
                 executor = ParallelExecutor.start(Share(str(path), resolved, dtype), device)
         else:
-            device = numbered(device)
-            with current(device):
-                loaded = load_model(
-                    path,
-                    device=device,
-                    dtype=dtype,
-                    max_model_len=resolved.max_model_len,
-                    load_format=chosen.load_format,
-                )
-                executor = LocalExecutor(ModelRunner(loaded, resolved, device))
+            device, limit, load_format = numbered(device), resolved.max_model_len, chosen.load_format
+            try:
+                with current(device):
+                    loaded = load_model(path, device=device, dtype=dtype, max_model_len=limit, load_format=load_format)
+                    executor = LocalExecutor(ModelRunner(loaded, resolved, device))
+            except torch.OutOfMemoryError as error:
+                remedy = "take a smaller model, or lower max_num_batched_tokens and max_num_seqs"
+                raise ValueError(f"{device} has too little free memory for {path}: {error}; {remedy}") from error
         runner = executor.runner
         self.attention_backend = runner.backend.name
         self.config = replace(resolved, num_kv_blocks=runner.num_kv_blocks)

@@ -172,6 +172,15 @@ def test_a_gpu_where_there_is_none() -> None:
         LLM(attention_backend="triton")
 
 
+def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_model(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr("nanovllm.llm.load_model", load_model)
+    with pytest.raises(ValueError, match=r"cpu has too little free memory for .*20\.00 GiB.*take a smaller model"):
+        LLM(device="cpu")
+
+
 def test_a_model_without_its_tokenizer(tiny: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json.*skip_tokenizer_init"):
         LLM(tiny)
