@@ -148,8 +148,8 @@ class AsyncLLM:
         atexit.unregister(self._end_with_the_process)
 
     def _end_with_the_process(self) -> None:
-        """For a program that never calls `shutdown`: a thread in the middle of a step would turn its end into a crash. One
-        that hangs there must not keep the process, though."""
+        """For a program that never calls `shutdown`: a thread in the middle of a step would turn its end into a crash.
+        One that hangs there must not keep the process, though."""
         self._inbox.put(partial(self._stop, False))
         self._thread.join(timeout=10)
 
