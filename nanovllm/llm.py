@@ -58,7 +58,8 @@ class LLM:
     ) -> None:
         chosen = EngineConfig(**config)
         device = find_device(chosen.device)
-        self.path = path = find_checkpoint(model or EMBEDDED_MODEL, weights=chosen.load_format != "dummy")
+        model = EMBEDDED_MODEL if model is None else model
+        self.path = path = find_checkpoint(model, weights=chosen.load_format != "dummy")
         model_config = read_config(path)
         max_len, speculation = model_config.max_position_embeddings, chosen.speculation
         if speculation is not None and speculation.method == "draft":

@@ -172,7 +172,10 @@ COVERED: dict[str, list[tuple[str, str]]] = {
         (LOGITS, "test_logits_up_to_the_last_position"),
     ],
     "L3 two spellings": [(LOGITS, "test_the_two_spellings_of_a_config_give_the_same_logits")],
-    "L3 an unsupported scaling": [(CHECKPOINT, "test_an_unsupported_rope_scaling_is_refused_by_name")],
+    "L3 an unsupported scaling": [
+        (CHECKPOINT, "test_an_unsupported_rope_scaling_is_refused_by_name"),
+        (CHECKPOINT, "test_a_rope_scaling_beside_rope_parameters_is_never_ignored"),
+    ],
     # Numerics
     "N1 RoPE in fp32, at position 4095": [
         (LOGITS, "test_rotary_angles_stay_float32_in_a_half_precision_model"),

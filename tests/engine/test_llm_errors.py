@@ -154,6 +154,7 @@ def test_bad_conversations(llm: LLM, tmp_path: Path) -> None:
         ({"attention_backend": "magic"}, ValueError, ("attention_backend", "'magic'", "triton")),
         ({"max_model_len": 5000}, ValueError, ("max_model_len=5000", "2048", "lower it")),
         ({"kv_cache_gib": 1e-6}, ValueError, ("no room for a KV block of 16", "GiB are missing", "raise kv_cache_gib")),
+        ({"model": ""}, ValueError, ("model=''", "not a checkpoint")),  # as from a variable that is not set
         ({"model": "no/such/directory"}, ValueError, ("model='no/such/directory'", "hub id such as")),
         ({"kvcache_block_size": 0}, ValueError, ("kvcache_block_size", "at least 1", "0")),
     ],
