@@ -100,8 +100,7 @@ def bandwidth(device: torch.device) -> float | None:
 
 
 def run(ranks: int, device: str, kind: str, sizes: list[int]) -> dict[str, Any]:
-    if kind == "symmetric":
-        os.environ[SWITCH] = str(max(sizes))
+    os.environ[SWITCH] = str(max(sizes) if kind == "symmetric" else 0)
     part, devices = Part(kind, sizes), devices_of(torch.device(device), ranks)
     bytes_per_second = bandwidth(devices[0]) if kind == "nccl" else None
     team = SpawnedTeam(devices, part)
@@ -132,6 +131,7 @@ def in_a_process(ranks: int, device: str, kind: str, quick: bool) -> dict[str, A
 def table(ranks: int, device: str, quick: bool) -> dict[str, Any]:
     """All ways side by side; those that cannot run here are named in `failures`."""
     found: dict[str, Any] = {"ranks": ranks, "rows": [], "bytes_per_second": None, "failures": {}}
+    found["one_shot_bytes"] = int(os.environ.get(SWITCH, "0"))  # what the engine uses it for in this run
     for kind in ("nccl", "symmetric") if device != "cpu" else ("nccl",):
         try:
             result = in_a_process(ranks, device, kind, quick)

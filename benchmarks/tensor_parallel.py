@@ -33,14 +33,14 @@ def name_of(package: str, ranks: int) -> str:
     return f"{package}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def sizes_up_to(ranks: int) -> list[int]:
-    return [n for n in (1, 2, 4, 8) if n <= ranks]
+def numbers_of_ranks(options: argparse.Namespace) -> list[int]:
+    return [n for n in (1, 2, 4, 8) if options.least <= n <= options.ranks]
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
     """For each number of ranks first ours, then vLLM if it can be imported."""
     found = []
-    for n in sizes_up_to(options.ranks):
+    for n in numbers_of_ranks(options):
         config: dict[str, Any] = {"tensor_parallel_size": n, "max_num_seqs": MAX_NUM_SEQS}
         found += [ours(options, name_of("nanovllm", n), **config), *vllm(options, name_of("vLLM", n), **config)]
     return found
@@ -53,7 +53,8 @@ def showcase(options: argparse.Namespace, batches: list[int], prompt_len: int, n
         for key, label in (("ms_per_token", "a step"), ("first_token_ms", "time to first token"))
         for b in batches
     ]
-    largest = sizes_up_to(options.ranks)[-1]
+    numbers = numbers_of_ranks(options)
+    largest = numbers[-1]
     beside_vllm = name_of("vLLM", largest) in {c.name for c in everybody}
     return Showcase(
         name="tensor_parallel",
@@ -65,7 +66,7 @@ def showcase(options: argparse.Namespace, batches: list[int], prompt_len: int, n
         headline=f"ms_per_token_{batches[0]}",
         shown=tuple(figure.key for figure in figures),
         contender=name_of("nanovllm", largest),
-        rival=name_of("vLLM", largest) if beside_vllm else name_of("nanovllm", 1),
+        rival=name_of("vLLM", largest) if beside_vllm else name_of("nanovllm", numbers[0]),
     )
 
 
@@ -90,7 +91,8 @@ def share_of_step(
     if ranks > 1:
         message = batch * model.hidden_size * itemsize
         fitting = next((row for row in latencies["rows"] if row["bytes"] >= message), latencies["rows"][-1])
-        parts["all-reduces"] = num_all_reduces(model) * fitting["NCCL"] / 1e3
+        by_one_shot = message <= latencies["one_shot_bytes"] and "one-shot" in fitting
+        parts["all-reduces"] = num_all_reduces(model) * fitting["one-shot" if by_one_shot else "NCCL"] / 1e3
     return parts
 
 
@@ -134,8 +136,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_options(parser, rounds=1)
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4, 8), help="the most (default %(default)s)")
+    parser.add_argument("--least", type=int, default=1, choices=(1, 2, 4, 8), help="the fewest (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements in a process (default %(default)s)")
     options = parser.parse_args(arguments)
+    if options.least > options.ranks:
+        parser.error(f"--least {options.least} is more than --ranks {options.ranks}")
     options.model = options.model or (EMBEDDED_MODEL if options.quick else SHAPE)
     return check_options(options)
 
@@ -143,7 +148,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     sizes = QUICK if options.quick else FULL
-    tables = [all_reduce.table(n, options.device, options.quick) for n in sizes_up_to(options.ranks) if n > 1]
+    tables = [all_reduce.table(n, options.device, options.quick) for n in numbers_of_ranks(options) if n > 1]
     for table in tables:
         print(*(f"{table['ranks']} ranks: {row}" for row in table["rows"]), sep="\n", flush=True)
         print(*(f"{kind}: {why}" for kind, why in table["failures"].items()), sep="\n", flush=True)
