@@ -79,7 +79,7 @@ class LLM:
                     loaded = load_model(path, device=device, dtype=dtype, max_model_len=limit, load_format=load_format)
                     executor = LocalExecutor(ModelRunner(loaded, resolved, device))
             except torch.OutOfMemoryError as error:
-                remedy = "take a smaller model, or lower max_num_batched_tokens and max_num_seqs"
+                remedy = "take a smaller model, or lower num_kv_blocks, max_num_batched_tokens or max_num_seqs"
                 raise ValueError(f"{device} has too little free memory for {path}: {error}; {remedy}") from error
         runner = executor.runner
         self.attention_backend = runner.backend.name

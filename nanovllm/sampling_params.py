@@ -89,7 +89,7 @@ class SamplingParams:
         check("top_k", -1 <= self.top_k < 2**31, "positive (below 2**31), or 0 or -1 for off")
         check("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 is off")
         check("min_p", 0 <= self.min_p <= 1, "in [0, 1]; 0 is off")
-        check("repetition_penalty", 0 < self.repetition_penalty <= LARGEST, "positive, up to 1e30; 1 is off")
+        check("repetition_penalty", 1 / LARGEST <= self.repetition_penalty <= LARGEST, "from 1e-30 to 1e30; 1 is off")
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]; 0 is off")
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]; 0 is off")
         check("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63), or None for a fresh one")

@@ -28,6 +28,7 @@ from tests.engine.shadow import ShadowExecutor
         {"min_p": 1.5},
         {"repetition_penalty": 0.0},
         {"repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-45},  # logits divided by it are infinite
         {"presence_penalty": 2.5},
         {"frequency_penalty": -2.5},
         {"seed": -1},
