@@ -44,13 +44,15 @@ class SpeculationStats:
     num_steps: int = 0  # that verified at least one guess
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)  # together with all guesses before it
+    num_tokens: int = 0  # that these steps brought: accepted guesses, and the target's own where the sequence went on
 
-    def count(self, num_proposed: int, num_accepted: int) -> None:
+    def count(self, num_proposed: int, num_accepted: int, num_tokens: int) -> None:
         """Take in one step of one sequence."""
         missing = num_proposed - len(self.proposed)
         self.proposed += [0] * missing
         self.accepted += [0] * missing
         self.num_steps += 1
+        self.num_tokens += num_tokens
         for i in range(num_proposed):
             self.proposed[i] += 1
             self.accepted[i] += i < num_accepted
@@ -61,11 +63,11 @@ class SpeculationStats:
         parts = [part for part in parts if part.num_steps]
         if not parts:
             return None
-        columns = [
+        proposed, accepted = (
             [sum(c) for c in zip_longest(*lists, fillvalue=0)]
             for lists in ([p.proposed for p in parts], [p.accepted for p in parts])
-        ]
-        return cls(sum(p.num_steps for p in parts), *columns)
+        )
+        return cls(sum(p.num_steps for p in parts), proposed, accepted, sum(p.num_tokens for p in parts))
 
     @property
     def acceptance_by_position(self) -> list[float]:
@@ -74,7 +76,7 @@ class SpeculationStats:
     @property
     def mean_accepted_length(self) -> float:
         """Tokens that a verifying step brought on average: the accepted guesses, and the target's own one."""
-        return 1 + sum(self.accepted) / self.num_steps if self.num_steps else 1.0
+        return self.num_tokens / self.num_steps if self.num_steps else 1.0
 
 
 @dataclass(slots=True)

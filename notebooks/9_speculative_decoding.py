@@ -352,8 +352,8 @@ lines(
 
 # %% [markdown]
 # Few guesses break even earliest; many win most where the batch is small and the draft is good. The draft's own time is
-# not in it. Here guesses are free, as n-grams are. A draft model whose turn takes a tenth of a step adds half a step for
-# four guesses, and has to be right more often.
+# not in it: here guesses are free, as n-grams are. A draft model whose turn takes a tenth of a step adds half a step
+# for four guesses, and has to be right more often.
 #
 # The same, measured with more care and more batch sizes (`python -m benchmarks.speculation`):
 
@@ -383,6 +383,6 @@ show_table("speculation", RESULTS)
 #   Decoding](https://arxiv.org/abs/2211.17192), 2023, and Chen et al., [Accelerating Large Language Model Decoding with
 #   Speculative Sampling](https://arxiv.org/abs/2302.01318), 2023: the rule, found twice in the same months.
 # - Saxena, [Prompt Lookup Decoding](https://github.com/apoorvumang/prompt-lookup-decoding), 2023: n-grams as a draft.
-# - Cai et al., [Medusa](https://arxiv.org/abs/2401.10774), 2024, and Li et al., [EAGLE](https://arxiv.org/abs/2401.15077),
-#   2024: drafts that look into the target's own head.
+# - Cai et al., [Medusa](https://arxiv.org/abs/2401.10774), 2024, and Li et al.,
+#   [EAGLE](https://arxiv.org/abs/2401.15077), 2024: drafts that look into the target's own head.
 # - In vLLM: `vllm/v1/spec_decode/` (the proposers), `vllm/v1/sample/rejection_sampler.py`.

@@ -276,10 +276,11 @@ class Scheduler:
     def _roll_back(self, seq: Sequence, num_guesses: int, num_accepted: int) -> None:
         """Forget the guesses that were wrong: their KV, and blocks that hold nothing else. The step's last token is
         computed by the next one, as ever. Not reached with steps in flight: speculation is synchronous."""
+        num_tokens = len(seq.token_ids) - seq.num_known + 1
         seq.num_known = len(seq.token_ids)
         seq.num_computed = seq.num_known - 1
         num_kept = self.blocks.num_blocks_for(seq.num_computed)
         self.trace.blocks(seq, freed=self.blocks.release(seq, num_kept=num_kept))
         seq.num_blocks_sent = num_kept
         for stats in (seq.speculation, self.speculation):
-            stats.count(num_guesses, num_accepted)
+            stats.count(num_guesses, num_accepted, num_tokens)

@@ -87,6 +87,30 @@ def test_a_step_brings_the_accepted_guesses_and_one_token_more(guess: Guess, len
     assert world.scheduler.speculation == stats
 
 
+@pytest.mark.parametrize("guess", [right, alternating])
+def test_the_counters_say_what_happened_also_where_a_run_is_cut(guess: Guess) -> None:
+    """By hand: what was planned, and what of it came; an end of text among the guesses is the last to be accepted."""
+    world = make(bs=2, seqs=1, guess=guess, speculative={"method": "ngram", "k": 4})
+    num_cut = 0
+    for start in range(VOCAB_SIZE):
+        id, proposed, accepted, brought = world.add([start, 1], max_tokens=12), [0] * 4, [0] * 4, []
+        while world.engine.has_unfinished():
+            world.step()
+            guesses = world.executor.plans[-1].scheduled[0].guesses
+            ids: list[int] = next((event["ids"] for event in world.events if event["type"] == "token"), [])
+            if guesses:
+                brought.append(len(ids))
+                num_right = sum(a == b for a, b in zip(guesses, ids, strict=False))
+                num_cut += num_right == len(ids)
+                for i in range(len(guesses)):
+                    proposed[i] += 1
+                    accepted[i] += i < num_right
+        stats = world.outputs[id].metrics.speculation
+        assert stats is not None and stats.num_steps == len(brought) and stats.num_tokens == sum(brought)
+        assert stats.proposed == proposed[: len(stats.proposed)] and stats.accepted == accepted[: len(stats.accepted)]
+    assert num_cut
+
+
 def test_rejected_guesses_give_their_blocks_back() -> None:
     world = make(bs=2, guess=wrong, speculative={"method": "ngram", "k": 7})
     long_run(world, [1, 2, 3], 20)
