@@ -112,6 +112,22 @@ def test_the_run_sheet_has_every_word_and_ends_on_time(path: Path) -> None:
     assert said / given.minutes < 90, "words a minute; there must be time to think and to type"
 
 
+@by_lecture
+def test_what_is_typed_exists(path: Path) -> None:
+    """Checkpoints that the exercise has, and tests that there are to be chosen by name."""
+    given = read_lecture(path)
+    tests = list((ROOT / "tests" / "stages").glob("test_*.py"))
+    names = [file.stem for file in tests]
+    names += [name for file in tests for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))]
+    typed = "\n".join(piece.text for slide in given.slides for piece in slide.script if piece.kind == "type")
+    for expression in re.findall(r"-k (?:\'([^\']+)\'|(\w+))", typed):
+        for word in re.split(r" or | and ", "".join(expression)):
+            assert any(word in name for name in names), f"no test is called like {word!r}"
+    live = [slide for slide in given.slides if slide.kind == "live"]
+    checkpoints = re.findall(rf'make stage-{given.stage.number}-exercise ARGS="--checkpoint (\d)"', typed)
+    assert checkpoints == [str(i + 2) for i in range(len(live))]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "message"),
     [
@@ -233,23 +249,38 @@ MEASURE = """
 """
 
 
-@pytest.mark.slow
-@needs_chromium
-@pytest.mark.parametrize("width", [1280, 500])
-@by_lecture
-def test_everything_fits_in_a_browser(path: Path, width: int, tmp_path: Path) -> None:
-    """No slide overflows 1280 x 720, and nothing is wider than a narrow window (500 is Chromium's narrowest)."""
-    page = tmp_path / "page.html"
-    before, _, after = render(read_lecture(path)).rpartition("</body>")
-    page.write_text(before + MEASURE + after, encoding="utf-8")
+def overflow(text: str, width: int, directory: Path) -> tuple[str, ...]:
+    """Whether it came up as slides, and which of them overflow ("wide": the page does), as a browser sees it."""
+    before, _, after = text.rpartition("</body>")
+    (directory / "page.html").write_text(before + MEASURE + after, encoding="utf-8")
     assert CHROMIUM is not None
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},720"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--enable-logging=stderr"]
-    done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
+    command += [f"--user-data-dir={directory / 'profile'}", "--virtual-time-budget=5000", "--enable-logging=stderr"]
+    url = (directory / "page.html").as_uri()
+    done = subprocess.run([*command, "--dump-dom", url], capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in done.stderr, done.stderr
     found = re.search(r"ready (\w+) overflow \[(.*?)\]", done.stdout)
     assert found is not None
-    assert found.groups() == ("true" if width == 1280 else "false", ""), "slides that overflow"
+    return found.groups()
+
+
+@pytest.mark.slow
+@needs_chromium
+@by_lecture
+def test_every_slide_fits_in_a_browser(path: Path, tmp_path: Path) -> None:
+    assert overflow(render(read_lecture(path)), 1280, tmp_path) == ("true", "")
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_on_a_narrow_window_it_is_a_page_and_too_much_is_noticed(tmp_path: Path) -> None:
+    text = render(read_lecture(PATHS[0]))
+    assert overflow(text, 500, tmp_path) == ("false", "")  # 500 is Chromium's narrowest
+    much = "<p>one line more</p>" * 30
+    assert overflow(text.replace('<aside class="notes">', much + '<aside class="notes">', 1), 1280, tmp_path) == (
+        "true",
+        "1",
+    )
 
 
 def test_every_lecture_is_a_stage_s() -> None:

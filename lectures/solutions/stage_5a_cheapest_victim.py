@@ -1,7 +1,7 @@
 """Solution of exercise 5a. It does not pay: on 400 random workloads in a pool too small it computed about 1% more.
 
-Likely reasons: the cheapest victim has few blocks to give, so another one has to go soon after; and what the latest arrival
-loses, it often finds again in the prefix cache. A plausible idea, and the measurement is against it.
+Likely reasons: the cheapest victim has few blocks to give, so another one has to go soon after; and what the latest
+arrival loses, it often finds again in the prefix cache. A plausible idea, and the measurement is against it.
 """
 
 from collections.abc import Sequence as SequenceOf
