@@ -92,11 +92,13 @@ class LaunchedTeam(Team):
 
     def cause_of(self, lost: PeerLost) -> str:
         deadline = time.monotonic() + (GRACE if self.group.lost is None else 0)
-        while self._links.store is not None and time.monotonic() < deadline:
+        while self._links.store is not None:
             with suppress(RuntimeError):  # of a store that is gone as well
                 for rank in range(1, self.group.size):
                     if self._links.store.check([f"story {rank}"]):
                         return f"rank {rank} failed:\n{self._links.store.get(f'story {rank}').decode()}"
+            if time.monotonic() >= deadline:
+                break
             time.sleep(GRACE / 20)
         return str(lost)
 
@@ -141,14 +143,16 @@ class Links:
 
     def lose(self, rank: int, why: str) -> None:
         """The engine has no future. Also those ranks are to leave that wait for the one that is lost."""
-        self.spare.set("given up", why)
+        self.spare.set("end", "1")
         self.messages.give_up(why)
         self.group.give_up(why)
 
     def dismiss(self) -> None:
-        """Tell the others to leave, if they still listen."""
+        """Tell the others to leave, if they still listen, and also if they wait in a step that has failed here."""
         self.over.set()
-        with suppress(PeerLost):
+        with suppress(RuntimeError):
+            if self.store is not None and self.group.lost is None:
+                self.store.set("end", "0")
             self.send(b"")
         self.leave()
 
@@ -169,7 +173,8 @@ def address_towards(host: str, port: int) -> str:
 def serve(make: Make, device: torch.device) -> NoReturn:
     """A worker's life: do what each message says. Leaves by SystemExit when the leader closes its engine, and with an
     exit status of 1 when it is gone; what fails here is raised, and told to the leader."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the leader decides
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the leader decides
     links = Links(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -184,7 +189,8 @@ def serve(make: Make, device: torch.device) -> NoReturn:
         raise SystemExit(f"rank {own_rank()}: the leader or another rank is gone ({lost})") from None
     except BaseException:
         with suppress(RuntimeError):  # the store may be gone, too
-            links.store.set(f"story {own_rank()}", traceback.format_exc())
+            if links.store is not None:
+                links.store.set(f"story {own_rank()}", traceback.format_exc())
         links.leave()
         raise
     links.leave()
@@ -192,13 +198,16 @@ def serve(make: Make, device: torch.device) -> NoReturn:
 
 
 def _beat(links: Links) -> None:
-    given_up = False
+    """And end the process where the leader has ended the engine, and nobody can tell a step that waits for it."""
+    status = 1
     with suppress(RuntimeError):  # the store is gone, and with it the leader
-        while not links.over.wait(BEAT) and not given_up:
+        while not links.over.wait(BEAT):
             beat(links.spare, own_rank())
-            given_up = links.spare.check(["given up"])
-    if not links.over.is_set():
-        os._exit(1)
+            if links.spare.check(["end"]):
+                status = int(links.spare.get("end"))
+                break
+    if not links.over.wait(GRACE):
+        os._exit(status)
 
 
 def _messages(links: Links) -> Iterator[Any]:
