@@ -20,6 +20,7 @@ def block_bytes(model: ModelConfig, block_size: int) -> int:
 
 MIB = 2**20
 SHARE = "NANOVLLM_GPU_MEMORY"
+CONTEXT = GIB  # at most, for what CUDA has of a process beside PyTorch's memory: of others nobody knows what is theirs
 
 
 def graph_bytes(largest: int, model: ModelConfig) -> int:
@@ -59,7 +60,10 @@ def num_kv_blocks(
     if device.type == "cpu":
         available, knob = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib}"
     else:
-        available, knob = gpu_budget(config, device, run_largest_step), "gpu_memory_utilization, or free GPU memory"
+        available, knob = (
+            gpu_budget(config, device, run_largest_step),
+            f"gpu_memory_utilization or {SHARE}, or free memory",
+        )
         available -= row_bytes(config)
         if with_graphs:
             available -= graph_bytes(largest_batch(config), model)
@@ -75,7 +79,7 @@ def num_kv_blocks(
 
 
 def gpu_share(config: EngineConfig) -> float:
-    """`gpu_memory_utilization`, or NANOVLLM_GPU_MEMORY if that is less: so people on one box keep to shares."""
+    """Of a process: `gpu_memory_utilization`, or NANOVLLM_GPU_MEMORY if that is less, so that people share a card."""
     value = os.environ.get(SHARE)
     if value is None:
         return config.gpu_memory_utilization
@@ -89,7 +93,8 @@ def gpu_share(config: EngineConfig) -> float:
 
 
 def gpu_budget(config: EngineConfig, device: torch.device, run_largest_step: Callable[[], None]) -> int:
-    """Bytes for the KV cache: the share of the card that we may use, less all that is in use at the peak of a step."""
+    """Bytes for the KV cache at the peak of a step: until the card is as full as `gpu_memory_utilization` says, whoever
+    fills it, and this process has its share."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step()
@@ -97,4 +102,6 @@ def gpu_budget(config: EngineConfig, device: torch.device, run_largest_step: Cal
     step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * gpu_share(config)) - (total - free) - step
+    used, ours = total - free, torch.cuda.memory_reserved(device)
+    ours += min(used - ours, CONTEXT)
+    return min(int(total * config.gpu_memory_utilization) - used, int(total * gpu_share(config)) - ours) - step

@@ -35,6 +35,31 @@ def test_rows_are_counted_in_full(max_num_seqs: int, max_model_len: int, block_s
     assert row_bytes(config) == rows.token_ids.nbytes + tables
 
 
+@pytest.mark.parametrize(
+    ("share", "others", "expected"),
+    [
+        (None, 0, 72 - 5),  # 0.9 of the card, less weights and context (3 + 1) and the peak of a step (1)
+        (None, 40, 32 - 5),  # the card is not to be fuller than that, whoever fills it
+        ("0.25", 0, 20 - 5),
+        ("0.25", 20, 20 - 5),  # what others have is not of our share
+        ("0.25", 59, 72 - 59 - 5),  # but less is left than that
+    ],
+)
+def test_people_have_a_share_each(
+    share: str | None, others: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card of 80 GiB, on which other processes have some."""
+    monkeypatch.delenv(memory.SHARE, raising=False)
+    if share is not None:
+        monkeypatch.setenv(memory.SHARE, share)
+    for name, value in {"max_memory_allocated": 4, "memory_allocated": 3, "memory_reserved": 3}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((80 - 4 - others) * GIB, 80 * GIB))
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    assert memory.gpu_budget(EngineConfig(), torch.device("cuda"), lambda: None) == expected * GIB
+
+
 def test_blocks_get_what_rows_and_graphs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """512 rows of 131,072 tokens are a quarter of a GiB, which the KV cache must not have as well."""
     monkeypatch.setattr(memory, "gpu_budget", lambda *_: 10 * GIB)
