@@ -60,11 +60,8 @@ def num_kv_blocks(
     if device.type == "cpu":
         available, knob = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib}"
     else:
-        available, knob = (
-            gpu_budget(config, device, run_largest_step),
-            f"gpu_memory_utilization or {SHARE}, or free memory",
-        )
-        available -= row_bytes(config)
+        available = gpu_budget(config, device, run_largest_step) - row_bytes(config)
+        knob = f"gpu_memory_utilization or {SHARE}, or free GPU memory"
         if with_graphs:
             available -= graph_bytes(largest_batch(config), model)
             available -= 0 if draft is None else graph_bytes(config.max_num_seqs, draft)
