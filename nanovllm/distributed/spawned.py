@@ -85,7 +85,11 @@ class SpawnedTeam(Team):
         """Each worker answers once when it is ready, and once for each message that it has read."""
         waiting = set(self._workers)
         while waiting:
-            for pipe in connection.wait(list(self._workers)):  # on all: one that has answered may die meanwhile
+            # On all of them: one that has answered may die meanwhile.
+            ready = connection.wait(list(self._workers), TIMEOUT.total_seconds())
+            if not ready:
+                raise PeerLost(f"a rank has not answered for {TIMEOUT.total_seconds():g} s")
+            for pipe in ready:
                 self._hear(pipe)
                 waiting.discard(pipe)
 

@@ -1,6 +1,7 @@
 """The processes of several ranks by themselves, with parts that are no model."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nanovllm.distributed import spawned
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.spawned import SpawnedTeam, make_store
 from nanovllm.distributed.team import ctrl_c_waits
@@ -38,6 +41,28 @@ def test_a_worker_that_cannot_start_says_why() -> None:
         team.group.smallest(1)  # as an executor does when it starts
     assert pid is not None
     check_gone([pid], [])
+
+
+def test_nobody_is_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that neither starts nor dies."""
+
+    class Silent:
+        name, exitcode = "rank 1", None
+
+        def join(self, timeout: float) -> None: ...
+
+        def is_alive(self) -> bool:
+            return False
+
+    monkeypatch.setattr(spawned, "TIMEOUT", timedelta(seconds=0.05))
+    monkeypatch.setattr(spawned, "GRACE", 0.05)
+    team, worker = SpawnedTeam([CPU], a_part_that_cannot_start), Silent()
+    ours, theirs = multiprocessing.Pipe()
+    team._workers[ours] = worker  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=r"the ranks could not start: a rank has not answered for 0\.05 s"):
+        team.join()
+    assert not team.close.alive
+    theirs.close()
 
 
 @on_linux
