@@ -17,6 +17,7 @@ html_theme_options = {
     "navigation_with_keys": False,
 }
 html_copy_source = False
+smartquotes = False  # they make a dash of the two hyphens of an option
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 myst_enable_extensions = ["deflist"]
