@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+import re
 import socket
 from typing import Any
 
@@ -85,10 +87,41 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_costs_little() -> None:
         _, writer = await begin(served, ENDLESS | {"prompt": [1, 2], "stream": True, "logprobs": 20})
         await until(lambda: bool(served.llm._requests))
         assert (await complete(served)).status_code == 200
-        await idle(served.llm)
+        await idle(served.llm, seconds=60)
         writer.close()
 
     with server() as served:
+        asyncio.run(main(served))
+
+
+@pytest.mark.slow
+def test_a_storm_of_five_hundred_clients_of_which_three_in_ten_leave() -> None:
+    """The others get the answers that they would get alone, and nothing is left of anybody."""
+    draw = random.Random(1)
+
+    async def one(served: Served, i: int, patience: float) -> str | None:
+        body = {"prompt": [i % 50 + 1, 9], "max_tokens": 1 + i % 12, "n": 1 + (i % 10 == 3), "stream": i % 2 == 0}
+        await asyncio.sleep(i / 500)
+        reader, writer = await begin(served, ENDLESS | body)
+        if i % 10 in (0, 1, 4):
+            await asyncio.sleep(patience)
+            drop(writer)
+            return None
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 200 " in head
+        length = re.search(rb"content-length: (\d+)", head)
+        answer = await (reader.readexactly(int(length[1])) if length else reader.readuntil(b"data: [DONE]\n\n"))
+        writer.close()
+        return "".join(json.loads(f'"{text}"') for text in re.findall(r'"text":"((?:[^"\\]|\\.)*)"', answer.decode()))
+
+    async def main(served: Served) -> None:
+        answers = await asyncio.gather(*(one(served, i, draw.random()) for i in range(500)))
+        assert sum(answer is None for answer in answers) == 150
+        assert answers[:200] == answers[300:]  # those 300 apart ask for the same
+        await idle(served.llm, seconds=60)
+        await until(lambda: not served.runner.server_state.tasks)
+
+    with server(max_num_seqs=64, num_kv_blocks=200) as served:
         asyncio.run(main(served))
 
 
