@@ -1,9 +1,11 @@
 """The lecture kit: nothing on a slide can grow old unseen, lectures take the time they say, exercises can be solved."""
 
+import ast
 import html.parser
 import re
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,18 @@ def test_the_run_sheet_has_every_word_and_ends_on_time(path: Path) -> None:
     assert int(clocks[-1][0]) == int(sum(slide.minutes for slide in given.slides))
     said = sum(len(piece.text.split()) for slide in given.slides for piece in slide.script if piece.kind == "say")
     assert said / given.minutes < 90, "words a minute; there must be time to think and to type"
+
+
+@by_lecture
+def test_what_is_typed_is_the_solution(path: Path) -> None:
+    given = read_lecture(path)
+    source = (ROOT / "stages" / f"{given.stage.module_name}.py").read_text(encoding="utf-8")
+    live = [slide for slide in given.slides if slide.kind == "live"]
+    for hole, slide in zip(find_holes(source), live, strict=True):
+        [typed] = [piece.text for piece in slide.script if piece.kind == "type"]
+        code = "\n".join(line for line in typed.splitlines() if not line.startswith(("#", "make ")))
+        solution = textwrap.dedent("\n".join(source.splitlines()[hole.code : hole.end]))
+        assert ast.dump(ast.parse(code)) == ast.dump(ast.parse(solution)), f"what is typed for {hole.name} differs"
 
 
 @by_lecture

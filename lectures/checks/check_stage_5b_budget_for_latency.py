@@ -28,7 +28,7 @@ def test_by_hand(answers: ModuleType) -> None:
 def workload(story_model: str) -> Any:
     rng = random.Random(0)
     prompts = [[rng.randrange(300, 1000) for _ in range(n)] for n in (4, 5, 6, 120)]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (20, 6, 8, 4)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (14, 4, 6, 2)]
 
     def run(budget: int) -> list[Event]:
         events: list[Event] = []
@@ -43,7 +43,7 @@ def workload(story_model: str) -> Any:
 
 def test_a_promise_is_kept_with_the_largest_budget(answers: ModuleType, story_model: str) -> None:
     run = workload(story_model)
-    waits = {budget: max(answers.longest_waits(run(budget)).values()) for budget in (4, 32, 64, 256)}
+    waits = {budget: max(answers.longest_waits(run(budget)).values()) for budget in (4, 32, 256)}
     print("longest wait by budget:", waits)
     assert waits[4] <= 8 and waits[32] == 32 and waits[256] > 100
     assert answers.largest_budget(run, 40, [256, 4, 32]) == 32
