@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import threading
 import traceback
 import weakref
@@ -25,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; a death is noticed at once
@@ -62,14 +62,14 @@ class Group:
             self.backend = gloo(store, self.rank, self.size, options)
         self.all_reduce(torch.zeros(1, device=self.device)).item()  # NCCL connects at its first collective
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, in place, the same on every rank."""
         if self.size > 1:
             with self.others() as backend:
                 backend.allreduce([x]).wait()  # on a GPU this only queues it behind what is queued already
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' x, one after another, on every rank: [...] -> [R, ...]."""
         if self.size == 1 or x.numel() == 0:
             return x.expand(self.size, *x.shape)
@@ -130,11 +130,12 @@ class Team:
         if self.size == 1:
             return
         context = multiprocessing.get_context("spawn")
-        self.store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # port 0: any that is free
+        listener = socket.create_server((HOST, 0))  # a port that is free; the store's own would be open to the network
+        port, fd = listener.getsockname()[1], listener.detach()
+        self.store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
         for rank in range(1, self.size):
             ours, theirs = context.Pipe()
-            group = Group(rank, self.size, self.devices[rank])
-            task = (make, arguments, group, self.store.port, theirs, self.threads)
+            task = (make, arguments, Group(rank, self.size, self.devices[rank]), port, theirs, self.threads)
             process = context.Process(target=work, args=task, name=f"rank {rank}", daemon=True)
             process.start()
             self.workers[ours] = process
@@ -215,8 +216,7 @@ class Team:
 
     def cause_of(self, lost: PeerLost) -> str:
         """Why a step failed, in the words of the worker that failed first, where one did."""
-        deadline = monotonic() + GRACE
-        silent = list(self.workers)
+        deadline, silent = monotonic() + GRACE, list(self.workers)
         while silent and monotonic() < deadline and not isinstance(lost, WorkerDied):
             for bell in connection.wait(silent, deadline - monotonic()):
                 try:

@@ -134,6 +134,23 @@ def test_an_engine_that_nobody_keeps_ends_its_workers(start_ranks: Starter, chec
     check_gone(pids, names)
 
 
+@since(7)
+def test_nobody_but_this_machine_can_reach_the_ranks() -> None:
+    """The port where they meet is one of the loopback interface, 127.0.0.1."""
+    team = Team([torch.device("cpu")] * 2)
+    not_a_rank: Any = len  # nobody waits for it
+    try:
+        team.start(not_a_rank, ())
+        assert team.store is not None
+        port = f"{team.store.port:04X}"
+        sockets = [
+            line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()
+        ]
+    finally:
+        team.close()
+    assert [at for _, at, _, state, *_ in sockets if at.endswith(f":{port}") and state == "0A"] == [f"0100007F:{port}"]
+
+
 @pytest.mark.slow
 @since(7)
 def test_a_worker_that_cannot_start_says_why() -> None:
