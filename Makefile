@@ -16,7 +16,7 @@ ENGINE_BENCHMARKS := throughput latency startup prefix mixed idle ablations
 STAMP := .venv/setup.json
 SETUP = "$(PYTHON)" tools/setup_env.py --torch "$(TORCH)" $(if $(SYSTEM_SITE),--system-site)
 SHARE = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf %s '-n $(JOBS)')
-LINTED = $(wildcard stages nanovllm tools benchmarks tests notebooks examples example.py)
+LINTED = $(wildcard stages nanovllm tools benchmarks tests notebooks examples lectures example.py)
 
 unexport VIRTUAL_ENV PYTHONHOME
 

@@ -1,4 +1,4 @@
-"""The lecture kit: nothing on a slide can grow old unseen, lectures take the time they say, exercises can be solved."""
+"""The lecture kit: nothing on a slide can grow old unseen, and lectures take the time they say."""
 
 import ast
 import html.parser
@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tools import lecture, lecture_exercises, lecture_pulls, slides
+from tools import lecture, lecture_pulls, slides
 from tools.exercises import find_holes
 from tools.lecture import ROOT, Lecture, LectureError, lecture_paths, read_lecture
-from tools.lecture_exercises import SOLUTIONS, STARTS, Exercise, all_exercises, run_check
 from tools.lecture_html import render
 
 PATHS = lecture_paths()
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 by_lecture = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-by_exercise = pytest.mark.parametrize("exercise", all_exercises(), ids=lambda exercise: exercise.name)
 STAGE_4 = "stages/stage_4_prefix_caching.py"
 NOTEBOOK_4 = "notebooks/4_prefix_caching.ipynb"
 TYPED_FIGURE = re.compile(r"\d\s?(?:ms|µs|tokens/s|GB/s|×|%|times sooner)(?!\w)")
@@ -209,43 +207,6 @@ def test_the_tool_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "stage_4.html"]
     for path in PATHS:
         assert f"{path.stem}.html" in (tmp_path / "index.html").read_text(encoding="utf-8")
-
-
-@by_lecture
-def test_two_exercises_go_with_it(path: Path) -> None:
-    number = read_lecture(path).stage.number
-    mine = [exercise for exercise in all_exercises() if exercise.stage == number]
-    assert [exercise.name for exercise in mine] == [f"{number}a", f"{number}b"]
-    for exercise in mine:
-        assert exercise.check.is_file() and (SOLUTIONS / f"{exercise.stem}.py").is_file()
-        assert f"python -m tools.lecture_exercises {exercise.name}" in exercise.text
-
-
-def test_an_exercise_is_handed_out_once_and_then_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checked: list[Path] = []
-
-    def check(exercise: Exercise, directory: Path) -> int:
-        checked.append(directory)
-        return 1
-
-    monkeypatch.setattr(lecture_exercises, "run_check", check)
-    assert lecture_exercises.main(["4b"], tmp_path) == 0
-    assert "Exercise 4b: " in capsys.readouterr().out and not checked
-    mine = tmp_path / "stage_4b_rounding_loss.py"
-    mine.write_text("# mine", encoding="utf-8")
-    assert lecture_exercises.main(["4b"], tmp_path) == 1
-    assert checked == [tmp_path] and mine.read_text(encoding="utf-8") == "# mine"
-    assert lecture_exercises.main(["9z"], tmp_path) == 1
-    assert "there is no exercise '9z'; there are" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@by_exercise
-def test_the_solution_passes_and_the_starting_file_does_not(exercise: Exercise) -> None:
-    assert run_check(exercise, SOLUTIONS) == pytest.ExitCode.OK
-    assert run_check(exercise, STARTS) == pytest.ExitCode.TESTS_FAILED
 
 
 MEASURE = """

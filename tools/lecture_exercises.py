@@ -15,8 +15,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from stages.manifest import load_stage
 from tools.exercises import ROOT
 
@@ -63,6 +61,8 @@ def exercises_of(stage: int) -> list[Exercise]:
 
 def run_check(exercise: Exercise, directory: Path, plugins: list[object] | None = None) -> int:
     """pytest on the exercise's check, with the file that lies in `directory`; pytest's exit code."""
+    import pytest  # here, so that slides can be built without it
+
     command = [str(exercise.check), f"--answers={directory}", "-q", "-p", "no:cacheprovider", f"--rootdir={LECTURES}"]
     return int(pytest.main([*command, "-c", os.devnull, "--import-mode=importlib", "--tb=short"], plugins=plugins))
 
