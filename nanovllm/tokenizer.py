@@ -14,13 +14,19 @@ class Tokenizer:
     """tokenizer.json through `tokenizers`, which loads in milliseconds; `transformers` only where a chat needs it."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: the checkpoint's directory. Raises ValueError if it has no tokenizer.json."""
+        """`path`: the checkpoint's directory. Raises ValueError if it has no tokenizer.json to be read."""
         if not (path / "tokenizer.json").is_file():
             raise ValueError(
                 f"{path} has no tokenizer.json; pass token ids with skip_tokenizer_init=True, or convert it"
             )
         self.path = path
-        self.fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
+        try:
+            self.fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # `tokenizers` raises nothing more specific
+            raise ValueError(f"{path / 'tokenizer.json'} cannot be read ({error}); fetch it again") from error
+        # Training leaves its own in some files; a prompt cut or padded without a word is another prompt.
+        self.fast.no_truncation()
+        self.fast.no_padding()
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the tokenizer itself puts around a text (a BOS, for some models)."""

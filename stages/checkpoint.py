@@ -102,10 +102,11 @@ def read_config(path: Path) -> ModelConfig:
     absent = [key for key in needed if key not in raw]
     if absent:
         raise ValueError(f"{path}: config.json lacks {', '.join(absent)}")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    scaling = rope.get("rope_type", rope.get("type", "default"))
-    if scaling != "default":
-        raise ValueError(f"{path}: RoPE scaling {scaling!r} is not supported; only models without scaling are")
+    rope = raw.get("rope_parameters") or {}
+    for said in (rope, raw.get("rope_scaling") or {}):  # both, where somebody has added a scaling by hand
+        scaling = said.get("rope_type", said.get("type", "default"))
+        if scaling != "default":
+            raise ValueError(f"{path}: RoPE scaling {scaling!r} is not supported; only models without scaling are")
     if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
         raise ValueError(f"{path}: sliding-window attention is not supported")
     if raw.get("hidden_act", "silu") != "silu":

@@ -13,8 +13,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, cli
+from nanovllm.tokenizer import Tokenizer
 from tests.weights import lively_qwen3
 
+STORY_MODEL = Path(__file__).parents[2] / "assets" / "story_model"
 WEIGHTS = "model.safetensors"
 
 
@@ -86,3 +88,21 @@ def test_dummy_weights_need_nothing_but_the_config(tmp_path: Path, tmp_path_fact
     shutil.copy(source / "config.json", tmp_path / "config.json")
     with LLM(tmp_path, device="cpu", kv_cache_gib=0.01, skip_tokenizer_init=True, load_format="dummy") as llm:
         assert len(llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].token_ids) > 0
+
+
+def test_a_truncation_that_training_left_behind_cuts_no_prompt(tmp_path: Path) -> None:
+    """Nor does a padding make it longer: both are stored in tokenizer.json, and `tokenizers` would obey them."""
+    text = "Nell the fox had a red kite, and she would not let go of it."
+    whole = Tokenizer(STORY_MODEL).encode(text)
+    stored = json.loads((STORY_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    stored["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    stored["padding"] = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None}
+    stored["padding"] |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
+    assert Tokenizer(tmp_path).encode(text) == whole and 4 < len(whole) < 64
+
+
+def test_a_damaged_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read .* fetch it again"):
+        Tokenizer(tmp_path)

@@ -157,6 +157,7 @@ def test_loading_l3_old_and_new_spelling(checkpoints: Path) -> None:
             {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1e4},
             "scaling 'yarn'",
         ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scaling 'yarn'"),  # by hand, beside rope_parameters
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}}, "scaling 'llama3'"),
         ({"model_type": "gpt2"}, "'gpt2'.*qwen3"),
         ({"model_type": None}, "None.*qwen3"),
