@@ -104,7 +104,15 @@ def test_recordings_are_used(device: str, checkpoints: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("guesser", "most"), [("replay", 64), ("replay", 14), ("draft", 14), ("greedy draft", 64)])
+@pytest.mark.parametrize(
+    ("guesser", "most"),
+    [
+        ("replay", 14),
+        ("greedy draft", 64),
+        pytest.param("replay", 64, marks=pytest.mark.slow),
+        pytest.param("draft", 14, marks=pytest.mark.slow),
+    ],
+)
 def test_verification_is_replayed(
     device: str, guesser: str, most: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

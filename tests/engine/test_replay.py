@@ -52,7 +52,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("right", "tolerance"), [(0.0, 0), (1.0, 0), (0.6, 0.06)])
 def test_as_many_are_accepted_as_was_chosen(plain: LLM, guessing: LLM, right: float, tolerance: float) -> None:
-    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = tokens(generate(plain, params))
     found, stats = replayed(guessing, expected, params, right)
     assert tokens(found) == expected
@@ -73,7 +73,11 @@ DEPENDENT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", DEPENDENT)
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [name if i % 2 == 0 else slow(name) for i, name in enumerate(DEPENDENT)])
 def test_penalties_count_the_guesses_before_each_position(plain: LLM, guessing: LLM, name: str) -> None:
     """All guesses are right: with one count missing, or one too many, some would be rejected."""
     params = SamplingParams(**DEPENDENT[name], max_tokens=30, ignore_eos=True)
@@ -87,7 +91,7 @@ def test_penalties_count_the_guesses_before_each_position(plain: LLM, guessing: 
             assert list(x) == list(y) and all(x[t].logprob == pytest.approx(y[t].logprob, abs=1e-3) for t in x)
 
 
-@pytest.mark.parametrize("right", [1.0, 0.7])
+@pytest.mark.parametrize("right", [1.0, slow(0.7)])
 def test_an_accepted_run_is_cut_at_its_end(plain: LLM, guessing: LLM, right: float) -> None:
     """By a stop token at every place of a run, by max_tokens, by min_tokens that rules the stop out before."""
     free = tokens(generate(plain, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)))
@@ -106,7 +110,7 @@ def test_an_accepted_run_is_cut_at_its_end(plain: LLM, guessing: LLM, right: flo
             assert y.logprobs is not None and len(y.logprobs) == len(y.token_ids)
 
 
-@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize("tight", [slow(False), True])
 def test_a_draft_equal_to_the_target_is_always_right(path: Path, plain: LLM, tight: bool) -> None:
     """Its distribution is filtered and penalised as the target's is, position by position, or they would differ; and
     its cache holds what the target's does, after prefix hits, in chunks, and after preemptions."""
