@@ -8,7 +8,7 @@ results back in the order in which they were asked for. Tokens must not change.
 
 Sort by what? Two lengths count: the prompt's and the output's. You know one of them for certain, and a bound of the other.
 
-Check: python -m tools.lecture_exercises 2a    (it counts the tokens that go through the model, padding included)
+Check: .venv/bin/python -m tools.lecture_exercises 2a    (it counts the tokens that go through the model, padding included)
 """
 
 from stages.core import SamplingParams

@@ -9,7 +9,7 @@ in its own row. Prefill and decode go through the same function, so one line is 
 Then think: with a window of 64, how many columns does the cache really need? (You need not build it: it is a ring, and
 position p lies in column p % 64.)
 
-Check: python -m tools.lecture_exercises 2b
+Check: .venv/bin/python -m tools.lecture_exercises 2b
 """
 
 from typing import Any
