@@ -59,12 +59,12 @@ def exercises_of(stage: int) -> list[Exercise]:
     return found
 
 
-def run_check(exercise: Exercise, directory: Path, plugins: list[object] | None = None) -> int:
+def run_check(exercise: Exercise, directory: Path) -> int:
     """pytest on the exercise's check, with the file that lies in `directory`; pytest's exit code."""
     import pytest  # here, so that slides can be built without it
 
     command = [str(exercise.check), f"--answers={directory}", "-q", "-p", "no:cacheprovider", f"--rootdir={LECTURES}"]
-    return int(pytest.main([*command, "-c", os.devnull, "--import-mode=importlib", "--tb=short"], plugins=plugins))
+    return int(pytest.main([*command, "-c", os.devnull, "--import-mode=importlib", "--tb=short"]))
 
 
 def main(arguments: list[str] | None = None, directory: Path = ROOT / "exercises") -> int:
