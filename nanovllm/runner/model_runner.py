@@ -259,6 +259,5 @@ class ModelRunner:
             sample_plain(logits, draws)
 
     def close(self) -> None:
-        """Give the memory back."""
-        self.graphs = None
-        self.kv.clear()
+        """Give all memory back, whoever may still hold this object. Nothing can be run afterwards."""
+        vars(self).clear()

@@ -1,9 +1,11 @@
 """What bad input gets from `LLM`, and what an interruption leaves behind."""
 
+import gc
 import json
 import shutil
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -280,8 +282,14 @@ def test_control_c_at_any_moment(tiny: Path, delay: float, asynchronous: bool) -
 
 def test_a_closed_llm_gave_everything_back(tiny: Path) -> None:
     with suppress(RuntimeError), LLM(tiny, **SMALL, skip_tokenizer_init=True) as llm:
+        runner: Any = llm.engine.executor.runner
+        memory = [weakref.ref(t) for t in (*runner.model.parameters(), *runner.kv, runner.rows.token_ids)]
         llm.engine.add_request("0", PROMPT, GREEDY)
         llm.engine.step()
         raise RuntimeError("in the middle")
     check_idle(llm)
     llm.close()  # twice is fine
+    gc.collect()
+    assert not any(tensor() is not None for tensor in memory), "also while somebody keeps the LLM"
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        llm.generate([PROMPT], GREEDY, use_tqdm=False)
