@@ -22,8 +22,9 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
-# The notebooks carry their outputs, and nothing on the site is fetched from elsewhere: no widgets. A page with a
-# formula would ask for a file that is not there, which a test notices: no page has one.
+# The notebooks carry their outputs, and nothing on the site is fetched from elsewhere: no widgets. Short formulas are
+# spelled out by tools/docs.py; a page with another one would ask for a file that is not there, which a test notices.
+nb_render_markdown_format = "myst"  # so that tables in outputs are tables
 nb_execution_mode = "off"
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}
 mathjax_path = "not-used.js"

@@ -28,6 +28,8 @@ SHOWN = ("stages", "nanovllm", "examples")  # whose source files all have pages
 NAMED = (*SHOWN, "tests", "tools", "benchmarks")  # whose source files have pages if something names them
 LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
+FORMULA = re.compile(r"(?<![\w`$\\])\$(?=\S)([^$`\n]+?)(?<=\S)\$(?![\w$])")
+SPELLED = {"\\min": "min", "\\max": "max", "\\sum": "Σ", "\\dots": "…", "\\,": "\u2009", "-": "−"}
 MARKER = "# NBVAL_CHECK_OUTPUT\n"
 ABOUT_MARKER = re.compile(r" The mark `# NBVAL_CHECK_OUTPUT`[^.]*\.", re.DOTALL)
 
@@ -63,7 +65,8 @@ class Site:
         for cell in notebook["cells"]:
             source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
-                cell["source"] = self.linked(ABOUT_MARKER.sub("", source))
+                text = FORMULA.sub(lambda m: formula(m[1]), ABOUT_MARKER.sub("", source))
+                cell["source"] = self.linked(text)
                 continue
             cell["source"] = source.replace(MARKER, "")
             for output in cell.get("outputs", ()):
@@ -85,6 +88,17 @@ class Site:
             for g, files in groups.items()
         )
         write(target / "index.md", "# Source\n\nEvery file that these pages speak of.\n\n" + "\n".join(lists))
+
+
+def formula(tex: str) -> str:
+    """A short formula as HTML, which needs no script. Raises ValueError for a command that is not known here."""
+    text = re.sub(r"\^(?:\{([^}]*)\}|(\w))", lambda m: f"<sup>{m[1] or m[2]}</sup>", tex.replace("<", "&lt;"))
+    text = re.sub(r"(?<![\w\\&</])[A-Za-z](?![\w>])", r"<i>\g<0></i>", text)
+    for command, sign in SPELLED.items():
+        text = text.replace(command, sign)
+    if "\\" in text:
+        raise ValueError(f"${tex}$ has a command that the site cannot show; known are {', '.join(SPELLED)}")
+    return text
 
 
 def write(path: Path, text: str) -> None:
