@@ -159,10 +159,10 @@ def test_results_have_a_table_of_every_stage_that_was_measured() -> None:
 
 
 def test_short_formulas_are_spelled_out() -> None:
-    text = r"with $\min(1, p(x) / q(x))$, or $1 + a^{k+1} - b^2$; `$HOME` and `$(which python)` stay"
+    text = r"with $\min(1, p(x)/q(x))$, or $1 + a^{k+1} - b^2$; `$HOME` and `$(which python)` stay"
     [cell] = Site().notebook({"cells": [{"cell_type": "markdown", "source": text}]})["cells"]
     assert cell["source"] == (
-        "with min(1, <i>p</i>(<i>x</i>) / <i>q</i>(<i>x</i>)), "
+        "with min(1, <i>p</i>(<i>x</i>)/<i>q</i>(<i>x</i>)), "
         "or 1 + <i>a</i><sup><i>k</i>+1</sup> − <i>b</i><sup>2</sup>; "
         "`$HOME` and `$(which python)` stay"
     )

@@ -93,7 +93,7 @@ class Site:
 def formula(tex: str) -> str:
     """A short formula as HTML, which needs no script. Raises ValueError for a command that is not known here."""
     text = re.sub(r"\^(?:\{([^}]*)\}|(\w))", lambda m: f"<sup>{m[1] or m[2]}</sup>", tex.replace("<", "&lt;"))
-    text = re.sub(r"(?<![\w\\&</])[A-Za-z](?![\w>])", r"<i>\g<0></i>", text)
+    text = re.sub(r"(?<![\w\\&<])(?<!</)[A-Za-z](?![\w>])", r"<i>\g<0></i>", text)
     for command, sign in SPELLED.items():
         text = text.replace(command, sign)
     if "\\" in text:
