@@ -52,14 +52,12 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("right", "tolerance"), [(0.0, 0), (1.0, 0), (0.6, 0.06)])
 def test_as_many_are_accepted_as_was_chosen(plain: LLM, guessing: LLM, right: float, tolerance: float) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
     expected = tokens(generate(plain, params))
     found, stats = replayed(guessing, expected, params, right)
     assert tokens(found) == expected
     assert acceptance(stats) == pytest.approx(right, abs=tolerance)
     assert stats.mean_accepted_length == pytest.approx(tokens_per_step(right, 6), rel=0.15)
-    again, same = replayed(guessing, expected, params, right)
-    assert tokens(again) == expected and same == stats
 
 
 # At each of them, what is drawn depends on the guesses before it.
