@@ -30,7 +30,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the tokenizer itself puts around a text (a BOS, for some models)."""
-        ids: list[int] = self.fast.encode(text).ids
+        ids: list[int] = self.fast.encode_batch_fast([text])[0].ids  # other threads run meanwhile; `encode` stops them
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -58,5 +58,5 @@ class Tokenizer:
             text = self._transformers.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template of {self.path} refuses the messages: {error}") from error
-        ids: list[int] = self.fast.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
