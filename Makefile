@@ -16,6 +16,7 @@ ENGINE_BENCHMARKS := throughput latency startup prefix mixed idle ablations
 STAMP := .venv/setup.json
 SETUP = "$(PYTHON)" tools/setup_env.py --torch "$(TORCH)" $(if $(SYSTEM_SITE),--system-site)
 SHARE = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf %s '-n $(JOBS)')
+QUICK_START := -p no:nbval -p no:schemathesis
 LINTED = $(wildcard stages nanovllm tools benchmarks tests notebooks examples lectures example.py)
 
 unexport VIRTUAL_ENV PYTHONHOME
@@ -48,7 +49,7 @@ models: $(STAMP) ## fetch and convert SmolLM2-135M-Instruct, once (needs the net
 	$(RUN) -m tools.make_models
 
 stage-%-test: $(STAMP) FORCE ## test stage N (IMPL=exercises tests your own exercises/ instead)
-	$(RUN) -m pytest tests/stages --stage $* --impl $(IMPL) $(ARGS)
+	$(RUN) -m pytest $(QUICK_START) tests/stages --stage $* --impl $(IMPL) $(ARGS)
 
 stage-%-bench: $(STAMP) FORCE ## measure stage N's showcase against stage N-1 and Hugging Face
 	$(RUN) -m benchmarks.stage_bench $* $(ARGS)

@@ -209,8 +209,8 @@ source(PrefixCachingPool.find_prefix)
 source(PrefixCachingPool.allocate, PrefixCachingPool.release)
 
 # %% [markdown]
-# The engine itself is stage 3's, with these two methods. A block is named *after* the step that fills it: before that,
-# somebody could find a name with nothing behind it.
+# The engine itself is stage 3's, with these two methods. A block is named *after* the step that fills it, and `publish`
+# names no more than is computed: a name given earlier would lead to whatever the block held before.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -246,8 +246,9 @@ for name, told in {"cache on": on, "cache off": off}.items():
 print("same tokens:", on.outputs == off.outputs)
 
 # %% [markdown]
-# Where prompts have nothing in common, nothing is gained, and hashing costs a little; it is so little that vLLM has the
-# cache turned on by default.
+# Where prompts have nothing in common, nothing is gained. Hashing then costs so little that vLLM has the cache turned on by
+# default. In this stage there is a higher price: prompts go through the model one after another, so that the second can find
+# the first, where stage 3 computes them together. `make stage-4-bench` measures it, and the next stage repairs it.
 #
 # ## A bug that you can read
 #

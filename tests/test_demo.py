@@ -105,14 +105,16 @@ def test_the_view_follows_the_engine(tokenizer: Any) -> None:
             assert running == sorted(tables)
             counts = engine.pool.ref_counts
             cells = view.block_map().plain.split()
-            assert [cell == "·" for cell in cells] == [n == 0 for n in counts]
+            assert [cell in "·°" for cell in cells] == [n == 0 for n in counts]
+            named = set(engine.pool.block_by_digest.values())
+            assert all(cells[block] == "°" for block in named if view.keeps and counts[block] == 0)
             assert [cell == "*" for cell in cells] == [n > 1 for n in counts]
             seen.update(cells)
         view.on_event(event)
 
     engine = demo.build(stage, MODEL, "cpu", on_event, num_blocks=16, block_size=16)
     outputs = engine.generate(workload.prompts, workload.params)
-    assert {"A", "*", "·"} <= seen
+    assert {"A", "*", "°"} <= seen
     assert [request.ids for request in view.requests] == outputs
     assert {request.status for request in view.requests} == {"finished"} and not view.tables
     assert sum(request.preemptions for request in view.requests) > 0

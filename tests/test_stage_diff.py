@@ -153,6 +153,19 @@ def test_the_terminal_shows_the_change_side_by_side(
     assert all(len(line) <= 200 for line in out.splitlines() if not line.startswith("The same"))
 
 
+def test_a_narrow_terminal_shows_old_above_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert stage_diff.main(["4", "--html", str(tmp_path / "d.html")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith("The same"))
+    old, new = find(3, "engine.make_pool"), find(4, "engine.make_pool")
+    assert old and new
+    gone = next(i for i, line in enumerate(lines) if line.startswith(f"{old.first_line + 1:>4} - {old.lines[1]}"))
+    assert any(line.startswith(f"{new.first_line + 1:>4} + {new.lines[1]}") for line in lines[gone:])
+
+
 def test_a_stage_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert stage_diff.main(["99"]) == 1
     assert "there is no stage 99" in capsys.readouterr().err

@@ -61,6 +61,8 @@ class EngineView:
         self.num_blocks = num_blocks
         self.decode = decode
         self.tables: dict[int, list[int]] = {}
+        self.written: set[int] = set()  # blocks that somebody has owned
+        self.keeps = False  # whether free blocks are found again; known by the first that was
         self.step = self.tokens_in_step = 0
         self.computed = self.generated = 0
         self.started = self.now = time.perf_counter()
@@ -88,6 +90,8 @@ class EngineView:
                 request.status = "finished"
             case "blocks":
                 new = event["shared"] + event["taken"]
+                self.written.update(event["taken"])
+                self.keeps = self.keeps or bool(event["shared"])
                 if new:
                     self.tables.setdefault(event["request"], []).extend(new)
                 else:
@@ -102,7 +106,7 @@ class EngineView:
         return owners
 
     def block_map(self) -> Text:
-        """A letter for each block: its owner, `*` if it is shared, `·` if it is free."""
+        """A letter for each block: its owner, `*` if it is shared, `·` if free, `°` if it holds its last owner's text."""
         owners = self.owners()
         text = Text()
         for block in range(self.num_blocks):
@@ -110,12 +114,16 @@ class EngineView:
                 text.append("\n")
             holders = owners.get(block, [])
             if not holders:
-                text.append("· ", "dim")
+                text.append("° " if self.keeps and block in self.written else "· ", "dim")
             elif len(holders) > 1:
                 text.append("* ", "bold reverse")
             else:
                 text.append(f"{self.requests[holders[0]].letter} ", f"bold {self.colour(holders[0])}")
         return text
+
+    def legend(self) -> str:
+        kept = ", ° free, contents kept" if self.keeps else ""
+        return f"blocks: a letter owns it, * shared, · free{kept}" if self.num_blocks else "blocks"
 
     def colour(self, request: int) -> str:
         return COLOURS[request % len(COLOURS)]
@@ -158,11 +166,10 @@ class EngineView:
 
     def render(self, width: int) -> RenderableType:
         blocks: RenderableType = self.block_map() if self.num_blocks else Text("this stage has no blocks", "dim")
-        legend = "blocks: a letter is an owner, * shared, · free"
         return Group(
             Text(self.title, "bold"),
             Columns([Panel(self.queues(), title="queues"), Panel(self.counters(), title="counters")]),
-            Panel(blocks, title=legend if self.num_blocks else "blocks", expand=False),
+            Panel(blocks, title=self.legend(), expand=False),
             Panel(self.texts(width), title="texts"),
         )
 

@@ -181,11 +181,10 @@ class ReplayView(EngineView):
             Panel(counters, title="counters", height=counters.row_count + 2),
         )
         blocks = self.block_map() if self.num_blocks else Text("it has no blocks", "dim")
-        legend = "blocks: a letter is an owner, * shared, · free" if self.num_blocks else "blocks"
         used = 1 + counters.row_count + 2 + len(blocks.plain.splitlines()) + 2 + 2
         return Group(
             Text(f"{self.title}: {self.now:.2f} s", "bold"),
             above,
-            Panel(blocks, title=legend),
+            Panel(blocks, title=self.legend()),
             Panel(self.texts_in(width, max(1, height - used)), title="texts"),
         )
