@@ -106,7 +106,7 @@ class EngineView:
         return owners
 
     def block_map(self) -> Text:
-        """A letter for each block: its owner, `*` if it is shared, `·` if free, `°` if it holds its last owner's text."""
+        """A letter for each block: its owner, `*` if shared, `·` if free, `°` if it holds its last owner's text."""
         owners = self.owners()
         text = Text()
         for block in range(self.num_blocks):
