@@ -246,9 +246,10 @@ for name, told in {"cache on": on, "cache off": off}.items():
 print("same tokens:", on.outputs == off.outputs)
 
 # %% [markdown]
-# Where prompts have nothing in common, nothing is gained. Hashing then costs so little that vLLM has the cache turned on
-# by default. In this stage there is a higher price: prompts go through the model one after another, so that the second can
-# find the first, where stage 3 computes them together. `make stage-4-bench` measures it, and the next stage repairs it.
+# Where prompts have nothing in common, nothing is gained. Hashing then costs so little that vLLM has the cache turned
+# on by default. In this stage there is a higher price: prompts go through the model one after another, so that the
+# second can find the first, where stage 3 computes them together. `make stage-4-bench` measures it, and the next
+# stage repairs it.
 #
 # ## A bug that you can read
 #

@@ -116,7 +116,7 @@ def test_a_reused_environment_stays_one_when_the_project_file_changes(reused: Pa
 
 def test_missing_tools_are_named_and_do_not_stop_a_reused_environment(reused: Path) -> None:
     text = (reused / "pyproject.toml").read_text()
-    (reused / "pyproject.toml").write_text(text.replace('dev = [', 'dev = ["no-such-tool-anywhere", '))
+    (reused / "pyproject.toml").write_text(text.replace("dev = [", 'dev = ["no-such-tool-anywhere", '))
     done = run(sys.executable, "tools/setup_env.py", cwd=reused, **OFFLINE)
     (reused / "pyproject.toml").write_text(text)
     assert done.returncode == 0, done.stderr
