@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what it runs in the background deaf to Ctrl-C, and that would be inherited by whatever tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if "OMP_NUM_THREADS" not in os.environ:
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Every core has a process of its own already; more threads than cores are many times slower than one each.
