@@ -49,7 +49,7 @@ models: $(STAMP) ## fetch and convert SmolLM2-135M-Instruct, once (needs the net
 	$(RUN) -m tools.make_models
 
 stage-%-test: $(STAMP) FORCE ## test stage N (IMPL=exercises tests your own exercises/ instead)
-	$(RUN) -m pytest $(QUICK_START) tests/stages --stage $* --impl $(IMPL) $(ARGS)
+	$(RUN) -m pytest tests/stages --stage $* --impl $(IMPL) $(QUICK_START) $(ARGS)
 
 stage-%-bench: $(STAMP) FORCE ## measure stage N's showcase against stage N-1 and Hugging Face
 	$(RUN) -m benchmarks.stage_bench $* $(ARGS)

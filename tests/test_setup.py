@@ -28,6 +28,8 @@ def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subproces
 
 # --- the Makefile ----------------------------------------------------------------------------------------------------
 
+QUICK = " -p no:nbval -p no:schemathesis"  # plugins that take seconds to start, and that a stage's tests do not need
+
 
 @needs_make
 def test_help_lists_every_target_with_a_description() -> None:
@@ -51,8 +53,11 @@ def test_make_alone_is_help() -> None:
         (["test-slow", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "slow and not gpu"'),
         (["test-slow"], ".venv/bin/python -m tools.make_models"),
         (["demo"], ".venv/bin/python -m tools.demo"),
-        (["stage-4-test"], ".venv/bin/python -m pytest tests/stages --stage 4 --impl stages"),
-        (["stage-4-test", "IMPL=exercises"], ".venv/bin/python -m pytest tests/stages --stage 4 --impl exercises"),
+        (["stage-4-test"], f".venv/bin/python -m pytest tests/stages --stage 4 --impl stages{QUICK}"),
+        (
+            ["stage-4-test", "IMPL=exercises"],
+            f".venv/bin/python -m pytest tests/stages --stage 4 --impl exercises{QUICK}",
+        ),
         (["stage-3-bench", "ARGS=--rounds 5"], ".venv/bin/python -m benchmarks.stage_bench 3 --rounds 5"),
         (["stage-2-notebook"], ".venv/bin/python -m jupyterlab notebooks/2_*.ipynb"),
         (["stage-5-mutants"], ".venv/bin/python -m tools.mutants 5"),
