@@ -4,6 +4,8 @@
 #   TESTS="tests/engine"          which tests (those of stages, engine and kernels; "" for none), by JOBS=8 processes at once
 #   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
 #   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle startup prefix mixed ablations roofline
+#                                 speculation tensor_parallel
+#   RANKS=4                       the most GPUs for tensor_parallel
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
 #   KERNELS=1                     the kernels by themselves
 set -uo pipefail
@@ -35,11 +37,13 @@ done
 if [ -n "${KERNELS:-}" ]; then
   "$python" -m benchmarks.kernels --out "$out/kernels.json" || status=1
   "$python" -m benchmarks.fused --out "$out/fused.json" --commit "$commit" || status=1
+  "$python" -m benchmarks.decode_step --out "$out/decode_step.json" --commit "$commit" || status=1
 fi
 for benchmark in ${BENCHMARKS:-}; do
   options=()
   case $benchmark in
-    throughput|latency|startup|prefix) if [ -n "${VLLM:-}" ]; then options+=(--vllm-path "$VLLM"); fi ;;
+    tensor_parallel) options+=(--ranks "${RANKS:-2}") ;;&
+    throughput|latency|startup|prefix|tensor_parallel) if [ -n "${VLLM:-}" ]; then options+=(--vllm-path "$VLLM"); fi ;;
     ablations) if [ -n "${FLASH:-}" ]; then options+=(--flash-path "$FLASH"); fi ;;
   esac
   "$python" -m "benchmarks.$benchmark" --out "$out" --commit "$commit" "${options[@]}" || status=1
