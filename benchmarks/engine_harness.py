@@ -41,7 +41,7 @@ ENVIRONMENT = {
 def add_options(parser: argparse.ArgumentParser, rounds: int = 2) -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory for the JSON")
     parser.add_argument("--rounds", type=int, default=rounds, help="processes of every contender (default %(default)s)")
-    parser.add_argument("--model", type=Path, help="directory with a config.json (default: this benchmark's shape in benchmarks/shapes)")
+    parser.add_argument("--model", type=Path, help="directory with a config.json (default: this benchmark's shape)")
     parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     parser.add_argument("--vllm-path", metavar="PATH", help="where vLLM can be imported from: its PYTHONPATH")
     parser.add_argument("--flash-path", metavar="PATH", help="the same for flash-attn, for nanovllm's processes")
