@@ -154,6 +154,8 @@ VARIANTS: dict[str, Variant] = {
     "keys ahead: 2 tiles": partial(keys_ahead, KeysAhead(2, 32, 800)),
     "keys ahead: 2 tiles, slowly": partial(keys_ahead, KeysAhead(2, 16, 800)),
     "keys ahead: 2 tiles, at once": partial(keys_ahead, KeysAhead(2, 64, 0)),
+    "keys ahead: 2 tiles, fast": partial(keys_ahead, KeysAhead(2, 64, 800)),
+    "keys ahead: 3 tiles, fast": partial(keys_ahead, KeysAhead(3, 64, 800)),
     "keys ahead: 1 tile, between": partial(keys_ahead, KeysAhead(1, 128, 0, beside=False)),
     "few tokens: 512 inputs": partial(few_tokens, 64, 512),
     "few tokens: 256 inputs": partial(few_tokens, 64, 256),
