@@ -53,6 +53,10 @@ class BlockManager:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.contents: list[Content | None] = [None] * num_blocks
         self.block_by_digest: dict[bytes, int] = {}
+        # Who was looked up last, until it starts or a block of its text is published. As long as it stands here it has
+        # at most the hits that it had, and needs at least as many free blocks: free hits come into use only when
+        # another sequence starts, and that one was looked up later.
+        self.watched: Sequence | None = None
 
     @property
     def num_free(self) -> int:
@@ -88,9 +92,9 @@ class BlockManager:
         """Start the empty block table of `seq` with what `find_prefix` found. Comes before any `grow`, which might
         otherwise evict these very blocks."""
         for block in cached:
-            if not self.ref_counts[block]:
-                del self.free[block]
+            self.free.pop(block, None)
             self.ref_counts[block] += 1
+        self.watched = None
         seq.block_table = list(cached)
         seq.num_published = len(cached)
         seq.content = self.contents[cached[-1]] if cached else None
@@ -116,6 +120,8 @@ class BlockManager:
                 content = Content(digest, seq.content, token_ids, seq.cache_salt)
                 self.contents[seq.block_table[i]] = content
                 self.block_by_digest[digest] = seq.block_table[i]
+                if self.watched is not None and self.watched.digests[i : i + 1] == [digest]:
+                    self.watched = None
             seq.content = content
             seq.num_published = i + 1
 
@@ -133,8 +139,7 @@ class BlockManager:
             if not self.ref_counts[block]:
                 freed.append(block)
                 self.free[block] = None
-                if self.contents[block] is None:
-                    self.free.move_to_end(block, last=False)
+                self.free.move_to_end(block, last=self.contents[block] is not None)
         del seq.block_table[num_kept:]
         return freed
 

@@ -65,6 +65,7 @@ class Scheduler:
         # The plan in the making: tokens to compute for each sequence, and what is left of the token budget.
         self._planned: dict[Sequence, int] = {}
         self._budget = 0
+        self._num_needed = 0  # free blocks, by the sequence that the block manager watches
         self._guesses: dict[Sequence, list[int | None]] = {}
 
     def add(self, seq: Sequence) -> None:
@@ -119,22 +120,28 @@ class Scheduler:
             # Preempted with a step in flight: its next token may not be known yet, and its turn is not given away.
             if seq.num_in_flight:
                 return
-            last = self.running[-1] if self.running else None
-            if not self._free_rows and (last is None or last.priority <= seq.priority):
+            no_seat = not self._free_rows and self.running[-1].priority <= seq.priority
+            if no_seat or (self.blocks.watched is seq and not self._may_fit(seq)):
                 return
             cached = self.blocks.find_prefix(seq)
-            num_cached = len(cached) * self.block_size
-            num_tokens = min(seq.num_known - num_cached, self._budget)
+            self.blocks.watched, self._num_needed = seq, self.blocks.num_needed(seq.num_known, cached)
             whole = not self.config.enable_chunked_prefill and not seq.num_preemptions
-            if whole and num_cached + num_tokens < seq.num_known:
+            if whole and len(cached) * self.block_size + self._budget < seq.num_known:
                 return
             if not self._claim_seat(seq, cached):
                 return
             self.waiting.pop()
             self._start(seq, cached)
-            self.trace.blocks(seq, shared=cached, taken=self.blocks.grow(seq, num_cached + num_tokens))
+            num_tokens = min(seq.num_known - seq.num_computed, self._budget)
+            self.trace.blocks(seq, shared=cached, taken=self.blocks.grow(seq, seq.num_computed + num_tokens))
             self._planned[seq] = num_tokens
             self._budget -= num_tokens
+
+    def _may_fit(self, seq: Sequence) -> bool:
+        """Whether to look `seq` up again, which costs as much as its beginning is long. It was looked up in vain and is
+        watched: it needs no fewer blocks than it did then. A block that victims share is counted for each of them."""
+        most = self.blocks.num_free + sum(len(v.block_table) for v in self.running if v.priority > seq.priority)
+        return self._num_needed <= most
 
     def _speculate(self, proposer: Proposer) -> None:
         """Spend on guesses what is left: tokens of the budget, and blocks that nobody needs now. A step that is full
@@ -152,20 +159,18 @@ class Scheduler:
     def _claim_seat(self, seq: Sequence, cached: list[int]) -> bool:
         """A row, and room for all that `seq` knows (not only its first chunk, or it would soon be in the way), if need
         be from running ones of strictly worse priority: as few as suffice, and none if all would not."""
-        shortage = self.blocks.num_needed(seq.num_known, cached) - self.blocks.num_free
-        has_row = bool(self._free_rows)
+        shortage = self._num_needed - self.blocks.num_free
         shared = set(cached)
         users: Counter[int] = Counter()  # of a block, among the victims
         victims = 0
         for victim in reversed(self.running):
-            if victim.priority <= seq.priority or (has_row and shortage <= 0):
+            if victim.priority <= seq.priority or (shortage <= 0 and (victims or self._free_rows)):
                 break
             victims += 1
-            has_row = True
             users.update(victim.block_table)
             # A block is free when its last user is gone. One that `seq` will share was never part of the shortage.
             shortage -= sum(users[b] == self.blocks.ref_counts[b] and b not in shared for b in victim.block_table)
-        if not has_row or shortage > 0:
+        if shortage > 0:
             return False
         for _ in range(victims):
             self._preempt()
@@ -206,7 +211,6 @@ class Scheduler:
         if not self._planned:
             return StepPlan(self._num_steps, [])
         scheduled = []
-        new_blocks: tuple[int, ...]
         for seq, num_tokens in self._planned.items():
             start = seq.num_computed
             seq.num_computed = end = start + num_tokens
@@ -215,7 +219,7 @@ class Scheduler:
             sample = end == seq.num_known
             if sample:
                 seq.num_known += 1  # the next token: known by its length only, until the commit
-            new_blocks = ()
+            new_blocks: tuple[int, ...] = ()
             if seq.num_blocks_sent < len(seq.block_table):
                 new_blocks = tuple(seq.block_table[seq.num_blocks_sent :])
                 seq.num_blocks_sent = len(seq.block_table)

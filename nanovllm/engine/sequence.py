@@ -70,10 +70,5 @@ class Sequence:
         self.stop_ids = self.eos_ids.union(self.params.stop_token_ids)
 
     @property
-    def order(self) -> tuple[int, int]:
-        """The smallest goes first, the greatest is the first to be preempted."""
-        return self.priority, self.arrival
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens

@@ -18,7 +18,7 @@ class WaitingQueue:
 
     def push(self, seq: Sequence) -> None:
         """A preempted sequence returns to the place of its arrival."""
-        heappush(self._heap, (*seq.order, seq))
+        heappush(self._heap, (seq.priority, seq.arrival, seq))
 
     def peek(self) -> Sequence | None:
         while self._heap and self._heap[0][2].status is not SequenceStatus.WAITING:

@@ -61,7 +61,7 @@ FAULTS: dict[str, list[Edit]] = {
     "a whole prompt is taken from the cache": [
         Edit(BlockManager, "find_prefix", "(len(seq.token_ids) - 1)", "len(seq.token_ids)")
     ],
-    "a sequence evicts its own hits": [Edit(BlockManager, "share", "del self.free[block]", "pass")],
+    "a sequence evicts its own hits": [Edit(BlockManager, "share", "self.free.pop(block, None)", "pass")],
     "free hits are not counted as needed": [
         Edit(BlockManager, "num_needed", "sum(self.ref_counts[block] > 0 for block in cached)", "len(cached)")
     ],
@@ -99,7 +99,12 @@ FAULTS: dict[str, list[Edit]] = {
     "the one preempted is the foremost": [Edit(Scheduler, "_preempt", "self.running.pop()", "self.running.pop(0)")],
     "equals take seats from each other": [
         Edit(Scheduler, "_claim_seat", "victim.priority <= seq.priority", "victim.priority < seq.priority"),
-        Edit(Scheduler, "_admit", "last.priority <= seq.priority", "last.priority < seq.priority"),
+        Edit(
+            Scheduler,
+            "_admit",
+            "self.running[-1].priority <= seq.priority",
+            "self.running[-1].priority < seq.priority",
+        ),
     ],
     "the waiting overtake one that does not fit": [
         Edit(
@@ -109,6 +114,24 @@ FAULTS: dict[str, list[Edit]] = {
             "if not self._claim_seat(seq, cached):\n"
             "            self.waiting.pop(); self._admit(); self.waiting.push(seq)",
         )
+    ],
+    # The first that waits is not looked up again for nothing
+    "more of its text is published, and the first is not looked up again": [
+        Edit(BlockManager, "publish", "self.watched = None", "pass")
+    ],
+    "the first starts with hits that were evicted while it waited": [
+        Edit(
+            Scheduler,
+            "_admit",
+            "cached = self.blocks.find_prefix(seq)",
+            "cached = self.hits = self.hits if self.blocks.watched is seq else self.blocks.find_prefix(seq)",
+        )
+    ],
+    "the first waits for more blocks than it needs": [
+        Edit(Scheduler, "_may_fit", "self._num_needed <= most", "self._num_needed < most")
+    ],
+    "the first waits without a look at those it may preempt": [
+        Edit(Scheduler, "_may_fit", "v.priority > seq.priority", "False")
     ],
     # Steps in flight
     "a sequence comes back before its pending token is known": [
@@ -132,7 +155,12 @@ FAULTS: dict[str, list[Edit]] = {
     # Chunks, ends, choices
     "every chunk samples": [Edit(Scheduler, "_finish_plan", "end == seq.num_known", "True")],
     "the token budget counts cached tokens": [
-        Edit(Scheduler, "_admit", "min(seq.num_known - num_cached, self._budget)", "min(seq.num_known, self._budget)")
+        Edit(
+            Scheduler,
+            "_admit",
+            "min(seq.num_known - seq.num_computed, self._budget)",
+            "min(seq.num_known, self._budget)",
+        )
     ],
     "the end-of-sequence token ends nothing before the length does": [
         Edit(Scheduler, "_append", "token in seq.stop_ids", "False")

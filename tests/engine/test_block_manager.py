@@ -132,6 +132,24 @@ def test_only_what_was_published_is_found() -> None:
     assert blocks.find_prefix(second) == first.block_table[:2]
 
 
+def test_who_was_looked_up_is_watched_until_more_of_its_text_is_published_or_it_starts() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=2)
+    other, same, waiting = sequence([9, 9, 9]), sequence([1, 2, 3, 4, 5]), sequence([1, 2, 3, 4, 6])
+    for seq in (other, same):
+        blocks.share(seq, [])
+        blocks.grow(seq, len(seq.token_ids))
+    for num_computed in (2, 4):
+        cached, blocks.watched = blocks.find_prefix(waiting), waiting
+        blocks.publish(other, num_computed - 1)
+        blocks.publish(same, num_computed - 1)  # nothing new
+        assert blocks.watched is waiting
+        blocks.publish(same, num_computed)
+        assert blocks.watched is not waiting and blocks.find_prefix(waiting) != cached
+    blocks.watched = waiting
+    blocks.share(waiting, blocks.find_prefix(waiting))
+    assert blocks.watched is None
+
+
 def test_b2_a_shared_block_outlives_the_one_who_computed_it() -> None:
     blocks = BlockManager(num_blocks=4, block_size=2)
     first, second = sequence([1, 2, 3]), sequence([1, 2, 4])

@@ -4,10 +4,12 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.block_manager import Content
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
@@ -32,6 +34,45 @@ class NullExecutor:
 
     def submit(self, plan: StepPlan) -> NullHandle:
         return NullHandle(plan)
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[Content]:
+    """The content of every block that is looked at for a hit."""
+    found = []
+    matches = Content.matches
+
+    def spy(content: Content, *text: Any) -> bool:
+        found.append(content)
+        return matches(content, *text)
+
+    monkeypatch.setattr(Content, "matches", spy)
+    return found
+
+
+@pytest.mark.parametrize("num_worse", [0, 2], ids=["none to preempt", "not enough to preempt"])
+@pytest.mark.parametrize("in_use", [True, False], ids=["hits in use", "free hits"])
+def test_the_first_that_waits_is_not_looked_up_in_every_step(
+    compared: list[Content], in_use: bool, num_worse: int
+) -> None:
+    """It has a long cached beginning and does not fit, while others take and free blocks in every step."""
+    config = EngineConfig(
+        kvcache_block_size=4, num_kv_blocks=240, max_model_len=1000, max_num_seqs=16, async_scheduling=False
+    )
+    engine = LLMEngine(NullExecutor(), config, vocab_size=1000)
+    beginning = list(range(400))
+    engine.add_request("a", beginning, SamplingParams(max_tokens=100 if in_use else 1, ignore_eos=True))
+    engine.step()
+    for i in range(8):
+        engine.add_request(str(i), [i], SamplingParams(max_tokens=20 + 8 * i, ignore_eos=True), priority=i < num_worse)
+    engine.step()
+    engine.add_request("first", [*beginning, *range(450, 990)], SamplingParams(max_tokens=1, ignore_eos=True))
+    del compared[:]
+    num_steps = 0
+    while len(engine.scheduler.waiting):
+        engine.step()
+        num_steps += 1
+    assert num_steps > 50 and len(compared) == 2 * 100, "looked up when it comes, and when it fits"
 
 
 def milliseconds_a_step(num_waiting: int, asynchronous: bool, num_running: int = 512) -> float:

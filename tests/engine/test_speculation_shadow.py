@@ -48,7 +48,6 @@ FAULTS = {
         Scheduler, "_speculate", "seq.limit - seq.num_known - 1", "seq.limit - seq.num_known"
     ),
     "guesses are not in the budget": Edit(Scheduler, "_speculate", "self._budget, room", "room"),
-    "guesses follow an unfinished prompt": Edit(Scheduler, "_speculate", "end == seq.num_known and ", ""),
     "what is accepted behind an end is kept": Edit(
         Scheduler, "_append", 'token_ids[:count], "stop"', 'token_ids, "stop"'
     ),
@@ -143,6 +142,19 @@ def test_guesses_never_cost_anyone_else_a_place() -> None:
     long_run(world, [5, 6, 7], 4)
     world.step()
     assert [tokens for _, _, tokens in planned(world)] == [1, 1, 1, 3]
+    world.drain()
+
+
+def test_no_guess_follows_an_unfinished_prompt() -> None:
+    """A chunk takes all the budget, and then the block of a decode, whose token in the budget is left over."""
+    world = make(bs=2, nb=8, mbt=2, guess=right, speculative={"method": "ngram", "k": 2})
+    long_run(world, [1], 14, priority=1)
+    world.step()
+    long_run(world, [2] * 12, 2)
+    while not any(event["type"] == "preempted" for event in world.events):
+        world.step()
+    plan = world.executor.plans[-1]
+    assert [(item.key, item.sample, item.guesses) for item in plan.scheduled] == [(1, False, ())]
     world.drain()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import Content
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput
@@ -45,6 +46,14 @@ class World:
             self.executor, self.config, vocab_size=VOCAB_SIZE, eos_token_ids={EOS}, on_event=self.events.append
         )
         self.executor.engine = self.engine
+        schedule = self.scheduler.schedule
+
+        def checked() -> StepPlan:
+            plan = schedule()
+            self._check_first(plan)
+            return plan
+
+        self.scheduler.schedule = checked  # type: ignore[method-assign]
         if guess is not None:
             self.engine.scheduler.proposer = Guesser(self, guess)
         self.requests: dict[str, Expected] = {}
@@ -135,6 +144,21 @@ class World:
         waiting += set(named["preempted"]) - set(named["admitted"])
         if named["admitted"]:
             assert max(named["admitted"]) < min(waiting, default=(99, 0)), "overtaken"
+
+    def _check_first(self, plan: StepPlan) -> None:
+        """The first of those that wait would not fit, now that a step has been planned."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        first, budget = scheduler.waiting.peek(), self.config.max_num_batched_tokens
+        budget -= sum(item.num_tokens for item in plan.scheduled)
+        if first is None or first.num_in_flight or not budget:
+            return
+        kept = [seq for seq in scheduler.running if seq.priority <= first.priority]
+        cached = blocks.find_prefix(first)
+        uncached = first.num_known - len(cached) * blocks.block_size
+        too_long = not self.config.enable_chunked_prefill and not first.num_preemptions and uncached > budget
+        if len(kept) < self.config.max_num_seqs and not too_long:
+            held = {block for seq in kept for block in seq.block_table}.difference(cached)
+            assert len(held) + blocks.num_blocks_for(first.num_known) > blocks.num_blocks, "waits, and yet it would fit"
 
     @staticmethod
     def _order(seq: Sequence) -> tuple[int, int]:
