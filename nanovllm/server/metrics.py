@@ -1,9 +1,11 @@
 """Figures for Prometheus, in a registry of the server's own. Gauges are read when somebody asks."""
 
 from collections import Counter as Tally
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.scheduler import Scheduler
@@ -38,6 +40,9 @@ class Metrics:
             lambda: 1 - scheduler.blocks.num_free / scheduler.num_kv_blocks,
         )
 
+        if scheduler.proposer is not None:
+            registry.register(SpeculationCounters(scheduler))
+
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"nanovllm_{name}", help, labels, registry=registry)
 
@@ -63,6 +68,30 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class SpeculationCounters(Collector):
+    """The scheduler's own counts of guessed tokens, with vLLM's names; like a gauge they are read when somebody asks.
+
+    A draft is what one step guesses for one sequence; position 0 is its first token. Divided by `num_draft_tokens`,
+    `num_accepted_tokens` gives the acceptance rate.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        stats, prefix = self.scheduler.speculation, "nanovllm_spec_decode_num"
+        accepted = list(stats.accepted)  # the step loop goes on counting meanwhile
+        yield CounterMetricFamily(f"{prefix}_drafts", "Drafts that were verified.", value=stats.num_steps)
+        yield CounterMetricFamily(f"{prefix}_draft_tokens", "Tokens in these drafts.", value=sum(stats.proposed))
+        yield CounterMetricFamily(f"{prefix}_accepted_tokens", "Those that were accepted.", value=sum(accepted))
+        by_position = CounterMetricFamily(
+            f"{prefix}_accepted_tokens_per_pos", "The same, by position in the draft.", labels=["position"]
+        )
+        for position in range(self.scheduler.max_guesses):  # also those that no draft has reached yet
+            by_position.add_metric([str(position)], accepted[position] if position < len(accepted) else 0)
+        yield by_position
 
 
 class Watch:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from nanovllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SpeculationStats
 from nanovllm.server.metrics import EACH_TOKEN, FIRST_TOKEN, Metrics, Watch
-from tests.server.harness import Served, server, serving
+from tests.server.harness import Served, greedy, server, serving
 
 NAME = re.compile(r"^nanovllm_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", flags=re.MULTILINE)
 
@@ -49,6 +49,41 @@ def test_the_figures_are_the_sums_of_what_clients_were_told(tight: Served) -> No
         counts = [found[f"{name}_bucket/{float(bound)}"] for bound in buckets]
         assert counts == sorted(counts) and found[f"{name}_bucket/+Inf"] == found[f"{name}_count"] == 4
         assert 0 < found[f"{name}_sum"] < 4 * 60
+
+
+def test_guesses_are_counted_with_vllms_names() -> None:
+    async def main() -> None:
+        async with serving(speculative={"method": "ngram", "k": 3, "n": 1}) as llm:
+            metrics = Metrics(llm)
+
+            def spec_decode() -> dict[str, float]:
+                found = figures(metrics.text().decode())
+                prefix = "spec_decode_num_"
+                return {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}
+
+            assert set(spec_decode().values()) == {0}
+            parts: list[SpeculationStats] = []
+            for length in 10, 60:
+                async for delta in llm.generate({"prompt_token_ids": [1, 2, 1]}, greedy(max_tokens=length)):
+                    if delta.finished and delta.metrics.speculation is not None:
+                        parts.append(delta.metrics.speculation)
+                total = SpeculationStats.total(parts)
+                assert total is not None
+                assert spec_decode() == {
+                    "drafts": total.num_steps,
+                    "draft_tokens": sum(total.proposed),
+                    "accepted_tokens": sum(total.accepted),
+                    "accepted_tokens_per_pos/0": total.accepted[0],
+                    "accepted_tokens_per_pos/1": total.accepted[1],
+                    "accepted_tokens_per_pos/2": total.accepted[2],
+                }
+            assert 0 < spec_decode()["accepted_tokens"] < spec_decode()["draft_tokens"]
+
+    asyncio.run(main())
+
+
+def test_without_guesses_nothing_is_said_of_them(tight: Served) -> None:
+    assert "spec_decode" not in httpx.get(f"{tight.url}/metrics").text
 
 
 def output(finished: bool, reasons: dict[int, FinishReason | None]) -> RequestOutput:
