@@ -61,7 +61,8 @@ def test_guesses_are_counted_with_vllms_names() -> None:
                 prefix = "spec_decode_num_"
                 return {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}
 
-            assert set(spec_decode().values()) == {0}
+            by_position = [f"accepted_tokens_per_pos/{position}" for position in range(3)]
+            assert spec_decode() == dict.fromkeys(["drafts", "draft_tokens", "accepted_tokens", *by_position], 0)
             parts: list[SpeculationStats] = []
             for length in 10, 60:
                 async for delta in llm.generate({"prompt_token_ids": [1, 2, 1]}, greedy(max_tokens=length)):
@@ -73,9 +74,7 @@ def test_guesses_are_counted_with_vllms_names() -> None:
                     "drafts": total.num_steps,
                     "draft_tokens": sum(total.proposed),
                     "accepted_tokens": sum(total.accepted),
-                    "accepted_tokens_per_pos/0": total.accepted[0],
-                    "accepted_tokens_per_pos/1": total.accepted[1],
-                    "accepted_tokens_per_pos/2": total.accepted[2],
+                    **dict(zip(by_position, total.accepted, strict=True)),
                 }
             assert 0 < spec_decode()["accepted_tokens"] < spec_decode()["draft_tokens"]
 
