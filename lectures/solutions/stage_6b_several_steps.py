@@ -1,0 +1,83 @@
+"""Solution of exercise 6b. Padding stays in the scratch block: its table leads nowhere else.
+
+Who pays: whoever comes in the middle of a replay, and sequences that end in one. Real engines have left this path: with
+asynchronous scheduling the CPU prepares the next step while this one runs, and nobody has to wait for several.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.core import Sequence, append_token, sample
+from stages.stage_5_continuous_batching import Scheduled
+from stages.stage_6_cuda_graphs import CUDAGraphEngine, Rows
+
+
+def advance(rows: Rows, tokens: Tensor, block_size: int) -> None:
+    """From the token that each row has computed to the one that it has chosen, without asking for any value."""
+    rows.input_ids.copy_(tokens)
+    rows.positions.add_(1)
+    rows.context_lens.add_(1)
+    block = rows.block_tables.gather(1, (rows.positions // block_size)[:, None])[:, 0]  # [b]
+    rows.slots.copy_(block * block_size + rows.positions % block_size)
+
+
+class SeveralStepsEngine(CUDAGraphEngine):
+    def __init__(self, model: str, *, num_steps: int = 4, **options: Any) -> None:
+        self.num_steps = num_steps
+        super().__init__(model, **options)
+
+    def decode_step(self, bucket: int) -> Tensor:
+        """What is recorded: `num_steps` tokens of each row, [num_steps, b]."""
+        rows = Rows.of(self.memory_of(self.device_memory, bucket), bucket)  # the very memory that the step reads
+        chosen: list[Tensor] = []
+        for step in range(self.num_steps):
+            if step:
+                advance(rows, chosen[-1], self.pool.block_size)
+            chosen.append(super().decode_step(bucket))
+        return torch.stack(chosen)
+
+    def bucket_for(self, plan: list[Scheduled]) -> int | None:
+        """None also where somebody samples, has fewer tokens to go than a replay gives, or gets no blocks for them."""
+        bucket = super().bucket_for(plan)
+        for seq in (s.seq for s in plan) if bucket else ():
+            left = seq.max_tokens_total - len(seq.tokens)
+            short = left < self.num_steps or not self.scheduler.allocate(seq, seq.num_computed + self.num_steps)
+            if seq.params.temperature > 0 or short:
+                return None
+        return bucket
+
+    def step(self) -> None:
+        """Stage 6's, but a sequence gets as many tokens as the replay has for it."""
+        self.events.step += 1
+        plan = self.scheduler.schedule()
+        bucket = self.bucket_for(plan)
+        for s in plan:
+            num_tokens = self.num_steps if bucket else s.num_tokens
+            self.events.emit("scheduled", s.seq.request, tokens=num_tokens, cached=s.seq.num_computed)
+        sampled = [i for i, s in enumerate(plan) if s.reaches_end]
+        going_on = [plan[i].seq for i in sampled]
+        if bucket:
+            chosen = self.replay_all(bucket, going_on)
+        else:
+            chosen = [[token] for token in sample(self.forward(plan, sampled), going_on)]
+        for s in plan:
+            s.seq.num_computed += s.num_tokens
+            self.pool.publish(s.seq)
+        for seq, tokens in zip(going_on, chosen, strict=True):
+            over = False
+            while tokens and not over:  # what comes after an end-of-sequence token was computed for nothing
+                over = append_token(seq, tokens.pop(0), self.eos_token_ids, self.events)
+            seq.num_computed = len(seq.tokens) - 1
+            self.pool.publish(seq)
+            if over:
+                self.scheduler.finish(seq)
+
+    def replay_all(self, bucket: int, batch: list[Sequence]) -> list[list[int]]:
+        """Copy in, replay, copy out -> for each sequence its next `num_steps` tokens."""
+        host = self.memory_of(self.host_memory, bucket)
+        Rows.of(host, bucket).fill(batch, self.pool.block_size, self.scratch_block)
+        self.memory_of(self.device_memory, bucket).copy_(host, non_blocking=True)
+        tokens: list[list[int]] = self.graphs[bucket].replay()[:, : len(batch)].T.tolist()
+        return tokens
