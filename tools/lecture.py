@@ -25,7 +25,7 @@ from stages.manifest import Stage, load_stage
 
 ROOT = Path(__file__).resolve().parent.parent
 LECTURES = ROOT / "lectures"
-SHOWN = ("code", "hole", "picture", "output", "table", "run", "exercises")
+SHOWN = ("code", "hole", "picture", "output", "printed", "table", "run", "exercises")
 SCRIPT = ("say", "type", "see")
 KINDS = ("title", "plain", "question", "answer", "live")
 SLACK = 2.0  # minutes by which the slides' sum may miss the lecture's length
@@ -188,10 +188,10 @@ def check(lecture: Lecture) -> None:
             )
         if slide.kind == "answer" and not measured(slide):
             raise LectureError(
-                path, slide.line, "an answer shows what was measured: @table, @output, @picture or {{...}}"
+                path, slide.line, "an answer shows what was measured: @table, @output, @printed, @picture or {{...}}"
             )
 
 
 def measured(slide: Slide) -> bool:
     kinds = {piece.kind for piece in slide.body}
-    return bool(kinds & {"table", "output", "picture"}) or any("{{" in piece.text for piece in slide.body)
+    return bool(kinds & {"table", "output", "printed", "picture"}) or any("{{" in piece.text for piece in slide.body)

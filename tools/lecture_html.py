@@ -102,8 +102,9 @@ class Renderer:
                 )
                 return f"<figure>{drawing}</figure>"
             case "output", [path, text, *pattern] if len(pattern) < 2:
-                printed = pulls.pull_output(path, text, *pattern)
-                return f'<pre class="output" {fitted(printed.splitlines(), width)}>{html.escape(printed)}</pre>'
+                return output(pulls.pull_output(path, text, *pattern), width)
+            case "printed", [name, *pattern] if len(pattern) < 2:
+                return output(pulls.pull_printed(name, *pattern), width)
             case "table", [name, *keys]:
                 return table(pulls.pull_table(name, *keys), pulls.pull_source(name))
             case "run", [_, *_]:
@@ -143,6 +144,10 @@ def code(pulled: pulls.Code, width: int) -> str:
     lines = [f'<span class="mark">{line}</span>' if i in pulled.marked else line for i, line in enumerate(lines)]
     text = "\n".join(lines)
     return f'<p class="where">{html.escape(pulled.label)}</p><pre class="code" {size}><code>{text}</code></pre>'
+
+
+def output(printed: str, width: int) -> str:
+    return f'<pre class="output" {fitted(printed.splitlines(), width)}>{html.escape(printed)}</pre>'
 
 
 def figure(image: str, alt: str) -> str:

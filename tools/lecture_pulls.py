@@ -20,6 +20,8 @@ from benchmarks import wording
 from benchmarks.harness import RESULTS, gain
 from stages.manifest import load_stage
 from tools.exercises import ROOT, Hole, find_holes
+from tools.lecture_experiments import EXPERIMENTS
+from tools.lecture_words import in_words
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MARKED_WIDTH = 100  # of a hint in the place of its solution
@@ -160,11 +162,21 @@ def pull_output(path: str, text: str, pattern: str = "") -> str:
     """What a cell printed, without the line of the reader's guess; with a pattern, the lines that match it."""
     printed = "".join("".join(o["text"]) for o in find_cell(path, text)["outputs"] if o["output_type"] == "stream")
     lines = [line for line in printed.rstrip().splitlines() if not line.startswith("your guess:")]
+    return matching(lines, pattern, f"the cell of {path} with {text!r}")
+
+
+def pull_printed(name: str, pattern: str = "") -> str:
+    """What a program in lectures/experiments printed; with a pattern, the lines that match it."""
+    path = EXPERIMENTS / f"{name}.txt"
+    if not path.is_file():
+        raise ValueError(f"there is no lectures/experiments/{name}.txt; run python -m tools.lecture_experiments")
+    return matching(path.read_text(encoding="utf-8").splitlines(), pattern, f"the experiment {name}")
+
+
+def matching(lines: list[str], pattern: str, who: str) -> str:
     lines = [line for line in lines if re.search(pattern, line)]
     if not "".join(lines).strip():
-        raise ValueError(
-            f"the cell of {path} with {text!r} printed nothing" + (f" like {pattern!r}" if pattern else "")
-        )
+        raise ValueError(f"{who} printed nothing" + (f" like {pattern!r}" if pattern else ""))
     return "\n".join(lines).strip("\n")
 
 
@@ -215,19 +227,46 @@ def pull_source(name: str) -> str:
     return f"{found['workload']}. Measured on {wording.machine(found)}."
 
 
+def pull_found(path: str, text: str, pattern: str) -> str:
+    """The pattern's first group (or all of it, if it has none) in what a cell printed."""
+    found = re.search(pattern, pull_output(path, text))
+    if not found:
+        raise ValueError(f"what the cell with {text!r} printed has nothing like {pattern!r}")
+    return found[found.re.groups and 1]
+
+
+def pull_spoken(path: str, text: str, pattern: str) -> str:
+    """The same, a number, rounded to a whole one and in words."""
+    found = pull_found(path, text, pattern).replace(",", "")
+    if not re.fullmatch(r"\d+(\.\d+)?", found):
+        raise ValueError(f"{found!r} is no number, and only numbers are spoken")
+    return in_words(round(float(found)))
+
+
+def pull_model(key: str) -> str:
+    """A whole number from the configuration of the embedded model: "4,096" for "vocab_size"."""
+    value = json.loads(read("assets/story_model/config.json")).get(key)
+    if not isinstance(value, int):
+        raise ValueError(f"the embedded model's config.json has no whole number {key!r}")
+    return f"{value:,}"
+
+
 def pull_inline(words: Sequence[str]) -> str:
-    """What stands between {{ and }}: `value stage_4 turns "stage 3"`, `gain stage_4 turns`, `stage 4 idea`, or
-    `found NOTEBOOK CELL PATTERN`, which is the first group of the pattern in what the cell printed."""
+    """What stands between {{ and }}: `value stage_4 turns "stage 3"`, `gain stage_4 turns`, `stage 4 idea`, `found`
+    and `spoken` with NOTEBOOK CELL PATTERN, or `model vocab_size`."""
     match list(words):
         case ["value", name, key, contender]:
             return pull_value(name, key, contender)
         case ["gain", name, key]:
             return pull_gain(name, key)
         case ["found", path, text, pattern]:
-            found = re.search(pattern, pull_output(path, text))
-            if not found:
-                raise ValueError(f"what the cell with {text!r} printed has nothing like {pattern!r}")
-            return found[found.re.groups and 1]
+            return pull_found(path, text, pattern)
+        case ["spoken", path, text, pattern]:
+            return pull_spoken(path, text, pattern)
+        case ["model", key]:
+            return pull_model(key)
         case ["stage", number, ("title" | "idea" | "removes" | "costs" | "showcase") as what]:
             return str(getattr(load_stage(int(number)), what))
-    raise ValueError(f"{' '.join(words)!r} is none of value, gain, found and stage with what belongs to them")
+    raise ValueError(
+        f"{' '.join(words)!r} is none of value, gain, found, spoken, model and stage with what belongs to them"
+    )

@@ -1,0 +1,35 @@
+"""Solution of exercise 1b. Cut the row into texts for attention, and for nothing else."""
+
+import torch
+from torch import Tensor
+
+from stages.core import SamplingParams, Sequence, append_token, make_sequences, sample
+from stages.stage_1_naive import NaiveEngine, attend_to_all
+
+
+class TogetherEngine(NaiveEngine):
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+        sequences = make_sequences(
+            prompts, params, vocab_size=self.vocab_size, max_model_len=self.config.max_position_embeddings
+        )
+        running = list(sequences)
+        while running:
+            chosen = sample(self.scores(running), running)
+            over = [append_token(s, t, self.eos_token_ids, self.events) for s, t in zip(running, chosen, strict=True)]
+            running = [s for s, finished in zip(running, over, strict=True) if not finished]
+        return [seq.output for seq in sequences]
+
+    def scores(self, batch: list[Sequence]) -> Tensor:
+        """The logits [len(batch), V] of the next token of each text."""
+        lengths = [len(seq.tokens) for seq in batch]
+        input_ids = torch.tensor([token for seq in batch for token in seq.tokens], device=self.device)  # [T]
+        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])  # [T]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            texts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            return torch.cat([attend_to_all(layer, *text) for text in texts])
+
+        hidden = self.model(input_ids, positions, attend)  # [T, H]
+        last = torch.tensor(lengths, device=self.device).cumsum(0) - 1  # [N]
+        return self.model.logits(hidden[last])
