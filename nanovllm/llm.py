@@ -68,19 +68,19 @@ class LLM:
         self.tokenizer = None if skip_tokenizer_init else Tokenizer(path)
         dtype = None if chosen.dtype == "auto" else DTYPES[chosen.dtype]
         executor: LocalExecutor | ParallelExecutor
-        if resolved.tensor_parallel_size > 1:
-            shard_config(model_config, resolved.tensor_parallel_size)  # refuses before a process is started
-            with current(device):
-                executor = ParallelExecutor.start(Share(str(path), resolved, dtype), device)
-        else:
-            device, limit, load_format = numbered(device), resolved.max_model_len, chosen.load_format
-            try:
+        try:
+            if resolved.tensor_parallel_size > 1:
+                shard_config(model_config, resolved.tensor_parallel_size)  # refuses before a process is started
+                with current(device):
+                    executor = ParallelExecutor.start(Share(str(path), resolved, dtype), device)
+            else:
+                device, limit, load_format = numbered(device), resolved.max_model_len, chosen.load_format
                 with current(device):
                     loaded = load_model(path, device=device, dtype=dtype, max_model_len=limit, load_format=load_format)
                     executor = LocalExecutor(ModelRunner(loaded, resolved, device))
-            except torch.OutOfMemoryError as error:
-                remedy = "take a smaller model, or lower num_kv_blocks, max_num_batched_tokens or max_num_seqs"
-                raise ValueError(f"{device} has too little free memory for {path}: {error}; {remedy}") from error
+        except torch.OutOfMemoryError as error:
+            remedy = "take a smaller model, or lower num_kv_blocks, max_num_batched_tokens or max_num_seqs"
+            raise ValueError(f"{device} has too little free memory for {path}: {error}; {remedy}") from error
         runner = executor.runner
         self.attention_backend = runner.backend.name
         self.config = replace(resolved, num_kv_blocks=runner.num_kv_blocks)

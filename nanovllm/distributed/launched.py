@@ -14,7 +14,6 @@ import signal
 import socket
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.distributed.group import TIMEOUT, Group, PeerLost, devices_of
-from nanovllm.distributed.team import GRACE, Make, Team
+from nanovllm.distributed.team import GRACE, Make, Team, story_of
 from nanovllm.distributed.watch import BEAT, Watch, beat
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -77,9 +76,7 @@ class LaunchedTeam(Team):
         try:
             self._links.join()
         except RuntimeError as lost:
-            cause = self.cause_of(PeerLost(str(lost)))
-            self.close()
-            raise RuntimeError(f"the ranks could not start: {cause}") from lost
+            raise self.failed(PeerLost(str(lost)), "the ranks could not start", starting=True) from lost
         on_gpu = self.group.device.type == "cuda"
         max_step = TIMEOUT.total_seconds() if on_gpu else float("inf")
         links = self._links
@@ -187,10 +184,10 @@ def serve(make: Make, device: torch.device) -> NoReturn:
     except PeerLost as lost:
         links.leave()
         raise SystemExit(f"rank {own_rank()}: the leader or another rank is gone ({lost})") from None
-    except BaseException:
+    except BaseException as error:
         with suppress(RuntimeError):  # the store may be gone, too
             if links.store is not None:
-                links.store.set(f"story {own_rank()}", traceback.format_exc())
+                links.store.set(f"story {own_rank()}", story_of(error, own_rank()))
         links.leave()
         raise
     links.leave()

@@ -12,7 +12,6 @@ import pickle
 import signal
 import socket
 import threading
-import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.distributed.group import HOST, TIMEOUT, Group, PeerLost
-from nanovllm.distributed.team import GRACE, Make, Team, WorkerDied
+from nanovllm.distributed.team import GRACE, Make, Team, WorkerDied, story_of
 from nanovllm.distributed.watch import BEAT, Step, Watch, beat
 
 FIRST_SIZE = 1 << 16  # bytes of the first segment; a longer message gets a larger one
@@ -61,9 +60,7 @@ class SpawnedTeam(Team):
             self._wait_for_all()
             self.group.join(self._store)
         except PeerLost as lost:
-            cause = self.cause_of(lost)
-            self.close()
-            raise RuntimeError(f"the ranks could not start: {cause}") from lost
+            raise self.failed(lost, "the ranks could not start", starting=True) from lost
         args = self._store.clone(), self.step, list(self._workers.values()), self.group
         threading.Thread(target=_watch, args=args, name="nanovllm-watch", daemon=True).start()
 
@@ -184,9 +181,9 @@ def _work(make: Make, group: Group, port: int, pipe: Connection, threads: int) -
             do(message)
     except PeerLost:
         os._exit(0)  # somebody else has the story to tell
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # the leader may be gone, too
-            pipe.send(traceback.format_exc())
+            pipe.send(story_of(error, group.rank))
         os._exit(1)
     os._exit(0)  # at once: what Python would tidy up may wait for ranks that are gone
 

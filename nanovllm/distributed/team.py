@@ -7,6 +7,7 @@ share is here: whatever goes wrong ends in an error at the leader, with the stor
 import pickle
 import signal
 import threading
+import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -21,12 +22,22 @@ from nanovllm.distributed.watch import Step
 
 GRACE = 2.0  # seconds for workers to say what happened, or to leave by themselves
 
+# What the user can mend where a rank cannot start. If a worker has met it, the leader raises it as its own.
+MENDABLE: dict[str, type[Exception]] = {"ValueError": ValueError, "OutOfMemoryError": torch.OutOfMemoryError}
+
 # What makes a worker's part, in its process: called with its group, returns what is called with every message.
 Make = Callable[[Group], Callable[[Any], object]]
 
 
 class WorkerDied(PeerLost):
     """Why a step failed: the traceback of a worker, or the signal that killed it."""
+
+
+def story_of(error: BaseException, rank: int) -> str:
+    """What a worker tells of its end: its traceback; and of a `MENDABLE` error name and text, each behind a NUL."""
+    story = "".join(traceback.format_exception(error))
+    kinds = [name for name, kind in MENDABLE.items() if isinstance(error, kind)]
+    return "\0".join([story, kinds[0], f"rank {rank}: {error}"] if kinds else [story])
 
 
 class Team(ABC):
@@ -41,7 +52,7 @@ class Team(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """Connect the group. Raises RuntimeError if a rank did not come so far."""
+        """Connect the group. Raises what `failed` says if a rank did not come so far."""
 
     def tell(self, message: object) -> None:
         """Send it to all workers. Raises PeerLost if one of them is gone."""
@@ -52,7 +63,19 @@ class Team(ABC):
 
     @abstractmethod
     def cause_of(self, lost: PeerLost) -> str:
-        """Why a step failed, in the words of the worker that failed first, where one did."""
+        """Why a step failed, in the words of the worker that failed first (see `story_of`), where one did."""
+
+    def failed(self, lost: PeerLost, what: str, *, starting: bool) -> Exception:
+        """End all ranks. Returns what to raise: RuntimeError with the story of the rank that failed first; or, where a
+        `MENDABLE` error kept it from starting, that error, with the story as a note."""
+        story, *mistake = self.cause_of(lost).split("\0", 2)
+        self.close()
+        error: Exception = RuntimeError(f"{what}: {story}")
+        if starting and mistake:
+            kind, message = mistake
+            note, error = str(error), MENDABLE[kind](message)
+            error.add_note(note)
+        return error
 
     @contextmanager
     def in_step(self, *, loading: bool = False) -> Iterator[None]:
@@ -60,7 +83,7 @@ class Team(ABC):
         for that of `loading`, which may take minutes.
 
         Any failure in here ends all of them: in half a step the ranks would wait for each other, and take for an answer
-        to one question what was meant for another. That of another rank becomes RuntimeError with its story.
+        to one question what was meant for another. That of another rank becomes what `failed` says.
         """
         threads = torch.get_num_threads()
         with nullcontext() if loading else ctrl_c_waits():
@@ -74,9 +97,7 @@ class Team(ABC):
                 if not self.group.connected:
                     raise PeerLost(self.group.lost or "a worker died")
             except PeerLost as lost:
-                cause = self.cause_of(lost)
-                self.close()
-                raise RuntimeError(f"a rank was lost, so this engine is closed: {cause}") from lost
+                raise self.failed(lost, "a rank was lost, so this engine is closed", starting=loading) from lost
             except BaseException:
                 self.close()
                 raise
