@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +17,7 @@ from nanovllm.distributed.one_shot import OneShot
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)  # how long ranks wait for each other (see `watch`)
 SLICE = timedelta(seconds=0.5)  # how long a wait goes on after the group was given up
+_leaving = threading.RLock()  # of all groups: the watch and the end of the program may come at once
 
 
 class PeerLost(RuntimeError):
@@ -119,10 +121,14 @@ class Group:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
 
     def leave(self) -> None:
-        """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result."""
-        backend, self._backend, self.one_shot = self._backend, None, None
-        if backend is not None and self.device.type == "cuda":
-            backend.abort()
+        """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result.
+
+        Whoever comes second waits for the first: a process that ends in the middle of NCCL's abort is torn down by it.
+        """
+        with _leaving:
+            backend, self._backend, self.one_shot = self._backend, None, None
+            if backend is not None and self.device.type == "cuda":
+                backend.abort()
 
 
 def devices_of(first: torch.device, ranks: int) -> list[torch.device]:

@@ -10,7 +10,7 @@ to where it is faster. All ranks must be on one host whose GPUs reach each other
 """
 
 import os
-from typing import Any, Optional
+from typing import Any, Optional, cast
 from uuid import uuid4
 
 import torch
@@ -26,16 +26,17 @@ class OneShot:
     """Sums messages of up to `max_bytes`. Fit for CUDA graphs, since the buffer never moves."""
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device, max_bytes: int) -> None:
+        from torch._C._distributed_c10d import _register_process_group
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         if rank == 0:
             store.set("one-shot", uuid4().hex)
-        # PyTorch finds a group by its name, and one of its own would be global: here are only ranks and a store.
-        self.name = store.get("one-shot").decode()
-        shared: Any = symmetric_memory._SymmetricMemory
-        shared.set_group_info(self.name, rank, size, dist.PrefixStore(self.name, store))
+        # PyTorch finds a group by its name. This one has no backend: it is only ranks and a store where they meet.
+        self.name = cast("Any", store.get("one-shot").decode())
+        self._group = dist.ProcessGroup(dist.PrefixStore(self.name, store), rank, size)
+        _register_process_group(self.name, self._group)  # which it does not keep alive
         self.buffer = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=device)
-        shared.rendezvous(self.buffer, self.name)
+        symmetric_memory.rendezvous(self.buffer, self.name)
 
     @classmethod
     def wanted(cls, rank: int, size: int, store: dist.Store, device: torch.device) -> Optional["OneShot"]:
