@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from nanovllm import kernels
 from nanovllm.distributed.group import Group
 
-# Tokens up to which our kernel beat the library's on an H200: where it need not add up the parts, and elsewhere.
+# Tokens up to which our kernels beat the library's on an H200: of narrow layers that need not add up their parts, of
+# wide ones, and of those that give the sum.
+MAX_FEW_NARROW, NARROW = 128, 2048
 MAX_FEW_PARTIAL = 32
 MAX_FEW = 16
 
@@ -69,6 +71,6 @@ def few_tokens_kernel(x: Tensor, weight: Tensor, partial: bool = False) -> Calla
     """The linear kernel for few tokens, where x [T, in] has so few and it can serve such a layer."""
     fused = kernels.fused_kernels(x.device)
     outputs, inputs = weight.shape
-    most = MAX_FEW_PARTIAL if partial else MAX_FEW
+    most = (MAX_FEW_NARROW if outputs <= NARROW else MAX_FEW_PARTIAL) if partial else MAX_FEW
     fits = x.shape[0] <= most and x.dtype != torch.float32 and inputs % 128 == 0 and outputs % 64 == 0
     return fused.skinny_linear if fits and fused.add_rms_norm is not None else None  # the norm sums the parts

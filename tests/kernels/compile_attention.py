@@ -23,6 +23,7 @@ from nanovllm.kernels import (
     sample,
     silu_and_mul,
     skinny_linear,
+    split_linear,
 )
 
 ELEMENT_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -57,7 +58,7 @@ def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_si
     pdl = int(capability >= 90)
     shape = {"NUM_KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
     decode = paged_decode.decode_config(head_dim, size)
-    prefill = paged_prefill.prefill_config(head_dim, size, capability in (90, 100))
+    prefill = paged_prefill.prefill_config(head_dim, size)
     return {
         "write": shared_memory(
             kv_write._kv_write_kernel, capability, dtype, {"WIDTH": 8 * head_dim, "PADDED": 8 * head_dim}, 4, 3
@@ -136,6 +137,9 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
                 constants |= {"INNER": inner, "STEPS": 1 if partial else inputs // inner, "GATED": int(gated)} | pdl
                 constants["PARTS"] = config.num_warps
                 found[f"{name} x {tokens}"] = memory(skinny_linear._skinny_linear_kernel, constants, config.num_warps)
+        tile = {"TOKENS": split_linear.TOKENS, "COLUMNS": split_linear.COLUMNS, "INNER": split_linear.INNER}
+        constants = tile | {"INPUTS": 3072, "OUTPUTS": 1024, "DEPTH": 1536, "LINES": 8, "LINE": 64} | pdl
+        found["split down"] = memory(split_linear._split_linear_kernel, constants, stages=4)
     return found
 
 

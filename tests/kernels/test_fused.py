@@ -215,3 +215,14 @@ def test_skinny_linear(where: Where, num_tokens: int, kind: str, inputs: int) ->
     assert ours.shape == truth.shape
     error = (ours.double() - truth).norm() / truth.norm()
     assert error < (1e-5 if ours.dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("num_tokens", [33, 64, 100])
+@pytest.mark.parametrize("inputs", [384, 512])
+def test_split_linear(where: Where, num_tokens: int, inputs: int) -> None:
+    """Where there are too many tokens for the skinny kernel. In two parts where they come out even."""
+    x, weight = normal(where, num_tokens, inputs), normal(where, 64, inputs, seed=1) / 16
+    parts = skinny_linear(x, weight, partial=True)
+    assert parts.shape == (2 if inputs == 512 else 1, num_tokens, 64) and parts.dtype == torch.float32
+    truth = x.double() @ weight.double().t()
+    assert (parts.sum(0).double() - truth).norm() / truth.norm() < 1e-5
