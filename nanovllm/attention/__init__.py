@@ -42,19 +42,18 @@ def select_backend(
     reason = _why_not_triton(device, head_dim, block_size, dtype)  # flash_attn decodes by our kernels
     if reason:
         raise ValueError(f"attention_backend={name!r} cannot be used: {reason}; take attention_backend='torch_ref'")
-    properties = torch.cuda.get_device_properties(device)
-    capability = torch.cuda.get_device_capability(device)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     if name == "triton":
         from nanovllm.attention.triton_backend import TritonBackend
 
-        return TritonBackend(properties.multi_processor_count, large_tiles=capability[0] in (9, 10))
+        return TritonBackend(num_sms)
     if dtype == torch.float32:
         raise ValueError("attention_backend='flash_attn' works in 16 bits; take dtype='bfloat16' or the triton backend")
     from nanovllm.attention.flash_attn import FlashAttnBackend, find_library
 
-    library, prefill = find_library(capability, block_size)
+    library, prefill = find_library(torch.cuda.get_device_capability(device), block_size)
     logger.info("attention_backend='flash_attn' uses %s for prefill and Triton for decode", library)
-    return FlashAttnBackend(properties.multi_processor_count, prefill)
+    return FlashAttnBackend(num_sms, prefill)
 
 
 def _why_not_triton(device: torch.device, head_dim: int, block_size: int, dtype: torch.dtype) -> str | None:

@@ -130,7 +130,7 @@ class FlashAttnBackend(TritonBackend):
     name = "flash_attn"
 
     def __init__(self, num_sms: int, prefill: Prefill) -> None:
-        super().__init__(num_sms, large_tiles=False)
+        super().__init__(num_sms)
         self._library = prefill
 
     def _prefill(

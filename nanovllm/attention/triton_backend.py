@@ -19,15 +19,13 @@ class TritonBackend:
 
     Args:
         num_sms: multiprocessors of the GPU, which the decode kernel shares its work out to.
-        large_tiles: the GPU has Hopper's shared memory and matrix units; see `prefill_config`.
     """
 
     name = "triton"
     capturable = True
 
-    def __init__(self, num_sms: int, large_tiles: bool) -> None:
+    def __init__(self, num_sms: int) -> None:
         self._num_sms = num_sms
-        self._large_tiles = large_tiles
         self._workspaces: dict[tuple[int, ...], DecodeWorkspace] = {}
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
@@ -93,7 +91,7 @@ class TritonBackend:
         out: torch.Tensor,
         first_sequence: int,
     ) -> None:
-        config = prefill_config(kv.shape[-1], q.element_size(), self._large_tiles)
+        config = prefill_config(kv.shape[-1], q.element_size())
         paged_prefill(
             q,
             kv,

@@ -1,10 +1,9 @@
 """Prefill attention over the paged KV cache: chunks of many queries, of several sequences, laid end to end.
 
 Here arithmetic is the limit, not memory: a tile of R rows does 4 * R * D operations for the 4 * D bytes of a key and
-its value in 16 bits, so R operations a byte. An H100 does some 700 TFLOP/s and its L2 cache delivers about 5.5 TB/s: R
-must be 128 or more for the tensor cores to be the limit. Rows are (query, head of the KV head's group) pairs: with two
-query heads a KV head, 64 queries make 128 rows. More would not fit: the accumulator is R * D floats, 64 registers for
-each of 256 threads at R = D = 128, and the scores of 128 keys are another 64.
+its value in 16 bits, so R operations a byte. Rows are (query, head of the KV head's group) pairs: with two query heads
+a KV head, 32 queries make 64 rows. Between the products of a tile lies the softmax, in which the tensor cores would
+have nothing to do: so programs are small, and of several on one multiprocessor one multiplies while another does that.
 
 A program finds its sequence and its queries from the lengths alone, so nobody has to wait for the GPU to say how many
 tiles there are: the grid is an upper bound and superfluous programs return. Keys beyond the tile's last query are never
@@ -31,18 +30,17 @@ class PrefillConfig:
     num_stages: int
 
 
-def prefill_config(head_dim: int, element_size: int, large_tiles: bool) -> PrefillConfig:
-    """Layout for a GPU; `large_tiles` is for Hopper and Blackwell, with 160 KiB of shared memory for one program.
-
-    A wider tile of keys rescales the accumulator less often, which is a quarter of the work beside the products. At a
-    head_dim of 128 in 16 bits, 128 keys take 32 KiB for K and as much for V, twice (while one is computed with, the
-    next is on its way), and with 32 KiB of queries that is 160 KiB. Other GPUs have 99 KiB at least: half the keys.
+def prefill_config(head_dim: int, element_size: int) -> PrefillConfig:
+    """Layout for a GPU. At a head_dim of 128 in 16 bits a program takes 80 KiB of shared memory: 16 for its queries,
+    and 16 each for K and V twice (while one tile is computed with, the next is on its way). So two fit on a
+    multiprocessor of a Hopper GPU, and one on any since Ampere. On an H200 this was 9% faster than tiles of 128 x 128,
+    one at a time (`python -m benchmarks.kernels`).
     """
     if element_size == 4:  # exact fp32 products come from the ordinary units, with all operands in registers
         return PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2)
-    keys = keys_per_tile(head_dim, element_size, (32 if large_tiles else 16) * 1024)
-    rows = 128 if head_dim <= 128 else 64  # the accumulator of 128 x 256 would take half of all registers
-    return PrefillConfig(rows=rows, keys=keys, num_warps=8, num_stages=3)
+    keys = keys_per_tile(head_dim, element_size, 16 * 1024)
+    # The accumulator of 64 x 256 would take all registers of four warps.
+    return PrefillConfig(rows=64, keys=keys, num_warps=4 if head_dim <= 128 else 8, num_stages=3)
 
 
 @triton.jit(

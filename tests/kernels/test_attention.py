@@ -28,7 +28,7 @@ def triton_backend() -> AttentionBackend:
     pytest.importorskip("triton")
     from nanovllm.attention.triton_backend import TritonBackend
 
-    return on_cpu(lambda: TritonBackend(num_sms=2, large_tiles=False))
+    return on_cpu(lambda: TritonBackend(num_sms=2))
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 256])
@@ -85,7 +85,7 @@ def test_triton_merges_many_pieces() -> None:
     pytest.importorskip("triton")
     from nanovllm.attention.triton_backend import TritonBackend
 
-    backend = on_cpu(lambda: TritonBackend(num_sms=8, large_tiles=False))
+    backend = on_cpu(lambda: TritonBackend(num_sms=8))
     check(backend, make_case([(1, 600)], group=8, num_kv_heads=1, head_dim=128, seed=2), FP32)
 
 
