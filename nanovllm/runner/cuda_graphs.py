@@ -28,7 +28,7 @@ from nanovllm.runner.rows import Rows, decode_inputs_reference
 logger = logging.getLogger(__name__)
 
 COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
-MAX_VERIFIED = 64  # tokens, guesses included, of a step that verifies; with more of them it is not launches that count
+MAX_VERIFIED = 256  # tokens, guesses included, of a step that verifies; with more of them it is not launches that count
 
 
 class DecodeBatch:
