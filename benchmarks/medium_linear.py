@@ -150,7 +150,12 @@ def sweep(record: Callable[[dict[str, Any]], None]) -> dict[tuple[int, int, int]
             for layout in SPLIT if partial else WHOLE:
                 if layout.tokens > 2 * n:
                     continue
-                row = {"kernel": name, "tokens": n, "layout": astuple(layout), "library_microseconds": theirs}
+                row: dict[str, Any] = {
+                    "kernel": name,
+                    "tokens": n,
+                    "layout": astuple(layout),
+                    "library_microseconds": theirs,
+                }
 
                 def ours(
                     x: Tensor = x,
@@ -198,11 +203,11 @@ def tiled(best: dict[tuple[int, int, int], Layout], least: int, _: list[Tensor])
     from nanovllm.models import transformer
 
     usual = linear.few_tokens_kernel
-    linear.few_tokens_kernel = transformer.few_tokens_kernel = choose(best, usual, least)  # type: ignore[attr-defined]
+    linear.few_tokens_kernel = transformer.few_tokens_kernel = choose(best, usual, least)
     try:
         yield
     finally:
-        linear.few_tokens_kernel = transformer.few_tokens_kernel = usual  # type: ignore[attr-defined]
+        linear.few_tokens_kernel = transformer.few_tokens_kernel = usual
 
 
 def main(arguments: list[str] | None = None) -> int:
