@@ -4,7 +4,8 @@
     tokens, fp32     greedy: each is HF's argmax given the tokens before it: the sequences are identical
     tokens, half     greedy: each is HF's fp32 argmax given the same prefix, or lies below the top logit by no more than
                      HF's own error in that precision can explain: twice the largest at that position, since both
-                     logits may err; at most 2% of positions may need that
+                     logits may err; at most 2% of positions may need that, or twice as many as HF's own choices in
+                     that precision need
     logits, half     RMS error against HF's fp32 over at least 512 positions at most 1.5 times that of HF's own
     sampled tokens   chi-square against HF's probabilities
 
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 LOGITS_TOLERANCE = 1e-4
 NEAR_TIES = 0.02
+NEAR_TIES_RATIO = 2
 RMS_RATIO = 1.5
 RMS_POSITIONS = 512
 P_VALUE = 1e-4
@@ -210,26 +212,43 @@ def check_greedy(
 def check_greedy_half(
     path: Path, prompts: list[list[int]], outputs: list[list[int]], params: Params, dtype: torch.dtype, device: str
 ) -> None:
-    """bf16 and fp16: a token that differs from HF's is no fault by itself; the margin decides.
+    """bf16 and fp16: a token that differs from HF's is no fault by itself; the margin and the share of such tokens decide.
 
-    Two logits decide, and HF's own half-precision run gets either of them wrong by up to `own_error`. So two tokens may
-    change places when they are up to twice that apart: with errors of that size HF itself might have swapped them.
+    The margin: two logits decide, and HF's own half-precision run gets either of them wrong by up to `own_error`. So two
+    tokens may change places when they are up to twice that apart: with errors of that size HF itself might have swapped
+    them.
+
+    The share: how many positions are that close depends on the model. Random weights in many layers make many near-ties,
+    and HF's own half-precision run misses its fp32 choice at such positions as well. So at most 2% may differ, or twice
+    as many as HF's own choices on the same prefixes. The margin alone is too weak: it is taken over the whole vocabulary,
+    so the second best token often lies within it.
+
+    The share needs many positions: give it all outputs of an engine in one call.
     """
     exact, half = truth(path, torch.float32, device), truth(path, dtype, device)
-    ties, positions = [], 0
+    ties, own_ties, positions = 0, 0, 0
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         assert end_of(output, exact.eos_token_ids, params) == len(output), f"request {i} ends wrongly: {output}"
         scores = exact.choices(prompt, output)
-        own_error = (half.choices(prompt, output) - scores).abs().amax(-1)  # [len(output)]
-        short = scores.amax(-1) - scores.gather(-1, torch.tensor(output)[:, None])[:, 0]  # of the top one
+        own_scores = half.choices(prompt, output)
+        own_error = (own_scores - scores).abs().amax(-1)  # [len(output)]
+        short = below_best(scores, torch.tensor(output))
         beyond = (short > 2 * own_error).nonzero().flatten().tolist()
         assert not beyond, (
             f"request {i}: output token {beyond[0]} is {output[beyond[0]]}, {short[beyond[0]]:.3f} below HF's best "
             f"logit, and HF's own {dtype} error there is only {own_error[beyond[0]]:.3f}"
         )
-        ties += [(i, j) for j in (short > 0).nonzero().flatten().tolist()]
+        ties += int((short > 0).sum())
+        own_ties += int((below_best(scores, own_scores.argmax(-1)) > 0).sum())
         positions += len(output)
-    assert len(ties) <= NEAR_TIES * positions, f"{len(ties)} of {positions} tokens are not HF's fp32 choice"
+    assert ties <= max(NEAR_TIES * positions, NEAR_TIES_RATIO * own_ties), (
+        f"{ties} of {positions} tokens are not HF's fp32 choice, and of HF's own in {dtype} only {own_ties} are not"
+    )
+
+
+def below_best(scores: Tensor, tokens: Tensor) -> Tensor:
+    """How far the score of each of `tokens` [N] lies below the best of its row of `scores` [N, V] -> [N]."""
+    return scores.amax(-1) - scores.gather(-1, tokens[:, None])[:, 0]
 
 
 def check_lively(output: Sequence[int]) -> None:
