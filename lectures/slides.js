@@ -6,6 +6,19 @@ const setTheme = theme => { document.documentElement.dataset.theme = theme; };
 
 setTheme(asked.get("theme") || (night.matches ? "dark" : "light"));
 
+// The speaker view is a page that its plugin writes into a new window; it gets our style and the theme of the moment
+const openWindow = window.open.bind(window);
+window.open = (...where) => {
+  const view = openWindow(...where);
+  if (view) setTimeout(() => {
+    const style = view.document.createElement("style");
+    style.textContent = document.getElementById("speaker-style").textContent;
+    view.document.head.append(style);
+    view.document.documentElement.dataset.theme = document.documentElement.dataset.theme;
+  });
+  return view;
+};
+
 // The speaker view shows slides in small frames of its own, and asks for them with ?receiver
 if (wide.matches || asked.has("receiver")) {
   document.getElementById("deck-style").media = "all";

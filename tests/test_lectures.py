@@ -3,8 +3,6 @@
 import ast
 import html.parser
 import re
-import shutil
-import subprocess
 import textwrap
 from pathlib import Path
 
@@ -13,11 +11,11 @@ import pytest
 from tools import lecture, lecture_pulls, slides
 from tools.exercises import find_holes
 from tools.lecture import ROOT, Lecture, LectureError, lecture_paths, read_lecture
+from tools.lecture_experiments import EXPERIMENTS, experiments, printed_by
 from tools.lecture_html import render
+from tools.lecture_words import in_words
 
 PATHS = lecture_paths()
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 by_lecture = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 STAGE_4 = "stages/stage_4_prefix_caching.py"
 NOTEBOOK_4 = "notebooks/4_prefix_caching.ipynb"
@@ -155,6 +153,10 @@ def test_what_is_typed_exists(path: Path) -> None:
         ("Words.", "@table stage_4 no_such_key", 3, "stage_4 has no figure 'no_such_key'; it has turns"),
         ("Words.", "It is {{gain stage_4 nothing}}.", 3, "no figure 'nothing'"),
         ("Words.", "It is {{nonsense}}.", 3, "'nonsense' is none of"),
+        ("Words.", "It is {{model colour}}.", 3, "has no whole number 'colour'"),
+        ("Words.", f'It is {{{{spoken {NOTEBOOK_4} "no_chain = patch" "cache"}}}}.', 3, "'cache' is no number"),
+        ("Words.", "@printed no_such", 3, "there is no lectures/experiments/no_such.txt"),
+        ("Words.", '@printed stage_1_no_mask "unicorn"', 3, "no_mask printed nothing like 'unicorn'"),
         ("Words.", "@run make stage-4-dance", 3, "the Makefile has no target stage-4-dance"),
         ("Words.", "@dance", 3, "'@dance' is no directive; there are @code"),
         ("Words.", "```python\nx = 1", 3, "never closed"),
@@ -195,6 +197,43 @@ def test_code_is_the_stage_s_own_and_a_hole_hides_the_solution() -> None:
     assert only.lines[0].startswith("for block") and len(only.lines) == len(solved.marked)
 
 
+def test_what_is_spoken_and_printed() -> None:
+    spoken = [in_words(n) for n in (0, 13, 40, 95, 100, 113, 504, 1000, 2224, 127_750)]
+    assert spoken == [
+        *("zero", "thirteen", "forty", "ninety-five", "a hundred", "a hundred and thirteen", "five hundred and four"),
+        *("a thousand", "two thousand two hundred and twenty-four"),
+        "a hundred and twenty-seven thousand seven hundred and fifty",
+    ]
+    with pytest.raises(ValueError, match="no number to be spoken"):
+        in_words(1_000_000)
+    notebook = ("notebooks/1_naive.ipynb", "steps = [e")
+    assert lecture_pulls.pull_found(*notebook, r"(\S+) in all") == "1,548"
+    assert lecture_pulls.pull_spoken(*notebook, r"(\S+) in all") == "a thousand five hundred and forty-eight"
+    assert lecture_pulls.pull_printed("stage_1_no_mask", "penguin").strip().startswith("morning.")
+    assert lecture_pulls.pull_inline(["model", "vocab_size"]) == "4,096"
+
+
+def test_every_experiment_has_its_output_stored() -> None:
+    paths = experiments()
+    assert paths and {path.stem for path in EXPERIMENTS.iterdir() if path.is_file()} == {path.stem for path in paths}
+    assert all(path.with_suffix(".txt").is_file() for path in paths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", experiments(), ids=lambda path: path.stem)
+def test_an_experiment_prints_what_is_stored(path: Path) -> None:
+    assert printed_by(path) == path.with_suffix(".txt").read_text(encoding="utf-8")
+
+
+def test_lines_can_break_and_code_on_a_slide_is_of_one_size(tmp_path: Path) -> None:
+    two = f"@code {STAGE_4} PrefixCachingEngine.step\n@code {STAGE_4} PrefixCachingEngine.start_batch\n@run make test"
+    text = render(read_lecture(written(tmp_path, SMALL.replace("Words.", two))))
+    sizes = re.findall(r'<pre class="code" style="--size: ([\d.]+)px"', text)
+    assert len(sizes) == 2 and len(set(sizes)) == 1
+    assert re.search(r'<span class="line" style="--margin: 8ch">        .*popleft', text)
+    assert '<span class="line" style="--margin: 0ch">$ make test\n</span></pre>' in text
+
+
 def test_a_fence_keeps_what_looks_like_a_directive(tmp_path: Path) -> None:
     given = read_lecture(written(tmp_path, SMALL.replace("Words.", "```text\n@code here\n## there\n```")))
     assert "@code here" in given.slides[0].body[0].text and "## there" in given.slides[0].body[0].text
@@ -207,55 +246,6 @@ def test_the_tool_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "stage_4.html"]
     for path in PATHS:
         assert f"{path.stem}.html" in (tmp_path / "index.html").read_text(encoding="utf-8")
-
-
-MEASURE = """
-<script>addEventListener("load", () => setTimeout(() => {
-  const said = [];
-  if (Reveal.isReady()) for (let i = 0; i < Reveal.getTotalSlides(); i++) {
-    Reveal.slide(i);
-    const slide = Reveal.getCurrentSlide();
-    const deep = [slide, ...slide.querySelectorAll("pre, figure, .columns > div")];
-    if (deep.some(e => e.scrollHeight > e.clientHeight + 1 || e.scrollWidth > e.clientWidth + 1)) said.push(i + 1);
-  }
-  else if (document.documentElement.scrollWidth > innerWidth) said.push("wide");
-  document.body.innerHTML = `<p>ready ${Reveal.isReady()} overflow [${said}]</p>`;
-}, 500))</script></body>
-"""
-
-
-def overflow(text: str, width: int, directory: Path) -> tuple[str, ...]:
-    """Whether it came up as slides, and which of them overflow ("wide": the page does), as a browser sees it."""
-    before, _, after = text.rpartition("</body>")
-    (directory / "page.html").write_text(before + MEASURE + after, encoding="utf-8")
-    assert CHROMIUM is not None
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},720"]
-    command += [f"--user-data-dir={directory / 'profile'}", "--virtual-time-budget=5000", "--enable-logging=stderr"]
-    url = (directory / "page.html").as_uri()
-    done = subprocess.run([*command, "--dump-dom", url], capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    found = re.search(r"ready (\w+) overflow \[(.*?)\]", done.stdout)
-    assert found is not None
-    return found.groups()
-
-
-@pytest.mark.slow
-@needs_chromium
-@by_lecture
-def test_every_slide_fits_in_a_browser(path: Path, tmp_path: Path) -> None:
-    assert overflow(render(read_lecture(path)), 1280, tmp_path) == ("true", "")
-
-
-@pytest.mark.slow
-@needs_chromium
-def test_on_a_narrow_window_it_is_a_page_and_too_much_is_noticed(tmp_path: Path) -> None:
-    text = render(read_lecture(PATHS[0]))
-    assert overflow(text, 500, tmp_path) == ("false", "")  # 500 is Chromium's narrowest
-    much = "<p>one line more</p>" * 30
-    assert overflow(text.replace('<aside class="notes">', much + '<aside class="notes">', 1), 1280, tmp_path) == (
-        "true",
-        "1",
-    )
 
 
 def test_every_lecture_is_a_stage_s() -> None:

@@ -65,9 +65,10 @@ class Renderer:
                 columns.append([])
             else:
                 columns[-1].append(self.shown(piece, width))
-        body = "\n".join("\n".join(column) for column in columns)
+        bodies = [alike("\n".join(column)) for column in columns]
+        body = bodies[0]
         if len(columns) > 1:
-            body = '<div class="columns">' + "".join(f"<div>{''.join(c)}</div>" for c in columns) + "</div>"
+            body = '<div class="columns">' + "".join(f"<div>{column}</div>" for column in bodies) + "</div>"
         level = "h1" if slide.kind == "title" else "h2"
         label = TAGS.get(slide.kind) or (f"Stage {self.lecture.stage.number}" if slide.kind == "title" else "")
         tag = f'<p class="tag">{label}</p>' if label else ""
@@ -80,7 +81,7 @@ class Renderer:
 
     def said(self, piece: Piece) -> str:
         if piece.kind == "type":
-            return f'<pre style="white-space: pre-wrap">{html.escape(self.commands(piece))}</pre>'
+            return f'<pre style="white-space: pre-wrap">{lined(self.commands(piece))}</pre>'
         text = self.fill(piece)
         return self.markdown.render(f"*They see:* {text}" if piece.kind == "see" else text)
 
@@ -109,7 +110,7 @@ class Renderer:
                 return table(pulls.pull_table(name, *keys), pulls.pull_source(name))
             case "run", [_, *_]:
                 command = f"$ {self.commands(piece)}"
-                return f'<pre class="terminal" {fitted([command], width)}>{html.escape(command)}</pre>'
+                return f'<pre class="terminal" {fitted([command], width)}>{lined(command)}</pre>'
             case "exercises", []:
                 items = "".join(
                     f"<li><b>{e.name}</b> {self.markdown.renderInline(e.title)}</li>"
@@ -132,6 +133,13 @@ def fitted(lines: Sequence[str], width: int) -> str:
     return f'style="--size: {size:.1f}px"'
 
 
+def alike(column: str) -> str:
+    """Pieces of code one under the other in letters of one size: the smallest that any of them needs."""
+    sizes = re.findall(r'<pre class="code" style="--size: ([\d.]+)px"', column)
+    smallest = min(sizes, key=float, default="")
+    return re.sub(r'(<pre class="code" style="--size: )[\d.]+', rf"\g<1>{smallest}", column)
+
+
 def coloured(text: str, language: str, _attributes: str = "") -> str:
     """Source code as coloured HTML lines, without a frame."""
     shown: str = highlight(text, get_lexer_by_name(language or "text"), HtmlFormatter(nowrap=True))
@@ -141,13 +149,27 @@ def coloured(text: str, language: str, _attributes: str = "") -> str:
 def code(pulled: pulls.Code, width: int) -> str:
     size = fitted(pulled.lines, width)
     lines = coloured("\n".join(pulled.lines), "python").rstrip("\n").split("\n")
-    lines = [f'<span class="mark">{line}</span>' if i in pulled.marked else line for i, line in enumerate(lines)]
-    text = "\n".join(lines)
+    text = "".join(
+        line(shown, plain, "mark" if i in pulled.marked else "")
+        for i, (shown, plain) in enumerate(zip(lines, pulled.lines, strict=True))
+    )
     return f'<p class="where">{html.escape(pulled.label)}</p><pre class="code" {size}><code>{text}</code></pre>'
 
 
 def output(printed: str, width: int) -> str:
-    return f'<pre class="output" {fitted(printed.splitlines(), width)}>{html.escape(printed)}</pre>'
+    return f'<pre class="output" {fitted(printed.splitlines(), width)}>{lined(printed)}</pre>'
+
+
+def lined(text: str) -> str:
+    """Lines of a <pre>. Options of a command ("--checkpoint") are not broken after their hyphens."""
+    whole = r'<span style="white-space: nowrap">\g<0></span>'
+    return "".join(line(re.sub(r"--?\w+", whole, html.escape(plain)), plain) for plain in text.splitlines())
+
+
+def line(shown: str, plain: str, kind: str = "") -> str:
+    """A line of a <pre> as an element, so that on a narrow screen its continuation can stand a little further in."""
+    margin = len(plain) - len(plain.lstrip())
+    return f'<span class="{f"line {kind}".strip()}" style="--margin: {margin}ch">{shown}\n</span>'
 
 
 def figure(image: str, alt: str) -> str:
@@ -193,6 +215,7 @@ def render(lecture: Lecture) -> str:
         "reveal_css": (REVEAL / "reveal.css").read_text(encoding="utf-8"),
         "theme": (LECTURES / "slides.css").read_text(encoding="utf-8") + styles(),
         "page": (LECTURES / "page.css").read_text(encoding="utf-8"),
+        "speaker": (LECTURES / "speaker.css").read_text(encoding="utf-8"),
         "slides": "".join(parts),
         "reveal": script_text((REVEAL / "reveal.js").read_text(encoding="utf-8")),
         "notes": script_text((REVEAL / "notes.js").read_text(encoding="utf-8")),

@@ -18,8 +18,10 @@ def main() -> None:
     pieces = [TEXT[start:stop].strip() for start, stop in encoding.offsets]
     percents = ["", *(f"{float(row[token]):.0%}" for row, token in zip(odds, tokens[1:], strict=True))]
     widths = [max(map(len, pair)) for pair in zip(pieces, percents, strict=True)]
-    for row in (pieces, percents):
-        print(" ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)).rstrip())
+    end = pieces.index(".") + 1  # of the first sentence
+    for sentence in (slice(end), slice(end, None)):
+        for row in (pieces, percents):
+            print(" ".join(f"{text:>{width}}" for text, width in zip(row[sentence], widths[sentence], strict=True)))
 
 
 if __name__ == "__main__":
