@@ -72,7 +72,7 @@ def test_any_ids_one_at_a_time_give_the_full_decode(ids: list[int], skip: bool, 
         assert texts[-1] == full
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.text(max_size=30), st.lists(st.tuples(st.integers(1, 20), st.booleans()), min_size=1, max_size=5))
 def test_any_text_in_pieces_of_any_size(text: str, steps: list[tuple[int, bool]]) -> None:
     """Also where nobody looks in between, and where several tokens come at once."""

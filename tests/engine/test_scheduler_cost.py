@@ -109,7 +109,9 @@ def milliseconds_a_step(num_waiting: int, asynchronous: bool, num_running: int =
     return statistics.quantiles(times, n=4)[0] * 1e3
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "asynchronous", [pytest.param(False, marks=pytest.mark.slow, id="sync"), pytest.param(True, id="async")]
+)
 def test_ten_thousand_waiting_cost_nothing(asynchronous: bool) -> None:
     """On a quiet machine of two cores 512 running sequences take well under 2 ms; the bound allows for a busy one."""
     none, many = (milliseconds_a_step(waiting, asynchronous) for waiting in (0, 10_000))

@@ -8,26 +8,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from nanovllm.distributed import spawned
-from nanovllm.distributed.group import Group
 from nanovllm.distributed.spawned import SpawnedTeam, make_store
 from nanovllm.distributed.team import ctrl_c_waits
+from tests.engine.parts import a_part_that_cannot_start
 from tests.stages.ranks import check_gone, on_linux
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-
-
-def a_part_that_cannot_start(group: Group) -> Callable[[Any], object]:
-    raise OSError("no such part")
 
 
 def test_a_worker_that_cannot_start_says_why() -> None:

@@ -25,7 +25,7 @@ def alternating(coming: list[int], k: int) -> list[int]:
     return [(token + i % 2) % VOCAB_SIZE for i, token in enumerate(coming)]
 
 
-@pytest.mark.parametrize("shard", range(3))
+@pytest.mark.parametrize("shard", [0, *(pytest.param(shard, marks=pytest.mark.slow) for shard in range(1, 6))])
 def test_random_histories(shard: int) -> None:
     for seed in range(shard * HISTORIES, (shard + 1) * HISTORIES):
         try:
