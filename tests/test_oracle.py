@@ -12,6 +12,7 @@ from stages.core import SamplingParams
 from stages.manifest import load_stage
 from tests import oracle
 from tests.oracle_explain import explain
+from tests.stages.requests import random_prompts
 from tests.weights import lively_qwen3
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -137,7 +138,7 @@ def test_fp32_tokens_must_be_identical(path: Path) -> None:
 
 def test_numerics_n2_half_precision_tokens_are_judged_by_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bf16 token that differs is not by itself a fault: the margin and the share of such tokens decide."""
-    exact = torch.zeros(100, 4)
+    exact = torch.zeros(300, 4)
     exact[:, 1], exact[:, 2] = 1.0, 0.98  # token 2 is a near-tie, token 0 is not
     half = exact + 0.05
 
@@ -147,50 +148,44 @@ def test_numerics_n2_half_precision_tokens_are_judged_by_margin(monkeypatch: pyt
     judges = {torch.float32: judge(exact), torch.bfloat16: judge(half)}
     monkeypatch.setattr(oracle, "truth", lambda path, dtype, device: judges[dtype])
 
-    def check(*outputs: list[int]) -> None:
-        params = SamplingParams(temperature=0, max_tokens=len(outputs[0]))
+    def check(*outputs: list[int], length: int = 300) -> None:
+        params = SamplingParams(temperature=0, max_tokens=length)
         oracle.check_greedy_half(Path(), [[1]] * len(outputs), list(outputs), params, torch.bfloat16, "cpu")
 
-    check([1] * 100)
-    check([2, 2] + [1] * 98)
-    with pytest.raises(AssertionError, match="3 of 100"):
-        check([2, 2, 2] + [1] * 97)
+    check([1] * 300)
+    check([2] * 6 + [1] * 294)
+    with pytest.raises(AssertionError, match="7 of 300"):
+        check([2] * 7 + [1] * 293)
     with pytest.raises(AssertionError, match="output token 1 is 0"):
-        check([2, 0] + [1] * 98)
-    params = SamplingParams(temperature=0, max_tokens=100)
+        check([2, 0] + [1] * 298)
     with pytest.raises(AssertionError, match="ends wrongly"):
-        oracle.check_greedy_half(Path(), [[1]], [[1] * 99], params, torch.bfloat16, "cpu")
+        check([1] * 299)
+    with pytest.raises(AssertionError, match="needs 256 positions"):
+        check([1] * 255, length=255)
 
-    half[10:14, 2] += 0.04  # HF's own bf16 run prefers token 2 at four positions: eight may differ, wherever they are
-    check([2] * 8 + [1] * 92)
-    with pytest.raises(AssertionError, match="9 of 100 .* only 4"):
-        check([2] * 9 + [1] * 91)
+    half[10:20, 2] += 0.04  # HF's own bf16 run prefers token 2 at ten positions: 20 may differ, wherever they are
+    check([1] * 280 + [2] * 20)
+    with pytest.raises(AssertionError, match=r"21 of 300 .* only 10 are not"):
+        check([1] * 279 + [2] * 21)
     with pytest.raises(AssertionError, match="output token 1 is 0"):  # the margin holds as before
-        check([2, 0] + [1] * 98)
-    check([2] * 16 + [1] * 84, [1] * 100)  # all outputs count together
-    with pytest.raises(AssertionError, match="17 of 200 .* only 8"):
-        check([2] * 16 + [1] * 84, [2] + [1] * 99)
+        check([2, 0] + [1] * 298)
+    check([2] * 40 + [1] * 260, [1] * 300)  # all outputs count together
+    with pytest.raises(AssertionError, match=r"41 of 600 .* only 20 are not"):
+        check([2] * 40 + [1] * 260, [2] + [1] * 299)
 
 
 def test_numerics_n2_a_second_best_token_too_often_is_caught(path: Path) -> None:
-    """HF's own bf16 choices pass. An engine that takes the second best now and then does not, though within the margin."""
-    exact, half, params = oracle.truth(path), oracle.truth(path, torch.bfloat16), SamplingParams(0, 64)
+    """A bf16 engine that takes the second of two close tokens stays within the margin, and fails by the share."""
+    prompts, params = random_prompts(*range(3, 19)), SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    second = "[int(row.topk(2).indices[int(row.topk(2).values.diff().abs() < 0.1)]) for row in logits]"
 
-    def generate(fault: bool) -> list[int]:
-        tokens = list(PROMPTS[0])
-        for _ in range(64):
-            scores, own = exact.logits(tokens)[-1], half.logits(tokens)[-1]
-            best, second = own.topk(2).indices.tolist()
-            close = scores.max() - scores[second] < 2 * (own - scores).abs().max()
-            tokens.append(second if fault and close else best)
-        return tokens[len(PROMPTS[0]) :]
+    def check(*faults: tuple[str, str]) -> None:
+        outputs = planted(2, *faults)(path, dtype=torch.bfloat16).generate(prompts, params)
+        oracle.check_greedy_half(path, prompts, outputs, params, torch.bfloat16, "cpu")
 
-    def check(output: list[int]) -> None:
-        oracle.check_greedy_half(path, [PROMPTS[0]], [output], params, torch.bfloat16, "cpu")
-
-    check(generate(fault=False))
+    check()
     with pytest.raises(AssertionError, match="tokens are not HF's fp32 choice"):
-        check(generate(fault=True))
+        check(("sample(logits, batch)", second))
 
 
 def test_the_rms_rule_compares_with_hf_in_the_same_precision(path: Path) -> None:
