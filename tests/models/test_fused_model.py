@@ -26,8 +26,15 @@ def tokens(path: Path) -> list[list[int]]:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("head_dim", [32, 24], ids=["heads of 32", "heads of 24, which Triton's vectors cannot be"])
-@pytest.mark.parametrize("build", [lively_qwen3, random_qwen2])
+@pytest.mark.parametrize(
+    ("build", "head_dim"),
+    [
+        pytest.param(lively_qwen3, 32, id="Qwen3, heads of 32"),
+        pytest.param(random_qwen2, 24, id="Qwen2, heads of 24, which Triton's vectors cannot be"),
+        pytest.param(lively_qwen3, 24, id="Qwen3, heads of 24", marks=pytest.mark.slow),
+        pytest.param(random_qwen2, 32, id="Qwen2, heads of 32", marks=pytest.mark.slow),
+    ],
+)
 def test_the_kernels_change_no_token(
     build: object, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,9 +48,10 @@ class Conformance:
     def test_default_arguments(self, subject: Subject, checkpoints: Path) -> None:
         run(subject, lively_qwen3(checkpoints), random_prompts(40, 3, 17, seed=1), greedy(20))
 
-    def test_stories_are_hf_s(self, subject: Subject, story_model: Path) -> None:
-        """20 openings x 64 tokens. Fewer in the fast tier where a step computes all keys again, or masked ones, too."""
-        prompts = story_prompts(story_model)[: {1: 2, 6: 4}.get(subject.number, 20)]
+    @pytest.mark.parametrize("number", [5, pytest.param(20, marks=pytest.mark.slow)])
+    def test_stories_are_hf_s(self, subject: Subject, story_model: Path, number: int) -> None:
+        """Openings x 64 tokens. Fewer of them where a step computes all keys again, or masked ones, too."""
+        prompts = story_prompts(story_model)[: number // {1: 5, 6: 2}.get(subject.number, 1)]
         for output in run(subject, story_model, prompts, greedy(64, ignore_eos=True), num_blocks=200):
             oracle.check_lively(output)
 

@@ -62,12 +62,15 @@ DECODE = [(1, n) for n in (1, 2, 15, 16, 17, 32, 33, 65, 100)]
 RAGGED = [(1, 1), (5, 5), (33, 100), (1, 40), (40, 73), (65, 65), (3, 90)]
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+GROUPS = pytest.mark.parametrize("group", [1, 3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+
+
+@GROUPS
 def test_decode_matches_float64(group: int) -> None:
     check(DECODE, group=group)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@GROUPS
 def test_chunks_of_many_lengths_match_float64(group: int) -> None:
     check(RAGGED, group=group)
 
