@@ -95,6 +95,7 @@ def test_tensor_parallel_t5_a_worker_is_killed(tiny: Path, when: Callable[..., N
         check_death(llm, r"rank 1 died \(exit code -9\)")
 
 
+@pytest.mark.slow
 def test_tensor_parallel_t5_a_worker_hangs(tiny: Path) -> None:
     """Stopped, it neither dies nor answers. Who waits for it is told in time, and it is no more."""
     with LLM(tiny, **CONFIG) as llm:
@@ -111,6 +112,7 @@ def test_tensor_parallel_t5_a_worker_raises(tiny: Path) -> None:
         check_death(llm, r"(?s)rank 1 failed:.*Traceback.*executor\.add.*TypeError.*NoneType")
 
 
+@pytest.mark.slow
 def test_tensor_parallel_t5_the_leader_fails_in_mid_step(tiny: Path) -> None:
     """The workers would take its next step for the rest of this one; the error is the leader's own."""
     with LLM(tiny, **CONFIG) as llm:
