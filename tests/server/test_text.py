@@ -39,7 +39,12 @@ def whole_and_streamed(client: openai.OpenAI, prompt: str, **params: Any) -> tup
     return whole, [(text, *end) for text, end in zip(texts, ends, strict=True)]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+ALWAYS = "accents", "arabic", "devanagari", "chinese", "emoji"  # the others in the slow tier
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in SCRIPTS]
+)
 def test_streamed_is_unstreamed(client: openai.OpenAI, script: str) -> None:
     """At a temperature that makes the story model write bytes of all kinds, whole characters and pieces of them."""
     for max_tokens in 1, 12:
