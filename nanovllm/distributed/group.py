@@ -17,7 +17,7 @@ from nanovllm.distributed.one_shot import OneShot
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)  # how long ranks wait for each other (see `watch`)
 SLICE = timedelta(seconds=0.5)  # how long a wait goes on after the group was given up
-_leaving = threading.RLock()  # of all groups: the watch and the end of the program may come at once
+ABORTED = 10.0  # seconds for NCCL to let go of everything
 
 
 class PeerLost(RuntimeError):
@@ -35,6 +35,8 @@ class Group:
         self.lost: str | None = None  # why it was given up
         self._backend: Any = None  # between `join` and `leave`
         self.one_shot: OneShot | None = None  # what sums small tensors instead, where that is wanted
+        self.recorded: list[torch.cuda.CUDAGraph] = []  # graphs that may hold collectives
+        self._abort: threading.Thread | None = None
 
     def join(self, store: dist.Store, host: str = HOST, timeout: timedelta = TIMEOUT) -> None:
         """Meet the others at `store`; returns when all are there. On CPUs they talk through the interface that has the
@@ -122,13 +124,22 @@ class Group:
 
     def leave(self) -> None:
         """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result.
+        Called from any thread; what NCCL then has to tidy up is left to one of its own."""
+        backend, self._backend, self.one_shot = self._backend, None, None
+        if backend is not None and self.device.type == "cuda":
+            self._abort = threading.Thread(target=backend.abort, name="nanovllm-abort", daemon=True)
+            self._abort.start()
 
-        Whoever comes second waits for the first: a process that ends in the middle of NCCL's abort is torn down by it.
+    def close(self) -> None:
+        """Leave, and wait until that is done: a process that ends in the middle of it is torn down by NCCL.
+
+        NCCL keeps what it has until no CUDA graph is left in which it was recorded. They are of no more use and go.
         """
-        with _leaving:
-            backend, self._backend, self.one_shot = self._backend, None, None
-            if backend is not None and self.device.type == "cuda":
-                backend.abort()
+        self.leave()
+        while self.recorded:
+            self.recorded.pop().reset()
+        if self._abort is not None:
+            self._abort.join(ABORTED)
 
 
 def devices_of(first: torch.device, ranks: int) -> list[torch.device]:

@@ -155,7 +155,7 @@ class Links:
 
     def leave(self) -> None:
         self.over.set()
-        self.group.leave()
+        self.group.close()
         self.messages.leave()
 
 

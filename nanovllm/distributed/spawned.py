@@ -153,7 +153,7 @@ def _release(workers: dict[Connection, BaseProcess], segments: list[SharedMemory
             worker.join()
     workers.clear()
     _free(segments)
-    group.leave()
+    group.close()
 
 
 def _free(segments: list[SharedMemory]) -> None:

@@ -72,16 +72,18 @@ class Recorder(Protocol):
 
 
 class CudaGraphRecorder:
-    """Records into CUDA graphs that share one memory pool: they never run at the same time."""
+    """Records into CUDA graphs that share one memory pool: they never run at the same time. Adds each to `recorded`."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorded: list[torch.cuda.CUDAGraph] | None = None) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.recorded = [] if recorded is None else recorded
 
     def __call__(self, step: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]:
         step()  # compiles kernels and lets libraries set themselves up, which a recording must not contain
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             outputs = step()
+        self.recorded.append(graph)
 
         def replay() -> tuple[Tensor, Tensor]:
             graph.replay()

@@ -116,7 +116,7 @@ class ModelRunner:
             dtype=c.dtype,
         )
         if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:
-            recorder = CudaGraphRecorder()
+            recorder = CudaGraphRecorder(self.group.recorded)
         speculation = config.speculation
         self.speculates = speculation is not None
         draft = None if not (speculation and speculation.model) else load_draft(speculation.model, c, config, device)
