@@ -1,0 +1,58 @@
+"""Counts that the lecture on stage 6 shows or speaks, and that no directive fetches, follow from what they count."""
+
+import inspect
+import re
+
+from stages.checkpoint import read_config
+from stages.stage_6_cuda_graphs import bucket_ladder
+from tests.test_lecture_counts import NO_COUNTS, text_of
+from tools import lecture_pulls as pulls
+from tools.decode_profile import SHAPE, SHAPES, launch_ms
+from tools.exercises import ROOT, find_holes
+from tools.lecture_words import in_words
+from tools.three_requests import NUM_BLOCKS
+
+H100_BYTES_PER_SECOND = 3.35e12
+NAMES = rf"{NO_COUNTS}|[AH]\d00|\b(?:bf|fp)\d\d\b|```.*?```"
+
+
+def phrases() -> list[str]:
+    holes = find_holes((ROOT / "stages" / "stage_6_cuda_graphs.py").read_text(encoding="utf-8"))
+    lines = [in_words(hole.num_code_lines) for hole in holes]
+    columns = re.search(r"hidden_size=(\d+)", inspect.getsource(launch_ms))
+    assert columns is not None
+    config = read_config(SHAPES / SHAPE)
+    layer = config.hidden_size * (
+        config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+        + 3 * config.intermediate_size
+    )
+    weights = 2 * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)  # bytes
+    assert 0.3e-3 < weights / H100_BYTES_PER_SECOND < 0.5e-3
+    assert bucket_ladder(9) == [1, 2, 4, 8, 9]
+    idle = pulls.figure("idle.h100", "idle_between_percent")["values"]["no asynchronous scheduling"]["median"]
+    assert 20 < idle < 30
+    return [
+        f"{SHAPE} with all its {config.num_hidden_layers} layers, but with matrices of **{columns[1]} columns**",
+        f"the best of {in_words(inspect.signature(launch_ms).parameters['repeats'].default)} tries",
+        "all weights of the real model in less than half a millisecond",
+        f"Who says {', '.join(str(10 * x) for x in (7, 8, 9))} for the second",
+        f"The file has {in_words(len(holes))} holes",
+        f"what is the ladder for {in_words(9)} seats? One, two, four, eight, and nine",
+        f"A batch of {in_words(33)} computes {in_words(64 - 33)} rows of nothing",
+        f"for {in_words(33)} rows or for {in_words(bucket_ladder(256)[7])}",
+        f"that lives in block {NUM_BLOCKS}",
+        f"are filled up with {NUM_BLOCKS}",
+        f"{lines[1].capitalize()} lines in Rows.fill",
+        f"{lines[2].capitalize()} lines at the end of decode_step",
+        f"{re.findall(r'[0-9]+', pulls.result('idle.h100')['workload'])[0]} sequences, every step a replay",
+        "the GPU waits, a quarter of the time",
+    ]
+
+
+def test_counts_follow_from_what_they_count() -> None:
+    text = text_of(6)
+    for phrase in phrases():
+        assert phrase in text, f"lectures/stage_6.md does not say {phrase!r}, which is what follows now"
+        text = text.replace(phrase, "…")
+    typed = [text[max(0, m.start() - 40) : m.end() + 20] for m in re.finditer(r"\d{2,}", re.sub(NAMES, "", text))]
+    assert not typed, "fetch them with a directive, or hold them here"
