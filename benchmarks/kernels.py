@@ -116,9 +116,10 @@ def by_backend(name: str, problem: Problem) -> dict[str, Any]:
     source = problem.q.clone()
 
     def attend(kv: torch.Tensor) -> torch.Tensor:
-        """After a kernel that writes the queries, as in a layer: the decode kernel may start while that one runs, and
-        behind another one of its own kind it would find no room, and then have too few programs at once."""
-        return backend.attend(problem.q.copy_(source), kv, problem.meta, SCALE, shared)
+        """A decode comes after a kernel that writes its few queries, as in a layer: it may start while that one runs.
+        Behind another decode it would find no room, and then have too few programs at once."""
+        q = problem.q.copy_(source) if problem.meta.num_decodes else problem.q
+        return backend.attend(q, kv, problem.meta, SCALE, shared)
 
     return row | problem.measure(attend)
 

@@ -309,7 +309,7 @@ picture if recording else None
 
 # %%
 # NBVAL_CHECK_OUTPUT
-show_table("stage_6.h100", RESULTS)
+show_table("stage_6.h200", RESULTS)
 
 # %% [markdown]
 # ### What it costs

@@ -45,8 +45,7 @@ def test_a_recording_is_read_as_it_was_made(
     command = ["profile", "--device", "cpu", "--model", str(model), "--batch", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     decode_profile.main()
-    monkeypatch.setattr(decode_profile, "RECORDINGS", tmp_path)
-    recording = decode_profile.load_recording("cpu")
+    recording = decode_profile.load_recording(tmp_path)
     assert recording is not None and recording["batch"] == 2
     assert recording["stages"].keys() == {"stage 5", "stage 6"}
     for stage in recording["stages"].values():
@@ -55,7 +54,7 @@ def test_a_recording_is_read_as_it_was_made(
         assert [event[2:] for event in stage["events"]] == [(3.1, 20.0), (1000.0, 1.3), (1000.0, 0.5), (20000.0, 7.0)]
     assert str(tmp_path) not in (tmp_path / "decode_profile.cpu.json").read_text()
     capsys.readouterr()
-    assert decode_profile.load_recording("a card that nobody has") is None
+    assert decode_profile.load_recording(tmp_path / "empty") is None
     assert "there is no recording" in capsys.readouterr().out
 
 

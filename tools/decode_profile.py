@@ -190,11 +190,11 @@ def busy_us(events: Sequence[Event], track: str) -> float:
     return busy
 
 
-def load_recording(card: str = "h100") -> dict[str, Any] | None:
+def load_recording(directory: Path = RECORDINGS) -> dict[str, Any] | None:
     """The recording for the notebook, and a line that says where it is from; or one that says how to make it."""
-    path = RECORDINGS / f"decode_profile.{card}.json"
-    if not path.is_file():
-        print(f"there is no recording {path.name} yet, and the cells that draw from it stay empty;")
+    path = next(iter(sorted(directory.glob("decode_profile.*.json"))), None)
+    if path is None:
+        print("there is no recording of a GPU yet, and the cells that draw from it stay empty;")
         print("on a machine with a GPU, `python -m tools.decode_profile` makes it")
         return None
     recording = read(path)
