@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode_step --out decode_step.json [--at 32,384 --at 256,850] [--variant "keys ahead: 1 tile"]
 
-The variants other than the engine as it is are experiments.
+The variants other than the engine as it is are experiments. On an H200 none of them gained (docs/kernels.md).
 
 *Keys ahead*: during the matrix products of a layer the memory is half idle, and which keys the next layer will read is
 known. So a few programs beside them ask for the first tiles of every program of the next layer's attention, at a

@@ -18,13 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engine_report, serving_report, tensor_parallel_report, wording
+from benchmarks import decode_step_report, engine_report, serving_report, tensor_parallel_report, wording
 from benchmarks.harness import RESULTS, ROOT, gain
 from stages.manifest import load_stages
 
 ENGINE_TABLES = engine_report.TABLES | {
     "tensor_parallel": tensor_parallel_report.table,
     "serving": serving_report.table,
+    "decode_step": decode_step_report.table,
 }
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
 
