@@ -96,6 +96,7 @@ def test_the_tiny_pool_of_stage_5_is_survived(results: Path) -> None:
 # --- harness ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_round_starts_with_another_contender_and_each_process_is_fresh(model: Path) -> None:
     scenario = Scenario("short", [make_requests([(8, 3), (5, 2)], VOCAB, seed=1)])
     throughput = harness.Figure("f", "throughput", "tokens/s", "higher", harness.metric("short", "tokens_per_second"))

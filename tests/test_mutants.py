@@ -10,7 +10,7 @@ from tools.stage_runs import Verdict, solution
 
 STAGES = load_stages()
 by_slug = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.slug)
-# One a stage that is caught among the stage's own tests; the slow tier runs all of them against all tests
+# One a stage that is caught among the stage's own tests; all of them are run against all tests, too
 SAMPLE = {
     1: "not_causal",
     2: "positions_restart",
@@ -42,6 +42,7 @@ def test_a_mutant_that_fits_nowhere_or_twice_is_refused(source: str) -> None:
         Mutant("m", "", "2", "3", "").apply(source)
 
 
+@pytest.mark.slow
 def test_one_mutant_of_each_stage_is_caught() -> None:
     jobs = [Job("unchanged", 2, solution(STAGES[1]), f"tests/stages/test_{STAGES[1].module_name}.py")]
     for stage in STAGES:

@@ -189,7 +189,9 @@ def test_a_test_that_reaches_for_the_network_fails_even_if_it_hides_that(tmp_pat
     planted = tmp_path / "test_planted.py"
     planted.write_text(PLANTED)
     options = ("-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml", "--rootdir", ROOT, "-m", "")
-    done = run(sys.executable, "-m", "pytest", *options, "-rA", "--tb=short", planted, PYTHONPATH=str(ROOT))
+    done = run(
+        sys.executable, "-m", "pytest", *QUICK.split(), *options, "-rA", "--tb=short", planted, PYTHONPATH=str(ROOT)
+    )
     lines = re.findall(r"^(PASSED|FAILED|ERROR) \S*::(\w+)", done.stdout, flags=re.MULTILINE)
     outcomes = {name: outcome for outcome, name in lines}
     assert outcomes == {
