@@ -71,6 +71,8 @@ def stage_1() -> Iterator[str]:
     yield f"A and B open with the same {in_words(COMMON)} tokens"
     yield f"They want {WANTED[0]}, {WANTED[1]} and {WANTED[2]} tokens"
     yield f"prompt tokens and wants {WANTED[1]}"
+    heads, shared = (int(pulls.pull_model(f"num_{kind}_heads")) for kind in ("attention", "key_value"))
+    yield f"each used by {in_words(heads // shared)} of them"
     draws = in_words(source(1, "hot = [SamplingParams", r"draws = (\d+)"))
     yield f"{draws} draws with {draws} seeds"
     chances = re.findall(r"(\d+)%", pulls.pull_printed("stage_1_how_sure"))
