@@ -176,14 +176,18 @@ def code_of(showcase: Showcase) -> list[str]:
 
 
 def commit(*paths: str) -> dict[str, Any]:
-    """Which code was measured: the commit, and whether there was more than that in `paths` (default: the engine)."""
+    """Which code was measured: the commit, and whether there was more than that in `paths` (default: the engine).
+
+    A copy of the tree without git is told by NANOVLLM_COMMIT.
+    """
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     changed = git("status", "--porcelain", "--", *(paths or ("nanovllm", "benchmarks/*.py")))
-    return {"hash": git("rev-parse", "--short=12", "HEAD") or "unknown", "modified": bool(changed)}
+    found = git("rev-parse", "--short=12", "HEAD") or os.environ.get("NANOVLLM_COMMIT", "unknown")
+    return {"hash": found, "modified": bool(changed)}
 
 
 def model_name(model: Path) -> str:

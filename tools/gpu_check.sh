@@ -5,7 +5,7 @@
 #   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
 #   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle startup prefix mixed ablations roofline
 #                                 speculation tensor_parallel
-#   RANKS=4                       the most GPUs for tensor_parallel
+#   RANKS=4                       the most GPUs for tensor_parallel; with more than one, the tests of several ranks run, too
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
 #   KERNELS=1                     the kernels by themselves
 set -uo pipefail
@@ -22,13 +22,32 @@ PYTHON
 cat "$out/machine.json"; echo
 status=0
 commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo "${COMMIT:-unknown}")
+export NANOVLLM_COMMIT=$commit
 tests=${TESTS-tests/stages tests/engine tests/kernels}
+ranks="tests/engine/test_tensor_parallel.py tests/engine/test_ranks_on_gpu.py tests/engine/test_one_shot.py
+  tests/stages/test_stage_7_tensor_parallel.py tests/stages/test_stage_7_workers.py"
+gpu_test() { # NAME OPTIONS...: its report and its log, with the stacks of a test that takes for ever
+  local name=$1; shift
+  timeout "${TEST_SECONDS:-420}" "$python" -m pytest -m gpu -v --durations=10 -o faulthandler_timeout=100 \
+    --junitxml="$out/$name.xml" "$@" > "$out/$name.log" 2>&1
+}
 if [ -n "$tests" ]; then
-  # The tests of memory limits want the card for themselves.
-  PYTHONPATH=${FLASH:-} timeout "${TEST_SECONDS:-420}" "$python" -m pytest -m gpu -q -n "${JOBS:-8}" --durations=10 \
-    -k "not memory_limit" --junitxml="$out/tests.xml" $tests 2>&1 | tee "$out/tests.log" | tail -n 40 || status=1
-  timeout 120 "$python" -m pytest -m gpu -q -k memory_limit --junitxml="$out/memory.xml" $tests 2>&1 | tail -n 5 || status=1
-  "$python" -m benchmarks.gpu_tests "$out/tests.xml" "$out/memory.xml" --out "$out" --commit "$commit" || status=1
+  # Several ranks by themselves: one that hangs must not cost the report of all others. Memory limits want the whole card.
+  ignored=(); for file in $ranks; do ignored+=(--ignore "$file"); done
+  PYTHONPATH=${FLASH:-} gpu_test tests -n "${JOBS:-8}" -k "not memory_limit" "${ignored[@]}" $tests || status=1
+  gpu_test memory -k memory_limit "${ignored[@]}" $tests || status=1
+  reports=("$out/tests.xml" "$out/memory.xml")
+  if [ "${RANKS:-1}" -gt 1 ]; then
+    for file in $ranks; do name=$(basename "$file" .py); gpu_test "$name" "$file" & done
+    for job in $(jobs -p); do wait "$job" || status=1; done
+    for file in $ranks; do name=$(basename "$file" .py); reports+=("$out/$name.xml"); done
+  fi
+  made=()
+  for report in "${reports[@]}"; do
+    echo "$report"; grep -E "^(FAILED|ERROR)|passed|failed" "${report%.xml}.log" | tail -n 12
+    if [ -s "$report" ]; then made+=("$report"); else echo "no report: it was not done in time"; status=1; fi
+  done
+  "$python" -m benchmarks.gpu_tests "${made[@]}" --out "$out" --commit "$commit" || status=1
 fi
 for stage in ${STAGES:-}; do
   if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.decode_profile --out "$out" || status=1; fi
