@@ -18,8 +18,9 @@ from tools.lecture import lecture_of
 from tools.lecture_words import in_words
 from tools.three_requests import BLOCK_SIZE, three_requests
 
-NOTEBOOKS = {int(path.name[0]): f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("[1-5]_*.ipynb")}
-NO_COUNTS = r"Llama-\S+|\d+-bit|\b(?:19|20)\d\d\b|`[^`]*`|\b\d\.\d\b"  # numbers that are names, years, numbers of holes
+NOTEBOOKS = {int(path.name[0]): f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("[1-7]_*.ipynb")}
+# Numbers that are names, years, or numbers of holes
+NO_COUNTS = r"Llama-\S+|[AH]\d00|float\d\d|\d+-bit|\b(?:19|20)\d\d\b|`[^`]*`|\b\d\.\d\b"
 LLAMA = 8.03e9  # parameters of Llama-3.1-8B
 
 prompts, params = three_requests()
@@ -206,7 +207,27 @@ def stage_5() -> Iterator[str]:
     yield "a second with 128 as with 8?"
 
 
-BY_STAGE: dict[int, Callable[[], Iterator[str]]] = {1: stage_1, 2: stage_2, 3: stage_3, 4: stage_4, 5: stage_5}
+def stage_7() -> Iterator[str]:
+    fits = dict(re.findall(r"^(\S+) .* fits on (\d+)", pulls.pull_output(NOTEBOOKS[7], "billions in {"), re.MULTILINE))
+    assert int(fits["Llama-3.1-70B"]) > 1 == int(fits["Qwen3-8B"])
+    yield "The 70 billion do not fit on one card. The 8 billion fit"
+    hidden = int(pulls.pull_model("hidden_size"))
+    yield f"{hidden} numbers of four bytes"
+    odd = 2 * hidden - 1
+    yield f"{odd} tokens on two ranks must be {-(-odd // 2)} and {-(-odd // 2)}"
+    long = source(7, "known = list(range(5000))", r"range\((\d+)\)")
+    yield f"A text of {long:,} tokens is being decoded"
+    yield f"the same for a text of {in_words(long)} tokens"
+
+
+BY_STAGE: dict[int, Callable[[], Iterator[str]]] = {
+    1: stage_1,
+    2: stage_2,
+    3: stage_3,
+    4: stage_4,
+    5: stage_5,
+    7: stage_7,
+}
 
 
 def text_of(stage: int) -> str:
