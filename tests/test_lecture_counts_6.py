@@ -7,13 +7,17 @@ from stages.checkpoint import read_config
 from stages.stage_6_cuda_graphs import bucket_ladder
 from tests.test_lecture_counts import NO_COUNTS, text_of
 from tools import lecture_pulls as pulls
-from tools.decode_profile import SHAPE, SHAPES, launch_ms
+from tools.decode_profile import RECORDINGS, SHAPE, SHAPES, launch_ms, read
 from tools.exercises import ROOT, find_holes
 from tools.lecture_words import in_words
 from tools.three_requests import NUM_BLOCKS
 
 H100_BYTES_PER_SECOND = 3.35e12
 NAMES = rf"{NO_COUNTS}|[AH]\d00|\b(?:bf|fp)\d\d\b|```.*?```"
+
+
+def numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", pulls.result(name)["workload"])]
 
 
 def phrases() -> list[str]:
@@ -29,8 +33,13 @@ def phrases() -> list[str]:
     weights = 2 * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)  # bytes
     assert 0.3e-3 < weights / H100_BYTES_PER_SECOND < 0.5e-3
     assert bucket_ladder(9) == [1, 2, 4, 8, 9]
-    idle = pulls.figure("idle.h100", "idle_between_percent")["values"]["no asynchronous scheduling"]["median"]
-    assert 20 < idle < 30
+    times = {n: pulls.figure("stage_6.h200", f"decode_{n}")["values"] for n in (1, 64)}
+    assert times[64]["stage 6"]["median"] < 1.5 * times[1]["stage 6"]["median"]
+    assert times[1]["stage 5 with the kernel"]["median"] < 0.7 * times[1]["stage 5"]["median"]
+    recording = read(RECORDINGS / "decode_profile.h200.json")["stages"]
+    assert 3 < recording["stage 6 compiled"]["seconds_to_build"] - recording["stage 6"]["seconds_to_build"] < 15
+    kernels = [sum(track == "gpu" for track, *_ in recording[name]["events"]) for name in ("stage 5", "stage 6")]
+    assert kernels[1] > 0.8 * kernels[0] and kernels[0] > 2000
     return [
         f"{SHAPE} with all its {config.num_hidden_layers} layers, but with matrices of **{columns[1]} columns**",
         f"the best of {in_words(inspect.signature(launch_ms).parameters['repeats'].default)} tries",
@@ -44,8 +53,11 @@ def phrases() -> list[str]:
         f"are filled up with {NUM_BLOCKS}",
         f"{lines[1].capitalize()} lines in Rows.fill",
         f"{lines[2].capitalize()} lines at the end of decode_step",
-        f"{re.findall(r'[0-9]+', pulls.result('idle.h100')['workload'])[0]} sequences, every step a replay",
-        "the GPU waits, a quarter of the time",
+        f"on an H100 with {numbers('idle.h100')[0]} sequences",
+        f"And with {numbers('stage_6.h200')[2]} sequences: **more, or less**",
+        f"a step for {in_words(numbers('stage_6.h200')[2])} costs little more than a step for one",
+        "Thousands of launches have become one. The kernels are nearly as many as before",
+        "It takes some seconds more each time an engine is built",
     ]
 
 
