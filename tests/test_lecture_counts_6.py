@@ -55,7 +55,7 @@ def phrases() -> list[str]:
         f"{lines[2].capitalize()} lines at the end of decode_step",
         f"on an H100 with {numbers('idle.h100')[0]} sequences",
         f"And with {numbers('stage_6.h200')[2]} sequences: **more, or less**",
-        f"a step for {in_words(numbers('stage_6.h200')[2])} costs little more than a step for one",
+        f"step for {in_words(numbers('stage_6.h200')[2])} costs little more than a step for one",
         "Thousands of launches have become one. The kernels are nearly as many as before",
         "It takes some seconds more each time an engine is built",
     ]

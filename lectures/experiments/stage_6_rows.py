@@ -17,11 +17,11 @@ def main() -> None:
         pool.allocate(seq, len(seq.tokens))
     rows = Rows.of(torch.zeros(BUCKET * (5 + TABLE), dtype=torch.int64), BUCKET)
     rows.fill(sequences, BLOCK_SIZE, scratch_block=NUM_BLOCKS)
-    print("          id  position  slot  length  blocks")
+    print("         id pos slot len blocks")
     names = [f"row {i}" for i in range(len(sequences))] + ["padding"] * (BUCKET - len(sequences))
     fields = (rows.input_ids, rows.positions, rows.slots, rows.context_lens, rows.block_tables)
     for name, token, position, slot, length, table in zip(names, *(f.tolist() for f in fields), strict=True):
-        print(f"{name:7} {token:4} {position:9} {slot:5} {length:7}  {' '.join(map(str, table))}")
+        print(f"{name:7} {token:3} {position:3} {slot:4} {length:3} {' '.join(map(str, table))}")
 
 
 if __name__ == "__main__":
