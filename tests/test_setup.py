@@ -110,6 +110,7 @@ def test_setting_up_twice_does_nothing(reused: Path) -> None:
     assert (done.returncode, done.stdout) == (0, ".venv is up to date\n")
 
 
+@pytest.mark.slow
 def test_a_reused_environment_stays_one_when_the_project_file_changes(reused: Path) -> None:
     text = (reused / "pyproject.toml").read_text()
     (reused / "pyproject.toml").write_text(text.replace('"xxhash",', '"xxhash",\n    "no-such-package-anywhere",'))
@@ -119,6 +120,7 @@ def test_a_reused_environment_stays_one_when_the_project_file_changes(reused: Pa
     assert done.stderr.splitlines()[-1].endswith("could not be installed: no-such-package-anywhere")
 
 
+@pytest.mark.slow
 def test_missing_tools_are_named_and_do_not_stop_a_reused_environment(reused: Path) -> None:
     text = (reused / "pyproject.toml").read_text()
     (reused / "pyproject.toml").write_text(text.replace("dev = [", 'dev = ["no-such-tool-anywhere", '))

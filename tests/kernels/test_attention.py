@@ -94,8 +94,15 @@ def test_triton_verifies_drafts(triton_backend: AttentionBackend) -> None:
     check(triton_backend, make_case([(1, 70), (5, 66), (2, 129), (3, 3)], group=3, num_kv_heads=1), FP32)
 
 
-@pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("group", "block_size"),
+    [
+        (1, 16),
+        (3, 256),
+        (8, 16),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 256), (3, 16), (8, 256))),
+    ],
+)
 def test_triton_chunks(triton_backend: AttentionBackend, group: int, block_size: int) -> None:
     lengths = [(1, 40), (40, 73), (17, 17), (35, 36)]
     check(triton_backend, make_case(lengths, group=group, block_size=block_size, num_kv_heads=1), FP32)

@@ -75,8 +75,15 @@ def test_chunks_of_many_lengths_match_float64(group: int) -> None:
     check(RAGGED, group=group)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("block_size", [16, 32, 256])
+@pytest.mark.parametrize(
+    ("block_size", "head_dim"),
+    [
+        (16, 128),
+        (32, 64),
+        (256, 128),
+        *(pytest.param(*s, marks=pytest.mark.slow) for s in ((16, 64), (32, 128), (256, 64))),
+    ],
+)
 def test_block_sizes_and_head_dims(block_size: int, head_dim: int) -> None:
     check([(1, 40), (7, 60), (20, 20), (1, 257), (2, 258)], group=3, block_size=block_size, head_dim=head_dim)
 
