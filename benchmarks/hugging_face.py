@@ -14,6 +14,7 @@ from benchmarks.workloads import Request, Scenario
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+torch.backends.cuda.enable_cudnn_sdp(False)  # as in the stages: it would plan anew for every length
 
 
 class Clock(StoppingCriteria):

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
+# On the newest GPUs PyTorch would leave attention to cuDNN, which plans anew for each length that it sees, for 40 ms.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
