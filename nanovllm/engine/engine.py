@@ -127,12 +127,14 @@ class LLMEngine:
         return self._report(self.scheduler.commit(oldest, handle.result()))
 
     def _report(self, committed: list[Committed]) -> list[RequestOutput]:
-        now = time.perf_counter()
+        now, cumulative = time.perf_counter(), RequestOutputKind.CUMULATIVE
         changed: dict[str, Request] = {}
-        for seq, token_ids, logprobs in committed:
+        for seq, token_ids, logprobs, num_guesses, num_accepted in committed:
             request = self._requests[seq.request_id]
             choice = request.choices[seq.choice]
-            choice.take(token_ids, logprobs)
+            num_taken = choice.take(token_ids, logprobs)
+            for stats in (seq.speculation, self.scheduler.speculation) if num_guesses else ():
+                stats.count(num_guesses, min(num_accepted, num_taken), num_taken)  # those behind an end are surplus
             if choice.detokenizer is not None:
                 self._check_text(seq, choice.detokenizer)
             if request.first_token_time is None and token_ids:
@@ -143,15 +145,12 @@ class LLMEngine:
                 request.held = []
             if seq.finish_reason is not None:
                 self.executor.remove(seq.key)
-            if seq.finish_reason is not None or request.params.output_kind is RequestOutputKind.CUMULATIVE:
+            if seq.finish_reason is not None or request.params.output_kind is cumulative:
                 changed[request.request_id] = request
-        outputs = []
         for request in changed.values():
             if request.finished:
                 del self._requests[request.request_id]
-            if request.finished or request.params.output_kind is RequestOutputKind.CUMULATIVE:
-                outputs.append(request.output(now))
-        return outputs
+        return [r.output(now) for r in changed.values() if r.finished or r.params.output_kind is cumulative]
 
     def _check_text(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         """End a choice that met a stop string, also where its last token ended it for another reason."""

@@ -43,8 +43,8 @@ class Choice:
     logprobs: list[dict[int, Logprob]] | None
     cumulative_logprob: float | None
 
-    def take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Take in new tokens; those behind the one that completes a stop string are surplus."""
+    def take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
+        """Take in new tokens, and say how many; those behind the one that completes a stop string are surplus."""
         if self.detokenizer is not None:
             # A token that ended the output stays in its ids, but is not text, unless that is asked for.
             hidden = self.seq.finish_reason == "stop" and not self.seq.params.include_stop_str_in_output
@@ -60,6 +60,7 @@ class Choice:
             for token, found in zip(token_ids, logprobs, strict=True):
                 self.logprobs.append({id: Logprob(value, rank, text(id)) for id, (value, rank) in found.items()})
                 self.cumulative_logprob += found[token][0]
+        return len(token_ids)
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(

@@ -30,6 +30,8 @@ class Committed(NamedTuple):
     seq: Sequence
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
+    num_guesses: int = 0  # that the step verified
+    num_accepted: int = 0  # of them, some perhaps behind the end of the sequence
 
 
 class Scheduler:
@@ -251,7 +253,7 @@ class Scheduler:
                 continue
             end = start + num_tokens
             if guesses:
-                self._roll_back(seq, len(guesses), min(num_accepted, len(token_ids)))  # those behind an end are surplus
+                self._roll_back(seq)
                 end = seq.num_computed
             # Without a row it was preempted after this step was planned, and its blocks are no longer its own.
             if seq.row >= 0 and end // self.block_size > seq.num_published:
@@ -261,7 +263,7 @@ class Scheduler:
                     self.trace.emit("token", seq, ids=token_ids)
                 if reason is not None:
                     self.finish(seq, reason)
-                committed.append(Committed(seq, token_ids, logprobs))
+                committed.append(Committed(seq, token_ids, logprobs, len(guesses), num_accepted))
         return committed
 
     def _append(self, seq: Sequence, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
@@ -277,14 +279,11 @@ class Scheduler:
                 return token_ids[:count], "length"
         return token_ids, None
 
-    def _roll_back(self, seq: Sequence, num_guesses: int, num_accepted: int) -> None:
+    def _roll_back(self, seq: Sequence) -> None:
         """Forget the guesses that were wrong: their KV, and blocks that hold nothing else. The step's last token is
         computed by the next one, as ever. Not reached with steps in flight: speculation is synchronous."""
-        num_tokens = len(seq.token_ids) - seq.num_known + 1
         seq.num_known = len(seq.token_ids)
         seq.num_computed = seq.num_known - 1
         num_kept = self.blocks.num_blocks_for(seq.num_computed)
         self.trace.blocks(seq, freed=self.blocks.release(seq, num_kept=num_kept))
         seq.num_blocks_sent = num_kept
-        for stats in (seq.speculation, self.speculation):
-            stats.count(num_guesses, num_accepted, num_tokens)

@@ -6,7 +6,8 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.outputs import RequestOutput
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import RequestOutput, SpeculationStats
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.helpers import BOTH, greedy_tokens, make
 from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor
@@ -37,8 +38,27 @@ class Letters:
         return "abcdefgh"[token_id]
 
 
-def with_text(asynchronous: bool, prompt: list[int], **params: Any) -> list[RequestOutput]:
-    settings = EngineConfig(kvcache_block_size=2, num_kv_blocks=32, max_model_len=64, async_scheduling=asynchronous)
+class Knowing:
+    """Guesses these tokens after the prompt."""
+
+    def __init__(self, coming: list[int]) -> None:
+        self.coming = coming
+
+    def propose(self, seq: Sequence, k: int) -> list[int | None]:
+        return [*self.coming[seq.num_output_tokens :][:k]]
+
+
+def with_text(
+    asynchronous: bool, prompt: list[int], coming: list[int] | None = None, **params: Any
+) -> list[RequestOutput]:
+    """`coming`: what to guess, all of it at once."""
+    settings = EngineConfig(
+        kvcache_block_size=2,
+        num_kv_blocks=32,
+        max_model_len=64,
+        async_scheduling=asynchronous,
+        speculative=None if coming is None else {"method": "ngram", "k": len(coming)},
+    )
     executor = ShadowExecutor(settings)
     executor.engine = engine = LLMEngine(
         executor,
@@ -47,12 +67,15 @@ def with_text(asynchronous: bool, prompt: list[int], **params: Any) -> list[Requ
         eos_token_ids={EOS},
         make_detokenizer=lambda prompt, params: Letters(params),
     )
+    if coming is not None:
+        engine.scheduler.proposer = Knowing(coming)
     values = {"temperature": 0.0, "seed": 1, "ignore_eos": True, "max_tokens": 6} | params
     engine.add_request("a", prompt, SamplingParams(**values))
     outputs: list[RequestOutput] = []
     while engine.has_unfinished():
         outputs += engine.step()
     assert engine.scheduler.blocks.num_free == 32
+    assert engine.scheduler.speculation == (outputs[-1].metrics.speculation or SpeculationStats())
     return outputs
 
 
@@ -68,6 +91,18 @@ def test_a_stop_string_ends_the_output(asynchronous: bool) -> None:
     assert (last.text, last.finish_reason, last.stop_reason) == (letters[:2], "stop", stop)
     assert last.token_ids == tokens[:4]
     assert sum(output.finished for output in outputs) == 1
+
+
+def test_what_is_accepted_behind_a_stop_string_is_not_counted() -> None:
+    """As behind an end of text. Five guesses, all of them right, and the stop string ends in one of them; the sixth
+    token is the model's own."""
+    tokens = greedy_tokens([1, 2, 3], 6)
+    for end in range(2, 7):
+        stop = "".join("abcdefgh"[token] for token in tokens[end - 2 : end])
+        output = with_text(False, [1, 2, 3], tokens[:5], stop=stop)[-1]
+        assert output.outputs[0].token_ids == tokens[:end] and output.outputs[0].stop_reason == stop
+        accepted = [1] * min(end, 5) + [0] * (5 - end)
+        assert output.metrics.speculation == SpeculationStats(1, [1] * 5, accepted, end)
 
 
 def test_a_stop_string_in_the_very_last_token_is_a_stop_and_not_a_length() -> None:
