@@ -31,6 +31,7 @@ HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; a death is noticed at once
 Make = Callable[..., Callable[[Any], object]]  # what makes a rank that does what each message says
 GRACE = 2.0  # seconds for workers to say what happened, or to leave by themselves
+_leaving = threading.RLock()  # of all groups: who watches a worker and who ends the program may come at once
 
 
 class PeerLost(RuntimeError):
@@ -89,10 +90,14 @@ class Group:
             raise PeerLost(str(error)) from error
 
     def leave(self) -> None:
-        """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result."""
-        backend, self.backend = self.backend, None
-        if backend is not None and self.device.type == "cuda":
-            backend.abort()
+        """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result.
+
+        Whoever comes second waits for the first: a process that ends in the middle of NCCL's abort is torn down by it.
+        """
+        with _leaving:
+            backend, self.backend = self.backend, None
+            if backend is not None and self.device.type == "cuda":
+                backend.abort()
 
 
 def devices_of(first: torch.device, ranks: int) -> list[torch.device]:
