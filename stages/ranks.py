@@ -1,9 +1,8 @@
 """The processes behind stage 7: how ranks are started, told what to do and ended, so that nothing is left behind.
 
-A *rank* is a process with a device of its own. The leader, rank 0, made the engine; the others are its workers.
-
-    Team    the leader tells its workers, once a step: one message in shared memory, and a bell (a pipe) to each
-    Group   all ranks compute together: sums and gathers of tensors, by gloo on CPUs and by NCCL on GPUs
+A *rank* is a process with a device of its own. The leader, rank 0, made the engine; the others are its workers. In a
+`Team` the leader tells them, once a step: one message in shared memory, and a bell (a pipe) to each. In a `Group` all
+ranks compute together: sums and gathers of tensors, by gloo on CPUs and by NCCL on GPUs.
 """
 
 import multiprocessing
@@ -90,11 +89,8 @@ class Group:
             raise PeerLost(str(error)) from error
 
     def leave(self) -> None:
-        """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result.
-
-        Whoever comes second waits for the first: a process that ends in the middle of NCCL's abort is torn down by it.
-        """
-        with _leaving:
+        """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result."""
+        with _leaving:  # a process that ends while another thread aborts NCCL is torn down by it
             backend, self.backend = self.backend, None
             if backend is not None and self.device.type == "cuda":
                 backend.abort()
