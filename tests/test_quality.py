@@ -63,6 +63,18 @@ def test_ruff_finds_nothing() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(find_spec("ruff") is None, reason="ruff is not installed: make setup")
+def test_ruff_passes_over_what_learners_write_and_over_nothing_of_ours(tmp_path: Path) -> None:
+    for folder in ("exercises", "lectures/exercises", "tests"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "code.py").touch()
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--show-files"]
+    shown = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    seen = [Path(line).relative_to(tmp_path.resolve()).as_posix() for line in shown.splitlines()]
+    assert sorted(seen) == ["lectures/exercises/code.py", "pyproject.toml", "tests/code.py"]
+
+
 @pytest.mark.skipif(find_spec("mypy") is None, reason="mypy is not installed: make setup")
 def test_mypy_finds_nothing() -> None:
     done = run("mypy", *present(*CODE))

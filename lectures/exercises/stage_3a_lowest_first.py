@@ -4,12 +4,12 @@ Stage 3's free list is a queue: the block that has been free for longest goes fi
 touched, however few are in use at once. If the lowest number goes first instead, the upper part of the pool stays
 untouched, and could be given to somebody else (another model on the same GPU, say).
 
-Write `allocate` and `release` of `LowestFirstPool`: the same promises as stage 3's (all or nothing; blocks that a sequence has
-already stay in front), another choice. A block must be found in less time than it takes to look at the whole pool: a
-heap (`heapq`) does it.
+Write `allocate` and `release` of `LowestFirstPool`: the same promises as stage 3's (all or nothing; blocks that a
+sequence has already stay in front), another choice. A block must be found in less time than it takes to look at the
+whole pool: a heap (`heapq`) does it.
 
-What can you promise about the highest block ever used? The check holds you to it: it is the most blocks that were ever in
-use at once, minus one.
+What can you promise about the highest block ever used? The check holds you to it: it is the most blocks that were ever
+in use at once, minus one.
 
 Check: .venv/bin/python -m tools.lecture_exercises 3a
 """

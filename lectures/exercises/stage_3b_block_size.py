@@ -12,8 +12,8 @@ kept in memory and read in every step. So there is a best size in between, and i
     best_block_size(lengths, slot_bytes) -> int
         of 1, 2, 4 ... 1024 the one with the least overhead; of equals, the largest
 
-Then look at it for a model of your choice: Llama-3.1-8B in bf16 has slots of 128 KiB. Why do all engines take larger blocks than
-that says? (What does your formula leave out? See the notebook of stage 3, "Is it frugal?".)
+Then look at it for a model of your choice: Llama-3.1-8B in bf16 has slots of 128 KiB. Why do all engines take larger
+blocks than that says? (What does your formula leave out? See the notebook of stage 3, "Is it frugal?".)
 
 Check: .venv/bin/python -m tools.lecture_exercises 3b
 """

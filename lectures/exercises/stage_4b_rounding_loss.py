@@ -1,16 +1,16 @@
 """Exercise 4b: What do whole blocks lose? Estimate it before you build anything.
 
 A prefix cache shares full blocks only. Two prompts that agree in 50 tokens share 48 with blocks of 16, and none with
-blocks of 64. Sharing token by token would find all 50, but somebody would have to build it, and to copy a block that two
-sequences go on writing differently. Is that worth it? Count first.
+blocks of 64. Sharing token by token would find all 50, but somebody would have to build it, and to copy a block that
+two sequences go on writing differently. Is that worth it? Count first.
 
 Requests come one after the other, each is served before the next one comes, and memory is never short. Write
 
     cached_tokens(prompts, block_size) -> list[int]
 
-how many tokens of each prompt are found in the cache, as stage 4 finds them: full blocks, and at least one token is always
-computed. With block_size=1 the same function says what sharing token by token would find. Outputs are not in the cache
-here: every request asks for one token, which is never fed back.
+how many tokens of each prompt are found in the cache, as stage 4 finds them: full blocks, and at least one token is
+always computed. With block_size=1 the same function says what sharing token by token would find. Outputs are not in the
+cache here: every request asks for one token, which is never fed back.
 
     lost_to_rounding(prompts, block_size) -> float
 

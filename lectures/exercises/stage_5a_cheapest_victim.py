@@ -1,19 +1,19 @@
 """Exercise 5a: Preempt whoever costs least to compute again. Does it pay?
 
-When no block is left, stage 5 preempts the latest arrival. That one may be in the middle of a long text, all of which has
-to be computed again, while an earlier one has hardly begun.
+When no block is left, stage 5 preempts the latest arrival. That one may be in the middle of a long text, all of which
+has to be computed again, while an earlier one has hardly begun.
 
-`schedule` below is stage 5's, but for one line: it asks `choose_victim` whom to preempt. Write it. The candidates are the
-sequence that needs a block and all that arrived later; nobody earlier may be chosen, or the first would not always
+`schedule` below is stage 5's, but for one line: it asks `choose_victim` whom to preempt. Write it. The candidates are
+the sequence that needs a block and all that arrived later; nobody earlier may be chosen, or the first would not always
 advance, and two sequences could push each other out for ever. Take the candidate with the fewest computed tokens; of
 equals, the latest arrival.
 
-Then write `tokens_computed(events)`: how many tokens the engine sent through the model in all. It is the measure of what
-preemption costs, and does not depend on the machine.
+Then write `tokens_computed(events)`: how many tokens the engine sent through the model in all. It is the measure of
+what preemption costs, and does not depend on the machine.
 
-Before you measure, guess: on random workloads in a pool that is too small, how many percent does it save? Then run both over a
-few hundred seeds (`served` in the check is a start), and explain what you see. Two hints: how often does each policy preempt,
-and what of a victim's text is still in the prefix cache when it comes back?
+Before you measure, guess: on random workloads in a pool that is too small, how many percent does it save? Then run both
+over a few hundred seeds (`served` in the check is a start), and explain what you see. Two hints: how often does each
+policy preempt, and what of a victim's text is still in the prefix cache when it comes back?
 
 Check: .venv/bin/python -m tools.lecture_exercises 5a
 """
@@ -64,6 +64,8 @@ class CheapestVictimScheduler(Scheduler):
 
 
 class CheapestVictimEngine(ContinuousBatchingEngine):
-    def __init__(self, model: str, *, max_num_seqs: int = 16, max_num_batched_tokens: int = 512, **options: Any) -> None:
+    def __init__(
+        self, model: str, *, max_num_seqs: int = 16, max_num_batched_tokens: int = 512, **options: Any
+    ) -> None:
         super().__init__(model, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **options)
         self.scheduler = CheapestVictimScheduler(self.pool, max_num_seqs, max_num_batched_tokens, self.events)

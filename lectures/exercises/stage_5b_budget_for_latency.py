@@ -1,8 +1,8 @@
 """Exercise 5b: Choose the token budget from a promise about latency.
 
-A large `max_num_batched_tokens` is good for throughput, but a request that is decoding waits while somebody's long prompt goes
-through in the same step. A small one cuts the prompt into chunks, and every step is short. Which budget is right? The
-largest that keeps your promise.
+A large `max_num_batched_tokens` is good for throughput, but a request that is decoding waits while somebody's long
+prompt goes through in the same step. A small one cuts the prompt into chunks, and every step is short. Which budget is
+right? The largest that keeps your promise.
 
 Time depends on the machine, tokens do not. So measure the wait in tokens of work:
 
@@ -14,8 +14,8 @@ Time depends on the machine, tokens do not. So measure the wait in tokens of wor
         the largest of `budgets` with which nobody waits for more than `limit` tokens; None if there is none.
         `run(budget)` runs the workload with that budget and returns the events.
 
-An event has "type", "step" and "request"; "scheduled" has "tokens" (how many of the request go through in this step), and
-"token" says that the request got one. A preempted request waits, too.
+An event has "type", "step" and "request"; "scheduled" has "tokens" (how many of the request go through in this step),
+and "token" says that the request got one. A preempted request waits, too.
 
 Check: .venv/bin/python -m tools.lecture_exercises 5b
 """

@@ -1,19 +1,19 @@
 """Exercise 6b: Record several decode steps, and ask the CPU once for all of them.
 
 A replay gives one token a sequence. The CPU reads it, writes it into the input memory, adds one to every position, and
-replays. All of that is arithmetic, and the device could do it alone: then `num_steps` steps are one recording, and the CPU is
-asked once for `num_steps` tokens. (vLLM's first engine had this, under the name of multi-step scheduling.)
+replays. All of that is arithmetic, and the device could do it alone: then `num_steps` steps are one recording, and the
+CPU is asked once for `num_steps` tokens. (vLLM's first engine had this, under the name of multi-step scheduling.)
 
 `SeveralStepsEngine` is complete but for what is recorded:
 
-1. `advance`: the input memory describes the newest token of each row. Let it describe the next one: `tokens` [b] are what
-   the step has chosen. Positions, lengths and slots follow from what is there already. A recording knows addresses only:
-   write into the tensors (copy_, add_), a new tensor under an old name is not noticed. Padding rows move on like all others;
-   where do they write?
+1. `advance`: the input memory describes the newest token of each row. Let it describe the next one: `tokens` [b] are
+   what the step has chosen. Positions, lengths and slots follow from what is there already. A recording knows addresses
+   only: write into the tensors (copy_, add_), a new tensor under an old name is not noticed. Padding rows move on like
+   all others; where do they write?
 2. `decode_step`: `num_steps` times the stage's own step, and the tokens of all of them, [num_steps, b].
 
-Then think: who pays? A request that comes just now waits for the end of a replay. A sequence that ends in the middle of one
-computes the rest for nothing. For which `num_steps` is it still worth it?
+Then think: who pays? A request that comes just now waits for the end of a replay. A sequence that ends in the middle of
+one computes the rest for nothing. For which `num_steps` is it still worth it?
 
 Check: .venv/bin/python -m tools.lecture_exercises 6b    (it records on tape, as a GPU would, and counts the replays)
 """

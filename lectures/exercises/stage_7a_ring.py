@@ -5,17 +5,17 @@ right, up to rounding: everybody's x travels once around, and everybody adds up 
 with it.
 
 1. Each rank sends R - 1 times the whole of x. With more ranks it sends more.
-2. Ranks add in different orders, so their sums differ in the last bits, and each goes on with a hidden state of its own.
-   That does little harm until ranks decide something by themselves, which token is best or which expert a token goes to.
-   Then all must have the same sum, to the last bit.
+2. Ranks add in different orders, so their sums differ in the last bits, and each goes on with a hidden state of its
+   own. That does little harm until ranks decide something by themselves, which token is best or which expert a token
+   goes to. Then all must have the same sum, to the last bit.
 
 Write the ring that libraries use (Patarasuk & Yuan, 2009). Cut x into R chunks. In R - 1 rounds each rank sends a chunk
 on, and adds what it receives to its own chunk of that number; choose them so that at the end each rank has one chunk
 that is complete. In R - 1 more rounds the complete chunks travel on, until everybody has all of them. No number is sent
 twice in either half, so x may have any shape, and a size that R does not divide.
 
-Then `numbers_sent(n, ranks)`: how many numbers each rank sends for an x of n of them, where `ranks` divides n. Before you
-write it, guess: how many times as many for 64 ranks as for 2?
+Then `numbers_sent(n, ranks)`: how many numbers each rank sends for an x of n of them, where `ranks` divides n. Before
+you write it, guess: how many times as many for 64 ranks as for 2?
 
 Check: .venv/bin/python -m tools.lecture_exercises 7a
 """

@@ -1,19 +1,19 @@
 """Exercise 7b: Draw a token without gathering the logits.
 
-For a greedy row each rank tells the others one pair: its best logit, and whose it is. For a row with a temperature stage 7
-gathers all logits on every rank: four bytes for each token of the vocabulary. Why? Because `sample` adds noise to each logit
-before it takes the best. But that is an argmax again, and the best of the best is the best.
+For a greedy row each rank tells the others one pair: its best logit, and whose it is. For a row with a temperature
+stage 7 gathers all logits on every rank: four bytes for each token of the vocabulary. Why? Because `sample` adds noise
+to each logit before it takes the best. But that is an argmax again, and the best of the best is the best.
 
-Write `draw_apart`. Each rank calls it with the logits of its own tokens. It returns the next token of every row, exactly the
-one that `sample` draws on one rank; rows of temperature 0 are greedy, as there. What each rank may put into
+Write `draw_apart`. Each rank calls it with the logits of its own tokens. It returns the next token of every row,
+exactly the one that `sample` draws on one rank; rows of temperature 0 are greedy, as there. What each rank may put into
 `group.all_gather` is one pair of numbers a row. `draw_together` does the same by gathering, as stage 7 does.
 
-The noise of a row is `gumbel(seq, vocab_size)`: a number for every token of the vocabulary, the same on every rank. Before you
-write, think: a rank has 256 columns, so why not `gumbel(seq, 256)`, which is less work? What would then be true of token 3
-and of token 259?
+The noise of a row is `gumbel(seq, vocab_size)`: a number for every token of the vocabulary, the same on every rank.
+Before you write, think: a rank has 256 columns, so why not `gumbel(seq, 256)`, which is less work? What would then be
+true of token 3 and of token 259?
 
-Then go on thinking: this sends hardly anything, but every rank makes all of the noise. What kind of random numbers would let a
-rank make those of its own tokens only?
+Then go on thinking: this sends hardly anything, but every rank makes all of the noise. What kind of random numbers
+would let a rank make those of its own tokens only?
 
 Check: .venv/bin/python -m tools.lecture_exercises 7b
 """
