@@ -102,10 +102,8 @@ def devices_of(first: torch.device, ranks: int) -> list[torch.device]:
         return [first] * ranks
     index, found = first.index or 0, torch.cuda.device_count()
     if index + ranks > found:
-        raise ValueError(
-            f"device={str(first)!r} and tensor_parallel_size={ranks} need {index + ranks} CUDA GPUs, this machine has "
-            f"{found}; use fewer ranks, or device='cpu'"
-        )
+        need = f"device={str(first)!r} and tensor_parallel_size={ranks} need {index + ranks} CUDA GPUs"
+        raise ValueError(f"{need}, this machine has {found}; use fewer ranks, or device='cpu'")
     return [torch.device("cuda", index + rank) for rank in range(ranks)]
 
 
@@ -149,8 +147,8 @@ class Team:
                 self.wait_for_all()
                 self.group.join(self.store)
                 if self.group.device.type == "cuda":
-                    sentinels = [worker.sentinel for worker in self.workers.values()]
-                    threading.Thread(target=leave_with_the_first, args=(sentinels, self.group), daemon=True).start()
+                    args = [worker.sentinel for worker in self.workers.values()], self.group
+                    threading.Thread(target=leave_with_the_first, args=args, daemon=True).start()
             except PeerLost as lost:
                 raise RuntimeError(f"the ranks could not start: {self.cause_of(lost)}") from lost
 
