@@ -1,11 +1,23 @@
 """The options of `nanovllm serve`, and what is refused before anything is loaded. Imports nothing heavy."""
 
 import argparse
+import json
 import os
+from collections.abc import Callable
 from ipaddress import ip_address
+from typing import Any
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Raises ValueError, which argparse reports, for anything else."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{text} is no JSON object")
+    return value
+
 
 # Named as in EngineConfig, which checks them; None is its default.
-ENGINE = {
+ENGINE: dict[str, Callable[[str], Any]] = {
     "max_model_len": int,
     "max_num_seqs": int,
     "max_num_batched_tokens": int,
@@ -13,6 +25,7 @@ ENGINE = {
     "gpu_memory_utilization": float,
     "kv_cache_gib": float,
     "tensor_parallel_size": int,
+    "speculative": json_object,
 }
 
 
