@@ -116,9 +116,11 @@ if recording:
 picture if recording else None
 
 # %% [markdown]
-# The paler, the more idle. (The long bar near the beginning is the first attention of the step. PyTorch left it to cuDNN,
-# which plans anew for a length that it has not seen, and here every step had a new one. The stages now tell PyTorch not to.
-# That is a cost of its own, and neither this stage's subject nor its merit.) A closer look at a few microseconds out of the middle:
+# The paler, the more idle. (The long bar near the beginning is the first attention of the step. PyTorch left it to
+# cuDNN, which plans anew for a length that it has not seen, and here every step had a new one. The stages now tell
+# PyTorch not to. That is a cost of its own, and neither this stage's subject nor its merit.)
+#
+# A closer look at a few microseconds out of the middle:
 
 # %%
 if recording:
