@@ -116,3 +116,12 @@ def test_a_draft_that_is_not_finite_guesses_for_certain() -> None:
     assert q is not None and not guesses.any()
     tokens = accept_or_redraw(TARGET.repeat(DRAWS, 1), draws, guesses, q)
     assert chi_square(tokens, TARGET.softmax(-1)) < LIMIT
+
+
+def test_what_the_target_rules_out_is_never_accepted() -> None:
+    """Not even where the draft gave it so little that u q is 0, as p is: the comparison is a strict one."""
+    scores, q = TARGET.repeat(1000, 1), torch.zeros(1000, VOCAB_SIZE)
+    scores[:, 1], q[:, 1] = -torch.inf, 1e-45
+    draws = Draws(torch.ones(1000), torch.arange(1000), torch.zeros(1000))
+    tokens = accept_or_redraw(scores, draws, torch.ones(1000, dtype=torch.int64), q)
+    assert not (tokens == 1).any() and (tokens >= 0).all()
