@@ -15,7 +15,7 @@ from tests.engine.world import World, random_history
 HISTORIES = 250
 
 
-@pytest.mark.parametrize("shard", range(4))
+@pytest.mark.parametrize("shard", range(8))
 def test_random_histories(shard: int) -> None:
     for seed in range(shard * HISTORIES, (shard + 1) * HISTORIES):
         try:
@@ -26,7 +26,7 @@ def test_random_histories(shard: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [*range(4, 8), *range(100, 180)])
+@pytest.mark.parametrize("shard", range(100, 180))
 def test_many_more_random_histories(shard: int) -> None:
     test_random_histories(shard)
 
