@@ -8,6 +8,7 @@ Prints a table, writes benchmarks/results/ladder.json and draws docs/figures/lad
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from benchmarks import harness, wording
 from benchmarks.showcases import ladder
 from benchmarks.stage_bench import add_options, measure, vocab_size
+from tools.ctrl_c import until_ctrl_c
 
 FIGURE = harness.ROOT / "docs" / "figures" / "ladder.png"
 # Okabe and Ito's palette: told apart with any colour vision, and in grey
@@ -73,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(until_ctrl_c(main))

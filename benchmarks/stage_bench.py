@@ -22,6 +22,7 @@ from benchmarks.harness import Showcase
 from benchmarks.random_checkpoint import random_checkpoint
 from benchmarks.showcase_ranks import within_reach
 from benchmarks.showcases import NEED_A_GPU, SHOWCASES
+from tools.ctrl_c import until_ctrl_c
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(until_ctrl_c(main))

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stages.manifest import Stage, load_stage, load_stages
+from tools.ctrl_c import until_ctrl_c
 from tools.story_grammar import generate_story, opening
 
 if TYPE_CHECKING:
@@ -238,4 +239,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(until_ctrl_c(main))

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stages.manifest import Stage, load_stage
+from tools.ctrl_c import until_ctrl_c
 from tools.stage_runs import ROOT, run_tests, solution
 
 CATALOGUE = ROOT / "tests" / "stages" / "mutants"
@@ -94,4 +95,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_ctrl_c(main))

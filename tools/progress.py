@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stages.manifest import Stage, load_stages
+from tools.ctrl_c import until_ctrl_c
 from tools.exercises import ROOT, find_holes
 
 EXERCISES = ROOT / "exercises"
@@ -150,4 +152,4 @@ def main(argv: list[str] | None = None, directory: Path = EXERCISES, run: Callab
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(until_ctrl_c(main))

@@ -29,6 +29,7 @@ from rich.live import Live
 from rich.text import Text
 
 from benchmarks.recorder import ClockName
+from tools.ctrl_c import until_ctrl_c
 from tools.demo import EMBEDDED_MODEL, ROOT, describe, load_tokenizer
 from tools.race_view import Lane, Moment, finish_of, make_lanes, picture, result_table
 from tools.race_workload import Workload, choose_engines, engine_titles, make_workload
@@ -246,10 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
         race(parser.parse_args(arguments), Console(highlight=False))
     except (ValueError, RuntimeError) as error:
         sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit("called off")
     print("One run, unrepeated: differences below a fifth are noise. Measured with care: make ladder.")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(until_ctrl_c(main))

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from benchmarks.harness import card_slug, commit, model_name
 from benchmarks.recorder import ClockName, choose_clock
+from tools.ctrl_c import until_ctrl_c
 from tools.demo import ROOT
 from tools.race import Outcome, add_options, race
 from tools.race_workload import choose_engines
@@ -63,9 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
         save_all(race(options, console, clock_for(options)), options, console)
     except (ValueError, RuntimeError) as error:
         sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit("called off")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(until_ctrl_c(main))

@@ -23,6 +23,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from tools.ctrl_c import until_ctrl_c
 from tools.recording import load, load_race
 from tools.replay_view import EngineShow, RaceShow, Show
 
@@ -176,14 +177,11 @@ def main(arguments: list[str] | None = None) -> None:
         show.conclude(console)
         return
     player = Player(show.duration, speed=options.speed, start=options.start or 0.0)
-    try:
-        with Keys() as keys:
-            to_the_end = play(show, player, console, keys.wait, keys=keys.on)
-    except KeyboardInterrupt:
-        to_the_end = False
+    with Keys() as keys:
+        to_the_end = play(show, player, console, keys.wait, keys=keys.on)
     if to_the_end:
         show.conclude(console)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(until_ctrl_c(main))

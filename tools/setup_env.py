@@ -172,4 +172,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nsetup: called off; `make setup` goes on", file=sys.stderr)
+        sys.exit(130)
