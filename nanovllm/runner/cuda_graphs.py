@@ -28,7 +28,9 @@ from nanovllm.runner.rows import Rows, decode_inputs_reference
 logger = logging.getLogger(__name__)
 
 COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
-MAX_VERIFIED = 256  # tokens, guesses included, of a step that verifies; with more of them it is not launches that count
+# Tokens, guesses included, of a recorded step that verifies. A larger one is launched kernel by kernel, which an H200
+# still feels (docs/speculation.md): but each of its tokens would read a context by itself.
+MAX_VERIFIED = 256
 
 
 class DecodeBatch:
