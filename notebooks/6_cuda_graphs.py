@@ -203,8 +203,8 @@ except RuntimeError as refused:
 #
 # ### Buckets
 #
-# A recording for every batch size up to 256 would take minutes and gigabytes; only powers of two would let a batch of
-# 33 compute 31 rows of nothing. The usual ladder is in between:
+# A recording for every batch size up to 256 would take time and memory for each of them; only powers of two would let a
+# batch of 33 compute 31 rows of nothing. The usual ladder is in between:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -214,8 +214,8 @@ print(bucket_ladder(40), bucket_ladder(100), sep="\n")
 buckets(bucket_ladder(40))
 
 # %% [markdown]
-# The steps get wider than the padding is worth? On a GPU hardly: a decode step is mostly reading weights, and these are
-# read once, whether for 33 rows or for 40.
+# Is padding a waste? On a GPU hardly: a decode step is mostly reading weights, and these are read once, whether for 33
+# rows or for 40.
 #
 # ### Padding, and where it may write
 #
@@ -305,8 +305,12 @@ if recording:
 picture if recording else None
 
 # %% [markdown]
-# In a replay the same kernels run back to back. The CPU hands over the roll, and is idle: it could schedule the next
-# step meanwhile, which is what `nanovllm` does.
+# (The figure over each panel is the time of a step without the profiler. The profiler makes steps longer, those in the
+# picture, too: look at the pattern, and not at the axis. It is also why the GPU seems to start so late in a replay.)
+#
+# In a replay the kernels run back to back. They are those of stage 5 but for attention: here one kernel reads the blocks
+# where they lie, while stage 5 copies keys and values together first. The CPU hands over the roll; its last long bar
+# is `tolist`, which waits for the tokens. It could schedule the next step meanwhile, which is what `nanovllm` does.
 #
 # Hundreds of small kernels remain, each of which writes to memory what the next one reads again. With
 # `compile=True` torch.compile fuses those between the matrix products. Compiling takes much longer than recording,
@@ -319,13 +323,20 @@ picture if recording else None
 show_table("stage_6.h200", RESULTS)
 
 # %% [markdown]
+# *Other tokens?* The GPU computes in bf16, where two correct programs add up in different orders; if two tokens are
+# nearly as good, either may win. In float32, as above, the tokens are the same. (The README says under "How right it
+# is" how bf16 is judged.) In the last column stage 5 has the attention of stage 6: what lies between these two is
+# launches, and what the CPU does between launches.
+#
 # ### What it costs
 
 # %%
 if recording:
     for name, stage in recording["stages"].items():
-        graphs = f", of which its graph takes {stage['graph_bytes'] / 2**20:.0f} MiB" if stage["graph_bytes"] else ""
-        print(f"{name:17} {len(stage['events']):6,} things happen in a step{graphs}")
+        kernels = sum(track == "gpu" for track, *_ in stage["events"])
+        orders = len(stage["events"]) - kernels  # operations of torch and calls of the driver
+        graph = f"; its graph takes {stage['graph_bytes'] / 2**20:.0f} MiB" if stage["graph_bytes"] else ""
+        print(f"{name:17}{orders:6,} orders of the CPU for {kernels:5,} kernels and copies in a step{graph}")
 
 # %% [markdown]
 # Memory for the intermediate results, which can be shared by all graphs as no two run at the same time; and time when
