@@ -308,9 +308,10 @@ picture if recording else None
 # (The figure over each panel is the time of a step without the profiler. The profiler makes steps longer, those in the
 # picture, too: look at the pattern, and not at the axis. It is also why the GPU seems to start so late in a replay.)
 #
-# In a replay the kernels run back to back. They are those of stage 5 but for attention: here one kernel reads the blocks
-# where they lie, while stage 5 copies keys and values together first. The CPU hands over the roll; its last long bar
-# is `tolist`, which waits for the tokens. It could schedule the next step meanwhile, which is what `nanovllm` does.
+# In a replay the kernels run back to back. They are those of stage 5 but for attention: here one kernel reads the
+# blocks where they lie, while stage 5 copies keys and values together first. The CPU hands over the roll; its last
+# long bar is `tolist`, which waits for the tokens. It could schedule the next step meanwhile, which is what `nanovllm`
+# does.
 #
 # Hundreds of small kernels remain, each of which writes to memory what the next one reads again. With
 # `compile=True` torch.compile fuses those between the matrix products. Compiling takes much longer than recording,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,20 @@ def test_one_stage_live(number: int, tokenizer: Any, monkeypatch: pytest.MonkeyP
         assert out.getvalue().count("counters") == 1 or terminal
         assert ("\x1b[" in out.getvalue()) == terminal
     assert out.getvalue().count("counters") > 3
+
+
+def test_the_view_of_stage_6_counts_replays_and_their_padding(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_live, "LENGTHS", (4, 9, 5))
+    screen, out = console()
+    demo_live.show(screen, load_stage(6), tokenizer, MODEL, "cpu")
+    said = " ".join(out.getvalue().split())
+    # A prompt in step 1; then 3 steps of three in the bucket of four, 1 of two, and 4 of one
+    assert "8 of the steps were replays, in recordings for 1, 2, 4, 8, 16 sequences." in said
+    assert "gains nothing" in said
+    found = re.search(r"steps replayed ([0-9]+), ([0-9]+) of ([0-9]+) rows padding", said)
+    assert found is not None
+    steps, padding, rows = map(int, found.groups())
+    assert 0 < steps == padding and rows == 4 * steps
 
 
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ class EngineView:
         self.keeps = False  # whether free blocks are found again; known by the first that was
         self.step = self.tokens_in_step = 0
         self.computed = self.generated = 0
+        self.replayed: list[tuple[int, int]] | None = None  # sequences and bucket of each step that was a replay
         self.started = self.now = time.perf_counter()
 
     def on_event(self, event: dict[str, Any]) -> None:
@@ -145,6 +146,9 @@ class EngineView:
         table.add_row("step", f"{self.step}, {self.tokens_in_step} tokens in it")
         table.add_row("tokens computed", f"{self.computed} for {self.generated} generated")
         table.add_row("tokens/s", f"{self.generated / seconds:.0f}")
+        if self.replayed is not None:
+            rows, padding = sum(b for _, b in self.replayed), sum(b - n for n, b in self.replayed)
+            table.add_row("steps replayed", f"{len(self.replayed)}, {padding} of {rows} rows padding")
         if self.num_blocks:
             table.add_row("blocks in use", f"{len(held)} of {self.num_blocks}, {sum(held.values())} in block tables")
             table.add_row("found in cache", f"{sum(request.cached for request in self.requests)} tokens")
@@ -156,7 +160,7 @@ class EngineView:
         table = Table.grid(padding=(0, 1))
         for i, request in enumerate(self.requests):
             shown = " ".join(self.decode(request.ids).split())
-            room = max(20, width - 24)
+            room = max(20, width - 17)
             table.add_row(
                 Text(request.letter, f"bold {self.colour(i)}"),
                 Text(f"{len(request.ids)}/{request.max_tokens}", "dim"),
@@ -172,6 +176,18 @@ class EngineView:
             Panel(blocks, title=self.legend(), expand=False),
             Panel(self.texts(width), title="texts"),
         )
+
+
+def watch_replays(engine: Any, replayed: list[tuple[int, int]]) -> None:
+    """From now on note the sequences and the bucket of each step that stage 6 replays; no event tells of that."""
+    replay = engine.replay
+
+    def noted(bucket: int, batch: list[Any]) -> list[int]:
+        replayed.append((len(batch), bucket))
+        tokens: list[int] = replay(bucket, batch)
+        return tokens
+
+    engine.replay = noted
 
 
 def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, device: str) -> None:
@@ -197,6 +213,9 @@ def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, devi
             view.on_event(event)
 
         engine = build(stage, model, device, on_event, **options)
+        if hasattr(engine, "replay"):
+            view.replayed = []
+            watch_replays(engine, view.replayed)
         view.started = time.perf_counter()
         engine.generate(workload.prompts, workload.params)
         if live is not None:
@@ -211,3 +230,7 @@ def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, devi
     console.print(
         f"\n{len(LENGTHS)} requests, {view.generated} tokens in {view.step} steps, {speed:.0f} tokens/s; {memory}."
     )
+    if view.replayed is not None:
+        steps = f"{len(view.replayed)} of the steps were replays"
+        stand_in = " Without a GPU a replay calls the step again, and gains nothing." if device == "cpu" else ""
+        console.print(f"{steps}, in recordings for {', '.join(map(str, engine.buckets))} sequences.{stand_in}")
