@@ -79,6 +79,17 @@ def plant(monkeypatch: pytest.MonkeyPatch, caught: bool, baseline: str | None = 
     monkeypatch.setenv("COLUMNS", "200")
 
 
+def test_a_narrow_terminal_cuts_no_name_in_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, caught=True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert mutants.main(["6"]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {m.name} " in out for m in load_mutants(6)) and " test_the_rule " in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_the_table_names_the_test_and_the_lesson(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

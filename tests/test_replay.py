@@ -39,6 +39,13 @@ def concluded(show: Show) -> str:
     return out.getvalue()
 
 
+def test_a_long_queue_pushes_no_other_out(shipped: list[Recording]) -> None:
+    [naive] = [r for r in shipped if r.engine == "stage_1"]
+    for width in (80, 120):
+        seen = drawn(EngineShow(naive), naive.seconds / 3, width, 24)
+        assert all(f"│ {queue}" in seen for queue in ("running", "waiting", "finished"))
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

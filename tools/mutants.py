@@ -19,6 +19,7 @@ from stages.manifest import Stage, load_stage
 from tools.ctrl_c import until_ctrl_c
 from tools.stage_runs import ROOT, run_tests, solution
 
+SIDE_BY_SIDE = 120  # columns of a terminal in which names of tests are not cut up by a table
 CATALOGUE = ROOT / "tests" / "stages" / "mutants"
 
 
@@ -45,10 +46,34 @@ def load_mutants(stage: int) -> list[Mutant]:
     return [Mutant(**m) for m in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]]
 
 
+Row = tuple[str, str, str, str]  # of the table: mutant, mistake, who caught it, what it would look like; with markup
+
+
 def short(test: str) -> str:
     """test_file.py::TestClass::test_name[stage4-x] -> the name in bold and the file under it."""
     name = test.partition("[")[0].split("::")[-1]
     return f"[bold]{escape(name)}[/]\n[dim]{escape(test.split('::')[0])}[/]"
+
+
+def side_by_side(title: str, rows: SequenceOf[Row]) -> Table:
+    table = Table(title=title, show_lines=True)
+    for column, ratio in (("mutant", 3), ("mistake", 5), ("caught by", 4), ("what it would look like", 6)):
+        table.add_column(column, ratio=ratio, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def one_below_another(title: str, rows: SequenceOf[Row]) -> Table:
+    """The same for a narrow terminal."""
+    table = Table(title=title, show_header=False, box=None, padding=(0, 1))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(ratio=1, overflow="fold")
+    for row in rows:
+        for name, text in zip(("mutant", "mistake", "caught", "effect"), row, strict=True):
+            table.add_row(name, f"[bold]{text}[/]" if name == "mutant" else text)
+        table.add_row("", "")
+    return table
 
 
 def report(stage: Stage, chosen: SequenceOf[str], console: Console) -> int:
@@ -59,9 +84,7 @@ def report(stage: Stage, chosen: SequenceOf[str], console: Console) -> int:
     mutants, source = load_mutants(stage.number), solution(stage)
     if unknown := set(chosen) - {m.name for m in mutants}:
         raise ValueError(f"stage {stage.number} has no mutant {', '.join(sorted(unknown))}")
-    table = Table(title=f"Stage {stage.number}, {stage.title}: mistakes, and the tests that notice", show_lines=True)
-    for column, ratio in (("mutant", 3), ("mistake", 5), ("caught by", 4), ("what it would look like", 6)):
-        table.add_column(column, ratio=ratio, overflow="fold")
+    rows: list[Row] = []
     survivors = 0
     with console.status("the tests, on the unchanged stage") as status:
         verdict = run_tests(stage, source)
@@ -74,8 +97,9 @@ def report(stage: Stage, chosen: SequenceOf[str], console: Console) -> int:
             verdict = run_tests(stage, mutant.apply(source))
             survivors += verdict.test is None
             caught_by = short(verdict.test) if verdict.test else f"[bold red]survives {verdict.passed} tests"
-            table.add_row(mutant.name, escape(mutant.mistake), caught_by, escape(mutant.lesson))
-    console.print(table)
+            rows.append((mutant.name, escape(mutant.mistake), caught_by, escape(mutant.lesson)))
+    title = f"Stage {stage.number}, {stage.title}: mistakes, and the tests that notice"
+    console.print((side_by_side if console.width >= SIDE_BY_SIDE else one_below_another)(title, rows))
     return survivors
 
 

@@ -176,12 +176,15 @@ class ReplayView(EngineView):
         above.add_column(ratio=1)
         above.add_column(width=COUNTERS)
         counters = self.counters()
+        letters_a_line = max(1, width - COUNTERS - 4 - len("finished "))
+        # Room for the three queues even when the letters of one need more lines
+        rows = max(counters.row_count, 3 + (len(self.requests) - 1) // letters_a_line)
         above.add_row(
-            Panel(self.queues(), title="queues", height=counters.row_count + 2),
-            Panel(counters, title="counters", height=counters.row_count + 2),
+            Panel(self.queues(), title="queues", height=rows + 2),
+            Panel(counters, title="counters", height=rows + 2),
         )
         blocks = self.block_map() if self.num_blocks else Text("it has no blocks", "dim")
-        used = 1 + counters.row_count + 2 + len(blocks.plain.splitlines()) + 2 + 2
+        used = 1 + rows + 2 + len(blocks.plain.splitlines()) + 2 + 2
         return Group(
             Text(f"{self.title}: {self.now:.2f} s", "bold"),
             above,
