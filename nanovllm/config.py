@@ -127,8 +127,9 @@ class EngineConfig:
         `max_model_len` beyond the model's.
         """
         if self.max_model_len is not None and self.max_model_len > model_max_len:
+            whose = "model and draft both have," if "model" in (self.speculative or {}) else "the model's"
             raise ValueError(
-                f"max_model_len={self.max_model_len} is more than the model's {model_max_len}; lower it or leave it out"
+                f"max_model_len={self.max_model_len} is more than {whose} {model_max_len}; lower it or leave it out"
             )
         overlapped = on_gpu if self.async_scheduling is None else self.async_scheduling
         if self.speculative is not None:

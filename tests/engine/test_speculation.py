@@ -163,6 +163,19 @@ def test_what_makes_no_sense_is_refused(speculative: dict[str, Any], message: st
         LLM(speculative=speculative, kv_cache_gib=0.05)
 
 
+def test_the_context_is_as_long_as_both_models_allow(tmp_path: Path) -> None:
+    target = lively_qwen3(tmp_path / "target", num_hidden_layers=1)
+    draft = lively_qwen3(tmp_path / "draft", num_hidden_layers=1, max_position_embeddings=64)
+    options: dict[str, Any] = {"speculative": {"model": draft}, "kv_cache_gib": 0.05, "skip_tokenizer_init": True}
+    with pytest.raises(ValueError, match="max_model_len=65 is more than model and draft both have, 64"):
+        LLM(target, **options, max_model_len=65)
+    with pytest.raises(ValueError, match="is more than the model's "):
+        LLM(target, **options | {"speculative": NGRAM}, max_model_len=10**6)
+    llm = LLM(target, **options)
+    [output] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == llm.engine.config.max_model_len - 3 == 61
+
+
 def test_other_vocabularies_and_asynchronous_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"vocabulary of 512 tokens.*target one of"):
         LLM(speculative={"model": lively_qwen3(tmp_path)}, kv_cache_gib=0.05)
