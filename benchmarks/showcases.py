@@ -216,7 +216,7 @@ def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
         shown=tuple(f"decode_{n}" for n in batches),
         contender="stage 6",
         rival="stage 5",
-        notes=["stage 5 gathers keys and values, stage 6 reads them by the Triton kernel, which stage 5 can use, too"],
+        notes=["stage 5 gathers keys and values; on a GPU stage 6 reads them by the Triton kernel, as stage 5 can"],
     )
 
 

@@ -103,9 +103,10 @@ def cell(figure: dict[str, Any], contender: str) -> str:
 def remarks(result: dict[str, Any]) -> list[str]:
     """Below the table: the gain, where the stage loses, whose tokens differ, what was measured where and how."""
     headline = next(figure for figure in result["figures"] if figure["key"] == result["headline"])
-    ratio = wording.number(harness.headline_gain(result), "times")
+    gain = harness.headline_gain(result)
+    better = f"{wording.number(gain, 'times')} times" if gain > 1 else "not"
     return [
-        f"{headline['label']}: {result['contender']} is {ratio} times better than {result['rival']}",
+        f"{headline['label']}: {result['contender']} is {better} better than {result['rival']}",
         *wording.losses(result),
         *wording.same_tokens(result),
         *result["notes"],

@@ -254,6 +254,8 @@ def test_stage_bench_writes_what_it_prints(
         *("stage 4", "HF generate", "stage 3"),
     ]
     assert "5.00 times better than stage 3" in " ".join(capsys.readouterr().out.split())
+    turned_round = written | {"contender": "stage 3", "rival": "stage 4"}
+    assert stage_bench.remarks(turned_round)[0].endswith("stage 3 is not better than stage 4")
     # The check measures again: the same holds, a stage twice as slow does not
     monkeypatch.setattr("sys.argv", ["check", *command[1:]])
     check.main()
