@@ -54,8 +54,8 @@ stage-%-test: $(STAMP) FORCE ## test stage N (IMPL=exercises tests your own exer
 stage-%-bench: $(STAMP) FORCE ## measure stage N's showcase against stage N-1 and Hugging Face
 	$(RUN) -m benchmarks.stage_bench $* $(ARGS)
 
-stage-%-notebook: $(STAMP) FORCE ## open stage N's notebook in JupyterLab
-	$(RUN) -m jupyterlab notebooks/$*_*.ipynb
+stage-%-notebook: $(STAMP) FORCE ## open stage N's notebook in JupyterLab (ARGS="--allow-root" where you are root)
+	$(RUN) -m jupyterlab notebooks/$*_*.ipynb $(ARGS)
 
 stage-%-diff: $(STAMP) FORCE ## what stage N changes against stage N-1
 	$(RUN) -m tools.stage_diff $* $(ARGS)

@@ -60,6 +60,7 @@ def test_make_alone_is_help() -> None:
         ),
         (["stage-3-bench", "ARGS=--rounds 5"], ".venv/bin/python -m benchmarks.stage_bench 3 --rounds 5"),
         (["stage-2-notebook"], ".venv/bin/python -m jupyterlab notebooks/2_*.ipynb"),
+        (["stage-2-notebook", "ARGS=--allow-root"], ".venv/bin/python -m jupyterlab notebooks/2_*.ipynb --allow-root"),
         (["stage-5-mutants"], ".venv/bin/python -m tools.mutants 5"),
     ],
 )
