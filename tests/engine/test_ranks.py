@@ -199,6 +199,7 @@ def run_script(path: Path, directory: Path, mode: str) -> "subprocess.Popen[str]
     script = directory / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # or it warns, without a network, that this host has no name
     return subprocess.Popen(
         [sys.executable, str(script), str(path), mode, json.dumps(CONFIG)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,

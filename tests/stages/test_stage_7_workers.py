@@ -213,6 +213,7 @@ if sys.argv[3] == "wait":
 
 def run_script(subject: Subject, path: Path, mode: str) -> "subprocess.Popen[str]":
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # or it warns, without a network, that this host has no name
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, subject.module.__name__, str(path), mode],
         stdin=subprocess.PIPE,
