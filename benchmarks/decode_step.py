@@ -126,14 +126,14 @@ def keys_ahead(how: KeysAhead, kvs: list[Tensor]) -> Iterator[torch.cuda.Stream 
 def few_tokens(most: int, max_inner: int, _: list[Tensor]) -> Iterator[None]:
     """Our linear kernel for up to `most` tokens, with that many inputs at once."""
     usual = skinny_linear.skinny_config
-    limits = linear.MAX_FEW, linear.MAX_FEW_PARTIAL
+    limits = linear.MAX_FEW, linear.MAX_FEW_PARTIAL, skinny_linear.MAX_TOKENS
     skinny_linear.skinny_config = lambda *shape: replace(usual(*shape), max_inner=max_inner)
-    linear.MAX_FEW = linear.MAX_FEW_PARTIAL = most
+    linear.MAX_FEW = linear.MAX_FEW_PARTIAL = skinny_linear.MAX_TOKENS = most
     try:
         yield
     finally:
         skinny_linear.skinny_config = usual
-        linear.MAX_FEW, linear.MAX_FEW_PARTIAL = limits
+        linear.MAX_FEW, linear.MAX_FEW_PARTIAL, skinny_linear.MAX_TOKENS = limits
 
 
 @contextmanager

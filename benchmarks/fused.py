@@ -102,8 +102,8 @@ def linear_rows(tokens: tuple[int, ...], sweep: bool) -> Iterator[dict[str, Any]
     """Our kernel for few tokens beside the library's, for the four linear layers."""
     from benchmarks.ceilings import graph_microseconds
     from nanovllm.kernels.silu_and_mul import silu_and_mul
-    from nanovllm.kernels.skinny_linear import SkinnyConfig, skinny_config, skinny_linear
-    from nanovllm.layers.linear import MAX_FEW, MAX_FEW_PARTIAL
+    from nanovllm.kernels.skinny_linear import MAX_TOKENS, SkinnyConfig, skinny_config, skinny_linear
+    from nanovllm.layers.linear import MAX_FEW, MAX_FEW_NARROW
 
     for name, inputs, outputs, how in LINEARS:
         weights = [randn(outputs, inputs) / 32 for _ in range(LAYERS)]
@@ -117,7 +117,7 @@ def linear_rows(tokens: tuple[int, ...], sweep: bool) -> Iterator[dict[str, Any]
             row = {"kernel": name, "tokens": n, "bytes": 2 * (outputs * inputs + n * (inputs + outputs))}
             row["torch_microseconds"] = graph_microseconds(library, LAYERS)
             usual = skinny_config(outputs // (2 if how.get("gated") else 1), bool(how.get("gated")))
-            used = n <= (MAX_FEW_PARTIAL if how.get("partial") else MAX_FEW)
+            used = n <= (MAX_FEW_NARROW if how.get("partial") else MAX_FEW)  # the partial ones are narrow
             layouts = [usual, *(SkinnyConfig(*layout) for layout in LAYOUTS)] if sweep and n <= 64 else [usual]
             for layout in layouts if used or (sweep and n <= 64) else []:
 
@@ -125,11 +125,13 @@ def linear_rows(tokens: tuple[int, ...], sweep: bool) -> Iterator[dict[str, Any]
                     x: Tensor = x,
                     layers: Iterator[Tensor] = layers,
                     how: dict[str, Any] = how,
-                    layout: SkinnyConfig = layout,
+                    config: SkinnyConfig | None = None if layout is usual else layout,
                 ) -> Tensor:
-                    return skinny_linear(x, next(layers), config=layout, **how)
+                    return skinny_linear(x, next(layers), config=config, **how)
 
                 tried = {**row, "layout": [layout.columns, layout.num_warps, layout.max_inner], "used": used}
+                if layout is usual and how.get("partial") and n > MAX_TOKENS:
+                    tried["layout"] = []  # `split_linear`, which has one only
                 try:
                     yield {**tried, "microseconds": graph_microseconds(ours, LAYERS)}
                 except Exception as error:  # Triton raises its own for what does not fit into shared memory

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-# On the newest GPUs PyTorch would leave attention to cuDNN, which plans anew for each length that it sees, for 40 ms.
+# On the newest GPUs PyTorch would leave attention to cuDNN, which plans anew for each length that it sees.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -33,8 +33,8 @@ class PrefillConfig:
 def prefill_config(head_dim: int, element_size: int) -> PrefillConfig:
     """Layout for a GPU. At a head_dim of 128 in 16 bits a program takes 80 KiB of shared memory: 16 for its queries,
     and 16 each for K and V twice (while one tile is computed with, the next is on its way). So two fit on a
-    multiprocessor of a Hopper GPU, and one on any since Ampere. On an H200 this was 9% faster than tiles of 128 x 128,
-    one at a time (`python -m benchmarks.kernels`).
+    multiprocessor of a Hopper GPU, and one on any since Ampere. On an H200 this was faster than tiles of 128 x 128, one
+    at a time (`python -m benchmarks.kernels`).
     """
     if element_size == 4:  # exact fp32 products come from the ordinary units, with all operands in registers
         return PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2)

@@ -97,10 +97,11 @@ def skinny_linear(
 
     in is a multiple of 128 and the result's columns are one of 32: there are no masks for the ends of weights.
     bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
-    partial: without bias and gate -> [S, T, out] float32, to be summed over S; by `split_linear` for more tokens.
+    partial: without bias and gate -> [S, T, out] float32, to be summed over S. For more tokens by `split_linear`,
+             unless `config` asks for this kernel.
     """
     num_tokens, inputs = x.shape
-    if partial and num_tokens > MAX_TOKENS:
+    if partial and num_tokens > MAX_TOKENS and config is None:
         return split_linear(x, weight)
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     config = config or skinny_config(outputs, gated)
