@@ -110,6 +110,6 @@ def test_recordings_of_two_races_are_not_mixed(tmp_path: Path) -> None:
 
 def test_a_run_on_a_gpu_is_preferred(tmp_path: Path) -> None:
     assert replay.find_recording(tmp_path) == tmp_path / "cpu"
-    for name in ("cpu", "h100"):
+    for name in ("cpu", "h200"):
         (tmp_path / name).mkdir()
         assert replay.find_recording(tmp_path) == tmp_path / name
