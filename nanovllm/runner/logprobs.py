@@ -28,6 +28,11 @@ class TopLogprobs:
         columns = zip(*((p.token_ids, p.values, p.ranks) for p in parts), strict=True)
         return cls(*(torch.cat(column) for column in columns))
 
+    def spread(self, index: Tensor, n: int) -> "TopLogprobs":
+        """These rows as `index` of n rows. What the others hold means nothing."""
+        columns = self.token_ids, self.values, self.ranks
+        return TopLogprobs(*(c.new_zeros(n, *c.shape[1:]).index_copy_(0, index, c) for c in columns))
+
     def per_row(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
         """token id -> (log-probability, rank) of each row, for as many of the likeliest as it wanted. Waits for the
         device if it must."""

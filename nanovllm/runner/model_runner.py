@@ -8,6 +8,7 @@ behind the step, and whoever reads them waits.
 from collections.abc import Mapping
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from nanovllm.runner.draft import DraftModel, load_draft
 from nanovllm.runner.logprobs import TopLogprobs
 from nanovllm.runner.memory import num_kv_blocks
 from nanovllm.runner.rejection import accept_or_redraw
-from nanovllm.runner.rows import Known, Rows
+from nanovllm.runner.rows import Known, Rows, to_device
 from nanovllm.runner.sampler import Draws, gather_logits, ids_of_share, sample_full, sample_plain, sample_sharded
 from nanovllm.runner.sampling_state import Needs, SamplingState
 
@@ -109,11 +110,7 @@ class ModelRunner:
         self.block_size = config.kvcache_block_size
         self.scale = c.head_dim**-0.5
         self.backend: AttentionBackend = select_backend(
-            config.attention_backend,
-            device=device,
-            head_dim=c.head_dim,
-            block_size=self.block_size,
-            dtype=c.dtype,
+            config.attention_backend, device=device, head_dim=c.head_dim, block_size=self.block_size, dtype=c.dtype
         )
         if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:
             recorder = CudaGraphRecorder(self.group.recorded)
@@ -178,19 +175,22 @@ class ModelRunner:
             token_ids = self.draw(logits, batch.sampled_rows, batch.next_positions, self.all_greedy(sampled))
         if needs is None and q is None:
             return StepOutput(token_ids[:n], guesses, num_draws, None, [None] * len(sampled))
-        if self.group.size > 1:
-            logits = gather_logits(logits, self.group, self.vocab_size)
         rows, positions = batch.sampled_rows[:n], batch.next_positions[:n]
-        draws = self.draws(rows, positions)
         if guesses is not None:  # the plain tail wrote over them, and what is drawn behind them counts them
             self.rows.token_ids[rows, positions] = guesses.int()
-        verify = None
-        if q is not None and guesses is not None:
-            verify = partial(accept_or_redraw, guesses=guesses, q=q)
-        token_ids, logprobs = sample_full(logits[:n], draws, rows, self.sampling, needs or Needs(), verify)
+        # The full tail draws again for the rows that need it: a sort of the vocabulary costs as much as the whole step.
+        special = np.isin(np.repeat([s.row for s in sampled], num_draws), list(self.sampling.special))
+        index = to_device(np.flatnonzero(special | (q is not None)), self.device)
+        logits = logits[index]
+        if self.group.size > 1:
+            logits = gather_logits(logits, self.group, self.vocab_size)
+        verify = None if q is None or guesses is None else partial(accept_or_redraw, guesses=guesses, q=q)
+        draws = self.draws(rows[index], positions[index])
+        drawn, logprobs = sample_full(logits, draws, rows[index], self.sampling, needs or Needs(), verify)
+        token_ids = token_ids[:n].index_copy(0, index, drawn)
         self.rows.token_ids[rows, positions] = token_ids.clamp(min=0).int()
         wanted = [self.rows.params[s.row].logprobs for s in sampled]
-        return StepOutput(token_ids, guesses, num_draws, logprobs, wanted)
+        return StepOutput(token_ids, guesses, num_draws, logprobs and logprobs.spread(index, n), wanted)
 
     def decode(self, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
         """A decode step on static tensors, everything from rows and positions to the tokens: what graphs record."""
@@ -205,13 +205,11 @@ class ModelRunner:
         """Apply what a plan changes: rows given up, sequences that move into a row, new blocks of a row."""
         for row in plan.freed_rows:
             self.rows.owner[row] = -1
-        moving = [s for s in plan.scheduled if self.rows.owner[s.row] != s.key]
-        if moving:
+        if moving := [s for s in plan.scheduled if self.rows.owner[s.row] != s.key]:
             known = [sequences[s.key] for s in moving]
             self.rows.install(moving, known)
             self.sampling.install([s.row for s in moving], [k.params for k in known])
-        growing = [s for s in plan.scheduled if s.new_blocks]
-        if growing:
+        if growing := [s for s in plan.scheduled if s.new_blocks]:
             self.rows.append_blocks(growing)
 
     def all_greedy(self, scheduled: list[Scheduled]) -> bool:

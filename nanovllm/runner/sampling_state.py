@@ -50,15 +50,15 @@ class SamplingState:
         )
         self.top_k, self.min_tokens = self._ints.unbind(1)  # [R] each; top_k of a row without one is V
         self.stop_ids = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)  # [R, S], wider when needed
-        self._special: dict[int, SamplingParams] = {}  # the rows for which the plain tail is not enough
+        self.special: dict[int, SamplingParams] = {}  # the rows for which the plain tail is not enough
 
     def install(self, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
         """Write the parameters of the sequences that now stand in `rows`."""
         floats, ints = [], []
         for row, p in zip(rows, params, strict=True):
-            self._special.pop(row, None)
+            self.special.pop(row, None)
             if self._is_special(p):
-                self._special[row] = p
+                self.special[row] = p
             floats.append((p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty))
             ints.append((self._top_k(p), p.min_tokens))
             if p.min_tokens:
@@ -69,7 +69,7 @@ class SamplingState:
 
     def needs(self, rows: Iterable[int]) -> Needs | None:
         """What the full tail has to do for these rows; None if the plain tail does for all of them."""
-        special = [self._special[row] for row in rows if row in self._special] if self._special else []
+        special = [self.special[row] for row in rows if row in self.special] if self.special else []
         if not special:
             return None
         ranked = [self._top_k(p) for p in special if p.top_p < 1 or self._top_k(p) < self.vocab_size]

@@ -86,6 +86,25 @@ def test_m3_alone_and_in_a_batch_of_five(tiny: Path, asynchronous: bool) -> None
             check_same(output.outputs[0], expected)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{"async_scheduling": False}, {"async_scheduling": True}, {"speculative": {"method": "ngram", "k": 2}}],
+    ids=["sync", "async", "ngram"],
+)
+def test_m3_among_requests_that_ask_for_nothing_special(tiny: Path, config: dict[str, Any]) -> None:
+    """Only some rows of a step then go through penalties, filters and log-probabilities."""
+    plain = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0.0, 1.0)]
+    prompts = [prompt for p in FIVE_PROMPTS for prompt in (p, PROMPT)]
+    params = [p for i, special in enumerate(FIVE) for p in (special, plain[i % 2])]
+    with make(tiny, **config) as llm:
+        found = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    with make(tiny, enable_prefix_caching=False) as llm:
+        expected = [choice(llm, prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    for ours, theirs in zip(found[::2], expected[::2], strict=True):
+        check_same(ours, theirs)
+    assert [(o.token_ids, o.logprobs) for o in found[1::2]] == [(o.token_ids, None) for o in expected[1::2]]
+
+
 @BOTH
 def test_s2_preemption_shows_neither_in_tokens_nor_in_logprobs(tiny: Path, asynchronous: bool) -> None:
     prompts = [[i, 2, 3] for i in range(3)]
