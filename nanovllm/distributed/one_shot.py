@@ -10,6 +10,8 @@ to where it is faster. All ranks must be on one host whose GPUs reach each other
 """
 
 import os
+import re
+from datetime import timedelta
 from typing import Any, Optional, cast
 from uuid import uuid4
 
@@ -20,6 +22,36 @@ from torch import Tensor
 SWITCH = "NANOVLLM_ONE_SHOT_BYTES"
 ALIGNMENT = 16  # what a thread reads at once, in bytes
 DTYPES = (torch.bfloat16, torch.float32)  # those that the kernel knows
+
+
+class Meeting(dist.Store):
+    """The ranks' store, for PyTorch's exchange of handles.
+
+    That numbers the exchanges of a process, not those of a group: the leader of a second engine would count on where
+    the first one ended, and its workers, new processes, from 0. Here everybody starts at 0.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: dict[str, int] = {}  # number that each kind of exchange began with
+
+    def _key(self, key: str) -> str:
+        found = re.fullmatch(r"(.*)/(\d+)/(\d+)", key)  # kind, number, rank
+        if found is None:
+            return key
+        kind, number = found[1], int(found[2])
+        return f"{kind}/{number - self._first.setdefault(kind, number)}/{found[3]}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        found = [self._key(key) for key in keys]
+        self._store.wait(found) if timeout is None else self._store.wait(found, timeout)
 
 
 class OneShot:
@@ -33,8 +65,9 @@ class OneShot:
             store.set("one-shot", uuid4().hex)
         # PyTorch finds a group by its name. This one has no backend: it is only ranks and a store where they meet.
         self.name = cast("Any", store.get("one-shot").decode())
-        self._group = dist.ProcessGroup(dist.PrefixStore(self.name, store), rank, size)
-        _register_process_group(self.name, self._group)  # which it does not keep alive
+        self._meeting = Meeting(dist.PrefixStore(self.name, store))
+        self._group = dist.ProcessGroup(self._meeting, rank, size)
+        _register_process_group(self.name, self._group)  # which keeps neither alive
         self.buffer = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self.buffer, self.name)
 

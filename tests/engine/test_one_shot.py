@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.one_shot import SWITCH, OneShot
+from nanovllm.distributed.one_shot import SWITCH, Meeting, OneShot
 from nanovllm.distributed.spawned import SpawnedTeam
 from tests import oracle
 from tests.engine.ranks import STORY_MODEL, executor_of, generate, tokens
@@ -74,6 +75,22 @@ def test_a_group_sums_small_tensors_with_it_and_others_without() -> None:
     assert group.all_reduce(large).unique().tolist() == [10]
     group.leave()
     assert group.one_shot is None
+
+
+def test_ranks_meet_wherever_their_processes_count() -> None:
+    """PyTorch numbers the exchanges of a process: a leader of several engines is further on than its new workers."""
+    store = dist.HashStore()
+    meetings = [Meeting(store) for _ in range(2)]
+    ranks = [dist.PrefixStore("group", meeting) for meeting in meetings]  # as PyTorch wraps them
+    for i in range(3):
+        keys = [f"kind/{i + counted}/{rank}" for rank, counted in enumerate((7, 0))]
+        for rank, key in zip(ranks, keys, strict=True):
+            rank.set(key, f"of {key} in exchange {i}")
+        ranks[0].wait([f"kind/{i + 7}/1"])
+        assert ranks[0].get(f"kind/{i + 7}/1").decode() == f"of kind/{i}/1 in exchange {i}"
+        assert ranks[1].get(f"kind/{i}/0").decode() == f"of kind/{i + 7}/0 in exchange {i}"
+    ranks[0].set("other", "x")
+    assert ranks[1].get("other") == b"x"
 
 
 # --- on GPUs ---
