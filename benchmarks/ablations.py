@@ -48,7 +48,7 @@ def compiled() -> None:
     import torch
     import torch.nn.functional as F
 
-    without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "skinny_linear")()
+    without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "few_tokens")()
     from nanovllm.layers import norm, rope
     from nanovllm.models import transformer
 
@@ -68,7 +68,7 @@ FUSED = {
     "add_rms_norm": "add + RMSNorm not fused",
     "norm_rope_write": "norm + RoPE + KV write not fused",
     "silu_and_mul": "SiLU and multiply not fused",
-    "skinny_linear": "linear layers for few tokens not fused",
+    "few_tokens": "linear layers for few tokens not fused",
     "decode_inputs": "look-up of inputs not fused",
 }
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.all_reduce RESULT --ranks 2 --device cuda --kind nccl
 
-nccl:      what the engine does unless told otherwise (on a CPU: gloo).
-symmetric: PyTorch's kernels over symmetric memory: one-shot, which the engine can use for small messages (see
+nccl:      what the engine does with large messages (on a CPU: gloo).
+symmetric: PyTorch's kernels over symmetric memory: one-shot, which the engine uses for small messages (see
            `nanovllm/distributed/one_shot.py`), and two-shot, where each rank sums a part and spreads it.
 
 Each is measured as it would run in a recorded decode step: 20 behind one another in a CUDA graph, with the copies into
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.harness import ROOT
 from nanovllm.distributed.group import Group, devices_of
-from nanovllm.distributed.one_shot import SWITCH
+from nanovllm.distributed.one_shot import MAX_BYTES, SWITCH
 from nanovllm.distributed.spawned import SpawnedTeam
 
 SIZES = [1 << k for k in range(12, 25)]  # 4 KiB to 16 MiB: 4096 numbers of a token are 8 KiB
@@ -131,7 +131,7 @@ def in_a_process(ranks: int, device: str, kind: str, quick: bool) -> dict[str, A
 def table(ranks: int, device: str, quick: bool) -> dict[str, Any]:
     """All ways side by side; those that cannot run here are named in `failures`."""
     found: dict[str, Any] = {"ranks": ranks, "rows": [], "bytes_per_second": None, "failures": {}}
-    found["one_shot_bytes"] = int(os.environ.get(SWITCH, "0"))  # what the engine uses it for in this run
+    found["one_shot_bytes"] = int(os.environ.get(SWITCH, MAX_BYTES))  # what the engine uses it for in this run
     for kind in ("nccl", "symmetric") if device != "cpu" else ("nccl",):
         try:
             result = in_a_process(ranks, device, kind, quick)

@@ -8,9 +8,6 @@ The variants other than the engine as it is are experiments. On an H200 none of 
 known. So a few programs beside them ask for the first tiles of every program of the next layer's attention, at a
 measured pace, so that the weights need not queue behind them. Prediction for an H100: 13 MB a tile at 3 TB/s, so 4 us
 less of a layer for each, 0.1 ms of a step.
-*Few tokens*: our linear kernel loses against the library's from 17 tokens on, perhaps because inputs and weights of a
-program then fill so much shared memory that only one program fits, and 192 of them take two waves on 132
-multiprocessors. Half as many inputs at once would let them run in one. Prediction: 3 us less of a layer at batch 32.
 *Small tiles*: where a program has four tiles only, its start and its end count more than its reading.
 """
 
@@ -21,7 +18,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,12 +33,10 @@ from torch import Tensor
 from nanovllm.attention import triton_backend
 from nanovllm.attention.interface import AttentionMetadata, Shared
 from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.kernels import skinny_linear
 from nanovllm.kernels.launch import CACHE_LINE
 from nanovllm.kernels.paged_decode import DecodeConfig, decode_config
 from nanovllm.kernels.paged_tile import token_offsets
 from nanovllm.kernels.prefetch import prefetch
-from nanovllm.layers import linear
 
 MODEL = Path(__file__).parent / "shapes" / "Qwen3-0.6B"
 SIZES = [(1, 384), (8, 384), (16, 384), (32, 384), (64, 850), (128, 850), (256, 850)]
@@ -123,20 +118,6 @@ def keys_ahead(how: KeysAhead, kvs: list[Tensor]) -> Iterator[torch.cuda.Stream 
 
 
 @contextmanager
-def few_tokens(most: int, max_inner: int, _: list[Tensor]) -> Iterator[None]:
-    """Our linear kernel for up to `most` tokens, with that many inputs at once."""
-    usual = skinny_linear.skinny_config
-    limits = linear.MAX_FEW, linear.MAX_FEW_PARTIAL, skinny_linear.MAX_TOKENS
-    skinny_linear.skinny_config = lambda *shape: replace(usual(*shape), max_inner=max_inner)
-    linear.MAX_FEW = linear.MAX_FEW_PARTIAL = skinny_linear.MAX_TOKENS = most
-    try:
-        yield
-    finally:
-        skinny_linear.skinny_config = usual
-        linear.MAX_FEW, linear.MAX_FEW_PARTIAL, skinny_linear.MAX_TOKENS = limits
-
-
-@contextmanager
 def decode_layout(config: DecodeConfig, _: list[Tensor]) -> Iterator[None]:
     usual = triton_backend.decode_config
     triton_backend.decode_config = lambda *_: config
@@ -157,8 +138,6 @@ VARIANTS: dict[str, Variant] = {
     "keys ahead: 2 tiles, fast": partial(keys_ahead, KeysAhead(2, 64, 800)),
     "keys ahead: 3 tiles, fast": partial(keys_ahead, KeysAhead(3, 64, 800)),
     "keys ahead: 1 tile, between": partial(keys_ahead, KeysAhead(1, 128, 0, beside=False)),
-    "few tokens: 512 inputs": partial(few_tokens, 64, 512),
-    "few tokens: 256 inputs": partial(few_tokens, 64, 256),
     "small tiles": partial(decode_layout, DecodeConfig(32, 4, 3, 4)),
     "few programs": partial(decode_layout, DecodeConfig(64, 4, 4, 2)),
 }

@@ -1,9 +1,10 @@
 """Collectives among the ranks of one engine: NCCL on GPUs, gloo on CPUs."""
 
 import ctypes
+import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanovllm.distributed.one_shot import OneShot
+
+logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)  # how long ranks wait for each other (see `watch`)
@@ -36,7 +39,8 @@ class Group:
         self._backend: Any = None  # between `join` and `leave`
         self.one_shot: OneShot | None = None  # what sums small tensors instead, where that is wanted
         self.recorded: list[torch.cuda.CUDAGraph] = []  # graphs that may hold collectives
-        self._abort: threading.Thread | None = None
+        self._tidying: list[threading.Thread] = []
+        self._stream: torch.cuda.Stream | None = None  # that steps run on
 
     def join(self, store: dist.Store, host: str = HOST, timeout: timedelta = TIMEOUT) -> None:
         """Meet the others at `store`; returns when all are there. On CPUs they talk through the interface that has the
@@ -54,7 +58,23 @@ class Group:
             self._backend = gloo(store, self.rank, self.size, options)
         self.all_reduce(torch.zeros(1, device=self.device)).item()  # NCCL connects at its first collective
         if self.device.type == "cuda":
-            self.one_shot = OneShot.wanted(self.rank, self.size, store, self.device)
+            self._stream = torch.cuda.current_stream(self.device)
+            self.one_shot = self._join_one_shot(store)
+
+    def _join_one_shot(self, store: dist.Store) -> OneShot | None:
+        """All ranks have it, or none."""
+        max_bytes, asked = OneShot.wanted(self.rank, self.size, self.device)
+        max_bytes = self.smallest(max_bytes)
+        if not max_bytes:
+            return None
+        made: OneShot | None = None
+        try:
+            made = OneShot(self.rank, self.size, store, self.device, max_bytes)
+        except (RuntimeError, ValueError) as error:  # of a container that may not share handles, say
+            if asked:
+                raise
+            logger.warning("small sums go through NCCL, because GPU memory cannot be shared: %s", error)
+        return made if self.smallest(int(made is not None)) else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same on every rank, often in the same memory. On a GPU it is queued, not waited
@@ -65,6 +85,10 @@ class Group:
             with self._others() as backend:
                 self._wait(backend.allreduce([x]))
         return x
+
+    def sums_at_once(self, num_bytes: int) -> bool:
+        """Whether a sum of so many bytes is one exchange among the ranks, so that its size hardly matters."""
+        return self.one_shot is not None and num_bytes <= len(self.one_shot.buffer)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' x, one after another, on every rank: contiguous [...] -> [R, ...]."""
@@ -125,10 +149,16 @@ class Group:
     def leave(self) -> None:
         """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result.
         Called from any thread; what NCCL then has to tidy up is left to one of its own."""
-        backend, self._backend, self.one_shot = self._backend, None, None
-        if backend is not None and self.device.type == "cuda":
-            self._abort = threading.Thread(target=backend.abort, name="nanovllm-abort", daemon=True)
-            self._abort.start()
+        backend, one_shot, self._backend, self.one_shot = self._backend, self.one_shot, None, None
+        if backend is None or self.device.type != "cuda":
+            return
+        if one_shot is not None and self._stream is not None:
+            self._tidy(one_shot.release, self._stream)
+        self._tidy(backend.abort)
+
+    def _tidy(self, what: Callable[..., object], *args: object) -> None:
+        self._tidying.append(threading.Thread(target=what, args=args, name="nanovllm-tidy", daemon=True))
+        self._tidying[-1].start()
 
     def close(self) -> None:
         """Leave, and wait until that is done: a process that ends in the middle of it is torn down by NCCL.
@@ -138,8 +168,8 @@ class Group:
         self.leave()
         while self.recorded:
             self.recorded.pop().reset()
-        if self._abort is not None:
-            self._abort.join(ABORTED)
+        while self._tidying:
+            self._tidying.pop().join(ABORTED)
 
 
 def devices_of(first: torch.device, ranks: int) -> list[torch.device]:

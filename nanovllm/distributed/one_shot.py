@@ -5,14 +5,17 @@ see it, waits for theirs, and reads them all: one exchange instead of several. E
 there are ranks, so that NCCL wins again where they are long. (TensorRT-LLM and vLLM have kernels of their own for this;
 this one is PyTorch's, in `torch.ops.symm_mem`.)
 
-Off unless NANOVLLM_ONE_SHOT_BYTES says up to how many bytes it is used: `python -m benchmarks.tensor_parallel` shows up
-to where it is faster. All ranks must be on one host whose GPUs reach each other's memory.
+Used up to MAX_BYTES where all ranks are on one host whose GPUs reach each other's memory. NANOVLLM_ONE_SHOT_BYTES says
+otherwise, 0 for never; `python -m benchmarks.tensor_parallel` shows up to where it is faster.
+
+A kernel that waits for a rank that is no more would wait for ever, and the GPU with it: see `release`.
 """
 
 import os
 import re
 from datetime import timedelta
-from typing import Any, Optional, cast
+from time import monotonic
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
@@ -20,8 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 SWITCH = "NANOVLLM_ONE_SHOT_BYTES"
+MAX_BYTES = 256 * 1024  # up to which it was the fastest on two H200s
 ALIGNMENT = 16  # what a thread reads at once, in bytes
 DTYPES = (torch.bfloat16, torch.float32)  # those that the kernel knows
+PATIENCE = timedelta(seconds=30)  # how long ranks wait for each other's handles
+QUIET, RELEASE = 0.2, 5.0  # seconds until kernels count as stuck, and for letting go of them
 
 
 class Meeting(dist.Store):
@@ -50,8 +56,7 @@ class Meeting(dist.Store):
         return self._store.get(self._key(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        found = [self._key(key) for key in keys]
-        self._store.wait(found) if timeout is None else self._store.wait(found, timeout)
+        self._store.wait([self._key(key) for key in keys], PATIENCE if timeout is None else timeout)
 
 
 class OneShot:
@@ -69,16 +74,37 @@ class OneShot:
         self._group = dist.ProcessGroup(self._meeting, rank, size)
         _register_process_group(self.name, self._group)  # which keeps neither alive
         self.buffer = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(self.buffer, self.name)
+        handle: Any = symmetric_memory.rendezvous(self.buffer, self.name)
+        # A rank's pad has a word for each signal that it waits for: 1 from when it was given until it was seen.
+        self._pads = [handle.get_signal_pad(peer, dtype=torch.int32) for peer in range(size)]
+        self._rank, self._device = rank, device
 
-    @classmethod
-    def wanted(cls, rank: int, size: int, store: dist.Store, device: torch.device) -> Optional["OneShot"]:
-        """None where it is not switched on. Raises ValueError if the switch is no number."""
-        value = os.environ.get(SWITCH, "0")
+    @staticmethod
+    def wanted(rank: int, size: int, device: torch.device) -> tuple[int, bool]:
+        """Up to how many bytes, and whether somebody asked for it. Raises ValueError if the switch is no number."""
+        value = os.environ.get(SWITCH)
+        if value is None:
+            peers = [(device.index or 0) - rank + peer for peer in range(size)]
+            return (MAX_BYTES if all(reaches(device, peer) for peer in peers) else 0), False
         if not value.isdecimal():
             raise ValueError(f"{SWITCH} must be a number of bytes, 0 for never; got {value!r}")
-        max_bytes = int(value) // ALIGNMENT * ALIGNMENT
-        return cls(rank, size, store, device, max_bytes) if max_bytes else None
+        return int(value) // ALIGNMENT * ALIGNMENT, True
+
+    def release(self, stream: torch.cuda.Stream) -> None:
+        """Let kernels end that wait on `stream` for a rank that is gone. Their sums mean nothing. Called in a thread.
+
+        They wait for signals of others, and for the others to have seen their own: both are done in the others' place,
+        again and again until the stream is empty.
+        """
+        began = monotonic()
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+            done = torch.cuda.Event()
+            done.record(stream)
+            while not done.query() and monotonic() < began + RELEASE:
+                if monotonic() > began + QUIET:
+                    for peer, pad in enumerate(self._pads):
+                        pad.fill_(int(peer == self._rank))
+                    torch.cuda.current_stream().synchronize()
 
     def takes(self, x: Tensor) -> bool:
         return x.dtype in DTYPES and x.is_contiguous() and 0 < x.nbytes <= len(self.buffer) and not x.nbytes % ALIGNMENT
@@ -88,3 +114,10 @@ class OneShot:
         own = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
         summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(own, x, "sum", self.name)
         return summed
+
+
+def reaches(device: torch.device, peer: int) -> bool:
+    """Whether `device` is the GPU `peer`, or can read its memory."""
+    if device.type != "cuda" or not 0 <= peer < torch.cuda.device_count():
+        return False
+    return peer == (device.index or 0) or torch.cuda.can_device_access_peer(device, peer)

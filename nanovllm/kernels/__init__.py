@@ -15,7 +15,7 @@ class FusedKernels(NamedTuple):
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     norm_rope_write: Callable[..., torch.Tensor] | None = None
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor] | None = None
-    skinny_linear: Callable[..., torch.Tensor] | None = None
+    few_tokens: Callable[..., Callable[..., torch.Tensor] | None] | None = None
     sample_rows: Callable[..., torch.Tensor] | None = None
     decode_inputs: Callable[..., None] | None = None
 
@@ -27,9 +27,9 @@ def fused_kernels(device: torch.device) -> FusedKernels:
         return FusedKernels()
     from nanovllm.kernels.add_rms_norm import add_rms_norm
     from nanovllm.kernels.decode_inputs import decode_inputs
+    from nanovllm.kernels.few_tokens import few_tokens
     from nanovllm.kernels.norm_rope_write import norm_rope_write
     from nanovllm.kernels.sample import sample_rows
     from nanovllm.kernels.silu_and_mul import silu_and_mul
-    from nanovllm.kernels.skinny_linear import skinny_linear
 
-    return FusedKernels(add_rms_norm, norm_rope_write, silu_and_mul, skinny_linear, sample_rows, decode_inputs)
+    return FusedKernels(add_rms_norm, norm_rope_write, silu_and_mul, few_tokens, sample_rows, decode_inputs)

@@ -12,6 +12,7 @@ on it.
 import importlib.util
 import sys
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -34,3 +35,12 @@ def why_no_kernels(device: torch.device) -> str | None:
 def overlaps_launches(device: torch.device) -> bool:
     """Whether `device` knows programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that a program can have; those of a Hopper GPU for what is no GPU."""
+    if device.type != "cuda":
+        return 227 * 1024
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)

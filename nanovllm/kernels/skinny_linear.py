@@ -10,6 +10,8 @@ the parts are summed at the end.
 
 A layer with few columns and many inputs would keep too few multiprocessors busy. `partial=True` cuts its inputs among
 programs (split-K) and leaves the sums to whoever reads the result: the norm that follows, which reads it anyway.
+
+Layers that are larger, and more tokens, are for `tiled_linear`: `few_tokens.py` chooses.
 """
 
 from dataclasses import dataclass
@@ -20,9 +22,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
-from nanovllm.kernels.split_linear import split_linear
-
-MAX_TOKENS = 32  # up to which this kernel was the faster of the two on an H200
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,9 @@ def skinny_linear(
 
     in is a multiple of 128 and the result's columns are one of 32: there are no masks for the ends of weights.
     bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
-    partial: without bias and gate -> [S, T, out] float32, to be summed over S. For more tokens by `split_linear`,
-             unless `config` asks for this kernel.
+    partial: without bias and gate -> [S, T, out] float32, to be summed over S.
     """
     num_tokens, inputs = x.shape
-    if partial and num_tokens > MAX_TOKENS and config is None:
-        return split_linear(x, weight)
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     config = config or skinny_config(outputs, gated)
     inner = inner_length(inputs, config.max_inner)

@@ -9,12 +9,6 @@ from torch import Tensor, nn
 from nanovllm import kernels
 from nanovllm.distributed.group import Group
 
-# Tokens up to which our kernels beat the library's on an H200: of narrow layers that need not add up their parts, of
-# wide ones, and of those that give the sum.
-MAX_FEW_NARROW, NARROW = 128, 2048
-MAX_FEW_PARTIAL = 32
-MAX_FEW = 16
-
 
 class Linear(nn.Module):
     """y = x W^T + b. Unlike `nn.Linear` it leaves its parameters uninitialised: the loader fills every one of them.
@@ -33,9 +27,9 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]"""
-        skinny = few_tokens_kernel(x, self.weight)
+        few = few_tokens_kernel(x, self.weight)
         bias = self.bias if self.group is None else None
-        y = F.linear(x, self.weight, bias) if skinny is None else skinny(x, self.weight, bias)
+        y = F.linear(x, self.weight, bias) if few is None else few(x, self.weight, bias)
         if self.group is None:
             return y
         y = self.group.all_reduce(y)
@@ -43,10 +37,12 @@ class Linear(nn.Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """The same for `RMSNorm.add` to read: x [T, in] -> [T, out], or parts to be summed [S, T, out] float32."""
-        if self.bias is not None or self.group is not None:
+        few = None
+        if self.bias is None and (self.group is None or self.group.sums_at_once(16 * x.shape[0] * len(self.weight))):
+            few = few_tokens_kernel(x, self.weight, partial=True)
+        if few is None:
             return self(x)
-        skinny = few_tokens_kernel(x, self.weight, partial=True)
-        return self(x) if skinny is None else skinny(x, self.weight, partial=True)
+        return few(x, self.weight) if self.group is None else self.group.all_reduce(few(x, self.weight))
 
 
 class MergedLinear(Linear):
@@ -67,10 +63,11 @@ class MergedLinear(Linear):
                 yield f"{name}.{kind}", rows
 
 
-def few_tokens_kernel(x: Tensor, weight: Tensor, partial: bool = False) -> Callable[..., Tensor] | None:
-    """The linear kernel for few tokens, where x [T, in] has so few and it can serve such a layer."""
+def few_tokens_kernel(
+    x: Tensor, weight: Tensor, *, gated: bool = False, partial: bool = False
+) -> Callable[..., Tensor] | None:
+    """The kernel for such a layer where x [T, in] has so few tokens that one of ours is better than the library's."""
     fused = kernels.fused_kernels(x.device)
-    outputs, inputs = weight.shape
-    most = (MAX_FEW_NARROW if outputs <= NARROW else MAX_FEW_PARTIAL) if partial else MAX_FEW
-    fits = x.shape[0] <= most and x.dtype != torch.float32 and inputs % 128 == 0 and outputs % 64 == 0
-    return fused.skinny_linear if fits and fused.add_rms_norm is not None else None  # the norm sums the parts
+    if fused.few_tokens is None or fused.add_rms_norm is None:  # the norm sums the parts
+        return None
+    return fused.few_tokens(x.shape[0], weight, gated=gated, partial=partial)

@@ -68,10 +68,9 @@ class MLP(nn.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.variant.mlp_bias, dtype=c.dtype, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
-        skinny = few_tokens_kernel(x, self.gate_up_proj.weight) if self.gate_up_proj.bias is None else None
-        if skinny is not None:
-            return self.down_proj.partial(skinny(x, self.gate_up_proj.weight, gated=True))
-        return self.down_proj.partial(silu_and_mul(self.gate_up_proj(x)))
+        weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
+        few = few_tokens_kernel(x, weight, gated=True) if bias is None else None
+        return self.down_proj.partial(silu_and_mul(self.gate_up_proj(x)) if few is None else few(x, weight))
 
 
 class Layer(nn.Module):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanovllm.distributed.group import Group, PeerLost
+from nanovllm.distributed.one_shot import OneShot
 
 
 class Nccl:
@@ -60,3 +61,20 @@ def test_closing_frees_the_graphs_and_waits_for_the_end(group: Group, nccl: Nccl
     group.close()
     assert nccl.done.is_set() and not group.recorded and not group.connected
     group.close()  # again, for nothing
+
+
+def test_kernels_that_wait_in_shared_memory_are_let_go_meanwhile(group: Group, nccl: Nccl) -> None:
+    """In the order of a stream either may stand before the other, so neither waits for the other."""
+    released = threading.Event()
+
+    class Waiting(OneShot):
+        def release(self, stream: Any) -> None:
+            assert stream == "where steps run" and nccl.aborted.wait(10)
+            released.set()
+
+    stream: Any = "where steps run"
+    group.one_shot, group._stream = Waiting.__new__(Waiting), stream
+    group.give_up("rank 1 died")
+    assert released.wait(10) and not nccl.done.is_set() and not group.sums_at_once(1)
+    group.close()
+    assert nccl.done.is_set()

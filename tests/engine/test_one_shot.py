@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.one_shot import SWITCH, Meeting, OneShot
+from nanovllm.distributed.one_shot import MAX_BYTES, SWITCH, Meeting, OneShot, reaches
 from nanovllm.distributed.spawned import SpawnedTeam
 from tests import oracle
 from tests.engine.ranks import STORY_MODEL, executor_of, generate, tokens
@@ -18,7 +18,7 @@ from tests.stages.requests import story_prompts
 
 CPU = torch.device("cpu")
 GPUS = pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
-MAX_BYTES = 1 << 16
+MOST = 1 << 16
 
 
 def with_buffer(max_bytes: int) -> OneShot:
@@ -28,16 +28,35 @@ def with_buffer(max_bytes: int) -> OneShot:
     return one_shot
 
 
-def test_it_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    nowhere: Any = None
+@pytest.mark.parametrize("reachable", [False, True])
+def test_it_is_used_where_all_ranks_reach_each_other(reachable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.device, int]] = []
+
+    def reaches(device: torch.device, peer: int) -> bool:
+        asked.append((device, peer))
+        return reachable or peer < 3
+
     monkeypatch.delenv(SWITCH, raising=False)
-    assert OneShot.wanted(0, 2, nowhere, CPU) is None
+    monkeypatch.setattr("nanovllm.distributed.one_shot.reaches", reaches)
+    device = torch.device("cuda", 2)
+    assert OneShot.wanted(1, 4, device) == (MAX_BYTES if reachable else 0, False)
+    assert asked[:3] == [(device, 1), (device, 2), (device, 3)], "rank 1 is on GPU 2, so rank 0 on GPU 1"
+
+
+def test_a_gpu_that_is_not_there_cannot_be_reached() -> None:
+    assert not reaches(CPU, 0) and not reaches(torch.device("cuda", 0), -1)
+    assert not reaches(torch.device("cuda", 0), torch.cuda.device_count())
+
+
+def test_somebody_can_say_for_what_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    assert OneShot.wanted(0, 2, nowhere, CPU) is None
+    assert OneShot.wanted(0, 2, CPU) == (0, True)
+    monkeypatch.setenv(SWITCH, "1000")
+    assert OneShot.wanted(0, 2, CPU) == (992, True), "whole reads of a thread"
     for value in ("-1", "64k", ""):
         monkeypatch.setenv(SWITCH, value)
         with pytest.raises(ValueError, match=f"{SWITCH} must be a number of bytes.*{value!r}"):
-            OneShot.wanted(0, 2, nowhere, CPU)
+            OneShot.wanted(0, 2, CPU)
 
 
 def test_it_takes_what_fits_and_nothing_else() -> None:
@@ -73,6 +92,7 @@ def test_a_group_sums_small_tensors_with_it_and_others_without() -> None:
     group.one_shot.buffer = torch.empty(1024, dtype=torch.uint8)
     assert group.all_reduce(small).unique().tolist() == [1]
     assert group.all_reduce(large).unique().tolist() == [10]
+    assert group.sums_at_once(1024) and not group.sums_at_once(1025)
     group.leave()
     assert group.one_shot is None
 
@@ -130,7 +150,7 @@ def compare_with_nccl(group: Group) -> Callable[[Any], object]:
 
 @GPUS
 def test_sums_are_exact(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, str(MAX_BYTES))
+    monkeypatch.setenv(SWITCH, str(MOST))
     team = SpawnedTeam([torch.device("cuda", i) for i in range(size)], compare_with_nccl)
     try:
         team.join()
@@ -143,7 +163,7 @@ def test_sums_are_exact(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @GPUS
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_stories_are_hf_s(size: int, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, str(MAX_BYTES))
+    monkeypatch.setenv(SWITCH, str(MOST))
     prompts = story_prompts(STORY_MODEL)[:8]
     params: Any = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     config: dict[str, Any] = {"device": "cuda", "dtype": "float32", "num_kv_blocks": 64, "enforce_eager": eager}

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from nanovllm.kernels import (
     add_rms_norm,
     decode_inputs,
+    few_tokens,
     kv_write,
     norm_rope_write,
     paged_decode,
@@ -23,7 +24,7 @@ from nanovllm.kernels import (
     sample,
     silu_and_mul,
     skinny_linear,
-    split_linear,
+    tiled_linear,
 )
 
 ELEMENT_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -137,13 +138,23 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
                 constants |= {"INNER": inner, "STEPS": 1 if partial else inputs // inner, "GATED": int(gated)} | pdl
                 constants["PARTS"] = config.num_warps
                 found[f"{name} x {tokens}"] = memory(skinny_linear._skinny_linear_kernel, constants, config.num_warps)
-        tile = {"TOKENS": split_linear.TOKENS, "COLUMNS": split_linear.COLUMNS, "INNER": split_linear.INNER}
-        constants = tile | {"INPUTS": 3072, "OUTPUTS": 1024, "DEPTH": 1536, "LINES": 8, "LINE": 64} | pdl
-        found["split down"] = memory(split_linear._split_linear_kernel, constants, stages=4)
+        for tokens, (inputs, outputs, gated, partial) in product((16, 32, 64), TILED if capability == 90 else []):
+            tile = few_tokens.choose_tile(tokens, inputs * outputs * 2 < few_tokens.SMALL, gated, partial)
+            constants = {"TOKENS": tokens, "COLUMNS": tile.columns, "INNER": tile.inner, "SWAPPED": int(tile.swapped)}
+            constants |= {"GATED": int(gated), "BIAS": 0, "LINES": 8, "LINE": 64} | pdl
+            name = f"tiled {outputs} x {tokens}"
+            found[name] = memory(tiled_linear._tiled_linear_kernel, constants, stages=tile.num_stages)
     return found
 
 
 # inputs, outputs, gated, partial
+TILED = [
+    (1024, 4096, False, False),
+    (1024, 6144, True, False),
+    (3072, 1024, False, True),
+    (4096, 24576, True, False),
+    (12288, 4096, False, True),
+]
 SKINNY = [
     ("qkv", 1024, 4096, False, False),
     ("o", 2048, 1024, False, True),

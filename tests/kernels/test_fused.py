@@ -1,6 +1,8 @@
 """The fused kernels against the plain operations that they stand for. fp32 in the interpreter; on a GPU in bf16 too."""
 
 from collections.abc import Callable
+from functools import partial as bind
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels.add_rms_norm import add_rms_norm
 from nanovllm.kernels.decode_inputs import decode_inputs
+from nanovllm.kernels.few_tokens import few_tokens
 from nanovllm.kernels.kv_write import kv_write_reference
 from nanovllm.kernels.norm_rope_write import norm_rope_write
 from nanovllm.kernels.sample import sample_rows
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.skinny_linear import skinny_linear
+from nanovllm.kernels.tiled_linear import Tile, num_splits, tiled_linear
 from nanovllm.layers.norm import rms_norm
 from nanovllm.layers.rope import RotaryEmbedding, apply_rope
 from nanovllm.runner.rows import decode_inputs_reference
@@ -217,12 +221,53 @@ def test_skinny_linear(where: Where, num_tokens: int, kind: str, inputs: int) ->
     assert error < (1e-5 if ours.dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("num_tokens", [33, 64, 100])
-@pytest.mark.parametrize("inputs", [384, 512])
-def test_split_linear(where: Where, num_tokens: int, inputs: int) -> None:
-    """Where there are too many tokens for the skinny kernel. In two parts where they come out even."""
-    x, weight = normal(where, num_tokens, inputs), normal(where, 64, inputs, seed=1) / 16
-    parts = skinny_linear(x, weight, partial=True)
-    assert parts.shape == (2 if inputs == 512 else 1, num_tokens, 64) and parts.dtype == torch.float32
+TILES = [Tile(32, 128, 3, swapped=False), Tile(64, 256, 3, swapped=True)]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=["tokens first", "weights first"])
+@pytest.mark.parametrize("num_tokens", [1, 20, 64, 100])
+@pytest.mark.parametrize("kind", ["plain", "bias", "gated", "partial"])
+def test_tiled_linear(where: Where, num_tokens: int, kind: str, tile: Tile) -> None:
+    inputs, outputs = 512, 128
+    x, weight = normal(where, num_tokens, inputs), normal(where, outputs, inputs, seed=1) / 16
+    bias = normal(where, outputs, seed=3)
     truth = x.double() @ weight.double().t()
-    assert (parts.sum(0).double() - truth).norm() / truth.norm() < 1e-5
+    if kind == "bias":
+        ours, truth = tiled_linear(x, weight, bias, tile=tile), truth + bias
+    elif kind == "gated":
+        gate, up = truth.chunk(2, -1)
+        ours, truth = tiled_linear(x, weight, tile=tile, gated=True), torch.nn.functional.silu(gate) * up
+    elif kind == "partial":
+        ours = tiled_linear(x, weight, tile=tile, partial=True)
+        assert ours.shape == (inputs // tile.inner, num_tokens, outputs) and ours.dtype == torch.float32
+        ours = ours.sum(0)
+    else:
+        ours = tiled_linear(x, weight, tile=tile)
+    assert ours.shape == truth.shape
+    error = (ours.double() - truth).norm() / truth.norm()
+    assert error < (1e-5 if ours.dtype == torch.float32 else 1e-2)
+
+
+def test_inputs_are_cut_for_the_programs_of_a_large_gpu_at_most() -> None:
+    assert [num_splits(4096, tiles, 256) for tiles in (1, 16, 32, 64, 65, 128, 500)] == [4, 4, 4, 2, 1, 1, 1]
+    assert [num_splits(inputs, 1, 256) for inputs in (256, 384, 512, 768, 1024, 3072)] == [1, 1, 2, 1, 4, 4]
+
+
+@pytest.mark.parametrize("how", [{}, {"gated": True}, {"partial": True}], ids=["plain", "gated", "partial"])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 40, 64, 65, 128, 129])
+def test_few_tokens_get_a_kernel_that_fits_them(how: dict[str, bool], num_tokens: int) -> None:
+    """Large and small layers, and those of odd shapes, without running them."""
+    used = 0
+    for outputs, inputs in product((64, 96, 1024, 4096, 6144, 24576), (64, 128, 1024, 3072, 4096)):
+        weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+        chosen = few_tokens(num_tokens, weight, **how)
+        assert few_tokens(num_tokens, weight.float(), **how) is None, "they are for 16 bits"
+        if chosen is None:
+            continue
+        used += 1
+        columns = outputs // 2 if how.get("gated") else outputs
+        assert isinstance(chosen, bind) and inputs % 128 == 0 and num_tokens <= 128
+        tile = chosen.keywords.get("tile")
+        assert columns % (32 if tile is None else tile.columns) == 0
+        assert tile is not None or num_tokens <= 16, "too many for the kernel that takes all weights at once"
+    assert used or num_tokens > (128 if how.get("partial") else 64)
