@@ -41,7 +41,8 @@ class TritonBackend:
         few_queries = meta.max_query_len * group <= MAX_ROWS
         num_decodes = num_sequences if few_queries else meta.num_decodes
         if num_decodes:
-            max_queries = meta.max_query_len if few_queries else 1
+            # One kernel for any few of them: each number of its own would be compiled when it first comes up.
+            max_queries = MAX_ROWS // group if few_queries and meta.max_query_len > 1 else 1
             self._decode(q, kv, meta, scale, out, num_decodes, max_queries, {} if shared is None else shared)
         if num_decodes < num_sequences:
             self._prefill(q, kv, meta, scale, out, num_decodes)

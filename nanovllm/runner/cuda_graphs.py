@@ -13,7 +13,7 @@ is that a context is read once for every guess, instead of once for all; so it i
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,8 +22,13 @@ from tqdm import tqdm
 
 from nanovllm.attention.interface import AttentionMetadata
 from nanovllm.config import EngineConfig
+from nanovllm.engine.plan import Scheduled
 from nanovllm.kernels import fused_kernels
+from nanovllm.runner.batch import make_batch
 from nanovllm.runner.rows import Rows, decode_inputs_reference
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -159,3 +164,19 @@ class DecodeGraphs:
         array[0, n:] = self.rows.scratch_row
         array[1, n:] = 0
         batch.packed.copy_(host[: 2 * batch.size], non_blocking=True)
+
+
+@torch.inference_mode()
+def warm_up(runner: "ModelRunner") -> None:
+    """Launch a step of each kind that is not recorded: a chunk beside a decode, many chunks, a few tokens.
+
+    A kernel is compiled when it is first launched, and no request should wait for that. All is done by the scratch row.
+    """
+    rows = runner.rows
+    longest = rows.token_ids.shape[1] - 1
+    for lengths in (1, 32), (32,) * 33, (3,):
+        work = [Scheduled(-1, rows.scratch_row, 0, min(n, longest), sample=True, new_blocks=()) for n in lengths]
+        batch = make_batch(work, rows)
+        hidden = runner.model(batch.input_ids, batch.positions, runner.bind_attention(batch.attention))
+        logits = runner.model.logits(hidden[batch.sampled_tokens])
+        runner.draw(logits, batch.sampled_rows, batch.next_positions)

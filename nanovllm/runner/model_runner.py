@@ -27,6 +27,7 @@ from nanovllm.runner.cuda_graphs import (
     DecodeGraphs,
     Recorder,
     largest_batch,
+    warm_up,
 )
 from nanovllm.runner.draft import DraftModel, load_draft
 from nanovllm.runner.logprobs import TopLogprobs
@@ -139,9 +140,9 @@ class ModelRunner:
             self.logits = torch.empty(largest, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(self.rows, largest, self.decode, recorder)
-        self.draft: DraftModel | None = None
-        if draft is not None:
-            self.draft = DraftModel(draft, config, self.rows, self.sampling, recorder)
+        self.draft = None if draft is None else DraftModel(draft, config, self.rows, self.sampling, recorder)
+        if device.type == "cuda":
+            warm_up(self)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> StepOutput:

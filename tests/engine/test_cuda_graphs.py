@@ -11,7 +11,7 @@ import nanovllm.llm
 from benchmarks.replay import Replay
 from nanovllm import LLM, SamplingParams
 from nanovllm.runner import model_runner
-from nanovllm.runner.cuda_graphs import DecodeGraphs, batch_sizes, record_nothing
+from nanovllm.runner.cuda_graphs import DecodeGraphs, batch_sizes, record_nothing, warm_up
 from nanovllm.runner.model_runner import ModelRunner
 from tests.stages.requests import PROMPTS
 from tests.weights import VOCAB, lively_qwen3
@@ -188,3 +188,20 @@ def test_recorded_and_plain_agree_in_half_precision(dtype: str, checkpoints: Pat
     recorded, plain = LLM(path, **config), LLM(path, enforce_eager=True, **config)
     a, b = torch.tensor(logprobs(recorded, prompts)), torch.tensor(logprobs(plain, prompts))
     assert (a - b).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("max_model_len", [2, 20, 200])
+def test_warming_up_touches_no_block_and_no_row(checkpoints: Path, max_model_len: int) -> None:
+    with LLM(
+        lively_qwen3(checkpoints), device="cpu", skip_tokenizer_init=True, kvcache_block_size=4, num_kv_blocks=50,
+        max_model_len=max_model_len,
+    ) as llm:  # fmt: skip
+        runner: ModelRunner = llm.engine.executor.runner
+        for kv in runner.kv:
+            kv[:, :-1].normal_()
+        before = [kv[:, :-1].clone() for kv in runner.kv]
+        rows = runner.rows.token_ids[:-1].clone()
+        warm_up(runner)
+        assert all(torch.equal(kv[:, :-1], old) for kv, old in zip(runner.kv, before, strict=True))
+        assert torch.equal(runner.rows.token_ids[:-1], rows)
+        assert any(kv[:, -1].any() for kv in runner.kv), "the scratch block was written"

@@ -1,6 +1,7 @@
 """The engine on a GPU: fp32 exactly, bf16 and fp16 by the oracle's rules, under every backend; and its memory limit."""
 
 import importlib.util
+import pkgutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,33 @@ def test_the_memory_limit_is_kept(share: float) -> None:
 def test_too_little_memory_says_how_much_is_missing() -> None:
     with pytest.raises(ValueError, match=r"GiB are missing.*gpu_memory_utilization"):
         LLM(STORY_MODEL, device="cuda", gpu_memory_utilization=0.001)
+
+
+def compiled() -> int:
+    """How many variants of our kernels this process has compiled."""
+    import triton
+
+    import nanovllm.kernels as package
+
+    found = 0
+    for module in pkgutil.iter_modules(package.__path__):
+        for kernel in vars(importlib.import_module(f"nanovllm.kernels.{module.name}")).values():
+            if isinstance(kernel, triton.JITFunction) and hasattr(kernel, "device_caches"):
+                found += sum(len(caches[0]) for caches in kernel.device_caches.values())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_no_request_waits_for_a_compiler(dtype: torch.dtype, checkpoints: Path) -> None:
+    """Whole and cached prompts, short and long, alone and beside decodes: all that was compiled when it started."""
+    with LLM(
+        lively_qwen3(checkpoints), device="cuda", dtype=dtype, skip_tokenizer_init=True, kvcache_block_size=16,
+        num_kv_blocks=400, max_num_seqs=64, max_num_batched_tokens=256,
+    ) as llm:  # fmt: skip
+        before = compiled()
+        assert before > 10
+        prompts = [[(7 * i + j) % 500 for j in range(n)] for i, n in enumerate([1, 2, 15, 16, 17, 40, 100, 300] * 6)]
+        params = [SamplingParams(temperature=i % 2, max_tokens=1 + i % 9, ignore_eos=True) for i in range(len(prompts))]
+        llm.generate(prompts, params, use_tqdm=False)
+        llm.generate([[*prompt, 3, *[5] * (i % 11)] for i, prompt in enumerate(prompts)], params, use_tqdm=False)
+        assert compiled() == before
