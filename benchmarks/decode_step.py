@@ -8,6 +8,7 @@ The variants other than the engine as it is are experiments. On an H200 none of 
 known. So a few programs beside them ask for the first tiles of every program of the next layer's attention, at a
 measured pace, so that the weights need not queue behind them. Prediction for an H100: 13 MB a tile at 3 TB/s, so 4 us
 less of a layer for each, 0.1 ms of a step.
+*Half batches*: see `benchmarks/half_batches.py`.
 *Small tiles*: where a program has four tiles only, its start and its end count more than its reading.
 """
 
@@ -30,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks import half_batches
 from nanovllm.attention import triton_backend
 from nanovllm.attention.interface import AttentionMetadata, Shared
 from nanovllm.attention.triton_backend import TritonBackend
@@ -138,6 +140,7 @@ VARIANTS: dict[str, Variant] = {
     "keys ahead: 2 tiles, fast": partial(keys_ahead, KeysAhead(2, 64, 800)),
     "keys ahead: 3 tiles, fast": partial(keys_ahead, KeysAhead(3, 64, 800)),
     "keys ahead: 1 tile, between": partial(keys_ahead, KeysAhead(1, 128, 0, beside=False)),
+    **half_batches.VARIANTS,
     "small tiles": partial(decode_layout, DecodeConfig(32, 4, 3, 4)),
     "few programs": partial(decode_layout, DecodeConfig(64, 4, 4, 2)),
 }

@@ -7,10 +7,10 @@ from statistics import median
 from benchmarks import wording
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(card: str, directory: Path, name: str = "decode_step") -> list[str]:
     """A row for each idea, a column for each batch: milliseconds of the engine as it is, then the change that an idea
     makes; nothing without a record."""
-    path = directory / f"decode_step.{card}.json"
+    path = directory / f"{name}.{card}.json"
     if not path.is_file():
         return []
     result = json.loads(path.read_text(encoding="utf-8"))

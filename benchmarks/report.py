@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ ENGINE_TABLES = engine_report.TABLES | {
     "tensor_parallel": tensor_parallel_report.table,
     "serving": serving_report.table,
     "decode_step": decode_step_report.table,
+    "half_batches": partial(decode_step_report.table, name="half_batches"),
 }
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
 
