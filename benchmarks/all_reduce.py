@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.harness import ROOT
 from nanovllm.distributed.group import Group, devices_of
-from nanovllm.distributed.one_shot import MAX_BYTES, SWITCH
+from nanovllm.distributed.one_shot import SWITCH, default_bytes
 from nanovllm.distributed.spawned import SpawnedTeam
 
 SIZES = [1 << k for k in range(12, 25)]  # 4 KiB to 16 MiB: 4096 numbers of a token are 8 KiB
@@ -131,7 +131,8 @@ def in_a_process(ranks: int, device: str, kind: str, quick: bool) -> dict[str, A
 def table(ranks: int, device: str, quick: bool) -> dict[str, Any]:
     """All ways side by side; those that cannot run here are named in `failures`."""
     found: dict[str, Any] = {"ranks": ranks, "rows": [], "bytes_per_second": None, "failures": {}}
-    found["one_shot_bytes"] = int(os.environ.get(SWITCH, MAX_BYTES))  # what the engine uses it for in this run
+    # Up to how many bytes the engine uses it in this run
+    found["one_shot_bytes"] = int(os.environ.get(SWITCH, default_bytes(ranks)))
     for kind in ("nccl", "symmetric") if device != "cpu" else ("nccl",):
         try:
             result = in_a_process(ranks, device, kind, quick)

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)  # how long ranks wait for each other (see `watch`)
 SLICE = timedelta(seconds=0.5)  # how long a wait goes on after the group was given up
+LATENCY_BOUND = 128 * 1024  # bytes that one exchange takes hardly longer for than for none
 ABORTED = 10.0  # seconds for NCCL to let go of everything
 
 
@@ -87,8 +88,8 @@ class Group:
         return x
 
     def sums_at_once(self, num_bytes: int) -> bool:
-        """Whether a sum of so many bytes is one exchange among the ranks, so that its size hardly matters."""
-        return self.one_shot is not None and num_bytes <= len(self.one_shot.buffer)
+        """Whether a sum of so many bytes is one exchange among the ranks, and so small that its size hardly matters."""
+        return self.one_shot is not None and num_bytes <= min(LATENCY_BOUND, len(self.one_shot.buffer))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' x, one after another, on every rank: contiguous [...] -> [R, ...]."""

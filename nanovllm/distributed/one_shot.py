@@ -5,8 +5,8 @@ see it, waits for theirs, and reads them all: one exchange instead of several. E
 there are ranks, so that NCCL wins again where they are long. (TensorRT-LLM and vLLM have kernels of their own for this;
 this one is PyTorch's, in `torch.ops.symm_mem`.)
 
-Used up to MAX_BYTES where all ranks are on one host whose GPUs reach each other's memory. NANOVLLM_ONE_SHOT_BYTES says
-otherwise, 0 for never; `python -m benchmarks.tensor_parallel` shows up to where it is faster.
+Used up to `default_bytes` where all ranks are on one host whose GPUs reach each other's memory. NANOVLLM_ONE_SHOT_BYTES
+says otherwise, 0 for never; `python -m benchmarks.tensor_parallel` shows up to where it is faster.
 
 A kernel that waits for a rank that is no more would wait for ever, and the GPU with it: see `release`.
 """
@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 SWITCH = "NANOVLLM_ONE_SHOT_BYTES"
-MAX_BYTES = 256 * 1024  # up to which it was the fastest on two H200s
+MAX_BYTES = 256 * 1024  # more ranks read more messages
+MAX_BYTES_OF_TWO = 2 * 1024 * 1024  # up to where it was clearly faster than NCCL on two H200s
 ALIGNMENT = 16  # what a thread reads at once, in bytes
 DTYPES = (torch.bfloat16, torch.float32)  # those that the kernel knows
 PATIENCE = timedelta(seconds=30)  # how long ranks wait for each other's handles
@@ -85,7 +86,7 @@ class OneShot:
         value = os.environ.get(SWITCH)
         if value is None:
             peers = [(device.index or 0) - rank + peer for peer in range(size)]
-            return (MAX_BYTES if all(reaches(device, peer) for peer in peers) else 0), False
+            return (default_bytes(size) if all(reaches(device, peer) for peer in peers) else 0), False
         if not value.isdecimal():
             raise ValueError(f"{SWITCH} must be a number of bytes, 0 for never; got {value!r}")
         return int(value) // ALIGNMENT * ALIGNMENT, True
@@ -114,6 +115,10 @@ class OneShot:
         own = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
         summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(own, x, "sum", self.name)
         return summed
+
+
+def default_bytes(ranks: int) -> int:
+    return MAX_BYTES_OF_TWO if ranks == 2 else MAX_BYTES
 
 
 def reaches(device: torch.device, peer: int) -> bool:

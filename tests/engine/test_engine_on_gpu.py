@@ -159,8 +159,8 @@ def compiled() -> int:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_no_request_waits_for_a_compiler(dtype: torch.dtype, checkpoints: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_request_waits_for_a_compiler(dtype: str, checkpoints: Path) -> None:
     """Whole and cached prompts, short and long, alone and beside decodes: all that was compiled when it started."""
     with LLM(
         lively_qwen3(checkpoints), device="cuda", dtype=dtype, skip_tokenizer_init=True, kvcache_block_size=16,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.one_shot import MAX_BYTES, SWITCH, Meeting, OneShot, reaches
+from nanovllm.distributed.one_shot import SWITCH, Meeting, OneShot, default_bytes, reaches
 from nanovllm.distributed.spawned import SpawnedTeam
 from tests import oracle
 from tests.engine.ranks import STORY_MODEL, executor_of, generate, tokens
@@ -39,7 +39,8 @@ def test_it_is_used_where_all_ranks_reach_each_other(reachable: bool, monkeypatc
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setattr("nanovllm.distributed.one_shot.reaches", reaches)
     device = torch.device("cuda", 2)
-    assert OneShot.wanted(1, 4, device) == (MAX_BYTES if reachable else 0, False)
+    assert OneShot.wanted(1, 4, device) == (default_bytes(4) if reachable else 0, False)
+    assert 0 < default_bytes(4) < default_bytes(2)
     assert asked[:3] == [(device, 1), (device, 2), (device, 3)], "rank 1 is on GPU 2, so rank 0 on GPU 1"
 
 

@@ -221,7 +221,7 @@ def test_skinny_linear(where: Where, num_tokens: int, kind: str, inputs: int) ->
     assert error < (1e-5 if ours.dtype == torch.float32 else 1e-2)
 
 
-TILES = [Tile(32, 128, 3, swapped=False), Tile(64, 256, 3, swapped=True)]
+TILES = [Tile(32, 128, 3, swapped=False), Tile(64, 64, 3, swapped=True)]  # in fp32 they must fit as well
 
 
 @pytest.mark.parametrize("tile", TILES, ids=["tokens first", "weights first"])
@@ -239,7 +239,7 @@ def test_tiled_linear(where: Where, num_tokens: int, kind: str, tile: Tile) -> N
         ours, truth = tiled_linear(x, weight, tile=tile, gated=True), torch.nn.functional.silu(gate) * up
     elif kind == "partial":
         ours = tiled_linear(x, weight, tile=tile, partial=True)
-        assert ours.shape == (inputs // tile.inner, num_tokens, outputs) and ours.dtype == torch.float32
+        assert ours.shape == (min(4, inputs // tile.inner), num_tokens, outputs) and ours.dtype == torch.float32
         ours = ours.sum(0)
     else:
         ours = tiled_linear(x, weight, tile=tile)
