@@ -63,6 +63,15 @@ def test_a_wrong_option_is_said_in_one_line(options: list[str], complaint: str) 
 # --- what ships ------------------------------------------------------------------------------------------------------
 
 
+def test_the_run_on_a_gpu_has_all_of_its_tokens() -> None:
+    """In half precision, where stories may part company at a near-tie."""
+    recordings = load_race(replay.find_recording())
+    assert [r.engine for r in recordings] == [f"stage_{n}" for n in range(1, 7)]
+    wanted = recordings[0].about.workload.max_tokens
+    assert all([len(tokens) for tokens in r.tokens] == wanted for r in recordings)
+    assert all("NVIDIA" in r.about.source for r in recordings)
+
+
 def test_every_engine_is_there_with_all_of_its_tokens(shipped: list[Recording]) -> None:
     assert [r.engine for r in shipped] == [*(f"stage_{n}" for n in range(1, 6)), "nanovllm"]
     assert sum(path.stat().st_size for path in CPU.iterdir()) < 300_000
