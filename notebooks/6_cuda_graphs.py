@@ -116,9 +116,11 @@ if recording:
 picture if recording else None
 
 # %% [markdown]
-# The paler, the more idle. (The long bar near the beginning is the first attention of the step. PyTorch left it to
-# cuDNN, which plans anew for a length that it has not seen, and here every step had a new one. The stages now tell
-# PyTorch not to. That is a cost of its own, and neither this stage's subject nor its merit.)
+# The paler, the more idle: the CPU is busy from the first moment to the last, and the GPU waits for it.
+#
+# (On the newest GPUs PyTorch would leave attention to cuDNN, which plans anew for every length that it has not seen,
+# and when decoding every step has a new one. The stages switch that off, in `stages/model.py`, so none of it is in the
+# picture.)
 #
 # A closer look at a few microseconds out of the middle:
 
@@ -291,9 +293,6 @@ my_guess = None  # times as fast
 # %%
 if recording:
     compare(my_guess, five["step_ms"] / recording["stages"]["stage 6"]["step_ms"], "times as fast")
-    planning = max(us for track, _, _, us in five["events"] if track == "cpu") / 1000  # the long bar
-    fair = (five["step_ms"] - planning) / recording["stages"]["stage 6"]["step_ms"]
-    print(f"without the {planning:.0f} ms in which cuDNN plans, {fair:.1f} times")
 
 # %%
 if recording:
@@ -308,10 +307,10 @@ picture if recording else None
 # (The figure over each panel is the time of a step without the profiler. The profiler makes steps longer, those in the
 # picture, too: look at the pattern, and not at the axis. It is also why the GPU seems to start so late in a replay.)
 #
-# In a replay the kernels run back to back. They are those of stage 5 but for attention: here one kernel reads the
-# blocks where they lie, while stage 5 copies keys and values together first. The CPU hands over the roll; its last
-# long bar is `tolist`, which waits for the tokens. It could schedule the next step meanwhile, which is what `nanovllm`
-# does.
+# In a replay the kernels run back to back. They are those of stage 5 but for attention: here one kernel in each layer
+# reads the blocks where they lie, while stage 5 copies keys and values together first, and torch attends to them in
+# many small steps. The CPU hands over the roll; its last long bar is `tolist`, which waits for the tokens. It could
+# schedule the next step meanwhile, which is what `nanovllm` does.
 #
 # Hundreds of small kernels remain, each of which writes to memory what the next one reads again. With
 # `compile=True` torch.compile fuses those between the matrix products. Compiling takes much longer than recording,
@@ -326,8 +325,12 @@ show_table("stage_6.h200", RESULTS)
 # %% [markdown]
 # *Other tokens?* The GPU computes in bf16, where two correct programs add up in different orders; if two tokens are
 # nearly as good, either may win. In float32, as above, the tokens are the same. (The README says under "How right it
-# is" how bf16 is judged.) In the last column stage 5 has the attention of stage 6: what lies between these two is
-# launches, and what the CPU does between launches.
+# is" how bf16 is judged.) In the last column stage 5 has the attention of stage 6, and is no faster for it: with either
+# attention the CPU launches kernel by kernel, and that is what takes the time. What lies between the last column and
+# stage 6 is launches, and what the CPU does between launches.
+#
+# *Why so wide ranges?* While this was measured, other programs ran on the same machine's CPUs. Whoever launches feels
+# it, and a replay hardly does. With the CPU to itself stage 5 would likely do better, and the gain be smaller.
 #
 # ### What it costs
 

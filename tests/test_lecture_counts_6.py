@@ -7,7 +7,7 @@ from stages.checkpoint import read_config
 from stages.stage_6_cuda_graphs import bucket_ladder
 from tests.test_lecture_counts import NO_COUNTS, text_of
 from tools import lecture_pulls as pulls
-from tools.decode_profile import RECORDINGS, SHAPE, SHAPES, launch_ms, read
+from tools.decode_profile import RECORDINGS, SHAPE, SHAPES, busy_us, launch_ms, read
 from tools.exercises import ROOT, find_holes
 from tools.lecture_words import in_words
 from tools.three_requests import NUM_BLOCKS
@@ -35,11 +35,20 @@ def phrases() -> list[str]:
     assert bucket_ladder(9) == [1, 2, 4, 8, 9]
     times = {n: pulls.figure("stage_6.h200", f"decode_{n}")["values"] for n in (1, 64)}
     assert times[64]["stage 6"]["median"] < 1.5 * times[1]["stage 6"]["median"]
-    assert times[1]["stage 5 with the kernel"]["median"] < 0.7 * times[1]["stage 5"]["median"]
+    launched = [times[1][name] for name in ("stage 5", "stage 5 with the kernel")]
+    no_faster = launched[1]["median"] - launched[0]["median"]
+    assert 0 < no_faster < min(time["max"] - time["min"] for time in launched)
     recording = read(RECORDINGS / "decode_profile.h200.json")["stages"]
     assert 3 < recording["stage 6 compiled"]["seconds_to_build"] - recording["stage 6"]["seconds_to_build"] < 15
     kernels = [sum(track == "gpu" for track, *_ in recording[name]["events"]) for name in ("stage 5", "stage 6")]
-    assert kernels[1] > 0.8 * kernels[0] and kernels[0] > 2000
+    assert 0.7 < kernels[1] / kernels[0] < 0.8 and kernels[0] > 2000
+    step = recording["stage 5"]["events"]
+    assert 0.08 < busy_us(step, "gpu") / 1000 / recording["stage 5"]["step_ms"] < 0.12
+    attention = [(start, start + us) for _, name, start, us in step if name == "aten::scaled_dot_product_attention"]
+    starts = [start for track, name, start, _ in step if track == "launch" and "LaunchKernel" in name]
+    [launches] = {sum(begin <= start < end for start in starts) for begin, end in attention}
+    whole = max(start + us for _, _, start, us in step)
+    assert 0.18 < sum(end - begin for begin, end in attention) / whole < 0.22
     return [
         f"{SHAPE} with all its {config.num_hidden_layers} layers, but with matrices of **{columns[1]} columns**",
         f"the best of {in_words(inspect.signature(launch_ms).parameters['repeats'].default)} tries",
@@ -55,8 +64,11 @@ def phrases() -> list[str]:
         f"{lines[2].capitalize()} lines at the end of decode_step",
         f"on an H100 with {numbers('idle.h100')[0]} sequences",
         f"And with {numbers('stage_6.h200')[2]} sequences: **more, or less**",
-        f"step for {in_words(numbers('stage_6.h200')[2])} costs little more than a step for one",
-        "Thousands of launches have become one. The kernels are nearly as many as before",
+        f"step for {in_words(numbers('stage_6.h200')[2])} costs less than one and a half times a step for one",
+        "for nine tenths of the step the GPU does nothing at all",
+        f"behind it {in_words(launches)} launches, one kernel after the other",
+        "Over all layers that is a fifth of the step",
+        "Thousands of launches have become one. Three kernels in four are still there",
         "It takes some seconds more each time an engine is built",
     ]
 
@@ -68,3 +80,10 @@ def test_counts_follow_from_what_they_count() -> None:
         text = text.replace(phrase, "…")
     typed = [text[max(0, m.start() - 40) : m.end() + 20] for m in re.finditer(r"\d{2,}", re.sub(NAMES, "", text))]
     assert not typed, "fetch them with a directive, or hold them here"
+
+
+def test_the_readme_says_no_more_of_the_gain_than_was_measured() -> None:
+    times = {name: value["median"] for name, value in pulls.figure("stage_6.h200", "decode_1")["values"].items()}
+    assert f"at batch 1 makes it more than {in_words(int(times['stage 5'] / times['stage 6']))} times as fast" in (
+        pulls.read("README.md").replace("\n", " ")
+    )
