@@ -1,14 +1,15 @@
-"""One recorded decode step, by batch size and context: milliseconds, alternating between variants.
+"""One recorded decode step, by batch size and context: milliseconds, alternating between variants, and whether its logits
+are those of the first.
 
     python -m benchmarks.decode_step --out decode_step.json [--at 32,384 --at 256,850] [--variant "keys ahead: 1 tile"]
 
-The variants other than the engine as it is are experiments. On an H200 none of them gained (docs/kernels.md).
+The variants other than the engine as it is are experiments. On an H200 none of those measured gained (docs/kernels.md).
 
 *Keys ahead*: during the matrix products of a layer the memory is half idle, and which keys the next layer will read is
 known. So a few programs beside them ask for the first tiles of every program of the next layer's attention, at a
 measured pace, so that the weights need not queue behind them. Prediction for an H100: 13 MB a tile at 3 TB/s, so 4 us
 less of a layer for each, 0.1 ms of a step.
-*Half batches*: see `benchmarks/half_batches.py`.
+*Half batches*, *merged inside*: see `benchmarks/half_batches.py` and `benchmarks/merge_inside.py`.
 *Small tiles*: where a program has four tiles only, its start and its end count more than its reading.
 """
 
@@ -32,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks import half_batches
+from benchmarks.merge_inside import merge_inside
 from nanovllm.attention import triton_backend
 from nanovllm.attention.interface import AttentionMetadata, Shared
 from nanovllm.attention.triton_backend import TritonBackend
@@ -141,6 +143,7 @@ VARIANTS: dict[str, Variant] = {
     "keys ahead: 3 tiles, fast": partial(keys_ahead, KeysAhead(3, 64, 800)),
     "keys ahead: 1 tile, between": partial(keys_ahead, KeysAhead(1, 128, 0, beside=False)),
     **half_batches.VARIANTS,
+    "merged inside": merge_inside,
     "small tiles": partial(decode_layout, DecodeConfig(32, 4, 3, 4)),
     "few programs": partial(decode_layout, DecodeConfig(64, 4, 4, 2)),
 }
@@ -190,9 +193,17 @@ def measure(sizes: list[tuple[int, int]], names: list[str], rounds: int) -> list
         for _ in range(rounds):
             for name, replay in replays.items():
                 times[name].append(milliseconds(replay))
+        logits = {name: replays[name]()[1].float().clone() for name in names}
+        scale = logits[names[0]].abs().max()
         for name in names:
-            found.append({"batch": batch_size, "context": context, "variant": name, "milliseconds": times[name]})
-            print(f"batch {batch_size:>3}, context {context}: {median(times[name]):.3f} ms {name}", flush=True)
+            row = {"batch": batch_size, "context": context, "variant": name, "milliseconds": times[name]}
+            row["differs"] = float((logits[name] - logits[names[0]]).abs().max() / scale)  # of the largest logit
+            found.append(row)
+            print(
+                f"batch {batch_size:>3}, context {context}: {median(times[name]):.3f} ms {name}, "
+                f"its logits differ by {row['differs']:.1%}",
+                flush=True,
+            )
     llm.close()
     return found
 
