@@ -1,5 +1,5 @@
-"""One recorded decode step, by batch size and context: milliseconds, alternating between variants, and whether its logits
-are those of the first.
+"""One recorded decode step, by batch size and context: milliseconds, alternating between variants, and how far its
+logits are from those of the first.
 
     python -m benchmarks.decode_step --out decode_step.json [--at 32,384 --at 256,850] [--variant "keys ahead: 1 tile"]
 

@@ -1,4 +1,4 @@
-"""An experiment must compute the same before it is worth a measurement: the decode kernel that merges its own pieces."""
+"""An experiment has to compute the same before it is worth measuring: the decode kernel that merges its own pieces."""
 
 import pytest
 import torch
