@@ -135,7 +135,7 @@ def play(show: Show, player: Player, console: Console, wait: Callable[[float], K
 
 def find_recording(shipped: Path = SHIPPED) -> Path:
     """What is shown unless somebody chooses: a GPU's run, or else a CPU's."""
-    cards = sorted(d for d in shipped.iterdir() if d.is_dir() and d.name != "cpu")
+    cards = sorted(d for d in shipped.glob("*") if d.is_dir() and d.name != "cpu")
     return cards[0] if cards else shipped / "cpu"
 
 

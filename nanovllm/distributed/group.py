@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -40,8 +41,11 @@ class Group:
         self._backend: Any = None  # between `join` and `leave`
         self.one_shot: OneShot | None = None  # what sums small tensors instead, where that is wanted
         self.recorded: list[torch.cuda.CUDAGraph] = []  # graphs that may hold collectives
-        self._tidying: list[threading.Thread] = []
         self._stream: torch.cuda.Stream | None = None  # that steps run on
+        self._leaving = threading.Lock()
+        self._tidying: list[threading.Thread] = []
+        self._over = threading.Event()  # no more steps will be launched
+        self._left: Any = None  # memory that recorded graphs still know
 
     def join(self, store: dist.Store, host: str = HOST, timeout: timedelta = TIMEOUT) -> None:
         """Meet the others at `store`; returns when all are there. On CPUs they talk through the interface that has the
@@ -69,27 +73,39 @@ class Group:
         if not max_bytes:
             return None
         made: OneShot | None = None
+        failure: Exception | None = None
         try:
             made = OneShot(self.rank, self.size, store, self.device, max_bytes)
-        except (RuntimeError, ValueError) as error:  # of a container that may not share handles, say
-            if asked:
-                raise
-            logger.warning("small sums go through NCCL, because GPU memory cannot be shared: %s", error)
-        return made if self.smallest(int(made is not None)) else None
+        except Exception as error:  # of a container that may not share handles, say
+            failure = error
+        everybody = bool(self.smallest(int(made is not None)))  # whoever failed must say so before anything else
+        if failure is not None and asked:
+            raise failure
+        if not everybody:
+            logger.warning(
+                "small sums go through NCCL, because GPU memory cannot be shared: %s", failure or "by others"
+            )
+        return made if everybody else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same on every rank, often in the same memory. On a GPU it is queued, not waited
         for."""
         if self.size > 1:
-            if self.one_shot is not None and self.one_shot.takes(x):
-                return self.one_shot.all_reduce(x)
+            one_shot = self.one_shot  # which another thread may take away
+            if one_shot is not None and one_shot.takes(x):
+                return one_shot.all_reduce(x)
             with self._others() as backend:
                 self._wait(backend.allreduce([x]))
         return x
 
     def sums_at_once(self, num_bytes: int) -> bool:
         """Whether a sum of so many bytes is one exchange among the ranks, and so small that its size hardly matters."""
-        return self.one_shot is not None and num_bytes <= min(LATENCY_BOUND, len(self.one_shot.buffer))
+        one_shot = self.one_shot
+        return one_shot is not None and num_bytes <= min(LATENCY_BOUND, len(one_shot.buffer))
+
+    def all_reduce_parts(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sum of all ranks' parts [S, T, H] float32: still in parts if that costs nothing, else [T, H] of `dtype`."""
+        return self.all_reduce(parts if self.sums_at_once(parts.nbytes) else parts.sum(0).to(dtype))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' x, one after another, on every rank: contiguous [...] -> [R, ...]."""
@@ -150,12 +166,14 @@ class Group:
     def leave(self) -> None:
         """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result.
         Called from any thread; what NCCL then has to tidy up is left to one of its own."""
-        backend, one_shot, self._backend, self.one_shot = self._backend, self.one_shot, None, None
-        if backend is None or self.device.type != "cuda":
-            return
-        if one_shot is not None and self._stream is not None:
-            self._tidy(one_shot.release, self._stream)
-        self._tidy(backend.abort)
+        with self._leaving:
+            backend, one_shot, self._backend, self.one_shot = self._backend, self.one_shot, None, None
+            if backend is None or self.device.type != "cuda":
+                return
+            if one_shot is not None and self._stream is not None:
+                self._left = one_shot
+                self._tidy(one_shot.release, self._stream, self._over)
+            self._tidy(backend.abort)
 
     def _tidy(self, what: Callable[..., object], *args: object) -> None:
         self._tidying.append(threading.Thread(target=what, args=args, name="nanovllm-tidy", daemon=True))
@@ -169,8 +187,21 @@ class Group:
         self.leave()
         while self.recorded:
             self.recorded.pop().reset()
-        while self._tidying:
-            self._tidying.pop().join(ABORTED)
+        if self._left is not None and self._stream is not None:
+            wait_for(self._stream, ABORTED)
+        self._over.set()
+        with self._leaving:
+            tidying, self._tidying = self._tidying, []
+        for thread in tidying:
+            thread.join(ABORTED)
+        self._left = None
+
+
+def wait_for(stream: torch.cuda.Stream, seconds: float) -> None:
+    """Until it is empty, at most so long."""
+    end = monotonic() + seconds
+    while not stream.query() and monotonic() < end:
+        sleep(0.005)
 
 
 def devices_of(first: torch.device, ranks: int) -> list[torch.device]:

@@ -11,8 +11,10 @@ says otherwise, 0 for never; `python -m benchmarks.tensor_parallel` shows up to 
 A kernel that waits for a rank that is no more would wait for ever, and the GPU with it: see `release`.
 """
 
+import ctypes
 import os
 import re
+import threading
 from datetime import timedelta
 from time import monotonic
 from typing import Any, cast
@@ -28,7 +30,8 @@ MAX_BYTES_OF_TWO = 2 * 1024 * 1024  # up to where it was clearly faster than NCC
 ALIGNMENT = 16  # what a thread reads at once, in bytes
 DTYPES = (torch.bfloat16, torch.float32)  # those that the kernel knows
 PATIENCE = timedelta(seconds=30)  # how long ranks wait for each other's handles
-QUIET, RELEASE = 0.2, 5.0  # seconds until kernels count as stuck, and for letting go of them
+QUIET, PAUSE = 0.2, 0.005  # seconds until kernels count as stuck, and between two looks
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class Meeting(dist.Store):
@@ -44,7 +47,8 @@ class Meeting(dist.Store):
         self._first: dict[str, int] = {}  # number that each kind of exchange began with
 
     def _key(self, key: str) -> str:
-        found = re.fullmatch(r"(.*)/(\d+)/(\d+)", key)  # kind, number, rank
+        # Kind, number, and the rank or what belongs to a barrier
+        found = re.fullmatch(r"(.*)/(\d+)/(\d+|num_members|last_member)", key)
         if found is None:
             return key
         kind, number = found[1], int(found[2])
@@ -53,7 +57,11 @@ class Meeting(dist.Store):
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._key(key), value)
 
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(self._key(key), value)
+
     def get(self, key: str) -> bytes:
+        self.wait([key])
         return self._store.get(self._key(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -79,6 +87,8 @@ class OneShot:
         # A rank's pad has a word for each signal that it waits for: 1 from when it was given until it was seen.
         self._pads = [handle.get_signal_pad(peer, dtype=torch.int32) for peer in range(size)]
         self._rank, self._device = rank, device
+        self._pads[rank].zero_()  # the memory may have been another group's, which was let go
+        torch.cuda.synchronize(device)
 
     @staticmethod
     def wanted(rank: int, size: int, device: torch.device) -> tuple[int, bool]:
@@ -91,18 +101,20 @@ class OneShot:
             raise ValueError(f"{SWITCH} must be a number of bytes, 0 for never; got {value!r}")
         return int(value) // ALIGNMENT * ALIGNMENT, True
 
-    def release(self, stream: torch.cuda.Stream) -> None:
+    def release(self, stream: torch.cuda.Stream, over: threading.Event) -> None:
         """Let kernels end that wait on `stream` for a rank that is gone. Their sums mean nothing. Called in a thread.
 
         They wait for signals of others, and for the others to have seen their own: both are done in the others' place,
-        again and again until the stream is empty.
+        again and again until `over`, when nobody launches any more of them.
         """
-        began = monotonic()
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
-            done = torch.cuda.Event()
-            done.record(stream)
-            while not done.query() and monotonic() < began + RELEASE:
-                if monotonic() > began + QUIET:
+            busy_since: float | None = None
+            while not over.wait(PAUSE):
+                if stream.query():
+                    busy_since = None
+                    continue
+                busy_since = busy_since or monotonic()
+                if monotonic() > busy_since + QUIET:
                     for peer, pad in enumerate(self._pads):
                         pad.fill_(int(peer == self._rank))
                     torch.cuda.current_stream().synchronize()
@@ -122,7 +134,21 @@ def default_bytes(ranks: int) -> int:
 
 
 def reaches(device: torch.device, peer: int) -> bool:
-    """Whether `device` is the GPU `peer`, or can read its memory."""
+    """Whether `device` is the GPU `peer`, or can read its memory and exchange signals in it. For the latter the link
+    between them must know atomics: NVLink does, PCIe does not."""
     if device.type != "cuda" or not 0 <= peer < torch.cuda.device_count():
         return False
-    return peer == (device.index or 0) or torch.cuda.can_device_access_peer(device, peer)
+    own = device.index or 0
+    return peer == own or (torch.cuda.can_device_access_peer(own, peer) and knows_atomics(own, peer))
+
+
+def knows_atomics(first: int, second: int) -> bool:
+    """Asks the driver, which PyTorch has no question for. False if it does not say."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        handles, found = [ctypes.c_int(), ctypes.c_int()], ctypes.c_int()
+        failed = [driver.cuDeviceGet(ctypes.byref(h), i) for h, i in zip(handles, (first, second), strict=True)]
+        failed.append(driver.cuDeviceGetP2PAttribute(ctypes.byref(found), NATIVE_ATOMICS, *handles))
+    except (OSError, AttributeError):
+        return False
+    return not any(failed) and bool(found.value)

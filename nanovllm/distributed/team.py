@@ -77,6 +77,10 @@ class Team(ABC):
             error.add_note(note)
         return error
 
+    def _check_connected(self) -> None:
+        if not self.group.connected:
+            raise PeerLost(self.group.lost or "a worker died")
+
     @contextmanager
     def in_step(self, *, loading: bool = False) -> Iterator[None]:
         """What all ranks do together, each with its share of the CPU's threads. Ctrl-C waits for the end of it, but not
@@ -93,9 +97,9 @@ class Team(ABC):
             self.step.number += 1
             self.step.loading, self.step.under_way = loading, True
             try:
+                self._check_connected()  # a recorded step would be launched, and wait for ever
                 yield
-                if not self.group.connected:
-                    raise PeerLost(self.group.lost or "a worker died")
+                self._check_connected()
             except PeerLost as lost:
                 raise self.failed(lost, "a rank was lost, so this engine is closed", starting=loading) from lost
             except BaseException:

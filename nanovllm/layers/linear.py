@@ -42,7 +42,7 @@ class Linear(nn.Module):
             few = few_tokens_kernel(x, self.weight, partial=True)
         if few is None:
             return self(x)
-        return few(x, self.weight) if self.group is None else self.group.all_reduce(few(x, self.weight))
+        return few(x, self.weight) if self.group is None else self.group.all_reduce_parts(few(x, self.weight), x.dtype)
 
 
 class MergedLinear(Linear):

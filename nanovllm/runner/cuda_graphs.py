@@ -166,16 +166,22 @@ class DecodeGraphs:
         batch.packed.copy_(host[: 2 * batch.size], non_blocking=True)
 
 
+# Steps that are not recorded, by how many tokens they compute of each sequence: those that differ in what they launch.
+UNRECORDED = [(1, 32), (32,), (17,) * 33, (1,) * 33, (2,), (17,), (65,)]
+
+
 @torch.inference_mode()
-def warm_up(runner: "ModelRunner") -> None:
-    """Launch a step of each kind that is not recorded: a chunk beside a decode, many chunks, a few tokens.
+def warm_up(runner: "ModelRunner", max_num_tokens: int) -> None:
+    """Launch a step of each kind that is not recorded, of those that can come up.
 
     A kernel is compiled when it is first launched, and no request should wait for that. All is done by the scratch row.
     """
     rows = runner.rows
     longest = rows.token_ids.shape[1] - 1
-    for lengths in (1, 32), (32,) * 33, (3,):
+    for lengths in UNRECORDED:
         work = [Scheduled(-1, rows.scratch_row, 0, min(n, longest), sample=True, new_blocks=()) for n in lengths]
+        if len(work) > rows.scratch_row or sum(s.num_tokens for s in work) > max_num_tokens:
+            continue
         batch = make_batch(work, rows)
         hidden = runner.model(batch.input_ids, batch.positions, runner.bind_attention(batch.attention))
         logits = runner.model.logits(hidden[batch.sampled_tokens])

@@ -142,7 +142,7 @@ class ModelRunner:
                 self.graphs = DecodeGraphs(self.rows, largest, self.decode, recorder)
         self.draft = None if draft is None else DraftModel(draft, config, self.rows, self.sampling, recorder)
         if device.type == "cuda":
-            warm_up(self)
+            warm_up(self, config.max_num_batched_tokens)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> StepOutput:

@@ -201,7 +201,7 @@ def test_warming_up_touches_no_block_and_no_row(checkpoints: Path, max_model_len
             kv[:, :-1].normal_()
         before = [kv[:, :-1].clone() for kv in runner.kv]
         rows = runner.rows.token_ids[:-1].clone()
-        warm_up(runner)
+        warm_up(runner, 2048)
         assert all(torch.equal(kv[:, :-1], old) for kv, old in zip(runner.kv, before, strict=True))
         assert torch.equal(runner.rows.token_ids[:-1], rows)
         assert any(kv[:, -1].any() for kv in runner.kv), "the scratch block was written"

@@ -1,5 +1,6 @@
 """How a rank on a GPU lets go of the others, with a stand-in for NCCL that is as slow as the real one."""
 
+import sys
 import threading
 from typing import Any
 
@@ -63,18 +64,108 @@ def test_closing_frees_the_graphs_and_waits_for_the_end(group: Group, nccl: Nccl
     group.close()  # again, for nothing
 
 
-def test_kernels_that_wait_in_shared_memory_are_let_go_meanwhile(group: Group, nccl: Nccl) -> None:
-    """In the order of a stream either may stand before the other, so neither waits for the other."""
-    released = threading.Event()
+class Stream:
+    """Empty from when somebody has let go of what waits in it."""
 
-    class Waiting(OneShot):
-        def release(self, stream: Any) -> None:
-            assert stream == "where steps run" and nccl.aborted.wait(10)
-            released.set()
+    def __init__(self, busy: bool = False) -> None:
+        self.busy = busy
 
-    stream: Any = "where steps run"
-    group.one_shot, group._stream = Waiting.__new__(Waiting), stream
+    def query(self) -> bool:
+        return not self.busy
+
+
+class Waiting(OneShot):
+    """Lets go of kernels once NCCL was told to, as long as more may come."""
+
+    def __init__(self, nccl: Nccl, group: Group) -> None:
+        self.nccl, self.group, self.ended = nccl, group, threading.Event()
+
+    def release(self, stream: Any, over: threading.Event) -> None:
+        assert self.nccl.aborted.wait(10)
+        while not over.wait(0.001):
+            stream.busy = False
+        assert not self.group.recorded, "a graph that knows this memory is still there"
+        self.ended.set()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_kernels_that_wait_in_shared_memory_are_let_go_meanwhile(group: Group, nccl: Nccl, busy: bool) -> None:
+    """In the order of a stream either may stand before the other, so neither waits for the other. A step that another
+    thread was just launching may wait as well."""
+    waiting, stream = Waiting(nccl, group), Stream(busy)
+    any_stream: Any = stream
+    group.one_shot, group._stream = waiting, any_stream
     group.give_up("rank 1 died")
-    assert released.wait(10) and not nccl.done.is_set() and not group.sums_at_once(1)
+    assert nccl.aborted.wait(10) and not waiting.ended.is_set() and not group.sums_at_once(1)
+    stream.busy = busy
     group.close()
-    assert nccl.done.is_set()
+    assert waiting.ended.is_set() and nccl.done.is_set() and not stream.busy
+
+
+def test_closing_while_the_watch_gives_up() -> None:
+    """Both leave; whoever is second must not meet threads that were not started yet."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            group, nccl = Group(0, 2, torch.device("cuda")), Nccl()
+            backend: Any = nccl
+            group._backend = backend
+            nccl.no_graphs.set()
+            watch = threading.Thread(target=group.give_up, args=("rank 1 died",))
+            watch.start()
+            group.close()
+            watch.join()
+            group.close()
+            assert nccl.done.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+class Voting(Group):
+    """A rank on a GPU whose votes are seen."""
+
+    def __init__(self, others: int) -> None:
+        super().__init__(0, 2, torch.device("cuda"))
+        self.others, self.votes = others, list[int]()
+
+    def smallest(self, value: int) -> int:
+        self.votes.append(value)
+        return min(value, self.others if len(self.votes) > 1 else value)
+
+
+@pytest.mark.parametrize(("own", "others", "asked"), [(1, 1, False), (1, 0, False), (0, 1, False), (0, 1, True)])
+def test_all_share_memory_or_none(own: int, others: int, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever fails tells the others first, for they wait for it."""
+
+    class Made(OneShot):
+        def __init__(self, *arguments: Any) -> None:
+            if not own:
+                raise RuntimeError("no handles in this container")
+
+        @staticmethod
+        def wanted(rank: int, size: int, device: torch.device) -> tuple[int, bool]:
+            return 1024, asked
+
+    monkeypatch.setattr("nanovllm.distributed.group.OneShot", Made)
+    group, store = Voting(others), torch.distributed.HashStore()
+    if asked:
+        with pytest.raises(RuntimeError, match="no handles"):
+            group._join_one_shot(store)
+    else:
+        assert (group._join_one_shot(store) is not None) == bool(own and others)
+    assert group.votes == [1024, own]
+
+
+def test_parts_are_summed_first_where_the_message_would_be_long() -> None:
+    class Sums(Group):
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    group = Sums(0, 2, torch.device("cpu"))
+    parts = torch.ones(3, 2, 8)
+    assert group.all_reduce_parts(parts, torch.bfloat16).tolist() == [[6.0] * 8] * 2
+    group.one_shot = OneShot.__new__(OneShot)
+    group.one_shot.buffer = torch.empty(1024, dtype=torch.uint8)
+    summed = group.all_reduce_parts(parts, torch.bfloat16)
+    assert summed.shape == parts.shape and summed.dtype == torch.float32 and summed.unique().tolist() == [2.0]

@@ -1,6 +1,8 @@
 """The all-reduce over symmetric memory: who gets it, and on GPUs that its sums are NCCL's, in and out of a graph."""
 
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.one_shot import SWITCH, Meeting, OneShot, default_bytes, reaches
+from nanovllm.distributed.one_shot import SWITCH, Meeting, OneShot, default_bytes, knows_atomics, reaches
 from nanovllm.distributed.spawned import SpawnedTeam
 from tests import oracle
 from tests.engine.ranks import STORY_MODEL, executor_of, generate, tokens
@@ -19,6 +21,7 @@ from tests.stages.requests import story_prompts
 CPU = torch.device("cpu")
 GPUS = pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
 MOST = 1 << 16
+LONG = timedelta(seconds=15)
 
 
 def with_buffer(max_bytes: int) -> OneShot:
@@ -42,6 +45,18 @@ def test_it_is_used_where_all_ranks_reach_each_other(reachable: bool, monkeypatc
     assert OneShot.wanted(1, 4, device) == (default_bytes(4) if reachable else 0, False)
     assert 0 < default_bytes(4) < default_bytes(2)
     assert asked[:3] == [(device, 1), (device, 2), (device, 3)], "rank 1 is on GPU 2, so rank 0 on GPU 1"
+
+
+def test_a_link_without_atomics_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over PCIe GPUs can read each other's memory, but signals in it would be lost."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: True)
+    for known in (False, True):
+        monkeypatch.setattr("nanovllm.distributed.one_shot.knows_atomics", lambda own, peer, known=known: known)
+        assert reaches(torch.device("cuda", 0), 1) == known
+        assert reaches(torch.device("cuda", 0), 0)
+    monkeypatch.setattr("nanovllm.distributed.one_shot.ctypes.CDLL", lambda name: object())
+    assert not knows_atomics(0, 1), "a driver that cannot be asked"
 
 
 def test_a_gpu_that_is_not_there_cannot_be_reached() -> None:
@@ -112,6 +127,22 @@ def test_ranks_meet_wherever_their_processes_count() -> None:
         assert ranks[1].get(f"kind/{i}/0").decode() == f"of kind/{i + 7}/0 in exchange {i}"
     ranks[0].set("other", "x")
     assert ranks[1].get("other") == b"x"
+
+
+@pytest.mark.skipif(not hasattr(dist.Store, "barrier"), reason="before torch 2.13 a store has no barrier")
+def test_ranks_meet_in_a_barrier_as_well() -> None:
+    store = dist.HashStore()
+    meetings: list[Any] = [Meeting(store) for _ in range(2)]
+    for meeting, first in zip(meetings, ("kind/9/0", "kind/2/1"), strict=True):
+        meeting.set(first, "x")
+    keys = "kind/10", "kind/3"
+    both = [threading.Thread(target=m.barrier, args=(k, 2, LONG)) for m, k in zip(meetings, keys, strict=True)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in both)
+    assert store.get("kind/1/last_member"), "one was in a barrier that the other does not know"
 
 
 # --- on GPUs ---
