@@ -47,6 +47,10 @@ class Group:
         self._over = threading.Event()  # no more steps will be launched
         self._left: Any = None  # memory that recorded graphs still know
 
+    def __reduce__(self) -> Any:
+        """A process is given its group before it joins."""
+        return Group, (self.rank, self.size, self.device)
+
     def join(self, store: dist.Store, host: str = HOST, timeout: timedelta = TIMEOUT) -> None:
         """Meet the others at `store`; returns when all are there. On CPUs they talk through the interface that has the
         address `host`: ranks of one machine need no network, and nobody else gets in."""
