@@ -98,7 +98,10 @@ class SpawnedTeam(Team):
         except (EOFError, OSError):
             worker.join(GRACE)
             kind = WorkerDied if worker.exitcode else PeerLost  # one that left was let down by another
-            raise kind(self.group.lost or f"{worker.name} died (exit code {worker.exitcode})") from None
+            story = f"{worker.name} died (exit code {worker.exitcode})"
+            if worker.exitcode == 1 and not self.group.connected:  # it did not come so far as to send its traceback
+                story += '; a script that starts ranks needs `if __name__ == "__main__":`, and has to be a file'
+            raise kind(self.group.lost or story) from None
         if report is not None:
             raise WorkerDied(f"{worker.name} failed:\n{report}")
 

@@ -33,6 +33,10 @@ class WorkerDied(PeerLost):
     """Why a step failed: the traceback of a worker, or the signal that killed it."""
 
 
+class RankLost(RuntimeError, ConnectionError):
+    """A rank is gone without a word. Being a ConnectionError, it costs a user of the command line one line."""
+
+
 def story_of(error: BaseException, rank: int) -> str:
     """What a worker tells of its end: its traceback; and of a `MENDABLE` error name and text, each behind a NUL."""
     story = "".join(traceback.format_exception(error))
@@ -70,7 +74,7 @@ class Team(ABC):
         `MENDABLE` error kept it from starting, that error, with the story as a note."""
         story, *mistake = self.cause_of(lost).split("\0", 2)
         self.close()
-        error: Exception = RuntimeError(f"{what}: {story}")
+        error: Exception = (RuntimeError if "\n" in story else RankLost)(f"{what}: {story}")
         if starting and mistake:
             kind, message = mistake
             note, error = str(error), MENDABLE[kind](message)

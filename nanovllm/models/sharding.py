@@ -17,11 +17,12 @@ from nanovllm.models.config import ModelConfig
 
 def shard_config(c: ModelConfig, ranks: int) -> ModelConfig:
     """The numbers of one rank's model. Raises ValueError if the model cannot be cut into that many parts."""
-    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-    if heads % ranks or c.intermediate_size % ranks or (kv_heads % ranks and ranks % kv_heads):
+    heads, kv_heads, neurons = c.num_attention_heads, c.num_key_value_heads, c.intermediate_size
+    fitting = [n for n in range(1, heads + 1) if not (heads % n or neurons % n or (kv_heads % n and n % kv_heads))]
+    if ranks not in fitting:
         raise ValueError(
             f"tensor_parallel_size={ranks} does not fit a model of {heads} heads, {kv_heads} key/value heads and "
-            f"{c.intermediate_size} neurons; choose a divisor of them all (or a multiple of the key/value heads)"
+            f"{neurons} neurons; choose one of {', '.join(map(str, fitting))}"
         )
     return replace(
         c,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nanovllm.distributed import spawned
+from nanovllm.distributed.group import PeerLost
 from nanovllm.distributed.spawned import SpawnedTeam, make_store
 from nanovllm.distributed.team import ctrl_c_waits
 from tests.engine.parts import a_part_that_cannot_start
@@ -104,6 +105,29 @@ def test_ctrl_c_does_not_wait_for_a_model_to_load() -> None:
         time.sleep(0.05)
         done.append("not this")
     assert done == [] and not team.close.alive
+
+
+UNGUARDED = """
+from nanovllm import LLM
+LLM(tensor_parallel_size=2, device="cpu")
+"""
+
+
+def test_a_script_without_the_guard_is_told_of_it(tmp_path: Path) -> None:
+    """Its ranks run it again, and would start ranks of their own; Python's words for that do not name the remedy."""
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "rank 1 died (exit code 1)" in last and 'if __name__ == "__main__":' in last
+
+
+@pytest.mark.parametrize(("story", "one_line"), [("rank 1 died (exit code -9)", True), ("rank 1: a\ntraceback", False)])
+def test_a_rank_that_is_gone_without_a_word_costs_a_line(story: str, one_line: bool) -> None:
+    team = SpawnedTeam([CPU], a_part_that_cannot_start)
+    error = team.failed(PeerLost(story), "a rank was lost", starting=False)
+    assert isinstance(error, RuntimeError) and isinstance(error, OSError) == one_line
+    assert str(error) == f"a rank was lost: {story}"
 
 
 SCRIPT = """
