@@ -101,7 +101,8 @@ class Team(ABC):
             self.step.number += 1
             self.step.loading, self.step.under_way = loading, True
             try:
-                self._check_connected()  # a recorded step would be launched, and wait for ever
+                if not loading:
+                    self._check_connected()  # or a recorded step would be launched, and wait for ever
                 yield
                 self._check_connected()
             except PeerLost as lost:
