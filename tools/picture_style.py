@@ -35,7 +35,9 @@ class Picture(Figure):
         drawn, stored = io.BytesIO(), io.BytesIO()
         self.savefig(drawn, format="png", dpi=STORED_DPI)
         image = Image.open(drawn).convert("RGB")
-        image.quantize(COLOURS, dither=Image.Dither.NONE).save(stored, format="png", optimize=True)
+        # Not by median cut, which would melt two rare colours into one
+        few = image.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        few.save(stored, format="png", optimize=True)
         return stored.getvalue()
 
     def alt(self) -> str:

@@ -247,7 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
         race(parser.parse_args(arguments), Console(highlight=False))
     except (ValueError, RuntimeError) as error:
         sys.exit(str(error))
-    print("One run, unrepeated: differences below a fifth are noise. Measured with care: make ladder.")
+    print("One run, unrepeated: differences below a fifth are noise.\nMeasured with care: make ladder.")
 
 
 if __name__ == "__main__":
