@@ -29,6 +29,7 @@ import torch.distributed as dist
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; a death is noticed at once
 Make = Callable[..., Callable[[Any], object]]  # what makes a rank that does what each message says
+NO_MAIN = '(a script that starts ranks needs `if __name__ == "__main__":`, and has to be a file)'
 GRACE = 2.0  # seconds for workers to say what happened, or to leave by themselves
 _leaving = threading.RLock()  # of all groups: who watches a worker and who ends the program may come at once
 
@@ -123,8 +124,7 @@ class Team:
     def start(self, make: Make, arguments: tuple[Any, ...]) -> None:
         """Start the workers. Each calls `make(group, *arguments)`, and what that returns with every message.
 
-        They are new Pythons ("spawn"): a fork of a process with threads and a GPU inherits half of both. So `make` is
-        found by its name, and a script that comes here needs `if __name__ == "__main__":`.
+        They are new Pythons ("spawn"): a fork has but half of the threads and the GPU. They find `make` by its name.
         """
         if self.size == 1:
             return
@@ -209,7 +209,8 @@ class Team:
         except (EOFError, OSError):
             worker.join(GRACE)
             kind = WorkerDied if worker.exitcode else PeerLost  # one that left was let down by another
-            raise kind(f"{worker.name} died (exit code {worker.exitcode})") from None
+            hint = f" {NO_MAIN}" if worker.exitcode == 1 else ""  # there was no report, so it never came to `work`
+            raise kind(f"{worker.name} died (exit code {worker.exitcode}){hint}") from None
         if report is not None:
             raise WorkerDied(f"{worker.name} failed:\n{report}")
 

@@ -30,11 +30,12 @@ from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Schedul
 
 def share_of(c: ModelConfig, ranks: int) -> ModelConfig:
     """The numbers of one rank's model. Raises ValueError if the model cannot be cut into that many parts."""
-    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-    if heads % ranks or c.intermediate_size % ranks or (kv_heads % ranks and ranks % kv_heads):
+    heads, kv_heads, neurons = c.num_attention_heads, c.num_key_value_heads, c.intermediate_size
+    sizes = [n for n in range(1, heads + 1) if heads % n == neurons % n == (kv_heads % n and n % kv_heads) == 0]
+    if ranks not in sizes:
         raise ValueError(
             f"tensor_parallel_size={ranks} does not fit this model of {heads} heads, {kv_heads} key/value heads and "
-            f"{c.intermediate_size} neurons; choose a divisor of them all (or a multiple of the key/value heads)"
+            f"{neurons} neurons; choose one of {', '.join(map(str, sizes))}"
         )
     # exercise 7.1: replace(c, ...) by what one rank has: its part of the heads, of the key/value heads (at least one),
     #   of the neurons (intermediate_size) and of the vocabulary, rounded up: of 511 tokens each of 2 ranks has 256.
@@ -194,7 +195,8 @@ class Rank:
 def best_of(logits: Tensor, rank: int, vocab_size: int) -> Tensor:
     """The best token of a rank's part of the vocabulary: logits [N, V / R] -> its logit and its id, [N, 2] float64."""
     # exercise 7.4: which ids are the columns? Those from vocab_size on are padding: their 0 would win where all others
-    #   are negative. Of equals argmax finds the first. One torch.stack makes the pairs.
+    #   are negative. Of equals argmax finds the first. One torch.stack makes the pairs: in float64, because bf16 rounds
+    #   ids above 256.
     ids = rank * logits.shape[1] + torch.arange(logits.shape[1], device=logits.device)  # [V / R]
     scores = logits.masked_fill(ids >= vocab_size, float("-inf"))
     best = scores.argmax(dim=-1)  # [N]

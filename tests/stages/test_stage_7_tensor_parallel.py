@@ -6,6 +6,7 @@ and with NCCL on as many GPUs. A rank takes seconds to start, so engines are sha
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,24 @@ from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3, random_qwen2
 
 # --- the parts, without processes ---
+
+
+@since(7)
+def test_what_one_rank_has(subject: Subject, story_model: Path, awkward_model: Path) -> None:
+    """Its heads, at least one key/value head, its neurons and its tokens, rounded up; nothing else is cut."""
+    share_of = subject.part("share_of")
+    for path, size, kv_heads in (
+        (story_model, 1, 2), (story_model, 2, 1), (story_model, 4, 1),
+        (awkward_model, 1, 1), (awkward_model, 2, 1), (awkward_model, 4, 1),
+    ):  # fmt: skip
+        config = read_config(path)
+        assert share_of(config, size) == replace(
+            config,
+            num_attention_heads=4 // size,
+            num_key_value_heads=kv_heads,
+            intermediate_size=config.intermediate_size // size,
+            vocab_size=-(-config.vocab_size // size),
+        )
 
 
 @since(7)
@@ -50,14 +69,11 @@ def test_the_parts_of_every_tensor_are_the_tensor(subject: Subject, awkward_mode
 @since(7)
 def test_neighbours_share_a_key_value_head(subject: Subject, story_model: Path) -> None:
     """Heads 0 and 1 read the first of two key/value heads; on four ranks each has one of the four."""
-    config, cut, share_of = read_config(story_model), subject.part("cut"), subject.part("share_of")
+    config, cut = read_config(story_model), subject.part("cut")
     rows = torch.arange(2).repeat_interleave(config.head_dim)[:, None]  # the number of the head that a row belongs to
     name = "layers.0.self_attn.k_proj.weight"
     for size, expected in {1: [[0, 1]], 2: [[0], [1]], 4: [[0], [0], [1], [1]]}.items():
         assert [cut(name, rows, config, rank, size).unique().tolist() for rank in range(size)] == expected
-        share = share_of(config, size)
-        assert (share.num_attention_heads, share.num_key_value_heads) == (4 // size, max(1, 2 // size))
-    assert share_of(read_config(story_model), 4).intermediate_size == config.intermediate_size // 4
 
 
 @since(7)
@@ -104,12 +120,21 @@ def test_the_best_of_all_ranks(subject: Subject) -> None:
 
 
 @since(7)
+def test_ids_are_exact_in_half_precision(subject: Subject) -> None:
+    """In bf16 the ids above 256 would be rounded."""
+    logits = torch.eye(1031, dtype=torch.bfloat16) - 2  # in row i token i is the best
+    parts = F.pad(logits, (0, 1)).split(516, dim=1)
+    pairs = [subject.part("best_of")(part, rank, 1031) for rank, part in enumerate(parts)]
+    assert subject.part("winners")(torch.stack(pairs)) == list(range(1031))
+
+
+@since(7)
 def test_sizes_that_do_not_fit_are_refused(subject: Subject, story_model: Path) -> None:
     """Before a process is started."""
     for size, message in (
         (0, r"tensor_parallel_size.*at least 1.*0"),
-        (3, r"tensor_parallel_size=3.*4 heads.*2 key"),
-        (8, "=8"),
+        (3, r"tensor_parallel_size=3.*4 heads.*2 key.*choose one of 1, 2, 4$"),
+        (8, "=8.*choose one of 1, 2, 4$"),
     ):
         with pytest.raises(ValueError, match=message):
             subject.engine(story_model, tensor_parallel_size=size)

@@ -165,6 +165,30 @@ def test_a_worker_that_cannot_start_says_why() -> None:
     check_gone([pid], [])
 
 
+UNGUARDED = """
+import torch
+from stages.ranks import Team
+team = Team([torch.device("cpu")] * 2)
+team.start(len, ())
+team.join()
+"""
+
+
+@pytest.mark.slow
+@since(7)
+@pytest.mark.parametrize("how", ["file", "stdin"])
+def test_a_script_that_cannot_be_imported_is_told_so(tmp_path: Path, how: str) -> None:
+    """The new Python imports it before it comes to anything of ours."""
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command, text = [sys.executable, str(script) if how == "file" else "-"], UNGUARDED if how == "stdin" else None
+    run = subprocess.run(command, input=text, capture_output=True, text=True, env=environment, timeout=60)
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("RuntimeError: the ranks could not start: rank 1 died (exit code 1) (a script that"), last
+    assert last.endswith('needs `if __name__ == "__main__":`, and has to be a file)')
+
+
 def test_under_nccl_a_death_ends_what_waits_for_the_dead() -> None:
     """Where the leader waits on its GPU, somebody else must notice, and abort; the step then fails."""
     aborted: list[bool] = []
