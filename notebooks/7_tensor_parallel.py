@@ -9,6 +9,9 @@
 #
 # You need no GPU: two processes on this CPU are two ranks. Open `stages/stage_7_tensor_parallel.py` beside it, or run
 # `make stage-7-diff` to see what changed against the stage before. The processes are in `stages/ranks.py`.
+#
+# This runs in Jupyter only. A rank is a new Python, which imports the script that started it; and this file has no
+# `if __name__ == "__main__":`, so as a plain script every rank would run it again.
 
 # %%
 import os
@@ -54,6 +57,7 @@ from tools.three_requests import (
 
 prompts, params = three_requests()
 OPTIONS = {"max_num_seqs": SEATS, "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
+torch.set_num_threads(1)  # of the CPU's, for each rank, however many ranks there are
 
 # %% [markdown]
 # ## The three requests
@@ -150,8 +154,8 @@ held(engine.config, 2)
 
 # %% [markdown]
 # And on four ranks. There are 4 query heads, but only 2 key/value heads: two ranks need the same one. So each has a
-# *copy* (in the picture, the two that share a row of `k_proj` stand side by side; both hold all of it). Now you know
-# what four ranks have more of:
+# *copy*: ranks 0 and 1 hold the same rows of `k_proj` and `v_proj`, and so do ranks 2 and 3. In the picture these two
+# matrices are there twice. Now you know what four ranks have more of:
 
 # %%
 held(engine.config, 4)
@@ -300,8 +304,9 @@ print("drawn tokens are those of one rank:", engine.generate(prompts, draws) == 
 #
 # ## Is it fast?
 #
-# Two ranks on a CPU share the same cores and the same memory, so they cannot win here. What they show is the price.
-# **Guess:** of the time of a decode step on two ranks, how many percent is spent in the 18 collectives?
+# Two ranks on a CPU share the same cores and the same memory, so they cannot win here. What they show is the price
+# (each rank has one thread, here as in the benchmark). **Guess:** of the time of a decode step on two ranks, how many
+# percent is spent in the 18 collectives?
 
 # %%
 my_guess = None  # percent
@@ -321,12 +326,22 @@ bars(
 
 # %% [markdown]
 # In a collective, a rank mostly waits: for the slower one, and for two operating-system processes to wake each other
-# up. On GPUs with NVLink a sum of a few kilobytes takes tens of microseconds rather than a millisecond, and each rank
-# has its own memory to read from. What the showcase of this stage says there (`make stage-7-bench ARGS="--device cuda"`
-# on a machine with several GPUs):
+# up. On GPUs with NVLink a sum of a few kilobytes takes about ten microseconds rather than a millisecond, and each
+# rank has its own memory to read from.
+#
+# The showcase of this stage, as it was measured on a CPU (`make stage-7-bench`, and on a machine with several GPUs
+# `make stage-7-bench ARGS="--device cuda"`):
 
 # %%
-show_table("stage_7.h100", RESULTS)
+show_table("stage_7", RESULTS)
+
+# %% [markdown]
+# Memory is all that the ranks gain here. On GPUs they gain time, too. This is not the stage but the engine, `nanovllm`,
+# with a model of 8 billion parameters on one and two H200s, beside vLLM; then where a step goes; and what a sum takes
+# by itself (in another run):
+
+# %%
+show_table("tensor_parallel.h200", RESULTS)
 
 # %% [markdown]
 # ## When a rank dies
@@ -353,6 +368,13 @@ print("workers:", len(engine.team.workers), " shared memory:", engine.team.segme
 engine.close()  # does nothing a second time
 
 # %% [markdown]
+# A worker that is only *stopped* (SIGSTOP) is not dead, and its pipe stays open. On a CPU that is noticed when the five
+# minutes of `TIMEOUT` in `stages/ranks.py` are over; so long the leader waits in a sum. The engine `nanovllm` has a
+# pulse for that: every rank shows one, and a rank without is given up within seconds.
+#
+# After Ctrl-C in the middle of a step the engine of this stage is closed as well, since the workers wait in a sum that
+# nobody will finish. `nanovllm` waits for the end of the step, and can be used again.
+#
 # ## What still hurts
 #
 # Two sums a layer, and all ranks wait for the slowest. Across machines, where a sum takes much longer, it does not pay:

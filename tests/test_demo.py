@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import random
 import re
@@ -148,6 +149,17 @@ def test_the_view_of_stage_6_counts_replays_and_their_padding(tokenizer: Any, mo
     assert found is not None
     steps, padding, rows = map(int, found.groups())
     assert 0 < steps == padding and rows == 4 * steps
+
+
+def test_stage_7_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """In the first line, before torch is there to be asked; so it is held here to what the stage does."""
+    parameters = inspect.signature(load_stage(7).engine_class()).parameters
+    assert parameters["tensor_parallel_size"].default == demo.RANKS
+    monkeypatch.setattr(demo_live, "show", lambda *_: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    for number, where in ((5, "on one CPU thread, float32"), (7, "on 2 ranks, each on one CPU thread, float32")):
+        demo.main(["--stage", str(number)])
+        assert capsys.readouterr().out.startswith(f"nanovllm, qwen3, 8 layers of 256, {where}\n")
 
 
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:

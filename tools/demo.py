@@ -40,6 +40,7 @@ TEMPERATURE = 0.8
 STORY_TOKENS = 100
 RACE_LENGTHS = (8, 64, 8, 8, 12, 8, 48, 8, 8, 12, 8, 8)  # two long ones, which a static batch waits for
 RACE_KV_SLOTS = 512
+RANKS = 2  # of stage 7, which starts so many where nobody says how many
 NEEDS_A_GPU = (6, 7)  # and tell nothing new about texts: their demos are their benchmarks
 
 
@@ -201,10 +202,12 @@ def load_tokenizer(model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(file))
 
 
-def describe(model: Path, device: str) -> str:
+def describe(model: Path, device: str, ranks: int = 1) -> str:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    where = "one CPU thread, float32" if device == "cpu" else device
-    return f"{config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']}, on {where}"
+    where = "on one CPU thread, float32" if device == "cpu" else f"on {device}"
+    if ranks > 1:  # each has a thread, or a GPU
+        where = f"on {ranks} ranks, each {where}" if device == "cpu" else f"{where} with {ranks} ranks"
+    return f"{config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']}, {where}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -215,19 +218,20 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     tokenizer = load_tokenizer(options.model)
-    console.print(f"[bold]nanovllm[/bold], {describe(options.model, options.device)}\n")
+    try:
+        stage = None if options.stage is None else load_stage(options.stage)
+    except ValueError as error:
+        sys.exit(str(error))
+    ranks = RANKS if stage and "tensor_parallel_size" in stage.options else 1
+    console.print(f"[bold]nanovllm[/bold], {describe(options.model, options.device, ranks)}\n")
 
     import torch  # takes seconds, so there is something to read before
 
     if options.device == "cpu":
         torch.set_num_threads(1)  # as fast as two on a model this small, and it disturbs nobody
-    if options.stage is not None:
+    if stage:
         from tools.demo_live import show
 
-        try:
-            stage = load_stage(options.stage)
-        except ValueError as error:
-            sys.exit(str(error))
         show(console, stage, tokenizer, options.model, options.device)
         return
     stages = [stage for stage in load_stages() if stage.number not in NEEDS_A_GPU]

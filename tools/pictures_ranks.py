@@ -21,6 +21,7 @@ from tools.picture_style import BLACK, BLUE, ORANGE, VERMILION, Picture, colour_
 
 HATCHES = ("", "////", "....", "\\\\\\\\")  # of the ranks, so that no picture needs colours
 GAP = 150  # between two matrices, in rows and columns
+COPY_GAP = 24  # between a matrix and its copy
 
 
 def matrices(c: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -55,8 +56,7 @@ def held(c: ModelConfig, ranks: int, *, title: str | None = None) -> Picture:
         x = 0
         y += GAP  # for the names
         for name in names:
-            draw_matrix(axes, name, c, ranks, x, y)
-            x += matrices(c)[name][1] + GAP
+            x = draw_matrix(axes, name, c, ranks, x, y) + GAP
         y += max(matrices(c)[name][0] for name in names)
         widest = max(widest, x)
     axes.set_xlim(-10, widest)
@@ -71,18 +71,24 @@ def held(c: ModelConfig, ranks: int, *, title: str | None = None) -> Picture:
     return picture
 
 
-def draw_matrix(axes: Axes, name: str, c: ModelConfig, ranks: int, x: float, y: float) -> None:
+def draw_matrix(axes: Axes, name: str, c: ModelConfig, ranks: int, x: int, y: int) -> int:
+    """The matrix and, beside it, the copies of what several ranks hold; returns where they end."""
     rows, columns = matrices(c)[name]
     parts = [held_by(name, c, rank, ranks) for rank in range(ranks)]
-    for rank, part in enumerate(parts):
-        owners = [other for other in range(ranks) if parts[other] == part]
-        mine = owners.index(rank)  # ranks that hold the same rows share them in the picture, too
-        height, width = len(part[0]), len(part[1]) / len(owners)
-        corner = (x + part[1].start + mine * width, y + part[0].start)
-        box = Rectangle(corner, width, height, facecolor=colour_of(rank), hatch=HATCHES[rank % 4], edgecolor="white")
-        axes.add_patch(box)
-    axes.add_patch(Rectangle((x, y), columns, rows, fill=False, edgecolor=BLACK, linewidth=1))
-    axes.text(x, y - 12, f"{name}\n{rows} × {columns}", fontsize=10, va="bottom")
+    copies = [parts[:rank].count(part) for rank, part in enumerate(parts)]  # 0 for who is the first to hold a part
+    for copy in range(max(copies) + 1):
+        left = x + copy * (columns + COPY_GAP)
+        holders = [rank for rank in range(ranks) if copies[rank] == copy]
+        for rank in holders:
+            down, across = parts[rank]
+            box = Rectangle((left + across.start, y + down.start), len(across), len(down), edgecolor="white")
+            box.set(facecolor=colour_of(rank), hatch=HATCHES[rank % 4])
+            axes.add_patch(box)
+        line = "--" if copy else "-"
+        axes.add_patch(Rectangle((left, y), columns, rows, fill=False, edgecolor=BLACK, linewidth=1, linestyle=line))
+        text = f"copy: ranks\n{' and '.join(map(str, holders))}" if copy else f"{name}\n{rows} × {columns}"
+        axes.text(left, y - 12, text, fontsize=10, va="bottom")
+    return x + max(copies) * (columns + COPY_GAP) + columns
 
 
 def layer_flow(c: ModelConfig, ranks: int) -> Picture:

@@ -29,12 +29,16 @@ def test_the_parts_of_a_matrix_cover_it_once_but_for_shared_heads(ranks: int) ->
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_layer_is_drawn_to_scale(ranks: int) -> None:
+    """With copies of what several ranks hold: every rank has all that it holds, and every copy has a frame."""
     picture = held(CONFIG, ranks)
     [axes] = picture.axes
     boxes = [box.get_path().get_extents(box.get_patch_transform()) for box in axes.patches]
     areas = [box.width * box.height for box in boxes]
-    weights = sum(rows * columns for rows, columns in matrices(CONFIG).values())
-    assert len(areas) == 7 * (ranks + 1) and sum(areas) == pytest.approx(2 * weights)  # the parts, and the frames
+    frames = [rows * columns for rows, columns in matrices(CONFIG).values()]
+    frames += [frames[1], frames[2]] if ranks == 4 else []
+    assert len(areas) == 7 * ranks + len(frames) and sum(areas) == pytest.approx(2 * sum(frames))  # parts and frames
+    labels = [text.get_text() for text in axes.texts]
+    assert labels.count("copy: ranks\n1 and 3") == (2 if ranks == 4 else 0)
     assert [text.get_text() for text in picture.legends[0].get_texts()] == [f"rank {rank}" for rank in range(ranks)]
     assert picture.png().startswith(PNG)
 
