@@ -69,7 +69,9 @@ def shown(text: str, added: str, directory: Path, width: int, page: str = "page.
     command += [f"--user-data-dir={directory / 'profile'}", "--virtual-time-budget=6000", "--enable-logging=stderr"]
     command += ["--disable-popup-blocking", "--dump-dom", (directory / page).as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in done.stderr, done.stderr
+    # Chromium's own pages warn where there is no network
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "Slow network is detected" not in line]
+    assert not said, said
     return done.stdout
 
 

@@ -186,7 +186,9 @@ def test_the_page_in_a_browser(tmp_path: Path, width: int) -> None:
     url = (tmp_path / "run.html").as_uri() + "#step=20"
     shot = tmp_path / "shot.png"
     dom = subprocess.run([*command, "--dump-dom", url], capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in dom.stderr, dom.stderr
+    # Chromium's own pages warn where there is no network
+    said = [line for line in dom.stderr.splitlines() if "CONSOLE" in line and "Slow network is detected" not in line]
+    assert not said, said
     assert "Step 20, " in dom.stdout and "blocks in use" in dom.stdout
     assert re.search(r'class="chip"[^>]*>r\d', dom.stdout) and "<mark>" in dom.stdout
     subprocess.run([*command, f"--screenshot={shot}", url], capture_output=True, timeout=120, check=True)
