@@ -195,8 +195,7 @@ class Rank:
 def best_of(logits: Tensor, rank: int, vocab_size: int) -> Tensor:
     """The best token of a rank's part of the vocabulary: logits [N, V / R] -> its logit and its id, [N, 2] float64."""
     # exercise 7.4: which ids are the columns? Those from vocab_size on are padding: their 0 would win where all others
-    #   are negative. Of equals argmax finds the first. One torch.stack makes the pairs: in float64, because bf16 rounds
-    #   ids above 256.
+    #   are negative. Of equals argmax finds the first. One torch.stack makes the pairs, in float64 (bf16 rounds ids).
     ids = rank * logits.shape[1] + torch.arange(logits.shape[1], device=logits.device)  # [V / R]
     scores = logits.masked_fill(ids >= vocab_size, float("-inf"))
     best = scores.argmax(dim=-1)  # [N]
