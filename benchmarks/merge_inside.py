@@ -27,10 +27,10 @@ from nanovllm.kernels.paged_decode import (
     PREFETCHED_TILES,
     DecodeConfig,
     DecodeWorkspace,
+    merge_parts,
     paged_decode,
 )
-from nanovllm.kernels.paged_tile import LOG2_E, attend_tile, token_offsets
-from nanovllm.kernels.prefetch import prefetch
+from nanovllm.kernels.paged_tile import LOG2_E, ask_for_keys, attend_keys
 
 
 @triton.jit(
@@ -66,15 +66,11 @@ def _decode_and_merge_kernel(  # type: ignore[no-untyped-def]
     query_start = tl.load(query_start_ptr + sequence, mask=tile < last, other=0)
     query_end = tl.load(query_start_ptr + sequence + 1, mask=tile < last, other=0)
     if PDL:
-        line = tl.arange(0, LINES) * (HEAD_DIM // LINES)
-        first_key = (tile - begin) * KEYS
         stop_key = tl.minimum(context_len, (tl.minimum(last, tile + PREFETCHED) - begin) * KEYS)
-        for start in range(first_key, stop_key, KEYS):
-            table_ptr = block_table_ptr + sequence * table_stride
-            offset = token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
-            offset = tl.where(start + tl.arange(0, KEYS) < context_len, offset, 0)
-            prefetch(kv_ptr + offset[:, None] + line[None, :])
-            prefetch(kv_ptr + v_offset + offset[:, None] + line[None, :])
+        ask_for_keys(
+            kv_ptr, v_offset, block_table_ptr + sequence * table_stride, (tile - begin) * KEYS, stop_key, context_len,
+            kv_head, HEAD_DIM, token_stride, BLOCK_SIZE, KEYS, LINES,
+        )  # fmt: skip
         gdc_wait()
     while tile < last:
         query_len = query_end - query_start
@@ -84,20 +80,11 @@ def _decode_and_merge_kernel(  # type: ignore[no-untyped-def]
         position = context_len - query_len + query
         token = (query_start + query).to(tl.int64)
         q = tl.load(q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=used[:, None], other=0.0)
-
-        m = tl.full([ROWS], -1e30, tl.float32)
-        denom = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-        table_ptr = block_table_ptr + sequence * table_stride
-        for start in range((tile - begin) * KEYS, (stop - begin) * KEYS, KEYS):
-            key = start + tl.arange(0, KEYS)
-            offset = token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
-            pointer = kv_ptr + offset[:, None] + dim[None, :]
-            in_context = (key < context_len)[:, None]
-            k = tl.load(pointer, mask=in_context, other=0.0)
-            v = tl.load(pointer + v_offset, mask=in_context, other=0.0)
-            visible = key[None, :] <= position[:, None]
-            m, denom, acc = attend_tile(q, k, v, visible, scale, m, denom, acc, True)
+        m, denom, acc = attend_keys(
+            q, kv_ptr, v_offset, block_table_ptr + sequence * table_stride,
+            (tile - begin) * KEYS, (stop - begin) * KEYS, context_len, kv_head, position, scale,
+            ROWS, HEAD_DIM, token_stride, BLOCK_SIZE, KEYS,
+        )  # fmt: skip
 
         if (tile == begin) & (stop == end):
             offset = (token * NUM_HEADS + head) * HEAD_DIM
@@ -119,26 +106,12 @@ def _decode_and_merge_kernel(  # type: ignore[no-untyped-def]
                 tl.store(counter, 0)
                 for i in range(0, query_len * GROUP):
                     merged_head = kv_head * GROUP + i % GROUP
-                    best = -1e30
-                    summed = 0.0
-                    mixed = tl.zeros([HEAD_DIM], tl.float32)
-                    for start in range(first_piece, last_piece + 1, MERGED):
-                        part = start + tl.arange(0, MERGED)
-                        wrote = (part <= last_piece) & (part * total // pieces < (part + 1) * total // pieces)
-                        place = (part * 2 + (part > first_piece).to(tl.int32)) * QUERIES + i // GROUP
-                        place = place * NUM_HEADS + merged_head
-                        part_m = tl.load(m_ptr + place, mask=wrote, other=float("-inf"), cache_modifier=".cg")
-                        part_denom = tl.load(denom_ptr + place, mask=wrote, other=0.0, cache_modifier=".cg")
-                        pointer = acc_ptr + place[:, None] * HEAD_DIM + dim[None, :]
-                        part_acc = tl.load(pointer, mask=wrote[:, None], other=0.0, cache_modifier=".cg")
-                        new_best = tl.maximum(best, tl.max(part_m, 0))
-                        weight = tl.exp2(part_m - new_best)
-                        repair = tl.exp2(best - new_best)
-                        summed = summed * repair + tl.sum(weight * part_denom, 0)
-                        mixed = mixed * repair + tl.sum(weight[:, None] * part_acc, 0)
-                        best = new_best
+                    merged = merge_parts(
+                        m_ptr, denom_ptr, acc_ptr, first_piece, last_piece, total, pieces, i // GROUP, merged_head,
+                        NUM_HEADS, HEAD_DIM, QUERIES, MERGED, ".cg",
+                    )  # fmt: skip
                     offset = ((query_start + i // GROUP).to(tl.int64) * NUM_HEADS + merged_head) * HEAD_DIM
-                    tl.store(out_ptr + offset + dim, (mixed / summed).to(out_ptr.dtype.element_ty))
+                    tl.store(out_ptr + offset + dim, merged.to(out_ptr.dtype.element_ty))
         tile = stop
         begin = end
         sequence += 1

@@ -26,8 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
-from nanovllm.kernels.paged_tile import LOG2_E, attend_tile, keys_per_tile, locate, padded_sequences, token_offsets
-from nanovllm.kernels.prefetch import prefetch
+from nanovllm.kernels.paged_tile import LOG2_E, ask_for_keys, attend_keys, keys_per_tile, locate, padded_sequences
 
 MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
 MERGED_AT_ONCE = 16
@@ -101,15 +100,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         # What was there before this step can be asked for before this layer has written the step's own keys. Plan,
         # lengths and tables may be read: they are older than the last kernel that was launched without overlap.
-        line = tl.arange(0, LINES) * (HEAD_DIM // LINES)
-        first_key = (tile - begin) * KEYS
         stop_key = tl.minimum(context_len, (tl.minimum(last, tile + PREFETCHED) - begin) * KEYS)
-        for start in range(first_key, stop_key, KEYS):
-            table_ptr = block_table_ptr + sequence * table_stride
-            offset = token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
-            offset = tl.where(start + tl.arange(0, KEYS) < context_len, offset, 0)
-            prefetch(kv_ptr + offset[:, None] + line[None, :])
-            prefetch(kv_ptr + v_offset + offset[:, None] + line[None, :])
+        ask_for_keys(
+            kv_ptr, v_offset, block_table_ptr + sequence * table_stride, (tile - begin) * KEYS, stop_key, context_len,
+            kv_head, HEAD_DIM, token_stride, BLOCK_SIZE, KEYS, LINES,
+        )  # fmt: skip
         gdc_wait()
     while tile < last:
         query_len = query_end - query_start
@@ -119,20 +114,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         position = context_len - query_len + query  # query i sees the keys up to its own position
         token = (query_start + query).to(tl.int64)
         q = tl.load(q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=used[:, None], other=0.0)
-
-        m = tl.full([ROWS], -1e30, tl.float32)
-        denom = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-        table_ptr = block_table_ptr + sequence * table_stride
-        for start in range((tile - begin) * KEYS, (stop - begin) * KEYS, KEYS):
-            key = start + tl.arange(0, KEYS)
-            offset = token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
-            pointer = kv_ptr + offset[:, None] + dim[None, :]
-            in_context = (key < context_len)[:, None]  # beyond it lies anything: a NaN in V would survive p = 0
-            k = tl.load(pointer, mask=in_context, other=0.0)  # [KEYS, D]
-            v = tl.load(pointer + v_offset, mask=in_context, other=0.0)  # [KEYS, D]
-            visible = key[None, :] <= position[:, None]
-            m, denom, acc = attend_tile(q, k, v, visible, scale, m, denom, acc, True)
+        m, denom, acc = attend_keys(
+            q, kv_ptr, v_offset, block_table_ptr + sequence * table_stride,
+            (tile - begin) * KEYS, (stop - begin) * KEYS, context_len, kv_head, position, scale,
+            ROWS, HEAD_DIM, token_stride, BLOCK_SIZE, KEYS,
+        )  # fmt: skip
 
         if (tile == begin) & (stop == end):
             offset = (token * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
@@ -150,6 +136,34 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         context_len = tl.load(context_len_ptr + sequence, mask=tile < last, other=0)
         query_start = query_end
         query_end = tl.load(query_start_ptr + sequence + 1, mask=tile < last, other=0)
+
+
+@triton.jit
+def merge_parts(  # type: ignore[no-untyped-def]
+    m_ptr, denom_ptr, acc_ptr, first, last, total, pieces, query, head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, MERGED: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """The output [D] of a query and a head from what the pieces `first` to `last` left of its sequence."""
+    dim = tl.arange(0, HEAD_DIM)
+    m = -1e30
+    denom = 0.0
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(first, last + 1, MERGED):
+        piece = start + tl.arange(0, MERGED)
+        # With fewer tiles than pieces some pieces are empty, and have written nothing.
+        used = (piece <= last) & (piece * total // pieces < (piece + 1) * total // pieces)
+        slot = ((piece * 2 + (piece > first).to(tl.int32)) * QUERIES + query) * NUM_HEADS + head
+        part_m = tl.load(m_ptr + slot, mask=used, other=float("-inf"), cache_modifier=CACHE)
+        part_denom = tl.load(denom_ptr + slot, mask=used, other=0.0, cache_modifier=CACHE)
+        pointer = acc_ptr + slot[:, None] * HEAD_DIM + dim[None, :]
+        part_acc = tl.load(pointer, mask=used[:, None], other=0.0, cache_modifier=CACHE)
+        new_m = tl.maximum(m, tl.max(part_m, 0))
+        weight = tl.exp2(part_m - new_m)  # [MERGED]
+        repair = tl.exp2(m - new_m)
+        denom = denom * repair + tl.sum(weight * part_denom, 0)
+        acc = acc * repair + tl.sum(weight[:, None] * part_acc, 0)
+        m = new_m
+    return acc / denom
 
 
 @triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["query_start_ptr", "context_len_ptr"])
@@ -180,24 +194,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         return  # no such query, or no sequence that has its first border here
 
     dim = tl.arange(0, HEAD_DIM)
-    m = -1e30
-    denom = 0.0
-    acc = tl.zeros([HEAD_DIM], tl.float32)
-    for start in range(first, last + 1, MERGED):
-        piece = start + tl.arange(0, MERGED)
-        # With fewer tiles than pieces some pieces are empty, and have written nothing.
-        used = (piece <= last) & (piece * total // pieces < (piece + 1) * total // pieces)
-        slot = ((piece * 2 + (piece > first).to(tl.int32)) * QUERIES + query) * NUM_HEADS + head
-        part_m = tl.load(m_ptr + slot, mask=used, other=float("-inf"))
-        part_denom = tl.load(denom_ptr + slot, mask=used, other=0.0)
-        part_acc = tl.load(acc_ptr + slot[:, None] * HEAD_DIM + dim[None, :], mask=used[:, None], other=0.0)
-        new_m = tl.maximum(m, tl.max(part_m, 0))
-        weight = tl.exp2(part_m - new_m)  # [MERGED]
-        repair = tl.exp2(m - new_m)
-        denom = denom * repair + tl.sum(weight * part_denom, 0)
-        acc = acc * repair + tl.sum(weight[:, None] * part_acc, 0)
-        m = new_m
-    out = acc / denom
+    out = merge_parts(
+        m_ptr, denom_ptr, acc_ptr, first, last, total, pieces, query, head, NUM_HEADS, HEAD_DIM, QUERIES, MERGED, "",
+    )  # fmt: skip
     offset = ((query_start + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     tl.store(out_ptr + offset + dim, out.to(out_ptr.dtype.element_ty))
 

@@ -7,6 +7,8 @@ kept out of Triton's specialisation by every kernel here: each new divisor would
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.prefetch import prefetch
+
 # Scores are kept in powers of two, because the hardware's exponential is exp2.
 LOG2_E = 1.4426950408889634
 
@@ -69,3 +71,41 @@ def attend_tile(q, k, v, visible, scale, m, denom, acc, MASKED: tl.constexpr):  
     denom = denom * repair + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * repair[:, None], input_precision="ieee")
     return new_m, denom, acc
+
+
+@triton.jit
+def ask_for_keys(  # type: ignore[no-untyped-def]
+    kv_ptr, v_offset, table_ptr, first, stop, context_len, kv_head,
+    HEAD_DIM: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    LINES: tl.constexpr,
+):  # fmt: skip
+    """Have the keys and values of a sequence from `first` to `stop` brought to L2, without waiting for them."""
+    line = tl.arange(0, LINES) * (HEAD_DIM // LINES)
+    for start in range(first, stop, KEYS):
+        offset = token_offsets(table_ptr, start, context_len, TOKEN_STRIDE, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
+        offset = tl.where(start + tl.arange(0, KEYS) < context_len, offset, 0)
+        prefetch(kv_ptr + offset[:, None] + line[None, :])
+        prefetch(kv_ptr + v_offset + offset[:, None] + line[None, :])
+
+
+@triton.jit
+def attend_keys(  # type: ignore[no-untyped-def]
+    q, kv_ptr, v_offset, table_ptr, first, stop, context_len, kv_head, position, scale,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """q [ROWS, D] at `position` [ROWS] against the keys of a sequence from `first` to `stop`: m, denom and acc."""
+    dim = tl.arange(0, HEAD_DIM)
+    m = tl.full([ROWS], -1e30, tl.float32)
+    denom = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    for start in range(first, stop, KEYS):
+        key = start + tl.arange(0, KEYS)
+        offset = token_offsets(table_ptr, start, context_len, TOKEN_STRIDE, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
+        pointer = kv_ptr + offset[:, None] + dim[None, :]
+        in_context = (key < context_len)[:, None]  # beyond it lies anything: a NaN in V would survive p = 0
+        k = tl.load(pointer, mask=in_context, other=0.0)  # [KEYS, D]
+        v = tl.load(pointer + v_offset, mask=in_context, other=0.0)  # [KEYS, D]
+        visible = key[None, :] <= position[:, None]
+        m, denom, acc = attend_tile(q, k, v, visible, scale, m, denom, acc, True)
+    return m, denom, acc
