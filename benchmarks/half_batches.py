@@ -5,9 +5,9 @@ cut in two, each half on a stream of its own, and while one attends the other go
 are then read twice. Attention is held to a part of the GPU, so that there is room for the products: to two programs a
 multiprocessor instead of three, or to fewer multiprocessors.
 
-Prediction for an H200: at batch 128 a layer takes 148 us, 108 of them attention; with most of the rest hidden, 130.
-Measured: slower in every form. Attention alone loses 8 to 12% when its programs may not fill the GPU, or not start
-before their predecessors end, and what the other half reads meanwhile it takes from attention.
+Prediction for an H200: at batch 128 attention is three quarters of a layer; with most of the rest hidden, a tenth less.
+Measured (docs/kernels.md): slower in every form. Attention loses already when its programs may not fill the GPU, or not
+start before their predecessors end, and what the other half reads meanwhile it takes from attention.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ done
 if [ -n "${KERNELS:-}" ]; then
   "$python" -m benchmarks.kernels --out "$out/kernels.json" || status=1
   "$python" -m benchmarks.fused --out "$out/fused.json" --commit "$commit" || status=1
+  "$python" -m benchmarks.linears --out "$out/linears.json" --commit "$commit" || status=1
   "$python" -m benchmarks.decode_step --out "$out/decode_step.json" --commit "$commit" || status=1
 fi
 for benchmark in ${BENCHMARKS:-}; do

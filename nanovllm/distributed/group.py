@@ -86,9 +86,8 @@ class Group:
         if failure is not None and asked:
             raise failure
         if not everybody:
-            logger.warning(
-                "small sums go through NCCL, because GPU memory cannot be shared: %s", failure or "by others"
-            )
+            why = failure or "another rank failed"
+            logger.warning("small sums go through NCCL, because GPU memory cannot be shared: %s", why)
         return made if everybody else None
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ def few_tokens(
     """What computes `weight` [out, in] for x [num_tokens, in]: f(x, weight, bias=None); gated and partial as of
     `skinny_linear`. None: the library does it better, or its shape or dtype is none for our kernels.
     """
+    if num_tokens > 2 * MOST:
+        return None
     outputs, inputs = weight.shape
     columns = outputs // 2 if gated else outputs
     if weight.dtype == torch.float32 or inputs % 128 or columns % 32:

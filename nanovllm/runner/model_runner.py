@@ -179,7 +179,7 @@ class ModelRunner:
         rows, positions = batch.sampled_rows[:n], batch.next_positions[:n]
         if guesses is not None:  # the plain tail wrote over them, and what is drawn behind them counts them
             self.rows.token_ids[rows, positions] = guesses.int()
-        # The full tail draws again for the rows that need it: a sort of the vocabulary costs as much as the whole step.
+        # The full tail draws again, for the rows that need it: others need not wait while their vocabulary is sorted.
         special = np.isin(np.repeat([s.row for s in sampled], num_draws), list(self.sampling.special))
         index = to_device(np.flatnonzero(special | (q is not None)), self.device)
         logits = logits[index]
