@@ -3,11 +3,10 @@
     python -m benchmarks.all_reduce RESULT --ranks 2 --device cuda --kind nccl
 
 nccl:      what the engine does with large messages (on a CPU: gloo).
-symmetric: PyTorch's kernels over symmetric memory: one-shot, which the engine uses for small messages (see
-           `nanovllm/distributed/one_shot.py`), and two-shot, where each rank sums a part and spreads it.
+symmetric: what it does with small ones, over memory that the GPUs share (see `nanovllm/distributed/one_shot.py`).
 
-Each is measured as it would run in a recorded decode step: 20 behind one another in a CUDA graph, with the copies into
-and out of the buffer that symmetric memory needs. Each result is compared with the sum first.
+On GPUs each also with the residual addition and norm behind it. Each is measured as it would run in a recorded decode
+step: 20 behind one another in a CUDA graph. Each result is compared with the sum first.
 """
 
 import argparse
@@ -32,6 +31,7 @@ from nanovllm.distributed.one_shot import SWITCH, default_bytes
 from nanovllm.distributed.spawned import SpawnedTeam
 
 SIZES = [1 << k for k in range(12, 25)]  # 4 KiB to 16 MiB: 4096 numbers of a token are 8 KiB
+WIDTH = 4096  # numbers of a token
 QUICK_SIZES = [1 << 12, 1 << 16]
 CALLS = 20
 SECONDS = 100  # a kernel that waits for ever is given up
@@ -51,26 +51,36 @@ class Part:
         return lambda message: None
 
     def ways(self, group: Group) -> dict[str, Way]:
+        """Each gives the sum, and may do more."""
+        if group.device.type == "cpu":
+            return {"gloo": group.all_reduce}
+        from nanovllm.kernels.add_rms_norm import add_rms_norm
+
+        weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=group.device)
+
+        def apart(x: Tensor) -> Tensor:
+            x = group.all_reduce(x)
+            add_rms_norm(x, x, weight[: x.shape[1]], 1e-6)
+            return x
+
+        def at_once(x: Tensor) -> Tensor:
+            return group.add_rms_norm(x, torch.zeros_like(x), weight[: x.shape[1]], 1e-6)[1]
+
         if self.kind == "nccl":
-            return {"NCCL" if group.device.type == "cuda" else "gloo": group.all_reduce}
-        one_shot = group.one_shot
-        assert one_shot is not None
-
-        def two_shot(x: Tensor) -> Tensor:
-            own = one_shot.buffer[: x.nbytes].view(x.dtype)
-            own.copy_(x)
-            torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", one_shot.name)
-            return x.copy_(own)
-
-        return {"one-shot": one_shot.all_reduce, "two-shot": two_shot}
+            return {"NCCL": group.all_reduce, "NCCL and norm": apart}
+        return {"one-shot": group.all_reduce, "one-shot with norm": at_once}
 
     def measure(self, group: Group) -> list[dict[str, Any]]:
-        """Microseconds of each way for each size."""
+        """Microseconds of each way for each size that it can do."""
         dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
         rows: list[dict[str, Any]] = [{"bytes": size} for size in self.sizes]
         for name, way in self.ways(group).items():
             for row in rows:
-                x = torch.full((row["bytes"] // dtype.itemsize,), group.rank + 1, dtype=dtype, device=group.device)
+                numbers = row["bytes"] // dtype.itemsize
+                shape = max(1, numbers // WIDTH), min(numbers, WIDTH)
+                if self.kind == "symmetric" and not group.sums_at_once(shape, dtype):
+                    continue
+                x = torch.full(shape, group.rank + 1, dtype=dtype, device=group.device)
                 if not (way(x) == group.size * (group.size + 1) / 2).all():
                     raise RuntimeError(f"{name} gave a wrong sum of {row['bytes']} bytes")
                 row[name] = microseconds(way, torch.zeros_like(x))

@@ -60,7 +60,9 @@ def all_reduce_table(result: dict[str, Any]) -> list[str]:
     names = [f"{way}, {table['ranks']} ranks (us)" for table, way in columns]
     lines = ["", row("all-reduce of (KiB)", *names), "|--:|" + "--:|" * len(columns)]
     for i, entry in enumerate(tables[0]["rows"]):
-        cells = (wording.number(table["rows"][i][way], "us") for table, way in columns)
+        cells = (
+            wording.number(found[way], "us") if way in (found := table["rows"][i]) else "–" for table, way in columns
+        )
         lines.append(row(f"{entry['bytes'] / 1024:g}", *cells))
     return lines
 

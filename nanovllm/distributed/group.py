@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -21,7 +22,6 @@ logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)  # how long ranks wait for each other (see `watch`)
 SLICE = timedelta(seconds=0.5)  # how long a wait goes on after the group was given up
-LATENCY_BOUND = 128 * 1024  # bytes that one exchange takes hardly longer for than for none
 ABORTED = 10.0  # seconds for NCCL to let go of everything
 
 
@@ -95,20 +95,24 @@ class Group:
         for."""
         if self.size > 1:
             one_shot = self.one_shot  # which another thread may take away
-            if one_shot is not None and one_shot.takes(x):
-                return one_shot.all_reduce(x)
+            if one_shot is not None and x.is_contiguous() and one_shot.takes(x.shape, x.dtype):
+                return one_shot.sum(x, x.dtype)[0]
             with self._others() as backend:
                 self._wait(backend.allreduce([x]))
         return x
 
-    def sums_at_once(self, num_bytes: int) -> bool:
-        """Whether a sum of so many bytes is one exchange among the ranks, and so small that its size hardly matters."""
+    def sums_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Whether a sum of such tensors over the ranks is one exchange, which can do the norm behind it as well."""
         one_shot = self.one_shot
-        return one_shot is not None and num_bytes <= min(LATENCY_BOUND, len(one_shot.buffer))
+        return one_shot is not None and one_shot.takes(shape, dtype)
 
-    def all_reduce_parts(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum of all ranks' parts [S, T, H] float32: still in parts if that costs nothing, else [T, H] of `dtype`."""
-        return self.all_reduce(parts if self.sums_at_once(parts.nbytes) else parts.sum(0).to(dtype))
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(sum + residual), sum + residual) of x [T, H], or parts [S, T, H] float32, that `sums_at_once`."""
+        with self._others():
+            one_shot = self.one_shot
+            if one_shot is None:
+                raise PeerLost("the ranks are not connected")
+        return one_shot.sum(x, weight.dtype, (weight, eps), residual)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' x, one after another, on every rank: contiguous [...] -> [R, ...]."""
@@ -198,6 +202,18 @@ class Group:
         for thread in tidying:
             thread.join(ABORTED)
         self._left = None
+
+
+@dataclass(frozen=True)
+class Unsummed:
+    """This rank's part of a sum over the ranks, [T, H], or its own parts of it [S, T, H] float32. For
+    `Group.add_rms_norm`, which adds them up where it needs them."""
+
+    parts: Tensor
+    group: Group
+
+
+Terms = Tensor | Unsummed  # of the residual stream: what a half-layer adds to it
 
 
 def wait_for(stream: torch.cuda.Stream, seconds: float) -> None:

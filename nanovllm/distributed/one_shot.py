@@ -1,12 +1,12 @@
-"""All-reduce of small tensors in one kernel, over memory that all GPUs of a host have mapped ("symmetric memory").
+"""Sums of small tensors in one exchange, over memory that all GPUs of a host have mapped ("symmetric memory").
 
-At decode sizes an all-reduce is all latency. NCCL passes sums around; here every rank puts its part where the others
-see it, waits for theirs, and reads them all: one exchange instead of several. Every rank reads as many messages as
-there are ranks, so that NCCL wins again where they are long. (TensorRT-LLM and vLLM have kernels of their own for this;
-this one is PyTorch's, in `torch.ops.symm_mem`.)
+At decode sizes an all-reduce is all latency. NCCL passes sums around; here every rank writes its part to where the
+others wait for it, and adds them all up by itself: `nanovllm/kernels/sum_over_ranks.py`, which does the norm behind the
+sum as well. Every rank sends its part as many times as there are others, so that NCCL wins again where it is long.
 
-Used up to `default_bytes` where all ranks are on one host whose GPUs reach each other's memory. NANOVLLM_ONE_SHOT_BYTES
-says otherwise, 0 for never; `python -m benchmarks.tensor_parallel` shows up to where it is faster.
+Used up to `default_bytes` where all ranks are on one host whose GPUs reach each other's memory over NVLink.
+NANOVLLM_ONE_SHOT_BYTES says otherwise, 0 for never; `python -m benchmarks.tensor_parallel` shows up to where it is
+faster.
 
 A kernel that waits for a rank that is no more would wait for ever, and the GPU with it: see `release`.
 """
@@ -25,10 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 SWITCH = "NANOVLLM_ONE_SHOT_BYTES"
-MAX_BYTES = 256 * 1024  # more ranks read more messages
-MAX_BYTES_OF_TWO = 2 * 1024 * 1024  # up to where it was clearly faster than NCCL on two H200s
-ALIGNMENT = 16  # what a thread reads at once, in bytes
-DTYPES = (torch.bfloat16, torch.float32)  # those that the kernel knows
+MAX_BYTES = 256 * 1024  # more ranks send more messages
+MAX_BYTES_OF_TWO = 2 * 1024 * 1024
 PATIENCE = timedelta(seconds=30)  # how long ranks wait for each other's handles
 QUIET, PAUSE = 0.2, 0.005  # seconds until kernels count as stuck, and between two looks
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -69,11 +67,13 @@ class Meeting(dist.Store):
 
 
 class OneShot:
-    """Sums messages of up to `max_bytes`. Fit for CUDA graphs, since the buffer never moves."""
+    """Sums messages [T, H] of up to `max_bytes`. Fit for CUDA graphs, since the buffers never move."""
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device, max_bytes: int) -> None:
         from torch._C._distributed_c10d import _register_process_group
         from torch.distributed import _symmetric_memory as symmetric_memory
+
+        from nanovllm.kernels.sum_over_ranks import EMPTY, MAX_ROWS, ROW_BYTES, sum_over_ranks
 
         if rank == 0:
             store.set("one-shot", uuid4().hex)
@@ -82,12 +82,14 @@ class OneShot:
         self._meeting = Meeting(dist.PrefixStore(self.name, store))
         self._group = dist.ProcessGroup(self._meeting, rank, size)
         _register_process_group(self.name, self._group)  # which keeps neither alive
-        self.buffer = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=device)
-        handle: Any = symmetric_memory.rendezvous(self.buffer, self.name)
-        # A rank's pad has a word for each signal that it waits for: 1 from when it was given until it was seen.
-        self._pads = [handle.get_signal_pad(peer, dtype=torch.int32) for peer in range(size)]
-        self._rank, self._device = rank, device
-        self._pads[rank].zero_()  # the memory may have been another group's, which was let go
+        shape = 2, size, MAX_ROWS, ROW_BYTES // 4
+        self._memory = symmetric_memory.empty(shape, dtype=torch.int32, device=device)
+        handle: Any = symmetric_memory.rendezvous(self._memory, self.name)
+        words = tuple(handle.get_buffer(peer, shape, torch.int32) for peer in range(size))
+        self._buffers = {4: words, 2: tuple(buffer.view(torch.int16) for buffer in words)}  # by the width of a number
+        self._turn = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+        self._sum, self._rank, self._device, self.max_bytes = sum_over_ranks, rank, device, max_bytes
+        self._memory.fill_(EMPTY)  # nobody sends anything before all have said that they are here
         torch.cuda.synchronize(device)
 
     @staticmethod
@@ -99,13 +101,13 @@ class OneShot:
             return (default_bytes(size) if all(reaches(device, peer) for peer in peers) else 0), False
         if not value.isdecimal():
             raise ValueError(f"{SWITCH} must be a number of bytes, 0 for never; got {value!r}")
-        return int(value) // ALIGNMENT * ALIGNMENT, True
+        return int(value), True
 
     def release(self, stream: torch.cuda.Stream, over: threading.Event) -> None:
         """Let kernels end that wait on `stream` for a rank that is gone. Their sums mean nothing. Called in a thread.
 
-        They wait for signals of others, and for the others to have seen their own: both are done in the others' place,
-        again and again until `over`, when nobody launches any more of them.
+        They wait for numbers of others, which here come in the others' place, again and again until `over`, when nobody
+        launches any more of them.
         """
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
             busy_since: float | None = None
@@ -115,18 +117,27 @@ class OneShot:
                     continue
                 busy_since = busy_since or monotonic()
                 if monotonic() > busy_since + QUIET:
-                    for peer, pad in enumerate(self._pads):
-                        pad.fill_(int(peer == self._rank))
+                    self._memory.zero_()
                     torch.cuda.current_stream().synchronize()
 
-    def takes(self, x: Tensor) -> bool:
-        return x.dtype in DTYPES and x.is_contiguous() and 0 < x.nbytes <= len(self.buffer) and not x.nbytes % ALIGNMENT
+    def takes(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Whether it sums [T, H] of such numbers."""
+        if len(shape) != 2 or dtype.itemsize not in self._buffers:
+            return False
+        rows, row_bytes = shape[0], shape[1] * dtype.itemsize
+        places, place_bytes = self._memory.shape[2], 4 * self._memory.shape[3]
+        return 0 < rows <= places and 0 < row_bytes <= place_bytes and rows * row_bytes <= self.max_bytes
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in a new tensor."""
-        own = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(own, x, "sum", self.name)
-        return summed
+    def sum(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        norm: tuple[Tensor, float] | None = None,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of all ranks' x, [T, H] or parts of it [S, T, H] float32, with what follows: see `sum_over_ranks`."""
+        buffers = self._buffers[dtype.itemsize]
+        return self._sum(x, buffers, self._turn, self._rank, dtype, norm=norm, residual=residual)
 
 
 def default_bytes(ranks: int) -> int:

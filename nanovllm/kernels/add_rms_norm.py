@@ -8,13 +8,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import overlaps_launches
 
 
-@triton.jit(do_not_specialize=["split_stride"])
+@triton.jit
 def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, split_stride,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps,
     SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    num_rows = tl.num_programs(0)
     if PDL:
         gdc_launch_dependents()
     column = tl.arange(0, PADDED)
@@ -24,7 +25,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
     x = tl.load(x_ptr + row * SIZE + column, mask=exists, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        x += tl.load(x_ptr + split * split_stride + row * SIZE + column, mask=exists, other=0.0)
+        x += tl.load(x_ptr + (split * num_rows + row) * SIZE + column, mask=exists, other=0.0)
     if ADD:
         x += tl.load(residual_ptr + row * SIZE + column, mask=exists, other=0.0)
         x = x.to(sum_ptr.dtype.element_ty)
@@ -48,7 +49,7 @@ def add_rms_norm(
     total = x if residual is None else torch.empty_like(out)
     pdl = overlaps_launches(x.device)
     _add_rms_norm_kernel[(out.shape[0],)](
-        x, residual, weight, out, total, eps, x.stride(0) if x.dim() == 3 else 0,
+        x, residual, weight, out, total, eps,
         SIZE=size, PADDED=triton.next_power_of_2(size), SPLITS=splits, ADD=residual is not None, PDL=pdl,
         num_warps=4 if size <= 2048 else 8, launch_pdl=pdl,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.distributed.group import Group
+from nanovllm.distributed.group import Group, Terms, Unsummed
 
 
 class Linear(nn.Module):
@@ -28,21 +28,20 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]"""
         few = few_tokens_kernel(x, self.weight)
-        bias = self.bias if self.group is None else None
-        y = F.linear(x, self.weight, bias) if few is None else few(x, self.weight, bias)
         if self.group is None:
-            return y
-        y = self.group.all_reduce(y)
+            return F.linear(x, self.weight, self.bias) if few is None else few(x, self.weight, self.bias)
+        y = self.group.all_reduce(F.linear(x, self.weight) if few is None else few(x, self.weight))
         return y if self.bias is None else y + self.bias  # after the sum, or every rank would add it
 
-    def partial(self, x: Tensor) -> Tensor:
-        """The same for `RMSNorm.add` to read: x [T, in] -> [T, out], or parts to be summed [S, T, out] float32."""
-        few = None
-        if self.bias is None and (self.group is None or self.group.sums_at_once(16 * x.shape[0] * len(self.weight))):
-            few = few_tokens_kernel(x, self.weight, partial=True)
-        if few is None:
+    def partial(self, x: Tensor) -> Terms:
+        """The same for `RMSNorm.add` to read: x [T, in] -> [T, out], or parts to be summed [S, T, out] float32; and if
+        the ranks sum that many at once, what is still to be summed over them."""
+        group, shape = self.group, (len(x), len(self.weight))
+        if self.bias is not None or (group is not None and not group.sums_at_once(shape, x.dtype)):
             return self(x)
-        return few(x, self.weight) if self.group is None else self.group.all_reduce_parts(few(x, self.weight), x.dtype)
+        few = few_tokens_kernel(x, self.weight, partial=True)
+        y = F.linear(x, self.weight) if few is None else few(x, self.weight)
+        return y if group is None else Unsummed(y, group)
 
 
 class MergedLinear(Linear):

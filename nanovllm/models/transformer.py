@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nanovllm import kernels
 from nanovllm.attention.interface import BoundAttention
-from nanovllm.distributed.group import Group
+from nanovllm.distributed.group import Group, Terms
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import Linear, MergedLinear, few_tokens_kernel
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Terms:
         return self.o_proj.partial(self.mix(self.qkv_proj(x), rotation, attend))
 
     def mix(self, qkv: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
@@ -67,7 +67,7 @@ class MLP(nn.Module):
         self.gate_up_proj = MergedLinear(c.hidden_size, parts, bias=c.variant.mlp_bias, dtype=c.dtype)
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.variant.mlp_bias, dtype=c.dtype, group=group)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Terms:
         weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
         few = few_tokens_kernel(x, weight, gated=True) if bias is None else None
         return self.down_proj.partial(silu_and_mul(self.gate_up_proj(x)) if few is None else few(x, weight))
@@ -86,11 +86,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
         self.mlp = MLP(c, group)
 
-    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotation, attend)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+    def forward(self, x: Terms, residual: Tensor | None, rotation: Rotation, attend: Attend) -> tuple[Terms, Tensor]:
+        normed, residual = self.input_layernorm.add(x, residual)
+        normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, rotation, attend), residual)
+        return self.mlp(normed), residual
 
 
 class Transformer(nn.Module):
@@ -114,7 +113,7 @@ class Transformer(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden [T, H], after the final norm."""
         rotation = Rotation(self.rotary, positions)
-        x: Tensor = self.embed_tokens(input_ids)  # [T, H]
+        x: Terms = self.embed_tokens(input_ids)  # [T, H]
         residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, rotation, attend)

@@ -1,4 +1,4 @@
-"""The all-reduce over symmetric memory: who gets it, and on GPUs that its sums are NCCL's, in and out of a graph."""
+"""Sums over symmetric memory: who gets them, and on GPUs that they are NCCL's, in and out of a graph."""
 
 import threading
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.one_shot import SWITCH, Meeting, OneShot, default_bytes, knows_atomics, reaches
 from nanovllm.distributed.spawned import SpawnedTeam
+from nanovllm.layers.norm import rms_norm
 from tests import oracle
 from tests.engine.ranks import STORY_MODEL, executor_of, generate, tokens
 from tests.stages.requests import story_prompts
@@ -27,7 +28,8 @@ LONG = timedelta(seconds=15)
 def with_buffer(max_bytes: int) -> OneShot:
     """Without the others, but able to say what it would take."""
     one_shot = OneShot.__new__(OneShot)
-    one_shot.buffer = torch.empty(max_bytes, dtype=torch.uint8)
+    one_shot.max_bytes, one_shot._buffers = max_bytes, {2: (), 4: ()}
+    one_shot._memory = torch.empty(2, 2, 4, 512, dtype=torch.int32)  # four places of 2 KiB
     return one_shot
 
 
@@ -68,7 +70,7 @@ def test_somebody_can_say_for_what_it_is_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(SWITCH, "0")
     assert OneShot.wanted(0, 2, CPU) == (0, True)
     monkeypatch.setenv(SWITCH, "1000")
-    assert OneShot.wanted(0, 2, CPU) == (992, True), "whole reads of a thread"
+    assert OneShot.wanted(0, 2, CPU) == (1000, True)
     for value in ("-1", "64k", ""):
         monkeypatch.setenv(SWITCH, value)
         with pytest.raises(ValueError, match=f"{SWITCH} must be a number of bytes.*{value!r}"):
@@ -76,19 +78,24 @@ def test_somebody_can_say_for_what_it_is_used(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_it_takes_what_fits_and_nothing_else() -> None:
-    one_shot = with_buffer(1024)
-    fitting = torch.zeros(2, 256, dtype=torch.bfloat16)
-    assert one_shot.takes(fitting) and one_shot.takes(fitting[:1]) and one_shot.takes(fitting.float()[:1])
-    assert not one_shot.takes(torch.zeros(2, 257, dtype=torch.bfloat16)), "too long"
-    assert not one_shot.takes(fitting.half()), "a dtype that the kernel does not know"
-    assert not one_shot.takes(fitting[:, :8]), "not contiguous"
-    assert not one_shot.takes(fitting[0, :4]) and not one_shot.takes(fitting[:0]), "less than a thread reads at once"
+    one_shot = with_buffer(6000)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert one_shot.takes((1, 7), dtype) and one_shot.takes((4, 250), dtype)
+    assert not one_shot.takes((1, 7), torch.float64), "a number wider than a place's words"
+    assert one_shot.takes((1, 512), torch.float32) and not one_shot.takes((1, 513), torch.float32), (
+        "longer than a place"
+    )
+    assert one_shot.takes((2, 1024), torch.bfloat16)
+    assert not one_shot.takes((3, 1024), torch.bfloat16), "more bytes than are wanted"
+    assert not one_shot.takes((5, 8), torch.bfloat16), "more rows than places"
+    assert not one_shot.takes((0, 8), torch.bfloat16) and not one_shot.takes((1, 0), torch.bfloat16)
+    assert not one_shot.takes((8,), torch.bfloat16) and not one_shot.takes((1, 1, 8), torch.bfloat16)
 
 
 def test_a_group_sums_small_tensors_with_it_and_others_without() -> None:
     class Shift(OneShot):
-        def all_reduce(self, x: Tensor) -> Tensor:
-            return x + 1
+        def sum(self, x: Tensor, dtype: torch.dtype, *then: Any) -> tuple[Tensor, Tensor]:
+            return x + 1, x + 1
 
     class Backend:
         def allreduce(self, xs: list[Tensor]) -> Any:
@@ -102,13 +109,15 @@ def test_a_group_sums_small_tensors_with_it_and_others_without() -> None:
 
     group = Group(0, 2, CPU)
     group._backend = Backend()
-    small, large = torch.zeros(8), torch.zeros(4096)
+    small, large = torch.zeros(1, 8), torch.zeros(4, 512)
     assert group.all_reduce(small.clone()).unique().tolist() == [10]
     group.one_shot = Shift.__new__(Shift)
-    group.one_shot.buffer = torch.empty(1024, dtype=torch.uint8)
+    vars(group.one_shot).update(vars(with_buffer(1024)))
     assert group.all_reduce(small).unique().tolist() == [1]
     assert group.all_reduce(large).unique().tolist() == [10]
-    assert group.sums_at_once(1024) and not group.sums_at_once(1025)
+    assert group.all_reduce(torch.zeros(8, 1).t()).unique().tolist() == [1]
+    assert group.all_reduce(torch.zeros(8, 2).t()).unique().tolist() == [10], "not contiguous"
+    assert group.sums_at_once(small.shape, small.dtype) and not group.sums_at_once(large.shape, large.dtype)
     group.leave()
     assert group.one_shot is None
 
@@ -158,25 +167,35 @@ def compare_with_nccl(group: Group) -> Callable[[Any], object]:
     """In every rank: sums of many shapes, then of a graph that is replayed on changing numbers."""
     assert group.one_shot is not None
     for seed, shape in enumerate([(1, 8), (1, 4096), (3, 1000), (7, 4096), (9, 4096)]):  # the last is too long
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
             expected = sum(numbers(seed, rank, shape, dtype) for rank in range(group.size))
             for _ in range(3):
                 x = numbers(seed, group.rank, shape, dtype).to(group.device)
                 assert torch.equal(group.all_reduce(x).cpu(), torch.as_tensor(expected))
     x = torch.zeros(4, 4096, dtype=torch.bfloat16, device=group.device)
+    weight = torch.ones(4096, dtype=torch.bfloat16, device=group.device)
     graph = torch.cuda.CUDAGraph()
-    group.all_reduce(x.clone())
-    with torch.cuda.graph(graph):
+
+    def step() -> tuple[Tensor, Tensor, Tensor]:
         once = group.all_reduce(x)
-        twice = group.all_reduce(once.clone())
-    for seed in range(20):
+        parts = once.float().expand(3, -1, -1).contiguous()  # three times that, on every rank
+        return once, *group.add_rms_norm(parts, once, weight, 1e-6)
+
+    step()
+    with torch.cuda.graph(graph):
+        once, normed, total = step()
+    for seed in range(200):
         x.copy_(numbers(seed, group.rank, tuple(x.shape), torch.bfloat16))
         graph.replay()
         expected = torch.as_tensor(
             sum(numbers(seed, rank, tuple(x.shape), torch.float32) for rank in range(group.size))
         )
         assert torch.equal(once.cpu().float(), expected)
-        assert torch.equal(twice.cpu().float(), expected * group.size)
+        sums = (3 * expected).bfloat16().float() * group.size + expected
+        torch.testing.assert_close(total.cpu().float(), sums, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(normed, rms_norm(total, weight, 1e-6), rtol=1e-2, atol=1e-2)
+        of_all = group.all_gather(normed)
+        assert torch.equal(of_all, normed.expand_as(of_all)), "the same bits on every rank"
     return lambda message: None
 
 

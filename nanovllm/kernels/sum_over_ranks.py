@@ -1,0 +1,129 @@
+"""The sum of all ranks' rows, and the norm that follows it, in one kernel and one exchange.
+
+Every GPU has a buffer that the others can write to. A program takes a row of this rank's, writes it into the buffers
+of all others, and waits until theirs have come into its own. Nobody is told that a row has arrived: a buffer is full
+of a number that no row contains, and what is something else has come. So a sum takes as long as one write takes to the
+other GPU. (NCCL's low-latency protocol sends a flag with every word; TensorRT-LLM's "Lamport" kernels leave it out like
+this one.)
+
+*Two turns.* A row that was read is made empty again at once, while a peer that is quicker may send the next: so there
+are two places for every row, taken in turns. There it may not send the one after that before it has all rows of the
+next, ours too, and ours is not sent before the kernel that empties the place has ended.
+
+*Everybody adds in the same order*, rank 0 first, so that all ranks go on with the same bits.
+
+Since the row is at hand, so is what its norm needs: see `add_rms_norm`, whose work it does.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.launch import overlaps_launches
+
+ROW_BYTES = 16 * 1024  # of a place in the buffer
+MAX_ROWS = 256
+EMPTY = -0x7FFF8000  # 0x80008000: -0.0 twice in 16 bits, next to nothing in float32. Rows have 0 instead
+
+
+@triton.jit
+def _sum_over_ranks_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, buffers, turn_ptr, eps,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, PLACE: tl.constexpr,
+    ROWS: tl.constexpr, EMPTY: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = total_ptr.dtype.element_ty
+    word: tl.constexpr = buffers[0].dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    num_rows = tl.num_programs(0)
+    column = tl.arange(0, PADDED)
+    exists = column < SIZE
+    if PDL:
+        gdc_launch_dependents()
+    if NORM:
+        weight = tl.load(weight_ptr + column, mask=exists, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    turn = tl.load(turn_ptr + row)
+    x = tl.load(x_ptr + row * SIZE + column, mask=exists, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(x_ptr + (split * num_rows + row) * SIZE + column, mask=exists, other=0.0)
+    words = x.to(dtype).to(word, bitcast=True)
+    words = tl.where(words == EMPTY, 0, words)
+    own = words.to(dtype, bitcast=True).to(tl.float32)  # what the others get of it
+    place = (turn.to(tl.int64) * RANKS * ROWS + row) * PLACE + column  # of rank 0's row
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.store(buffers[peer] + place + RANK * ROWS * PLACE, words, mask=exists, cache_modifier=".wt")
+    if ADD:
+        residual = tl.load(residual_ptr + row * SIZE + column, mask=exists, other=0.0).to(tl.float32)
+
+    total = tl.zeros([PADDED], tl.float32)
+    waiting = 1
+    while waiting > 0:
+        missing = tl.zeros([PADDED], tl.int32)
+        total = tl.zeros([PADDED], tl.float32)
+        for peer in tl.static_range(RANKS):
+            if peer == RANK:
+                total += own
+            else:
+                came = tl.load(buffers[RANK] + place + peer * ROWS * PLACE, mask=exists, other=0, volatile=True)
+                missing |= (came == EMPTY).to(tl.int32)
+                total += came.to(dtype, bitcast=True).to(tl.float32)
+        waiting = tl.max(missing, 0)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            nothing = tl.full([PADDED], EMPTY, word)
+            tl.store(buffers[RANK] + place + peer * ROWS * PLACE, nothing, mask=exists)
+    tl.store(turn_ptr + row, 1 - turn)
+
+    if ADD:
+        total += residual
+    total = total.to(dtype)
+    tl.store(total_ptr + row * SIZE + column, total, mask=exists)
+    if NORM:
+        total = total.to(tl.float32)
+        normed = total * tl.rsqrt(tl.sum(total * total, 0) / SIZE + eps) * weight
+        tl.store(out_ptr + row * SIZE + column, normed.to(dtype), mask=exists)
+
+
+def sum_over_ranks(
+    x: torch.Tensor,
+    buffers: tuple[torch.Tensor, ...],
+    turn: torch.Tensor,
+    rank: int,
+    dtype: torch.dtype,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `add_rms_norm` gives for the sum of all ranks' x: (rms_norm(sum + residual), sum + residual), [T, H] each.
+
+    All ranks call it with x of one shape. It waits for the others, on the GPU, for as long as it takes.
+
+    Args:
+        x: [T, H], or parts to be summed [S, T, H] float32, contiguous. At most `MAX_ROWS` rows, of at most `ROW_BYTES`.
+        buffers: each rank's buffer, mapped here, as words as wide as `dtype`: [2, R, MAX_ROWS, ROW_BYTES / width] int16
+            or int32. At first all `EMPTY`, and for whom that is not one of x's numbers.
+        turn: [MAX_ROWS] int32 of this rank's own, at first 0.
+        dtype: what is sent, and what comes back. Each rank's numbers are rounded to it before they are added.
+        norm: weight [H] and eps; without it both results are the sum.
+        residual: [T, H], added after the sum.
+    """
+    rows, size = x.shape[-2:]
+    splits = x.shape[0] if x.dim() == 3 else 1
+    total = torch.empty(rows, size, dtype=dtype, device=x.device)
+    out = total if norm is None else torch.empty_like(total)
+    weight, eps = norm or (total, 0.0)
+    padded = triton.next_power_of_2(size)
+    pdl = overlaps_launches(x.device)
+    word = buffers[rank].element_size()
+    _sum_over_ranks_kernel[(rows,)](
+        x, residual, weight, out, total, buffers, turn, eps,
+        RANK=rank, RANKS=len(buffers), SIZE=size, PADDED=padded, PLACE=ROW_BYTES // word, ROWS=MAX_ROWS,
+        EMPTY=EMPTY if word == 4 else -0x8000, SPLITS=splits, ADD=residual is not None, NORM=norm is not None, PDL=pdl,
+        num_warps=max(4, min(16, padded // 256)), launch_pdl=pdl,
+    )  # fmt: skip
+    return out, total
