@@ -5,15 +5,16 @@ starts them all with one call. What it replays are the very same launches on the
 changes from step to step is read from tensors that stay where they are, and a batch is padded to the next size that was
 recorded, with the scratch row, which writes to the scratch block.
 
-A step that verifies guesses is replayed as well: every guess is a decode of its own, in the row of its sequence, one
-position further. The keys of all of them are written before any is read, so each sees those before it. What this costs
-is that a context is read once for every guess, instead of once for all; so it is done where launches cost more.
+A step that verifies guesses, or computes a short prompt or the rest of one, is replayed as well: every token is a
+decode of its own, in the row of its sequence, one position further. The keys of all of them are written before any is
+read, so each sees those before it. What this costs is that a context is read once for every token, instead of once for
+all; so it is done where launches cost more.
 """
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import Scheduled
 from nanovllm.kernels import fused_kernels
 from nanovllm.runner.batch import make_batch
-from nanovllm.runner.rows import Rows, decode_inputs_reference
+from nanovllm.runner.rows import Rows, decode_inputs_reference, to_device
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
-# Tokens, guesses included, of a recorded step that verifies. A larger one is launched kernel by kernel, which an H200
-# still feels (docs/speculation.md): but each of its tokens would read a context by itself.
-MAX_VERIFIED = 256
+# Tokens of a recorded step in which a sequence has several, and bytes of keys and values that they may read of a layer,
+# each token by itself. A larger step is launched kernel by kernel, which an H200 still feels (docs/speculation.md): to
+# read so many bytes takes it a quarter of a millisecond, to launch a layer almost half of one.
+MAX_REPLAYED = 256
+MAX_READ = 2**30
 
 
 class DecodeBatch:
@@ -104,27 +107,53 @@ def record_nothing(step: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tu
     return step
 
 
-def batch_sizes(largest: int) -> list[int]:
-    """The sizes to record: dense where padding would cost most, and always `largest` itself."""
-    sizes = [1, 2, 4, *range(8, min(largest, 256), 8), *range(256, largest, 16)]
-    return [*(s for s in sizes if s < largest), largest]
+def batch_sizes(num_decodes: int, largest: int) -> list[int]:
+    """The sizes to record: dense up to `num_decodes`, where padding would cost most, then for prompts up to `largest`,
+    twice as many each time."""
+    sizes = [1, 2, 4, *range(8, min(num_decodes, 256), 8), *range(256, num_decodes, 16)]
+    sizes = [*(s for s in sizes if s < num_decodes), num_decodes]
+    while sizes[-1] < largest:
+        sizes.append(min(2 * sizes[-1], largest))
+    return sizes
 
 
-def largest_batch(config: EngineConfig) -> int:
-    """The most tokens of a recorded step: one of each sequence, or guesses as well."""
+def recorded_sizes(config: EngineConfig) -> list[int]:
+    """How many tokens the recorded steps have: one of each sequence, or guesses as well, or of prompts."""
     max_draws = 1 if config.speculation is None else 1 + config.speculation.k
-    return max(config.max_num_seqs, min(config.max_num_seqs * max_draws, MAX_VERIFIED))
+    num_decodes = max(config.max_num_seqs, min(config.max_num_seqs * max_draws, MAX_REPLAYED))
+    return batch_sizes(num_decodes, min(MAX_REPLAYED, config.max_num_batched_tokens))
+
+
+class Replayed(NamedTuple):
+    """What a replayed step sampled, N tokens: of each sequence that samples, behind the last known one and behind every
+    guess. Overwritten by the next one."""
+
+    sampled_rows: Tensor  # [N] int32
+    next_positions: Tensor  # [N] int32, where in its row each of them went
+    token_ids: Tensor  # [N] int64
+    logits: Tensor  # [N, V]
+    guesses: Tensor  # [N] int64: what stood there before; for speculation only
 
 
 class DecodeGraphs:
-    """A recording for each batch size up to `largest`. `copies`: how many steps the host may be ahead, and one more."""
+    """A recording for each of some batch sizes.
+
+    most_keys: how many may be read where a sequence has several tokens. copies: how many steps the host may be ahead,
+    and one more.
+    """
 
     def __init__(
-        self, rows: Rows, largest: int, step: DecodeStep, recorder: Recorder, copies: int = COPIES_IN_FLIGHT
+        self,
+        rows: Rows,
+        sizes: list[int],
+        step: DecodeStep,
+        recorder: Recorder,
+        most_keys: int = 0,
+        copies: int = COPIES_IN_FLIGHT,
     ) -> None:
         self.rows = rows
-        self.sizes = batch_sizes(largest)
-        device, num_columns = rows.device, rows.block_table.shape[1]
+        self.sizes, self.most_keys = sizes, most_keys
+        largest, device, num_columns = sizes[-1], rows.device, rows.block_table.shape[1]
         on_device = {"dtype": torch.int32, "device": device}
         packed = torch.zeros(2 * largest, **on_device)  # type: ignore[call-overload]
         shared = {
@@ -145,6 +174,34 @@ class DecodeGraphs:
             batch = self.batches[size]
             self._load(batch, [])
             self._replays[size] = recorder(lambda batch=batch: step(batch))  # type: ignore[misc]
+
+    def replay(self, scheduled: Sequence[Scheduled]) -> Replayed | None:
+        """Compute this work, if it is to be replayed; else None, and nothing is done."""
+        if not self._suits(scheduled):
+            return None
+        tokens = [(s.row, s.start + i) for s in scheduled for i in range(s.num_tokens)]
+        behind = [s.sample and i >= s.num_tokens - len(s.guesses) - 1 for s in scheduled for i in range(s.num_tokens)]
+        if all(behind):
+            batch, token_ids, logits = self.run(tokens)
+            n = len(tokens)
+            rows, positions = batch.sampled_rows[:n], batch.next_positions[:n]
+            return Replayed(rows, positions, token_ids[:n], logits[:n], batch.guesses[:n])
+        # Something is drawn behind every token. Where that was not meant, what stood there comes back.
+        array, chosen = np.array(tokens, dtype=np.int32), np.array(behind)
+        row, before = to_device(array[~chosen].T.copy(), self.rows.device)
+        known = self.rows.token_ids[row, before + 1]
+        batch, token_ids, logits = self.run(tokens)
+        self.rows.token_ids[row, before + 1] = known
+        index = to_device(np.flatnonzero(chosen), self.rows.device)
+        of_batch = batch.sampled_rows, batch.next_positions, token_ids, logits, batch.guesses
+        return Replayed(*(tensor[index] for tensor in of_batch))
+
+    def _suits(self, scheduled: Sequence[Scheduled]) -> bool:
+        several = [s for s in scheduled if s.num_tokens > 1]
+        num_tokens = len(scheduled) - len(several) + sum(s.num_tokens for s in several)
+        keys = sum(s.num_tokens * (s.start + s.num_tokens) for s in several)
+        most = self.sizes[-1] if not several else min(MAX_REPLAYED, self.sizes[-1])
+        return num_tokens <= most and keys <= self.most_keys
 
     def run(self, tokens: list[tuple[int, int]]) -> tuple[DecodeBatch, Tensor, Tensor]:
         """Replay the smallest recording that has room for these decodes, each a row and the position that it computes:

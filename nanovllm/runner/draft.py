@@ -21,7 +21,7 @@ from nanovllm.models.checkpoint import find_checkpoint
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.loader import LoadedModel, load_model
 from nanovllm.runner.batch import Batch, make_batch
-from nanovllm.runner.cuda_graphs import DecodeBatch, DecodeGraphs, Recorder, record_nothing
+from nanovllm.runner.cuda_graphs import DecodeBatch, DecodeGraphs, Recorder, batch_sizes, record_nothing
 from nanovllm.runner.rejection import draw_guesses
 from nanovllm.runner.rows import Rows, to_device
 from nanovllm.runner.sampler import Draws, constrain
@@ -69,7 +69,8 @@ class DraftModel:
             self.logits = torch.empty(config.max_num_seqs, c.vocab_size, dtype=c.dtype, device=rows.device)  # [B, V]
             copies = config.speculation.k + 1  # the turns of a step; the step before is over
             with torch.inference_mode():
-                self.graphs = DecodeGraphs(rows, config.max_num_seqs, self.decode, recorder, copies)
+                sizes = batch_sizes(config.max_num_seqs, 0)
+                self.graphs = DecodeGraphs(rows, sizes, self.decode, recorder, copies=copies)
 
     def propose(self, scheduled: Sequence[Scheduled], needs: Needs, all_greedy: bool) -> Tensor | None:
         """Write the guesses of a step into the rows, and one more for each sequence.

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner.cuda_graphs import batch_sizes, largest_batch
+from nanovllm.runner.cuda_graphs import batch_sizes, recorded_sizes
 
 GIB = 2**30
 
@@ -23,11 +23,11 @@ SHARE = "NANOVLLM_GPU_MEMORY"
 CONTEXT = GIB  # at most, for what CUDA has of a process beside PyTorch's memory: of others nobody knows what is theirs
 
 
-def graph_bytes(largest: int, model: ModelConfig) -> int:
-    """What recorded decode steps of up to `largest` tokens may take: their logits; a pool of activations and the matrix
+def graph_bytes(sizes: list[int], model: ModelConfig) -> int:
+    """What recorded decode steps of such sizes may take: their logits; a pool of activations and the matrix
     library's workspace, which they share; and the launches themselves, some 10 KB each."""
-    logits = largest * model.vocab_size * model.dtype.itemsize
-    launches = len(batch_sizes(largest)) * model.num_hidden_layers * MIB // 8
+    logits = sizes[-1] * model.vocab_size * model.dtype.itemsize
+    launches = len(sizes) * model.num_hidden_layers * MIB // 8
     return logits + 128 * MIB + launches
 
 
@@ -63,8 +63,8 @@ def num_kv_blocks(
         available = gpu_budget(config, device, run_largest_step) - row_bytes(config)
         knob = f"gpu_memory_utilization or {SHARE}, or free GPU memory"
         if with_graphs:
-            available -= graph_bytes(largest_batch(config), model)
-            available -= 0 if draft is None else graph_bytes(config.max_num_seqs, draft)
+            available -= graph_bytes(recorded_sizes(config), model)
+            available -= 0 if draft is None else graph_bytes(batch_sizes(config.max_num_seqs, 0), draft)
     count = available // each - 1
     if count < 1:
         missing = (2 * each - available) / GIB

@@ -19,14 +19,14 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled, StepPlan, TokenLogprobs
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel
-from nanovllm.runner.batch import Batch, make_batch
+from nanovllm.runner.batch import make_batch
 from nanovllm.runner.cuda_graphs import (
-    MAX_VERIFIED,
+    MAX_READ,
     CudaGraphRecorder,
     DecodeBatch,
     DecodeGraphs,
     Recorder,
-    largest_batch,
+    recorded_sizes,
     warm_up,
 )
 from nanovllm.runner.draft import DraftModel, load_draft
@@ -136,10 +136,10 @@ class ModelRunner:
         )
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
-            largest = largest_batch(config)
-            self.logits = torch.empty(largest, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
+            sizes, key_bytes = recorded_sizes(config), 2 * c.num_key_value_heads * c.head_dim * c.dtype.itemsize
+            self.logits = torch.empty(sizes[-1], c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
             with torch.inference_mode():
-                self.graphs = DecodeGraphs(self.rows, largest, self.decode, recorder)
+                self.graphs = DecodeGraphs(self.rows, sizes, self.decode, recorder, MAX_READ // key_bytes)
         self.draft = None if draft is None else DraftModel(draft, config, self.rows, self.sampling, recorder)
         if device.type == "cuda":
             warm_up(self, config.max_num_batched_tokens)
@@ -158,25 +158,21 @@ class ModelRunner:
             self.rows.write_guesses(guessed)
         num_draws = [len(s.guesses) + 1 for s in sampled]
         n = sum(num_draws)
-        only_decodes = n == sum(s.num_tokens for s in plan.scheduled)  # they compute what they are sampled behind
-        batch: Batch | DecodeBatch
-        if self.graphs is not None and only_decodes and (n == len(sampled) or n <= MAX_VERIFIED):
-            tokens = [(s.row, s.start) for s in sampled]
-            if n > len(sampled):
-                tokens = [(s.row, s.start + i) for s in sampled for i in range(s.num_tokens)]
-            batch, token_ids, logits = self.graphs.run(tokens)
-            guesses = batch.guesses[:n] if self.speculates else None
+        replayed = None if self.graphs is None else self.graphs.replay(plan.scheduled)
+        if replayed is not None:
+            rows, positions, token_ids, logits, before = replayed
+            guesses = before if self.speculates else None
         else:
             batch = make_batch(plan.scheduled, self.rows)
+            rows, positions = batch.sampled_rows, batch.next_positions
             if self.speculates:
                 # What stands where tokens will be sampled is the guesses, and behind them nothing that is looked at.
-                guesses = self.rows.token_ids[batch.sampled_rows, batch.next_positions].long()  # [N]
+                guesses = self.rows.token_ids[rows, positions].long()  # [N]
             hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [T, H]
             logits = self.model.logits(hidden[batch.sampled_tokens])  # [N, V]
-            token_ids = self.draw(logits, batch.sampled_rows, batch.next_positions, self.all_greedy(sampled))
+            token_ids = self.draw(logits, rows, positions, self.all_greedy(sampled))
         if needs is None and q is None:
-            return StepOutput(token_ids[:n], guesses, num_draws, None, [None] * len(sampled))
-        rows, positions = batch.sampled_rows[:n], batch.next_positions[:n]
+            return StepOutput(token_ids, guesses, num_draws, None, [None] * len(sampled))
         if guesses is not None:  # the plain tail wrote over them, and what is drawn behind them counts them
             self.rows.token_ids[rows, positions] = guesses.int()
         # The full tail draws again, for the rows that need it: others need not wait while their vocabulary is sorted.
@@ -188,7 +184,7 @@ class ModelRunner:
         verify = None if q is None or guesses is None else partial(accept_or_redraw, guesses=guesses, q=q)
         draws = self.draws(rows[index], positions[index])
         drawn, logprobs = sample_full(logits, draws, rows[index], self.sampling, needs or Needs(), verify)
-        token_ids = token_ids[:n].index_copy(0, index, drawn)
+        token_ids = token_ids.index_copy(0, index, drawn)
         self.rows.token_ids[rows, positions] = token_ids.clamp(min=0).int()
         wanted = [self.rows.params[s.row].logprobs for s in sampled]
         return StepOutput(token_ids, guesses, num_draws, logprobs and logprobs.spread(index, n), wanted)

@@ -10,7 +10,7 @@ import torch
 import nanovllm.llm
 from benchmarks.replay import Replay
 from nanovllm import LLM, SamplingParams
-from nanovllm.runner import model_runner
+from nanovllm.runner import cuda_graphs, model_runner
 from nanovllm.runner.cuda_graphs import DecodeGraphs, batch_sizes, record_nothing, warm_up
 from nanovllm.runner.model_runner import ModelRunner
 from tests.stages.requests import PROMPTS
@@ -60,19 +60,23 @@ def mixed_params(n: int) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("largest", [*range(1, 41), 100, 256, 257, 300, 512])
 def test_every_batch_size_has_a_recording(largest: int) -> None:
-    sizes = batch_sizes(largest)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == largest and sizes[0] == 1
-    for n in range(1, largest + 1):
-        chosen = min(s for s in sizes if s >= n)
-        assert chosen - n <= 15
+    for more in (0, largest, 256, 300):
+        sizes = batch_sizes(largest, more)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == max(largest, more) and sizes[0] == 1
+        for n in range(1, sizes[-1] + 1):
+            chosen = min(s for s in sizes if s >= n)
+            assert chosen - n <= 15 if n <= largest else chosen < 2 * n
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("most", [0, 40, 256], ids=lambda most: f"{most} tokens")
 def test_tokens_are_those_of_the_plain_loop(
-    device: str, overlapped: bool, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, overlapped: bool, most: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All batch sizes from 6 down to 1 and up again, prompts joining in between, all kinds of sampling."""
+    """All batch sizes from 6 down to 1 and up again, prompts joining in between, all kinds of sampling; no step with a
+    prompt replayed, or the small ones, or all."""
+    monkeypatch.setattr(cuda_graphs, "MAX_REPLAYED", most)
     path = lively_qwen3(checkpoints)
     prompts = [[*p[:20], i] for i, p in enumerate((PROMPTS * 4)[:8])]
     params = mixed_params(len(prompts))
@@ -88,7 +92,7 @@ def test_tokens_are_those_of_the_plain_loop(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_recordings_are_used(device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step but the prefill, and a batch of 3 takes the recording of 4."""
+    """A batch of 3 takes the recording of 4, their prompts of 10 tokens that of 12."""
     sizes = []
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch)
     run = DecodeGraphs.run
@@ -100,7 +104,7 @@ def test_recordings_are_used(device: str, checkpoints: Path, monkeypatch: pytest
 
     monkeypatch.setattr(DecodeGraphs, "run", counting)
     tokens_of(llm, [p[:9] for p in PROMPTS[:3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
-    assert sizes == [(3, 4)] * 5
+    assert sizes == [(10, 12)] + [(3, 4)] * 5
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -118,7 +122,7 @@ def test_verification_is_replayed(
 ) -> None:
     """Guesses of any quality and all kinds of sampling: the tokens of the plain loop, from recordings of both models
     as long as a step has few enough tokens."""
-    monkeypatch.setattr(model_runner, "MAX_VERIFIED", most)
+    monkeypatch.setattr(cuda_graphs, "MAX_REPLAYED", most)
     path = lively_qwen3(checkpoints)
     prompts = [[*p[:20], i] for i, p in enumerate((PROMPTS * 2)[:5])]
     params = mixed_params(len(prompts))
@@ -155,6 +159,50 @@ def test_verification_is_replayed(
     assert 4 < max(verified) <= most
     drafted = [n for graphs, n, num_rows in seen if graphs is not runner_of(recorded).graphs]
     assert bool(drafted) == (guesser != "replay") and max(drafted, default=0) <= 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prompts_stay_what_they_are(device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording draws a token behind every token that it computes, also where the next one is known."""
+    llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, max_num_batched_tokens=16, max_num_seqs=2)
+    rows, replay, steps = runner_of(llm).rows, DecodeGraphs.replay, []
+
+    def watching(self: DecodeGraphs, scheduled: Any) -> Any:
+        before = rows.token_ids.clone()
+        replayed = replay(self, scheduled)
+        assert replayed is not None
+        changed = [tuple(place) for place in (rows.token_ids != before)[:-1].nonzero().tolist()]
+        may = {(s.row, s.start + s.num_tokens) for s in scheduled if s.sample}
+        assert set(changed) <= may
+        rows_of = [s.row for s in scheduled if s.sample]
+        assert replayed.sampled_rows.tolist() == rows_of and len(replayed.logits) == len(rows_of)
+        steps.append(sum(s.num_tokens for s in scheduled))
+        return replayed
+
+    monkeypatch.setattr(DecodeGraphs, "replay", watching)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
+    tokens_of(llm, [[*range(20, 59)], [*range(9)]], params)
+    assert steps[:3] == [16, 16, 16], "the first prompt in three chunks, the second beside the last of them"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chunks_that_would_read_too_much_are_launched(
+    device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "MAX_READ", 500 * 2 * 2 * 32 * 4)  # 500 keys and values of 2 heads
+    llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, max_num_batched_tokens=16)
+    graphs = runner_of(llm).graphs
+    assert graphs is not None and graphs.most_keys == 500
+    replay, steps = DecodeGraphs.replay, []
+
+    def counting(self: DecodeGraphs, scheduled: Any) -> Any:
+        replayed = replay(self, scheduled)
+        steps.append((scheduled[0].start, replayed is not None))
+        return replayed
+
+    monkeypatch.setattr(DecodeGraphs, "replay", counting)
+    tokens_of(llm, [[*range(50)]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert steps == [(0, True), (16, False), (32, False), (48, True), (50, True), (51, True)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
