@@ -57,6 +57,7 @@ class Part:
         from nanovllm.kernels.add_rms_norm import add_rms_norm
 
         weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=group.device)
+        nothing = torch.zeros(max(self.sizes), dtype=torch.uint8, device=group.device).view(torch.bfloat16)
 
         def apart(x: Tensor) -> Tensor:
             x = group.all_reduce(x)
@@ -64,7 +65,7 @@ class Part:
             return x
 
         def at_once(x: Tensor) -> Tensor:
-            return group.add_rms_norm(x, torch.zeros_like(x), weight[: x.shape[1]], 1e-6)[1]
+            return group.add_rms_norm(x, nothing[: x.numel()].view_as(x), weight[: x.shape[1]], 1e-6)[1]
 
         if self.kind == "nccl":
             return {"NCCL": group.all_reduce, "NCCL and norm": apart}

@@ -189,13 +189,14 @@ class Group:
     def close(self) -> None:
         """Leave, and wait until that is done: a process that ends in the middle of it is torn down by NCCL.
 
-        NCCL keeps what it has until no CUDA graph is left in which it was recorded. They are of no more use and go.
+        NCCL keeps what it has until no CUDA graph is left in which it was recorded. They are of no more use and go, but
+        not while one runs: the driver would wait for its end, and let nobody else launch what would end it.
         """
         self.leave()
-        while self.recorded:
-            self.recorded.pop().reset()
         if self._left is not None and self._stream is not None:
             wait_for(self._stream, ABORTED)
+        while self.recorded:
+            self.recorded.pop().reset()
         self._over.set()
         with self._leaving:
             tidying, self._tidying = self._tidying, []

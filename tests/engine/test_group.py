@@ -26,8 +26,10 @@ class Nccl:
 class Graph:
     def __init__(self, nccl: Nccl) -> None:
         self.nccl = nccl
+        self.stream: Stream | None = None  # that it runs on
 
     def reset(self) -> None:
+        assert self.stream is None or self.stream.query(), "while it runs nobody else could launch anything"
         assert self.nccl.aborted.wait(10), "a graph that waits for another rank goes only when its collective has ended"
         self.nccl.no_graphs.set()
 
@@ -90,11 +92,12 @@ class Waiting(OneShot):
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_kernels_that_wait_in_shared_memory_are_let_go_meanwhile(group: Group, nccl: Nccl, busy: bool) -> None:
-    """In the order of a stream either may stand before the other, so neither waits for the other. A step that another
-    thread was just launching may wait as well."""
+    """In the order of a stream either may stand before the other, so neither waits for the other, and graphs wait for
+    both. A step that another thread was just launching may wait as well."""
     waiting, stream = Waiting(nccl, group), Stream(busy)
     any_stream: Any = stream
     group.one_shot, group._stream = waiting, any_stream
+    group.recorded[0].stream = stream  # type: ignore[attr-defined]
     group.give_up("rank 1 died")
     assert nccl.aborted.wait(10) and not waiting.ended.is_set() and not group.sums_at_once((1, 8), torch.bfloat16)
     stream.busy = busy
