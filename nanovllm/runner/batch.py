@@ -4,9 +4,12 @@ Vectorised over the tokens of the step. All numbers of a step travel to the devi
 state (the newest tokens, the slots) is looked up there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from nanovllm.attention.interface import AttentionMetadata
@@ -29,17 +32,28 @@ class Batch:
 
 def make_batch(scheduled: list[Scheduled], rows: Rows) -> Batch:
     """The tensors for the work of a plan, in its order (decodes first)."""
-    num_sequences = len(scheduled)
-    row, start, length, sample = np.array([(s.row, s.start, s.num_tokens, s.sample) for s in scheduled]).T
-    query_start = np.zeros(num_sequences + 1, dtype=np.int64)
+    parts = pack(scheduled)
+    packed = to_device(np.concatenate(parts).astype(np.int32), rows.device)
+    length, longest = np.diff(parts[3]), int(parts[4].max())
+    not_decode = np.flatnonzero(length != 1)
+    num_decodes = int(not_decode[0]) if len(not_decode) else len(scheduled)
+    return batch_of(packed.split([len(p) for p in parts]), rows, num_decodes, int(length.max()), longest)
+
+
+def pack(scheduled: list[Scheduled]) -> list[npt.NDArray[Any]]:
+    """The numbers of a step: row and position [T] of each token; row [S], first token [S + 1] and context length [S] of
+    each sequence; token, row and next position [N] of each that is sampled."""
+    numbers = [(s.row, s.start, s.num_tokens, s.sample, len(s.guesses) + 1) for s in scheduled]
+    row, start, length, sample, num_draws = np.array(numbers, dtype=np.int64).reshape(-1, 5).T
+    query_start = np.zeros(len(scheduled) + 1, dtype=np.int64)
     np.cumsum(length, out=query_start[1:])
     context_len = start + length
     chosen = np.flatnonzero(sample)
-    num_draws = np.array([len(scheduled[i].guesses) + 1 for i in chosen], dtype=np.int64)
+    num_draws = num_draws[chosen]
     before_end = np.repeat(num_draws, num_draws) - ragged_arange(num_draws)  # [N] counted from a sequence's end, from 1
-    parts = [
-        np.repeat(row, length),  # [T]
-        np.repeat(start, length) + ragged_arange(length),  # [T]
+    return [
+        np.repeat(row, length),
+        np.repeat(start, length) + ragged_arange(length),
         row,
         query_start,
         context_len,
@@ -47,27 +61,14 @@ def make_batch(scheduled: list[Scheduled], rows: Rows) -> Batch:
         np.repeat(row[chosen], num_draws),
         np.repeat(context_len[chosen], num_draws) - before_end + 1,
     ]
-    packed = to_device(np.concatenate(parts).astype(np.int32), rows.device)
-    row_of_token, positions, row_index, starts, contexts, sampled_tokens, sampled_rows, next_positions = packed.split(
-        [len(p) for p in parts]
-    )
-    max_context_len = int(context_len.max())
-    num_columns = -(-max_context_len // rows.block_size)
+
+
+def batch_of(parts: Sequence[Tensor], rows: Rows, num_decodes: int, max_query_len: int, max_context_len: int) -> Batch:
+    """Look up on the device what depends on its state. parts: what `pack` gives, int32; the rest as of the metadata."""
+    row_of_token, positions, row_index, query_start, context_len, *sampled = parts
     blocks = rows.block_table[row_of_token, positions // rows.block_size]  # [T]
-    not_decode = np.flatnonzero(length != 1)
-    return Batch(
-        input_ids=rows.token_ids[row_of_token, positions],
-        positions=positions,
-        attention=AttentionMetadata(
-            slots=blocks.long() * rows.block_size + positions % rows.block_size,
-            query_start=starts,
-            context_len=contexts,
-            block_table=rows.block_table[row_index, :num_columns].contiguous(),
-            num_decodes=int(not_decode[0]) if len(not_decode) else num_sequences,
-            max_query_len=int(length.max()),
-            max_context_len=max_context_len,
-        ),
-        sampled_tokens=sampled_tokens,
-        sampled_rows=sampled_rows,
-        next_positions=next_positions,
-    )
+    slots = blocks.long() * rows.block_size + positions % rows.block_size
+    table = rows.block_table[row_index, : -(-max_context_len // rows.block_size)].contiguous()
+    maxima = num_decodes, max_query_len, max_context_len
+    attention = AttentionMetadata(slots, query_start, context_len, table, *maxima)
+    return Batch(rows.token_ids[row_of_token, positions], positions, attention, *sampled)

@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.models.config import ModelConfig
+from nanovllm.runner.chunk_graphs import chunk_sizes
 from nanovllm.runner.cuda_graphs import batch_sizes, recorded_sizes
 
 GIB = 2**30
@@ -24,11 +25,11 @@ CONTEXT = GIB  # at most, for what CUDA has of a process beside PyTorch's memory
 
 
 def graph_bytes(sizes: list[int], model: ModelConfig) -> int:
-    """What recorded decode steps of such sizes may take: their logits; a pool of activations and the matrix
+    """What recorded steps of such sizes may take, decodes last: their logits; a pool of activations and the matrix
     library's workspace, which they share; and the launches themselves, some 10 KB each."""
     logits = sizes[-1] * model.vocab_size * model.dtype.itemsize
     launches = len(sizes) * model.num_hidden_layers * MIB // 8
-    return logits + 128 * MIB + launches
+    return logits + 192 * MIB + launches
 
 
 def row_bytes(config: EngineConfig) -> int:
@@ -63,7 +64,7 @@ def num_kv_blocks(
         available = gpu_budget(config, device, run_largest_step) - row_bytes(config)
         knob = f"gpu_memory_utilization or {SHARE}, or free GPU memory"
         if with_graphs:
-            available -= graph_bytes(recorded_sizes(config), model)
+            available -= graph_bytes([*chunk_sizes(config, model), *recorded_sizes(config)], model)
             available -= 0 if draft is None else graph_bytes(batch_sizes(config.max_num_seqs, 0), draft)
     count = available // each - 1
     if count < 1:

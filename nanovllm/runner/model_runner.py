@@ -20,6 +20,7 @@ from nanovllm.engine.plan import Scheduled, StepPlan, TokenLogprobs
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel
 from nanovllm.runner.batch import make_batch
+from nanovllm.runner.chunk_graphs import MOST_SEQUENCES, ChunkGraphs, chunk_sizes
 from nanovllm.runner.cuda_graphs import (
     MAX_READ,
     CudaGraphRecorder,
@@ -137,9 +138,13 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
             sizes, key_bytes = recorded_sizes(config), 2 * c.num_key_value_heads * c.head_dim * c.dtype.itemsize
-            self.logits = torch.empty(sizes[-1], c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
+            most = max(sizes[-1], MOST_SEQUENCES)
+            self.logits = torch.empty(most, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(self.rows, sizes, self.decode, recorder, MAX_READ // key_bytes)
+                # flash-attn's prefill finds out on the host how much there is to do
+                sizes = [] if self.backend.name == "flash_attn" else chunk_sizes(config, c)
+                self.chunks = ChunkGraphs(self, sizes, recorder)
         self.draft = None if draft is None else DraftModel(draft, config, self.rows, self.sampling, recorder)
         if device.type == "cuda":
             warm_up(self, config.max_num_batched_tokens)
@@ -158,7 +163,9 @@ class ModelRunner:
             self.rows.write_guesses(guessed)
         num_draws = [len(s.guesses) + 1 for s in sampled]
         n = sum(num_draws)
-        replayed = None if self.graphs is None else self.graphs.replay(plan.scheduled)
+        replayed = None
+        if self.graphs is not None:
+            replayed = self.graphs.replay(plan.scheduled) or self.chunks.replay(plan.scheduled)
         if replayed is not None:
             rows, positions, token_ids, logits, before = replayed
             guesses = before if self.speculates else None

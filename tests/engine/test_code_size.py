@@ -18,7 +18,13 @@ PARTS = {
     "several ranks": ("distributed/", "models/sharding.py", "runner/parallel_executor.py"),
     "speculation": ("engine/ngram.py", "runner/draft.py", "runner/rejection.py"),
     "trace view": ("trace_view/",),
-    "GPU only": ("kernels/", "attention/triton_backend.py", "attention/flash_attn.py", "runner/cuda_graphs.py"),
+    "GPU only": (
+        "kernels/",
+        "attention/triton_backend.py",
+        "attention/flash_attn.py",
+        "runner/cuda_graphs.py",
+        "runner/chunk_graphs.py",
+    ),
 }
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -206,8 +206,11 @@ def test_chunks_that_would_read_too_much_are_launched(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_padding_touches_no_block(device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 sequences in a recording of 4, after 6 in theirs: of the pool, only their own next slots change."""
+@pytest.mark.parametrize("most", [0, 256], ids=["chunks", "decodes"])
+def test_padding_touches_no_block(device: str, most: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 sequences in a recording of 4, after 6 in theirs; and their prompts, 27 tokens in a recording of 64 for chunks
+    or of 48 for decodes: of the pool, only their own next slots change."""
+    monkeypatch.setattr(cuda_graphs, "MAX_REPLAYED", most)
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, enable_prefix_caching=False)
     runner = runner_of(llm)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -1,0 +1,110 @@
+"""Steps with prompts, recorded for a ladder of numbers of tokens, and replayed.
+
+The kernels of a large step take longer than their launches; of a model with few weights it must have thousands of
+tokens before they do. Below that such a step is replayed like a decode step (see `cuda_graphs.py`). Its sequences may
+share its tokens in any way, so all of them, decodes too, go through the prefill kernel, whose grid is an upper bound
+for that. The tokens that a step has less than the recording are a sequence of the scratch row, and the sequences that
+it has less have no tokens.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.plan import Scheduled
+from nanovllm.models.config import ModelConfig
+from nanovllm.runner.batch import batch_of, pack
+from nanovllm.runner.cuda_graphs import COPIES_IN_FLIGHT, Recorder, Replayed
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+
+SIZES = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)  # tokens
+MOST_SEQUENCES = (
+    64  # that a recording has room for, and draws of tokens: each costs a little even where it is not there
+)
+# Operations that a GPU does while a layer is launched kernel by kernel, which takes almost half a millisecond
+WHILE_LAUNCHING = 2 * 10**11
+
+
+def chunk_sizes(config: EngineConfig, model: ModelConfig) -> list[int]:
+    """Tokens of the steps to record: up to where computing takes longer than launching, for this rank's share."""
+    assert config.max_model_len is not None
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    weights = model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)  # of a layer
+    most = min(config.max_num_batched_tokens, config.max_model_len, WHILE_LAUNCHING // (2 * weights))
+    return [size for size in SIZES if size <= most]
+
+
+class ChunkBatch:
+    """Static tensors of T tokens, over memory that all sizes share: what `batch.pack` gives, at its longest."""
+
+    def __init__(self, size: int, packed: Tensor, before: Tensor) -> None:
+        s = len(before)
+        self.size, self.before = size, before  # [S] int64: what stood where tokens are sampled
+        self.widths = [size, size, s, s + 1, s, s, s, s]
+        self.packed = packed[: sum(self.widths)]
+        self.parts = self.packed.split(self.widths)
+
+
+class ChunkGraphs:
+    """A recording for each of `sizes`. copies: how many steps the host may be ahead, and one more."""
+
+    def __init__(
+        self, runner: "ModelRunner", sizes: list[int], recorder: Recorder, copies: int = COPIES_IN_FLIGHT
+    ) -> None:
+        self.runner, self.sizes = runner, sizes
+        device, s = runner.device, MOST_SEQUENCES
+        longest = 2 * (sizes[-1] if sizes else 0) + 6 * s + 1
+        packed = torch.zeros(longest, dtype=torch.int32, device=device)
+        before = torch.zeros(s, dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._host = [torch.zeros(longest, dtype=torch.int32, pin_memory=pinned) for _ in range(copies)]
+        self._turn = 0
+        self.batches = {size: ChunkBatch(size, packed, before) for size in sizes}
+        self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
+        for size in sizes[::-1]:  # the largest first, as of decode steps
+            self._load(self.batches[size], [])
+            self._replays[size] = recorder(lambda batch=self.batches[size]: self._step(batch))  # type: ignore[misc]
+
+    def replay(self, scheduled: list[Scheduled]) -> Replayed | None:
+        """Compute this work, if there is a recording that has room for it; else None, and nothing is done."""
+        num_tokens = sum(s.num_tokens for s in scheduled)
+        n = sum(len(s.guesses) + 1 for s in scheduled if s.sample)
+        if not self.sizes or num_tokens > self.sizes[-1]:
+            return None
+        batch = self.batches[self.sizes[bisect_left(self.sizes, num_tokens)]]
+        if max(n, len(scheduled) + 1) > len(batch.before):
+            return None
+        self._load(batch, scheduled)
+        token_ids, logits = self._replays[batch.size]()
+        *_, rows, positions = batch.parts
+        return Replayed(rows[:n], positions[:n], token_ids[:n], logits[:n], batch.before[:n])
+
+    def _load(self, batch: ChunkBatch, scheduled: list[Scheduled]) -> None:
+        """Send a step's numbers to the device, in one copy."""
+        missing = batch.size - sum(s.num_tokens for s in scheduled)
+        scratch = self.runner.rows.scratch_row
+        padding = [Scheduled(-1, scratch, 0, missing, sample=False, new_blocks=())] if missing else []
+        host = self._host[self._turn][: len(batch.packed)]
+        self._turn = (self._turn + 1) % len(self._host)
+        # A sequence without tokens begins behind the last one; whoever has no token to draw draws one for scratch.
+        nothing = [0, 0, scratch, batch.size, 1, 0, scratch, 0]
+        for part, place, fill in zip(pack([*scheduled, *padding]), host.split(batch.widths), nothing, strict=True):
+            array = place.numpy()
+            array[: len(part)], array[len(part) :] = part, fill
+        batch.packed.copy_(host, non_blocking=True)
+
+    def _step(self, batch: ChunkBatch) -> tuple[Tensor, Tensor]:
+        """From a step's numbers to its tokens: what is recorded."""
+        runner, rows = self.runner, self.runner.rows
+        longest = rows.token_ids.shape[1] - 1
+        found = batch_of(batch.parts, rows, 0, batch.size, longest)
+        hidden = runner.model(found.input_ids, found.positions, runner.bind_attention(found.attention))  # [T, H]
+        batch.before.copy_(rows.token_ids[found.sampled_rows, found.next_positions])
+        logits = runner.model.logits(hidden[found.sampled_tokens], runner.logits[: len(batch.before)])  # [S, V]
+        return runner.draw(logits, found.sampled_rows, found.next_positions), logits

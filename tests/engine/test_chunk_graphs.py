@@ -1,0 +1,100 @@
+"""Recorded steps with prompts. On a CPU through the same code, with a stand-in that runs the step anew."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.models.config import read_config
+from nanovllm.runner import cuda_graphs
+from nanovllm.runner.chunk_graphs import SIZES, ChunkGraphs, chunk_sizes
+from tests.engine.test_cuda_graphs import DEFAULTS, DEVICES, make_llm, mixed_params, runner_of, tokens_of
+from tests.stages.requests import PROMPTS
+from tests.weights import lively_qwen3
+
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+
+
+@pytest.fixture
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "graph-checkpoints"
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """Tokens and sequences of every step that is no decode, and whether it was replayed. None goes another way."""
+    monkeypatch.setattr(cuda_graphs, "MAX_REPLAYED", 0)
+    found, replay = [], ChunkGraphs.replay
+
+    def counting(self: ChunkGraphs, scheduled: Any) -> Any:
+        replayed = replay(self, scheduled)
+        found.append((sum(s.num_tokens for s in scheduled), len(scheduled), replayed is not None))
+        return replayed
+
+    monkeypatch.setattr(ChunkGraphs, "replay", counting)
+    return found
+
+
+def test_a_large_model_is_recorded_for_fewer_tokens() -> None:
+    config = EngineConfig(max_model_len=4096, max_num_batched_tokens=8192)
+    assert chunk_sizes(config, read_config(SHAPES / "Qwen3-0.6B")) == [*SIZES]
+    large = chunk_sizes(config, read_config(SHAPES / "Qwen3-8B"))
+    assert large == [s for s in SIZES if s <= large[-1]] and 256 <= large[-1] < 1024
+    for length, budget in ((300, 8192), (4096, 300)):
+        config = EngineConfig(max_model_len=length, max_num_batched_tokens=budget)
+        assert chunk_sizes(config, read_config(SHAPES / "Qwen3-0.6B")) == [64, 128, 256]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("budget", [24, 64, 100])
+def test_chunks_beside_decodes(
+    device: str, budget: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]
+) -> None:
+    """Prompts of all lengths, cut at any place, some of them beside decodes: the tokens of the plain loop."""
+    path = lively_qwen3(checkpoints)
+    prompts = [[(7 * i + j) % 200 + 1 for j in range(9 * i + 1)] for i in range(9)]
+    config = {"max_num_batched_tokens": budget}
+    plain = LLM(path, device=device, dtype="float32", enforce_eager=True, **DEFAULTS | config)
+    expected = tokens_of(plain, prompts, mixed_params(9))
+    assert len({t for tokens in expected for t in tokens}) > 20
+    recorded = make_llm(path, device, monkeypatch, **config)
+    assert tokens_of(recorded, prompts, mixed_params(9)) == expected
+    largest = max(runner_of(recorded).chunks.sizes, default=0)
+    assert largest == {24: 0, 64: 64, 100: 64}[budget]
+    assert seen and all(replayed == (n <= largest) for n, _, replayed in seen)
+    if largest:
+        assert any(n > sequences > 1 and replayed for n, sequences, replayed in seen)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_guesses_beside_a_prompt(
+    device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]
+) -> None:
+    """Everything is a chunk then: prompts, guesses that are verified, and single tokens."""
+    path = lively_qwen3(checkpoints)
+    config: dict[str, Any] = {"speculative": {"method": "ngram", "k": 3, "n": 1}, "max_num_batched_tokens": 64}
+    prompts = [[*p[:20], i] for i, p in enumerate((PROMPTS * 2)[:7])]
+    params = [SamplingParams(temperature=0, max_tokens=24 - 3 * i, ignore_eos=True) for i in range(7)]
+    plain = LLM(path, device=device, dtype="float32", enforce_eager=True, **DEFAULTS | config)
+    recorded = make_llm(path, device, monkeypatch, **config)
+    assert tokens_of(recorded, prompts, params) == tokens_of(plain, prompts, params)
+    assert recorded.engine.scheduler.speculation == plain.engine.scheduler.speculation
+    assert len(seen) > 8 and all(replayed for _, _, replayed in seen)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_sequences_than_a_recording_has_room_for_are_launched(
+    device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]
+) -> None:
+    for module in ("chunk_graphs", "model_runner"):
+        monkeypatch.setattr(f"nanovllm.runner.{module}.MOST_SEQUENCES", 4)
+    llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch)
+    prompts = [list(range(i, i + 5)) for i in range(1, 5)]
+    for n, replayed in ((3, True), (4, False)):  # one is kept for padding
+        seen.clear()
+        tokens_of(llm, prompts[:n], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        assert seen[0] == (5 * n, n, replayed)
+        prompts = [[i, *p] for i, p in enumerate(prompts, 9)]
+        prompts = [p[:5] for p in prompts]
