@@ -4,7 +4,8 @@
     python -m benchmarks.kernels --out sweep.json --decode 64,4,3,3 --decode 32,4,3,4 --prefill 128,64,8,3
 
 Shape: 16 query heads, 8 KV heads, head_dim 128, bf16. A layout of the decode kernel is keys,warps,stages,programs a
-multiprocessor; of the prefill kernel rows,keys,warps,stages. Without any, a small set of both is tried. Every layout's
+multiprocessor; of the prefill kernel rows,keys,warps,stages, and if keys shall come by TMA (Hopper and later) 1 and the
+most registers of a thread, 0 for the compiler's choice. Without any, a small set of both is tried. Every layout's
 output is compared with that of the layout the engine uses.
 """
 
@@ -30,6 +31,7 @@ DECODE_LAYOUTS = [
 ]  # fmt: skip
 PREFILL_LAYOUTS = [
     (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (64, 64, 4, 3), (64, 128, 4, 3),
+    (128, 64, 8, 2, 1, 128), (128, 64, 8, 3, 1, 128), (64, 64, 4, 3, 1, 0), (64, 32, 4, 2, 1, 128),
 ]  # fmt: skip
 
 
@@ -132,6 +134,7 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
     from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode, plan_decode
     from nanovllm.kernels.paged_prefill import PrefillConfig, paged_prefill
 
+    row = {"kernel": kind, "layout": layout, "problem": problem.name, "block_size": problem.block_size}
     q, meta = problem.q, problem.meta
     out = torch.empty_like(q)
     inputs = meta.block_table, meta.query_start, meta.context_len, SCALE, out
@@ -146,16 +149,19 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
             paged_decode(q, kv, *inputs, workspace, plan, config)
             return out
     else:
-        prefill = PrefillConfig(*layout)
+        rows, keys, warps, stages = layout[:4]
+        tma, registers = layout[4:] or (0, 0)
+        if tma and torch.cuda.get_device_capability()[0] < 9:
+            return {**row, "error": "this GPU has no TMA"}
+        prefill = PrefillConfig(rows, keys, warps, stages, bool(tma), registers or None)
 
         def attend(kv: torch.Tensor) -> torch.Tensor:
             paged_prefill(q, kv, *inputs, prefill)
             return out
 
-    row = {"kernel": kind, "layout": layout, "problem": problem.name, "block_size": problem.block_size}
     try:
         found = attend(problem.kvs[0]).clone()
-    except OutOfResources as error:
+    except (OutOfResources, ValueError) as error:
         return {**row, "error": str(error)}
     usual = select_backend("triton", q.device, HEAD_DIM, problem.block_size, q.dtype)
     expected = usual.attend(q, problem.kvs[0], meta, SCALE)
@@ -166,8 +172,8 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
 
 def layout(text: str) -> tuple[int, ...]:
     numbers = tuple(map(int, text.split(",")))
-    if len(numbers) != 4:
-        raise argparse.ArgumentTypeError(f"four numbers are needed, got {text!r}")
+    if len(numbers) not in (4, 6):
+        raise argparse.ArgumentTypeError(f"four numbers are needed, or six of a prefill by TMA; got {text!r}")
     return numbers
 
 
@@ -190,7 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--decode", type=layout, action="append", metavar="KEYS,WARPS,STAGES,PROGRAMS")
-    parser.add_argument("--prefill", type=layout, action="append", metavar="ROWS,KEYS,WARPS,STAGES")
+    parser.add_argument("--prefill", type=layout, action="append", metavar="ROWS,KEYS,WARPS,STAGES[,1,REGISTERS]")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks.kernels measures a GPU, and this machine has none", file=sys.stderr)
@@ -200,7 +206,7 @@ def main() -> int:
     from benchmarks.ceilings import matmul_rate, read_bandwidth
     from benchmarks.harness import commit
     from nanovllm.kernels.paged_decode import decode_config
-    from nanovllm.kernels.paged_prefill import prefill_config
+    from nanovllm.kernels.paged_prefill import is_hopper, prefill_config
 
     limits = {"read": read_bandwidth(), "matmul": matmul_rate()}
     print(f"read {limits['read']['bytes_per_second'] / 1e9:.0f} GB/s, ", end="")
@@ -212,7 +218,7 @@ def main() -> int:
         "commit": commit(),
         "layouts_in_use": {
             "decode": astuple(decode_config(HEAD_DIM, 2)),
-            "prefill": astuple(prefill_config(HEAD_DIM, 2)),
+            "prefill": astuple(prefill_config(HEAD_DIM, 2, 256, is_hopper(torch.device("cuda", 0)))),
         },
         "limits": limits,
         "rows": rows,

@@ -11,7 +11,7 @@ from nanovllm.kernels.paged_decode import (
     paged_decode,
     plan_decode,
 )
-from nanovllm.kernels.paged_prefill import paged_prefill, prefill_config
+from nanovllm.kernels.paged_prefill import is_hopper, paged_prefill, prefill_config
 
 
 class TritonBackend:
@@ -92,7 +92,7 @@ class TritonBackend:
         out: torch.Tensor,
         first_sequence: int,
     ) -> None:
-        config = prefill_config(kv.shape[-1], q.element_size())
+        config = prefill_config(kv.shape[-1], q.element_size(), kv.shape[2], is_hopper(q.device))
         paged_prefill(
             q,
             kv,

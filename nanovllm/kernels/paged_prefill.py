@@ -9,35 +9,56 @@ A program finds its sequence and its queries from the lengths alone, so nobody h
 tiles there are: the grid is an upper bound and superfluous programs return. Keys beyond the tile's last query are never
 touched, and only the last tiles of keys, where the causal border runs, pay for masks. The long tiles of a sequence are
 its last ones; they come first, so that the GPU ends on short ones.
+
+A tile of keys can be fetched in two ways. By pointers: every thread computes the addresses of what it fetches and keeps
+them in registers. By TMA, the copying engine of GPUs since Hopper: where a block holds whole tiles, the keys of a head
+are a box [KEYS, D] of the matrix [slots, Hkv * D], and one instruction of one thread fetches it. Without addresses, two
+programs of 128 rows fit into the registers of a multiprocessor, and a key that was read serves twice the rows. The
+masked tiles come by pointers in any case: a box cannot leave out what lies beyond the context.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.paged_tile import LOG2_E, attend_tile, keys_per_tile, locate, padded_sequences, token_offsets
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How the kernel is laid out: rows and keys of a tile, warps of a program, tiles of keys in flight."""
+    """How the kernel is laid out: rows and keys of a tile, warps of a program, tiles of keys in flight; whether tiles
+    come by TMA; and the most registers of a thread, if that is not the compiler's choice."""
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    tma: bool = False
+    max_registers: int | None = None
 
 
-def prefill_config(head_dim: int, element_size: int) -> PrefillConfig:
-    """Layout for a GPU. At a head_dim of 128 in 16 bits a program takes 80 KiB of shared memory: 16 for its queries,
-    and 16 each for K and V twice (while one tile is computed with, the next is on its way). So two fit on a
-    multiprocessor of a Hopper GPU, and one on any since Ampere. On an H200 this was faster than tiles of 128 x 128, one
-    at a time (`python -m benchmarks.kernels`).
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` is a GPU for which the layout with TMA is: later ones have it too, but other tensor cores."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def prefill_config(head_dim: int, element_size: int, block_size: int, hopper: bool) -> PrefillConfig:
+    """Layout for a GPU, `hopper` or any other. At a head_dim of 128 in 16 bits and by pointers a program takes 80 KiB
+    of shared memory: 16 for its queries, and 16 each for K and V twice (while one tile is computed with, the next is on
+    its way). So two fit on a multiprocessor of a Hopper GPU, and one on any since Ampere. By TMA it takes 96 KiB, for
+    twice the rows, and two fit as well. On an H200 either was faster than tiles of 128 x 128, one at a time, and TMA
+    faster than pointers (`python -m benchmarks.kernels`).
     """
     if element_size == 4:  # exact fp32 products come from the ordinary units, with all operands in registers
         return PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2)
+    # Two programs of 256 threads leave a thread 128 registers; at a head_dim of 256 the accumulator would take them.
+    if hopper and head_dim in (64, 128) and block_size >= 64:
+        return PrefillConfig(rows=128, keys=64, num_warps=8, num_stages=2, tma=True, max_registers=128)
     keys = keys_per_tile(head_dim, element_size, 16 * 1024)
     # The accumulator of 64 x 256 would take all registers of four warps.
     return PrefillConfig(rows=64, keys=keys, num_warps=4 if head_dim <= 128 else 8, num_stages=3)
@@ -48,10 +69,11 @@ def prefill_config(head_dim: int, element_size: int) -> PrefillConfig:
     do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
 )
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, kv_ptr, out_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
+    q_ptr, kv_ptr, kv_boxes, out_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
     first_sequence, num_sequences, scale, q_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     index = tl.arange(0, SEQUENCES)
@@ -86,10 +108,16 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     table_ptr = block_table_ptr + sequence * table_stride
     head_ptr = kv_ptr + kv_head * HEAD_DIM + dim[None, :]
     all_see = (before + 1) // KEYS * KEYS  # every query of the tile sees these keys: no masks
+    v_slot = (v_offset // token_stride).to(tl.int32)  # where V begins in the matrix that boxes are of
     for start in range(0, all_see, KEYS):
-        pointer = head_ptr + token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS)[:, None]
-        k = tl.load(pointer)  # [KEYS, D]
-        v = tl.load(pointer + v_offset)  # [KEYS, D]
+        if TMA:
+            slot = tl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+            k = kv_boxes.load([slot, kv_head * HEAD_DIM])  # [KEYS, D]
+            v = kv_boxes.load([slot + v_slot, kv_head * HEAD_DIM])  # [KEYS, D]
+        else:
+            pointer = head_ptr + token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS)[:, None]
+            k = tl.load(pointer)
+            v = tl.load(pointer + v_offset)
         m, denom, acc = attend_tile(q, k, v, None, scale, m, denom, acc, False)
     for start in range(all_see, tl.minimum(context_len, before + QUERIES), KEYS):
         key = start + tl.arange(0, KEYS)
@@ -133,12 +161,18 @@ def paged_prefill(
     group = q.shape[1] // num_kv_heads
     queries = config.rows // group
     num_sequences = context_len.shape[0] - first_sequence
+    boxes = None
+    if config.tma:
+        if block_size < config.keys:
+            raise ValueError(f"a box of {config.keys} keys does not lie in one block of {block_size}")
+        # Made for every call: the launch encodes it each time anyway, and one that is kept would keep the cache alive.
+        boxes = TensorDescriptor.from_tensor(kv.view(-1, num_kv_heads * head_dim), [config.keys, head_dim])
     # Each sequence fills its tiles but for the last one.
     most_tiles = (q.shape[0] - first_sequence) // queries + num_sequences
     _prefill_kernel[(num_kv_heads, most_tiles)](
-        q, kv, out, block_table, query_start, context_len,
+        q, kv, boxes, out, block_table, query_start, context_len,
         first_sequence, num_sequences, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         QUERIES=queries, ROWS=config.rows, KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        TMA=config.tma, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip

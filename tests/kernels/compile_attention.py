@@ -1,15 +1,21 @@
 """Compile the kernels for absent GPUs: `python -m tests.kernels.compile_attention 90 bf16 128 2 256`.
 
-Prints JSON: for each kernel the shared memory of a program in bytes. Run in a process of its own, because the tests'
-process has Triton's interpreter switched on, and the interpreter accepts much that a GPU does not.
+Prints JSON: for each kernel the shared memory of a program in bytes. With `--prefill`: for the prefill kernel alone, a
+program's shared memory, a thread's registers and its bytes of stack, where registers are spilled to. Run in a process
+of its own, because the tests' process has Triton's interpreter switched on, and the interpreter accepts much that a GPU
+does not.
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from itertools import product
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -35,7 +41,10 @@ INTEGERS = (
 FLOATS = ("m_ptr", "denom_ptr", "acc_ptr", "temperature_ptr", "score_ptr", "cos_sin_ptr")
 
 
-def shared_memory(kernel: Any, capability: int, dtype: str, constants: dict[str, int], warps: int, stages: int) -> int:
+def compiled(
+    kernel: Any, capability: int, dtype: str, constants: dict[str, Any], warps: int, stages: int,
+    registers: int | None = None,
+) -> Any:  # fmt: skip
     """Compile down to machine code; the types of the arguments follow from their names."""
     kinds = dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(FLOATS, "*fp32")
     kinds |= {"slots_ptr": "*i64", "seed_ptr": "*i64", "scale": "fp32", "eps": "fp32", "v_offset": "i64"}
@@ -44,14 +53,42 @@ def shared_memory(kernel: Any, capability: int, dtype: str, constants: dict[str,
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif name == "kv_boxes":
+            signature[name] = f"tensordesc<{dtype}[{constants['KEYS']}, {constants['HEAD_DIM']}]>"
         else:
             signature[name] = kinds.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
             if not name.endswith(("len_ptr", "start_ptr", "rows_ptr", "positions_ptr", "eps", "scale")):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": bool(constants.get("PDL"))}
-    return int(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": bool(constants.get("PDL")), "maxnreg": registers}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def shared_memory(kernel: Any, capability: int, dtype: str, constants: dict[str, int], warps: int, stages: int) -> int:
+    return int(compiled(kernel, capability, dtype, constants, warps, stages).metadata.shared)
+
+
+def compile_prefill(capability: int, dtype: str, head_dim: int, group: int, block_size: int) -> dict[str, int]:
+    config = paged_prefill.prefill_config(head_dim, ELEMENT_SIZE[dtype], block_size, hopper=capability == 90)
+    constants = {"NUM_KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "SEQUENCES": 32}
+    constants |= {"QUERIES": config.rows // group, "ROWS": config.rows, "KEYS": config.keys, "TMA": config.tma}
+    program = compiled(
+        paged_prefill._prefill_kernel,
+        capability,
+        dtype,
+        constants if config.tma else constants | {"kv_boxes": None},
+        config.num_warps,
+        config.num_stages,
+        config.max_registers,
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(program.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
+    return {"shared": program.metadata.shared, "registers": registers, "stack": stack}
 
 
 def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_size: int) -> dict[str, int]:
@@ -59,7 +96,6 @@ def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_si
     pdl = int(capability >= 90)
     shape = {"NUM_KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
     decode = paged_decode.decode_config(head_dim, size)
-    prefill = paged_prefill.prefill_config(head_dim, size)
     return {
         "write": shared_memory(
             kv_write._kv_write_kernel, capability, dtype, {"WIDTH": 8 * head_dim, "PADDED": 8 * head_dim}, 4, 3
@@ -86,14 +122,7 @@ def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_si
             1,
             3,
         ),
-        "prefill": shared_memory(
-            paged_prefill._prefill_kernel,
-            capability,
-            dtype,
-            shape | {"QUERIES": prefill.rows // group, "ROWS": prefill.rows, "KEYS": prefill.keys, "SEQUENCES": 32},
-            prefill.num_warps,
-            prefill.num_stages,
-        ),
+        "prefill": compile_prefill(capability, dtype, head_dim, group, block_size)["shared"],
     }
 
 
@@ -163,13 +192,13 @@ SKINNY = [
 ]
 
 if __name__ == "__main__":
-    capabilities, dtypes, head_dims, groups, block_sizes = (a.split(",") for a in sys.argv[1:])
-    print(
-        json.dumps(
-            {
-                ", ".join(case): compile_all(int(case[0]), case[1], *map(int, case[2:]))
-                | compile_fused(int(case[0]), case[1], *map(int, case[2:4]))
-                for case in product(capabilities, dtypes, head_dims, groups, block_sizes)
-            }
-        )
-    )
+    arguments = [a for a in sys.argv[1:] if a != "--prefill"]
+    found = {}
+    for case in product(*(a.split(",") for a in arguments)):
+        capability, head_dim, group, block_size = map(int, (case[0], *case[2:]))
+        if "--prefill" in sys.argv:
+            found[", ".join(case)] = compile_prefill(capability, case[1], head_dim, group, block_size)
+        else:
+            found[", ".join(case)] = compile_all(capability, case[1], head_dim, group, block_size)
+            found[", ".join(case)] |= compile_fused(capability, case[1], head_dim, group)
+    print(json.dumps(found))

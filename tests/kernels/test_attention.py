@@ -116,6 +116,52 @@ def test_triton_fp16(triton_backend: AttentionBackend) -> None:
     check(triton_backend, make_case([(1, 140), (20, 150)], dtype=torch.float16), 2e-3)
 
 
+@pytest.mark.parametrize(("group", "block_size"), [(1, 16), (1, 256), (2, 64), (4, 16), (5, 32), (8, 16)])
+def test_triton_chunks_by_tma(
+    triton_backend: AttentionBackend, group: int, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles in shuffled blocks behind each other and several in one; a tile with masks after them, and before any."""
+    from nanovllm.attention import triton_backend as module
+    from nanovllm.kernels.paged_prefill import PrefillConfig
+
+    by_tma = PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2, tma=True, max_registers=128)
+    monkeypatch.setattr(module, "prefill_config", lambda *_: by_tma)
+    lengths = [(1, 40), (40, 113), (17, 17), (35, 36), (2, 64)]
+    check(triton_backend, make_case(lengths, group=group, block_size=block_size), FP32)
+
+
+def test_boxes_lie_in_one_block() -> None:
+    pytest.importorskip("triton")
+    from nanovllm.kernels.paged_prefill import PrefillConfig, paged_prefill
+
+    case = make_case([(20, 30)], block_size=16)
+    inputs = case.meta.block_table, case.meta.query_start, case.meta.context_len
+    by_tma = PrefillConfig(rows=32, keys=32, num_warps=8, num_stages=2, tma=True)
+    with pytest.raises(ValueError, match="a box of 32 keys does not lie in one block of 16"):
+        paged_prefill(case.q, case.kv, *inputs, case.scale, torch.empty_like(case.q), by_tma)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "element_size", "block_size", "hopper", "tma"),
+    [
+        (128, 2, 256, True, True),
+        (64, 2, 64, True, True),
+        (128, 2, 32, True, False),
+        (128, 2, 256, False, False),
+        (256, 2, 256, True, False),
+        (128, 4, 256, True, False),
+    ],
+)
+def test_when_keys_come_by_tma(head_dim: int, element_size: int, block_size: int, hopper: bool, tma: bool) -> None:
+    pytest.importorskip("triton")
+    from nanovllm.kernels.paged_prefill import is_hopper, prefill_config
+
+    config = prefill_config(head_dim, element_size, block_size, hopper)
+    assert config.tma == tma
+    assert not tma or config.keys <= block_size
+    assert not is_hopper(torch.device("cpu"))
+
+
 def padded(case: Case) -> Case:
     """The case as a graph would run it: two more sequences, of one query, in the scratch block."""
     meta, scratch = case.meta, case.kv.shape[1] - 1

@@ -52,6 +52,30 @@ def test_triton(head_dim: int, block_size: int, group: int, dtype: torch.dtype) 
         check(make_backend("triton", case), case, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("group", [2, 5, 7])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prefill_by_tma(head_dim: int, group: int, dtype: torch.dtype) -> None:
+    """A block that is one box, groups that leave rows idle, and the layout by pointers beside the one by TMA."""
+    from nanovllm.kernels.paged_prefill import is_hopper, paged_prefill, prefill_config
+
+    block_size = 64
+    case = make_case(PREFILL, group=group, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda")
+    if not is_hopper(case.q.device):
+        pytest.skip("the layout with TMA is for Hopper GPUs")
+    check(make_backend("triton", case), case, TOLERANCE[dtype])
+    inputs = case.meta.block_table, case.meta.query_start, case.meta.context_len
+    config = prefill_config(head_dim, case.q.element_size(), block_size, True)
+    assert config.tma
+    outs = []
+    for layout in config, prefill_config(head_dim, case.q.element_size(), block_size, False):
+        outs.append(torch.zeros_like(case.q))
+        paged_prefill(case.q, case.kv, *inputs, case.scale, outs[-1], layout, first_sequence=2)
+        assert not outs[-1][:2].any()  # the rows of the decodes are left alone
+    error = (outs[0].double() - outs[1].double()).norm(dim=-1)[2:] / case.expected.norm(dim=-1)[2:]
+    assert error.max() <= TOLERANCE[dtype]
+
+
 @DTYPES
 def test_triton_decodes_large_batches(dtype: torch.dtype) -> None:
     """More sequences than pieces, and the wide variant of the search for one's sequence."""
