@@ -1,23 +1,62 @@
 """Which kernel computes a linear layer for few tokens: one of ours, or the library's.
 
 The borders are where one began to beat the other on an H200, on the layers of models of 0.6 and 8 billion parameters,
-the latter also cut in two (`benchmarks/linears.py` measures them).
+the latter also cut in two and in four (`benchmarks/linears.py` measures them).
 """
 
 from collections.abc import Callable
+from functools import cache
 from functools import partial as bind
+from typing import NamedTuple
 
 import torch
+import triton
 
 from nanovllm.kernels.launch import shared_memory
 from nanovllm.kernels.skinny_linear import skinny_linear
-from nanovllm.kernels.tiled_linear import Tile, tiled_linear
+from nanovllm.kernels.tiled_linear import PROGRAMS, Tile, num_splits, tiled_linear
 
 FEW = 16  # tokens that a small layer computes best with all its weights under way at once
 SMALL = 2**24  # bytes of weights, of a layer that is small
 MOST = 64  # tokens; of a narrow layer that gives parts to be summed twice as many
-NARROW = 2048  # columns
+NARROW = 2048  # columns; for `early_linear` the hidden size, which is on one side of every layer
 TILED_NEEDS = 200 * 1024  # bytes of shared memory, which not every GPU has: its tiles were chosen for one that does
+
+EARLY_ROWS = 64  # of the weights, that a program of `early_linear` multiplies: half as many columns if gated
+EARLY_SHARED = 224 * 1024  # bytes that the tiles of all its programs on a multiprocessor can have
+EARLY_STAGES = 3, 6  # fewer are too short a queue for the memory, more have not been of use
+
+
+class Early(NamedTuple):
+    """Where `early_linear` is the best."""
+
+    kind: str  # of layer: plain, gated, partial
+    narrow: bool
+    most_bytes: int  # of weights
+    first: int  # tokens
+    last: int
+    tile: int  # tokens of a program, at most
+
+
+EARLY = [
+    Early("plain", True, SMALL, 65, 128, 64),
+    Early("gated", True, SMALL, 65, 256, 128),
+    Early("partial", True, 2 * SMALL, 65, 256, 64),
+    Early("plain", False, 2**40, 17, 64, 64),
+    Early("gated", False, 2**40, 17, 32, 32),
+    Early("gated", False, 2**27, 33, 64, 64),
+    Early("partial", False, 2**40, 17, 64, 64),
+]
+EARLY_LAST = max(row.last for row in EARLY)
+
+
+class EarlyTile(NamedTuple):
+    """Tokens of a program, inputs of a step, steps under way, parts that the inputs are cut into."""
+
+    tokens: int
+    inner: int
+    stages: int
+    splits: int
 
 
 def few_tokens(
@@ -26,12 +65,60 @@ def few_tokens(
     """What computes `weight` [out, in] for x [num_tokens, in]: f(x, weight, bias=None); gated and partial as of
     `skinny_linear`. None: the library does it better, or its shape or dtype is none for our kernels.
     """
-    if num_tokens > 2 * MOST:
+    if num_tokens > EARLY_LAST:
         return None
     outputs, inputs = weight.shape
     columns = outputs // 2 if gated else outputs
     if weight.dtype == torch.float32 or inputs % 128 or columns % 32:
         return None
+    if columns % 64 == 0 and (most := early_tokens(num_tokens, weight, gated, partial)):
+        early_linear = early_kernel(weight.device)
+        if early_linear is not None:
+            tile = early_tile(num_tokens, columns, inputs, most, gated, partial)
+            return bind(early_linear, tile=tile, gated=gated, partial=partial)
+    return on_any_gpu(num_tokens, weight, gated=gated, partial=partial)
+
+
+@cache
+def early_kernel(device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """`early_linear` if it can run: on Hopper alone, and only while Triton has Gluon where we look for it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        from nanovllm.kernels.early_linear import early_linear
+    except ImportError:
+        return None
+    return early_linear
+
+
+def early_tokens(num_tokens: int, weight: torch.Tensor, gated: bool, partial: bool) -> int:
+    """The most tokens of a program of `early_linear`; 0 where another kernel is better."""
+    kind = "gated" if gated else "partial" if partial else "plain"
+    narrow = weight.shape[0 if partial else 1] <= NARROW
+    for row in EARLY:
+        if row[:2] == (kind, narrow) and weight.nbytes <= row.most_bytes and row.first <= num_tokens <= row.last:
+            return row.tile
+    return 0
+
+
+def early_tile(num_tokens: int, columns: int, inputs: int, most: int, gated: bool, partial: bool) -> EarlyTile:
+    """As many steps under way as let all programs run at once: a second wave of them would wait for the first."""
+    tokens = min(most, max(16, triton.next_power_of_2(num_tokens)))
+    tiles = columns // (EARLY_ROWS // 2 if gated else EARLY_ROWS) * triton.cdiv(num_tokens, tokens)
+    # From three tiles of tokens on a multiprocessor has two programs.
+    splits = num_splits(inputs, tiles if num_tokens <= 2 * MOST else tiles // 2, 128) if partial else 1
+    fewest, most_stages = EARLY_STAGES
+    shared = EARLY_SHARED // min(3, triton.cdiv(tiles * splits, PROGRAMS))
+    row = 2 * (EARLY_ROWS + tokens)  # bytes of a step that has one input
+    inner = 128 if shared >= fewest * 128 * row else 64
+    return EarlyTile(tokens, inner, max(fewest, min(most_stages, shared // (inner * row))), splits)
+
+
+def on_any_gpu(
+    num_tokens: int, weight: torch.Tensor, *, gated: bool = False, partial: bool = False
+) -> Callable[..., torch.Tensor] | None:
+    """`few_tokens` without `early_linear`, for a shape and dtype that our kernels know."""
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
     small = weight.nbytes < SMALL
     if num_tokens <= FEW and weight.nbytes < (SMALL if partial or gated else 2 * SMALL):
         return bind(skinny_linear, gated=gated, partial=partial)

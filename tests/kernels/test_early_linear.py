@@ -1,0 +1,254 @@
+"""The linear layer in Gluon: which layers get it, what it compiles to, and on a Hopper GPU what it computes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial as bind
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels import few_tokens as choice
+from nanovllm.kernels.few_tokens import EARLY_SHARED, EarlyTile, early_kernel, early_tile, few_tokens
+
+ROOT = Path(__file__).parents[2]
+HOW: dict[str, dict[str, bool]] = {"plain": {}, "gated": {"gated": True}, "partial": {"partial": True}}
+LAYERS = {
+    "0.6B": [("plain", 4096, 1024), ("partial", 1024, 2048), ("gated", 6144, 1024), ("partial", 1024, 3072)],
+    "8B": [("plain", 6144, 4096), ("partial", 4096, 4096), ("gated", 24576, 4096), ("partial", 4096, 12288)],
+    "8B on 2 ranks": [("plain", 3072, 4096), ("partial", 4096, 2048), ("gated", 12288, 4096), ("partial", 4096, 6144)],
+    "8B on 4 ranks": [("plain", 1536, 4096), ("partial", 4096, 1024), ("gated", 6144, 4096), ("partial", 4096, 3072)],
+}
+
+
+def empty(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(outputs, inputs, dtype=dtype, device="meta")
+
+
+def stand_in(*_: object, **__: object) -> Tensor:
+    raise AssertionError("is chosen only")
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    def everywhere(device: torch.device) -> Callable[..., Tensor]:
+        return stand_in
+
+    monkeypatch.setattr(choice, "early_kernel", everywhere)
+
+
+def tile_of(num_tokens: int, kind: str, outputs: int, inputs: int, **dtype: torch.dtype) -> EarlyTile | None:
+    chosen = few_tokens(num_tokens, empty(outputs, inputs, **dtype), **HOW[kind])
+    if not isinstance(chosen, bind) or chosen.func is not stand_in:
+        return None
+    assert {name: chosen.keywords[name] for name in ("gated", "partial")} == {
+        "gated": kind == "gated",
+        "partial": kind == "partial",
+    }
+    tile: EarlyTile = chosen.keywords["tile"]
+    return tile
+
+
+def test_which_layers_get_it(hopper: None) -> None:
+    """As many letters as token counts: which of qkv, o, gate and up, down."""
+    counts = 1, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257
+    found = {}
+    for model, layers in LAYERS.items():
+        asked = [[tile_of(n, *layer) is not None for layer in layers] for n in counts]
+        found[model] = " ".join("".join(c for c, used in zip("qogd", row, strict=True) if used) or "-" for row in asked)
+    assert found == {
+        "0.6B": "- - - - - - qogd qogd ogd ogd -",
+        "8B": "- - qogd qogd qod qod - - - - -",
+        "8B on 2 ranks": "- - qogd qogd qogd qogd - - - - -",
+        "8B on 4 ranks": "- - qogd qogd qogd qogd - - - - -",
+    }
+
+
+def test_a_shape_or_dtype_that_is_none_for_it(hopper: None) -> None:
+    assert tile_of(32, "plain", 4096, 4096, dtype=torch.float16) is not None
+    assert few_tokens(32, empty(4096, 4096, torch.float32)) is None
+    assert tile_of(32, "plain", 4096, 4096 + 64) is None
+    assert tile_of(32, "plain", 4096 + 32, 4096) is None
+    assert tile_of(32, "gated", 8192 + 64, 4096) is None and tile_of(32, "gated", 8192 + 128, 4096) is not None
+
+
+def test_without_gluon_or_hopper_it_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another GPU, and a Triton that has moved Gluon: the chooser takes what runs on any."""
+    found = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (8, 0), torch.device("cuda", 2): (10, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
+    monkeypatch.delitem(sys.modules, "nanovllm.kernels.early_linear", raising=False)
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)  # an import of it fails
+    early_kernel.cache_clear()
+    assert [early_kernel(device) for device in (*found, torch.device("cpu"))] == [None] * 4
+    early_kernel.cache_clear()
+
+    monkeypatch.setattr(choice, "early_kernel", lambda device: None)
+    for num_tokens in (17, 64, 65, 128, 129, 256):
+        for kind, outputs, inputs in (layer for layers in LAYERS.values() for layer in layers):
+            chosen, before = (
+                choose(num_tokens, empty(outputs, inputs), **HOW[kind]) for choose in (few_tokens, choice.on_any_gpu)
+            )
+            assert (chosen and chosen.keywords) == (before and before.keywords)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("most", [16, 32, 64, 128])
+@pytest.mark.parametrize("kind", HOW)
+def test_all_programs_run_at_once_if_they_can(kind: str, most: int) -> None:
+    for num_tokens in (1, 17, 64, 65, 129, 256):
+        for columns in (64, 1024, 1536, 4096, 12288, 25600):
+            for inputs in (128, 384, 1024, 3072, 12288):
+                tile = early_tile(num_tokens, columns, inputs, most, kind == "gated", kind == "partial")
+                assert inputs % (tile.splits * tile.inner) == 0 and (tile.splits == 1 or kind == "partial")
+                size = tile.stages * 2 * tile.inner * (64 + tile.tokens)
+                tiles = columns // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
+                resident = min(3, -(-tiles * tile.splits // 128))
+                assert size * (resident if tile.stages > 3 else 1) <= EARLY_SHARED
+                assert 16 <= tile.tokens <= most and tile.tokens < 2 * max(9, num_tokens)
+
+
+# --- what it compiles to ---------------------------------------------------------------------------------------------
+
+CASES: list[tuple[str, EarlyTile, int, bool]] = [  # kind, tile, steps, whether there is a bias
+    ("plain", EarlyTile(32, 128, 6, 1), 32, True),
+    ("plain", EarlyTile(64, 128, 6, 1), 8, False),
+    ("partial", EarlyTile(64, 128, 6, 4), 4, False),
+    ("partial", EarlyTile(64, 128, 3, 4), 4, False),
+    ("gated", EarlyTile(32, 128, 3, 1), 32, False),
+    ("gated", EarlyTile(128, 128, 4, 1), 8, False),
+    ("gated", EarlyTile(128, 64, 4, 1), 16, False),
+]
+
+
+def compile_case(kind: str, tile: EarlyTile, steps: int, bias: bool, dtype: str = "bf16") -> dict[str, Any]:
+    """For a Hopper GPU that this machine need not have. Not in a process that has switched the interpreter on."""
+    import triton
+    from triton.backends import nvidia
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from nanovllm.kernels import early_linear
+
+    kernel = early_linear._early_linear_kernel
+    halves, stages = 2 if kind == "gated" else 1, min(tile.stages, steps)
+    columns = 64 // halves
+    constants = {
+        "TOKENS": tile.tokens, "COLUMNS": columns, "INNER": tile.inner, "HALVES": halves, "STAGES": stages,
+        "REFILLS": steps > stages, "LINES": early_linear.LINES, "LINE": 64, "BIAS": bias, "PDL": True,
+    }  # fmt: skip
+    if not bias:
+        constants["bias_ptr"] = None  # type: ignore[assignment]
+    weight_block = [columns // 8, halves, 8, tile.inner]
+    signature = dict.fromkeys(kernel.arg_names, "i32") | {
+        "x_desc": f"tensordesc<{dtype}{[tile.tokens, tile.inner]},{early_linear.X_LAYOUT!r}>",
+        "weight_desc": f"tensordesc<{dtype}{weight_block},{early_linear.WEIGHT_LAYOUT!r}>",
+        "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "out_ptr": "*fp32" if kind == "partial" else f"*{dtype}",
+    }  # fmt: skip
+    signature |= dict.fromkeys(constants, "constexpr")
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = [n for n in kernel.arg_names if n.endswith("_ptr") or n in ("inputs", "outputs")]
+    attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in constants}
+    source = GluonASTSource(kernel, signature, values, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    ptx = compiled.asm["ptx"]
+    before, _, after = ptx.partition("griddepcontrol.wait")
+    ptxas = Path(nvidia.__path__[0]) / "bin" / "ptxas"
+    command = [str(ptxas), "-v", "-arch=sm_90a", "-", "-o", os.devnull]
+    said = subprocess.run(command, input=ptx, capture_output=True, text=True).stderr
+    return {
+        "shared": compiled.metadata.shared,
+        "spilled": [int(n) for n in re.findall(r"(\d+) bytes spill", said)],
+        "registers": [int(n) for n in re.findall(r"Used (\d+) registers", said)],
+        "weights before the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.4d", before)),
+        "x before the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.2d", before)),
+        "x after the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.2d", after)),
+        "products": len(re.findall(r"wgmma\.mma_async", after)),
+    }
+
+
+def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.test_early_linear"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (kind, tile, steps, bias), found in zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        case = f"{kind}, {tile}, {bias}: {found}"
+        assert found["spilled"] and not any(found["spilled"]), case
+        stages = min(tile.stages, steps)
+        assert found["weights before the wait"] == stages and found["x before the wait"] == 0, case
+        assert found["x after the wait"] == stages + (steps > stages), case
+        assert found["products"] == tile.inner // 16, case
+        programs = 227 * 1024 // (found["shared"] + 1024)
+        assert programs >= EARLY_SHARED // (tile.stages * 2 * tile.inner * (64 + tile.tokens)), case
+
+
+# --- what it computes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("num_tokens", [1, 17, 64, 65, 100, 129, 256])
+@pytest.mark.parametrize("kind", ["plain", "bias", "gated", "partial"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (384, 192), (1024, 320), (4096, 1024)])
+def test_early_linear(kind: str, num_tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    early_linear = early_kernel(device)
+    if early_linear is None:
+        pytest.skip("no Hopper GPU")
+
+    def normal(*shape: int, seed: int) -> Tensor:
+        generator = torch.Generator(device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    halves = 2 if kind == "gated" else 1
+    x, weight = normal(num_tokens, inputs, seed=0), normal(halves * outputs, inputs, seed=1) / 16
+    bias = normal(outputs, seed=2) if kind == "bias" else None
+    truth = x.double() @ weight.double().t()
+    if kind == "gated":
+        gate, up = truth.chunk(2, -1)
+        truth = torch.nn.functional.silu(gate) * up
+    elif bias is not None:
+        truth += bias
+    gated, partial = kind == "gated", kind == "partial"
+    for most in (16, 32, 64, 128):
+        tile = early_tile(num_tokens, outputs, inputs, most, gated, partial)
+        ours = early_linear(x, weight, bias, tile=tile, gated=gated, partial=partial)
+        if partial:
+            assert ours.shape == (tile.splits, num_tokens, outputs) and ours.dtype == torch.float32
+            ours = ours.sum(0)
+        assert ours.shape == truth.shape
+        error = (ours.double() - truth).norm() / truth.norm()
+        limit = 1e-5 if partial else 4e-3 if dtype == torch.bfloat16 else 1e-3
+        assert error < limit, (tile, error)
+
+
+@pytest.mark.gpu
+def test_a_recording_reads_what_is_in_its_input_then() -> None:
+    """Descriptors are made when a step is recorded, and hold the address of the input."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    early_linear = early_kernel(device)
+    if early_linear is None:
+        pytest.skip("no Hopper GPU")
+    x, weight = torch.zeros(40, 1024, dtype=torch.bfloat16, device=device), torch.randn(512, 1024, device=device)
+    weight = weight.bfloat16()
+    tile = early_tile(40, 512, 1024, 64, False, False)
+    early_linear(x, weight, tile=tile)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = early_linear(early_linear(x, weight, tile=tile), weight[:, :512].contiguous(), tile=tile)
+    x.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = (x.float() @ weight.float().t()).bfloat16().float() @ weight[:, :512].float().t()
+    assert (out.float() - expected).norm() < 1e-2 * expected.norm()
+
+
+if __name__ == "__main__":
+    print(json.dumps([compile_case(*case) for case in CASES]))
