@@ -19,7 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode_step_report, engine_report, serving_report, tensor_parallel_report, wording
+from benchmarks import (
+    decode_step_report,
+    engine_report,
+    prefill_report,
+    serving_report,
+    tensor_parallel_report,
+    wording,
+)
 from benchmarks.harness import RESULTS, ROOT, gain
 from stages.manifest import load_stages
 
@@ -27,6 +34,7 @@ ENGINE_TABLES = engine_report.TABLES | {
     "tensor_parallel": tensor_parallel_report.table,
     "serving": serving_report.table,
     "decode_step": decode_step_report.table,
+    "prefill_gluon": prefill_report.table,
     "half_batches": partial(decode_step_report.table, name="half_batches"),
 }
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
