@@ -101,6 +101,7 @@ def early_tokens(num_tokens: int, weight: torch.Tensor, gated: bool, partial: bo
     return 0
 
 
+@cache
 def early_tile(num_tokens: int, columns: int, inputs: int, most: int, gated: bool, partial: bool) -> EarlyTile:
     """As many steps under way as let all programs run at once: a second wave of them would wait for the first."""
     tokens = min(most, max(16, triton.next_power_of_2(num_tokens)))
