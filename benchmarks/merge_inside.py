@@ -5,10 +5,10 @@ and a wait: at small batches it adds about a fifth to a layer. Here the program 
 it: it knows from a counter that the others have written theirs. The counter is back at 0 then, so that a recording can
 be replayed.
 
-Prediction for an H200: an atomic and a read of partial results that are in L2 take about 1.5 us, so 3 to 4 us less of a
-layer at batch 1, 2 to 3 at batch 128. Measured, it loses at every batch (docs/kernels.md): most of what the small kernel
-seems to take it spends waiting beside its predecessor, and it merges all heads at once where the last program to arrive
-has them one after the other.
+Prediction for an H200: an atomic and a read of partial results that are in L2 take about 1.5 us, so 3 to 4 us less of
+a layer at batch 1, 2 to 3 at batch 128. Measured, it loses at every batch (docs/kernels.md): most of what the small
+kernel seems to take it spends waiting beside its predecessor, and it merges all heads at once where the last program to
+arrive has them one after the other.
 """
 
 from __future__ import annotations

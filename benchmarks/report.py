@@ -36,6 +36,7 @@ ENGINE_TABLES = engine_report.TABLES | {
     "decode_step": decode_step_report.table,
     "prefill_gluon": prefill_report.table,
     "half_batches": partial(decode_step_report.table, name="half_batches"),
+    "merge_inside": partial(decode_step_report.table, name="merge_inside"),
 }
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
 

@@ -224,7 +224,7 @@ class DecodeGraphs:
 
 
 # Steps that are not recorded, by how many tokens they compute of each sequence: those that differ in what they launch.
-UNRECORDED = [(1, 32), (32,), (17,) * 33, (1,) * 33, (2,), (17,), (65,)]
+UNRECORDED = [(1, 32), (32,), (17,) * 33, (1,) * 33, (2,), (17,), (65,), (129,)]
 
 
 @torch.inference_mode()
