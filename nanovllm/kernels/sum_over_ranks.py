@@ -24,6 +24,7 @@ from nanovllm.kernels.launch import overlaps_launches
 
 ROW_BYTES = 16 * 1024  # of a place in the buffer
 MAX_ROWS = 256
+MIN_WARPS = 4
 EMPTY = -0x7FFF8000  # 0x80008000: -0.0 twice in 16 bits, next to nothing in float32. Rows have 0 instead
 
 
@@ -117,13 +118,14 @@ def sum_over_ranks(
     total = torch.empty(rows, size, dtype=dtype, device=x.device)
     out = total if norm is None else torch.empty_like(total)
     weight, eps = norm or (total, 0.0)
-    padded = triton.next_power_of_2(size)
+    # No two threads look at the same number: the quicker one would empty the place while the other still waits at it.
+    padded = max(32 * MIN_WARPS, triton.next_power_of_2(size))
     pdl = overlaps_launches(x.device)
     word = buffers[rank].element_size()
     _sum_over_ranks_kernel[(rows,)](
         x, residual, weight, out, total, buffers, turn, eps,
         RANK=rank, RANKS=len(buffers), SIZE=size, PADDED=padded, PLACE=ROW_BYTES // word, ROWS=MAX_ROWS,
         EMPTY=EMPTY if word == 4 else -0x8000, SPLITS=splits, ADD=residual is not None, NORM=norm is not None, PDL=pdl,
-        num_warps=max(4, min(16, padded // 256)), launch_pdl=pdl,
+        num_warps=max(MIN_WARPS, min(16, padded // 256)), launch_pdl=pdl,
     )  # fmt: skip
     return out, total

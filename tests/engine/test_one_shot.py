@@ -92,6 +92,23 @@ def test_it_takes_what_fits_and_nothing_else() -> None:
     assert not one_shot.takes((8,), torch.bfloat16) and not one_shot.takes((1, 1, 8), torch.bfloat16)
 
 
+def test_no_thread_empties_a_place_that_another_still_waits_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a number of its own a thread would look at another one's, and might not meet it at a barrier."""
+    kernel = pytest.importorskip("nanovllm.kernels.sum_over_ranks")
+    seen: list[tuple[int, int]] = []
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *tensors, PADDED, num_warps, **rest: seen.append((PADDED, 32 * num_warps))
+
+    monkeypatch.setattr(kernel, "_sum_over_ranks_kernel", Launch())
+    for width in (1, 8, 32, 33, 96, 1000, 4096, 8192):
+        x = torch.zeros(1, width, dtype=torch.bfloat16)
+        kernel.sum_over_ranks(x, (torch.zeros(1, dtype=torch.int16),) * 2, torch.zeros(1), 0, x.dtype)
+        numbers, threads = seen[-1]
+        assert numbers >= width and numbers % threads == 0
+
+
 def test_a_group_sums_small_tensors_with_it_and_others_without() -> None:
     class Shift(OneShot):
         def sum(self, x: Tensor, dtype: torch.dtype, *then: Any) -> tuple[Tensor, Tensor]:
