@@ -14,7 +14,7 @@ import triton
 
 from nanovllm.kernels.launch import shared_memory
 from nanovllm.kernels.skinny_linear import skinny_linear
-from nanovllm.kernels.tiled_linear import PROGRAMS, Tile, num_splits, tiled_linear
+from nanovllm.kernels.tiled_linear import MAX_SPLITS, PROGRAMS, Tile, num_splits, tiled_linear
 
 FEW = 16  # tokens that a small layer computes best with all its weights under way at once
 SMALL = 2**24  # bytes of weights, of a layer that is small
@@ -38,14 +38,18 @@ class Early(NamedTuple):
     tile: int  # tokens of a program, at most
 
 
-EARLY = [
-    Early("plain", True, SMALL, 65, 128, 64),
+EARLY = [  # the first that fits
+    Early("plain", True, SMALL, 1, 128, 64),
+    Early("plain", True, SMALL, 129, 256, 128),
+    Early("gated", True, SMALL, 1, 64, 64),
     Early("gated", True, SMALL, 65, 256, 128),
-    Early("partial", True, 2 * SMALL, 65, 256, 64),
-    Early("plain", False, 2**40, 17, 64, 64),
+    Early("partial", True, SMALL, 2, 256, 64),
+    Early("plain", False, SMALL, 1, 256, 64),
+    Early("plain", False, 2 * SMALL, 1, 128, 64),
+    Early("plain", False, 2**40, 1, 32, 32),
+    Early("gated", False, 4 * SMALL, 1, 64, 64),
     Early("gated", False, 2**40, 17, 32, 32),
-    Early("gated", False, 2**27, 33, 64, 64),
-    Early("partial", False, 2**40, 17, 64, 64),
+    Early("partial", False, 2**40, 1, 64, 64),
 ]
 EARLY_LAST = max(row.last for row in EARLY)
 
@@ -106,8 +110,8 @@ def early_tile(num_tokens: int, columns: int, inputs: int, most: int, gated: boo
     """As many steps under way as let all programs run at once: a second wave of them would wait for the first."""
     tokens = min(most, max(16, triton.next_power_of_2(num_tokens)))
     tiles = columns // (EARLY_ROWS // 2 if gated else EARLY_ROWS) * triton.cdiv(num_tokens, tokens)
-    # From three tiles of tokens on a multiprocessor has two programs.
-    splits = num_splits(inputs, tiles if num_tokens <= 2 * MOST else tiles // 2, 128) if partial else 1
+    # The norm reads every part of every token, so of many tokens there are two.
+    splits = min(num_splits(inputs, tiles, 128), MAX_SPLITS if num_tokens <= MOST else 2) if partial else 1
     fewest, most_stages = EARLY_STAGES
     shared = EARLY_SHARED // min(3, triton.cdiv(tiles * splits, PROGRAMS))
     row = 2 * (EARLY_ROWS + tokens)  # bytes of a step that has one input

@@ -65,10 +65,10 @@ def test_which_layers_get_it(hopper: None) -> None:
         asked = [[tile_of(n, *layer) is not None for layer in layers] for n in counts]
         found[model] = " ".join("".join(c for c, used in zip("qogd", row, strict=True) if used) or "-" for row in asked)
     assert found == {
-        "0.6B": "- - - - - - qogd qogd ogd ogd -",
-        "8B": "- - qogd qogd qod qod - - - - -",
-        "8B on 2 ranks": "- - qogd qogd qogd qogd - - - - -",
-        "8B on 4 ranks": "- - qogd qogd qogd qogd - - - - -",
+        "0.6B": "qg qogd qogd qogd qogd qogd qogd qogd qogd qogd -",
+        "8B": "qod qod qogd qogd od od - - - - -",
+        "8B on 2 ranks": "qod qod qogd qogd qod qod q q - - -",
+        "8B on 4 ranks": "qogd qogd qogd qogd qogd qogd q q q q -",
     }
 
 
