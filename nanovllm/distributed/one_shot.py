@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SWITCH = "NANOVLLM_ONE_SHOT_BYTES"
-MAX_BYTES = 2 * 1024 * 1024  # what the buffer has room for; on 2 and 4 H200s it was faster than NCCL up to there
+MAX_BYTES = 2 * 1024 * 1024  # what all rows of 8 KiB are; on 2 and 4 H200s it was faster than NCCL up to there
 MAX_BYTES_OF_MANY = 256 * 1024  # more ranks send more messages
 MANY = 5
 PATIENCE = timedelta(seconds=30)  # how long ranks wait for each other's handles
@@ -146,8 +146,8 @@ def default_bytes(ranks: int) -> int:
 
 
 def reaches(device: torch.device, peer: int) -> bool:
-    """Whether `device` is the GPU `peer`, or can read its memory and exchange signals in it. For the latter the link
-    between them must know atomics: NVLink does, PCIe does not."""
+    """Whether `device` is the GPU `peer`, or can write to its memory over NVLink, which unlike PCIe knows atomics: that
+    is how it is told."""
     if device.type != "cuda" or not 0 <= peer < torch.cuda.device_count():
         return False
     own = device.index or 0

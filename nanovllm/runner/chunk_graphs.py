@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
 
 SIZES = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)  # tokens
-MOST_SEQUENCES = (
-    64  # that a recording has room for, and draws of tokens: each costs a little even where it is not there
-)
+# That a recording has room for, and draws of tokens, one for every guess too: each costs a little even if not there
+MOST_SEQUENCES = 64
 # Operations that a GPU does while a layer is launched kernel by kernel, which takes almost half a millisecond
 WHILE_LAUNCHING = 2 * 10**11
 

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
 # Tokens of a recorded step in which a sequence has several, and bytes of keys and values that they may read of a layer,
-# each token by itself. A larger step is launched kernel by kernel, which an H200 still feels (docs/speculation.md): to
-# read so many bytes takes it a quarter of a millisecond, to launch a layer almost half of one.
+# each token by itself: on an H200 that takes a quarter of a millisecond, and to launch a layer almost half of one. A
+# larger step is for `chunk_graphs.py`, or launched kernel by kernel, which an H200 still feels (docs/speculation.md).
 MAX_REPLAYED = 256
 MAX_READ = 2**30
 
