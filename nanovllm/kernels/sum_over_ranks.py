@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import overlaps_launches
 
 ROW_BYTES = 16 * 1024  # of a place in the buffer
-MAX_ROWS = 256
+MAX_ROWS = 128  # whoever waits keeps a multiprocessor busy: there must be room for what would end the wait
 MIN_WARPS = 4
 EMPTY = -0x7FFF8000  # 0x80008000: -0.0 twice in 16 bits, next to nothing in float32. Rows have 0 instead
 

@@ -23,7 +23,7 @@ from nanovllm.runner.cuda_graphs import COPIES_IN_FLIGHT, Recorder, Replayed
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
 
-SIZES = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)  # tokens
+SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))  # tokens
 # That a recording has room for, and draws of tokens, one for every guess too: each costs a little even if not there
 MOST_SEQUENCES = 64
 # Operations that a GPU does while a layer is launched kernel by kernel, which takes almost half a millisecond

@@ -29,7 +29,7 @@ def graph_bytes(sizes: list[int], model: ModelConfig) -> int:
     library's workspace, which they share; and the launches themselves, some 10 KB each."""
     logits = sizes[-1] * model.vocab_size * model.dtype.itemsize
     launches = len(sizes) * model.num_hidden_layers * MIB // 8
-    return logits + 192 * MIB + launches
+    return logits + 320 * MIB + launches
 
 
 def row_bytes(config: EngineConfig) -> int:
