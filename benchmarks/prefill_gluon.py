@@ -12,8 +12,8 @@ way while the last one's result is written.
 
 Prediction for an H200, chunks of 1024 queries at 1536 keys: 420 to 480 TFLOP/s with a program for every tile, because
 one begins when its predecessor has ended; 470 to 540 resident; turns add 0 to 5%.
-Measured (docs/kernels.md), when the engine still fetched by pointers: as predicted with a program for every tile, but
-resident ones are slower than that, except for whole prompts, and turns add nothing. No layout is the best of both.
+Measured (docs/kernels.md): as predicted with a program for every tile, but resident ones are slower than that, except
+for whole prompts, and turns add nothing. No layout is the best of both.
 """
 
 from __future__ import annotations

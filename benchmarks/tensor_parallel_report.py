@@ -67,10 +67,10 @@ def all_reduce_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def table(card: str, directory: Path) -> list[str]:
-    results = read([f"tensor_parallel.{card}" if card else "tensor_parallel"], directory)
+def table(card: str, directory: Path, name: str = "tensor_parallel") -> list[str]:
+    results = read([f"{name}.{card}" if card else name], directory)
     if not results:
         return []
-    result = results["tensor_parallel"]
+    [result] = results.values()
     tables = steps_table(result) + parts_table(result) + all_reduce_table(result)
     return [*tables, "", f"Workload: {result['workload']}.", "", origin(results)]

@@ -326,8 +326,8 @@ bars(
 
 # %% [markdown]
 # In a collective, a rank mostly waits: for the slower one, and for two operating-system processes to wake each other
-# up. On GPUs with NVLink a sum of a few kilobytes takes about ten microseconds rather than a millisecond, and each
-# rank has its own memory to read from.
+# up. On GPUs with NVLink a sum of a few kilobytes takes some microseconds rather than a millisecond, and each rank has
+# its own memory to read from.
 #
 # The showcase of this stage, as it was measured on a CPU (`make stage-7-bench`, and on a machine with several GPUs
 # `make stage-7-bench ARGS="--device cuda"`):
@@ -337,8 +337,8 @@ show_table("stage_7", RESULTS)
 
 # %% [markdown]
 # Memory is all that the ranks gain here. On GPUs they gain time, too. This is not the stage but the engine, `nanovllm`,
-# with a model of 8 billion parameters on one and two H200s, beside vLLM; then where a step goes; and what a sum takes
-# by itself (in another run):
+# with a model of 8 billion parameters on one, two and four H200s; then where a step goes; and what a sum takes by
+# itself, through NCCL and in one exchange between GPUs that can write to each other's memory (docs/ranks.md):
 
 # %%
 show_table("tensor_parallel.h200", RESULTS)

@@ -22,7 +22,7 @@ class AttentionMetadata:
     the keys from 0 up to and with context_len[s] - query_len + i.
 
     The two maxima may exceed what the step needs (a CUDA graph is recorded once for all lengths), never fall short.
-    A padding sequence has its context in the scratch block, in decodes one query with a context_len of 1; its output has
+    A padding sequence has its context in the scratch block, a decode one query with a context_len of 1; its output has
     no meaning. A sequence may have no queries.
     """
 
