@@ -3,6 +3,10 @@
 Several ranks at once are in tests/engine/test_one_shot.py, on GPUs.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,9 +79,7 @@ def test_all_ranks_get_the_sum_and_its_norm(device: str, dtype: torch.dtype, siz
             torch.testing.assert_close(ours[1].float(), total, rtol=tolerance, atol=tolerance)
             normed = rms_norm(ours[1], weight, 1e-6)
             torch.testing.assert_close(ours[0], normed, rtol=tolerance, atol=tolerance)
-            assert torch.equal(ours[0], found[0][0]) and torch.equal(ours[1], found[0][1]), (
-                "same bits everywhere"
-            )
+            assert torch.equal(ours[0], found[0][0]) and torch.equal(ours[1], found[0][1]), "same bits everywhere"
 
 
 @pytest.mark.parametrize(("device", "dtype"), ON)
@@ -106,3 +108,56 @@ def test_it_does_what_the_plain_norm_does() -> None:
     expected = add_rms_norm(xs[0] + xs[1], residual, weight, 1e-6)
     for found in ranks.sum(xs, torch.float32, norm=(weight, 1e-6), residual=residual):
         torch.testing.assert_close(found, expected)
+
+
+def compile_for(size: int) -> str:
+    """PTX for a Hopper GPU that this machine need not have. Not in a process that has switched the interpreter on."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from nanovllm.kernels import sum_over_ranks as module
+
+    found: list[str] = []
+
+    class Launch:
+        """In the kernel's place: compiles what would be launched."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self.compile
+
+        def compile(self, *tensors: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
+            kernel = usual
+            names = kernel.arg_names
+            signature: dict[str, Any] = dict.fromkeys(names[:5], "*bf16") | {"buffers": ("*i16", "*i16")}
+            signature |= {"turn_ptr": "*i32", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+            values = {(names.index(name),): value for name, value in constants.items()}
+            places = [(i,) for i in (0, 1, 2, 3, 4, 6)] + [(5, 0), (5, 1)]
+            attributes = {place: [["tt.divisibility", 16]] for place in places}
+            source = ASTSource(kernel, signature, values, attributes)
+            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+            found.append(compiled.asm["ptx"])
+
+    usual: Any = module._sum_over_ranks_kernel
+    module._sum_over_ranks_kernel = Launch()
+    x, buffers = torch.zeros(2, size, dtype=torch.bfloat16), (torch.zeros(1, dtype=torch.int16),) * 2
+    module.sum_over_ranks(x, buffers, torch.zeros(2), 0, x.dtype, norm=(x[0], 1e-6), residual=x)
+    return found[0]
+
+
+@pytest.mark.parametrize("size", [8, 33, 4096])
+def test_a_place_is_emptied_only_when_all_threads_have_read(size: int) -> None:
+    """Between the loads that wait and the stores that empty there is a barrier in what runs on a GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = f"from tests.kernels.test_sum_over_ranks import compile_for; print(compile_for({size}))"
+    command = [sys.executable, "-c", program]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    loads = [i for i, line in enumerate(lines) if "ld.volatile.global" in line or "ld.relaxed.sys.global" in line]
+    sends = [i for i, line in enumerate(lines) if "st.global.wt" in line]
+    empties = [i for i, line in enumerate(lines) if "st.global" in line and i > max(loads)]
+    assert sends and max(sends) < min(loads), "what the others wait for is sent first"
+    between = [line for line in lines[max(loads) : min(empties)] if "bar.sync" in line]
+    assert between, "no barrier"
