@@ -1,4 +1,4 @@
-"""Collectives among the ranks of one engine: NCCL on GPUs, gloo on CPUs."""
+"""Collectives among the ranks of one engine: NCCL on GPUs, gloo on CPUs; small sums on GPUs by `one_shot.py`."""
 
 import ctypes
 import logging
@@ -71,7 +71,7 @@ class Group:
             self.one_shot = self._join_one_shot(store)
 
     def _join_one_shot(self, store: dist.Store) -> OneShot | None:
-        """All ranks have it, or none."""
+        """All ranks have it, or none. If it fails although the switch asks for it, that is raised."""
         max_bytes, asked = OneShot.wanted(self.rank, self.size, self.device)
         max_bytes = self.smallest(max_bytes)
         if not max_bytes:
@@ -91,8 +91,8 @@ class Group:
         return made if everybody else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, the same on every rank, often in the same memory. On a GPU it is queued, not waited
-        for."""
+        """The sum of all ranks' x, the same on every rank: x itself, overwritten, or a new tensor if it was summed in
+        one exchange. On a GPU it is queued, not waited for."""
         if self.size > 1:
             one_shot = self.one_shot  # which another thread may take away
             if one_shot is not None and x.is_contiguous() and one_shot.takes(x.shape, x.dtype):
@@ -107,7 +107,8 @@ class Group:
         return one_shot is not None and one_shot.takes(shape, dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(sum + residual), sum + residual) of x [T, H], or parts [S, T, H] float32, that `sums_at_once`."""
+        """(rms_norm(sum + residual), sum + residual), [T, H] each, of the sum of all ranks' x [T, H], or [S, T, H]
+        float32, parts to be summed. For shapes that `sums_at_once`. Raises PeerLost after the group was given up."""
         with self._others():
             one_shot = self.one_shot
             if one_shot is None:
@@ -136,7 +137,7 @@ class Group:
 
     @contextmanager
     def _others(self) -> Iterator[Any]:
-        """What fails in here is not this rank's fault."""
+        """For what needs the other ranks: gives the backend. A RuntimeError in here becomes a PeerLost."""
         try:
             if self._backend is None:
                 raise PeerLost("the ranks are not connected")
@@ -207,18 +208,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Unsummed:
-    """This rank's part of a sum over the ranks, [T, H], or its own parts of it [S, T, H] float32. For
-    `Group.add_rms_norm`, which adds them up where it needs them."""
+    """This rank's part of a sum over the ranks that has not been taken yet: [T, H], or [S, T, H] float32, which is to
+    be summed over S first. `Group.add_rms_norm` takes the sum, together with the norm."""
 
     parts: Tensor
     group: Group
 
 
-Terms = Tensor | Unsummed  # of the residual stream: what a half-layer adds to it
+Terms = Tensor | Unsummed  # what a half-layer (attention, MLP) adds to the residual stream, finished or not yet summed
 
 
 def wait_for(stream: torch.cuda.Stream, seconds: float) -> None:
-    """Until it is empty, at most so long."""
+    """Until all work on the stream is done, at most so long."""
     end = monotonic() + seconds
     while not stream.query() and monotonic() < end:
         sleep(0.005)

@@ -2,11 +2,11 @@
 
 At decode sizes an all-reduce is all latency. NCCL passes sums around; here every rank writes its part to where the
 others wait for it, and adds them all up by itself: `nanovllm/kernels/sum_over_ranks.py`, which does the norm behind the
-sum as well. Every rank sends its part as many times as there are others, so that NCCL wins again where it is long.
+sum as well. Every rank sends its whole part to each of the others, so for long messages NCCL is faster again.
 
 Used up to `default_bytes` where all ranks are on one host whose GPUs reach each other's memory over NVLink.
-NANOVLLM_ONE_SHOT_BYTES says otherwise, 0 for never; `python -m benchmarks.tensor_parallel` shows up to where it is
-faster.
+NANOVLLM_ONE_SHOT_BYTES sets another number of bytes, 0 for never; there are never more rows, nor longer ones, than the
+kernel has places for. `python -m benchmarks.tensor_parallel` shows up to where it is faster.
 
 A kernel that waits for a rank that is no more would wait for ever, and the GPU with it: see `release`.
 """
@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 SWITCH = "NANOVLLM_ONE_SHOT_BYTES"
-MAX_BYTES = 1024 * 1024  # what all rows of 8 KiB are; on 2 and 4 H200s it was faster than NCCL up to there
-MAX_BYTES_OF_MANY = 256 * 1024  # more ranks send more messages
-MANY = 5
+MAX_BYTES = 1024 * 1024  # MAX_ROWS rows of 8 KiB; on 2 and 4 H200s it was faster than NCCL even for twice as much
+MAX_BYTES_OF_MANY = 256 * 1024  # more ranks send more messages; a guess, since only 2 and 4 ranks were measured
+MANY = 5  # ranks
 PATIENCE = timedelta(seconds=30)  # how long ranks wait for each other's handles
 QUIET, PAUSE = 0.2, 0.005  # seconds until kernels count as stuck, and between two looks
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -68,7 +68,11 @@ class Meeting(dist.Store):
 
 
 class OneShot:
-    """Sums messages [T, H] of up to `max_bytes`. Fit for CUDA graphs, since the buffers never move."""
+    """Sums messages [T, H] of up to `max_bytes`. Fit for CUDA graphs, since the buffers never move.
+
+    All ranks make one at the same time. Raises what PyTorch raises if memory cannot be shared, or if another rank does
+    not come within `PATIENCE`.
+    """
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device, max_bytes: int) -> None:
         from torch._C._distributed_c10d import _register_process_group
@@ -95,7 +99,7 @@ class OneShot:
 
     @staticmethod
     def wanted(rank: int, size: int, device: torch.device) -> tuple[int, bool]:
-        """Up to how many bytes, and whether somebody asked for it. Raises ValueError if the switch is no number."""
+        """Up to how many bytes, and whether that was asked for by the switch. Raises ValueError if it is no number."""
         value = os.environ.get(SWITCH)
         if value is None:
             peers = [(device.index or 0) - rank + peer for peer in range(size)]
@@ -107,8 +111,8 @@ class OneShot:
     def release(self, stream: torch.cuda.Stream, over: threading.Event) -> None:
         """Let kernels end that wait on `stream` for a rank that is gone. Their sums mean nothing. Called in a thread.
 
-        They wait for numbers of others, which here come in the others' place, again and again until `over`, when nobody
-        launches any more of them.
+        They wait for the others' numbers. Here zeros are written in their place, again and again whenever the stream is
+        stuck, until `over` is set: from then on nobody launches any more such kernels.
         """
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
             busy_since: float | None = None
@@ -122,7 +126,7 @@ class OneShot:
                     torch.cuda.current_stream().synchronize()
 
     def takes(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Whether it sums [T, H] of such numbers."""
+        """Whether it sums tensors of this shape, which must be [T, H], and dtype."""
         if len(shape) != 2 or dtype.itemsize not in self._buffers:
             return False
         rows, row_bytes = shape[0], shape[1] * dtype.itemsize
@@ -136,7 +140,8 @@ class OneShot:
         norm: tuple[Tensor, float] | None = None,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The sum of all ranks' x, [T, H] or parts of it [S, T, H] float32, with what follows: see `sum_over_ranks`."""
+        """The sum of all ranks' x, with residual and norm: see `sum_over_ranks`. x [T, H], or [S, T, H] float32, parts
+        to be summed; [T, H] of `dtype` must be what `takes` accepts."""
         buffers = self._buffers[dtype.itemsize]
         return self._sum(x, buffers, self._turn, self._rank, dtype, norm=norm, residual=residual)
 
@@ -146,8 +151,8 @@ def default_bytes(ranks: int) -> int:
 
 
 def reaches(device: torch.device, peer: int) -> bool:
-    """Whether `device` is the GPU `peer`, or can write to its memory over NVLink, which unlike PCIe knows atomics: that
-    is how it is told."""
+    """Whether `device` is the GPU `peer`, or can write to its memory over NVLink. NVLink has atomics and PCIe has not:
+    that is how they are told apart."""
     if device.type != "cuda" or not 0 <= peer < torch.cuda.device_count():
         return False
     own = device.index or 0
@@ -155,7 +160,8 @@ def reaches(device: torch.device, peer: int) -> bool:
 
 
 def knows_atomics(first: int, second: int) -> bool:
-    """Asks the driver, which PyTorch has no question for. False if it does not say."""
+    """Whether the link between two GPUs has atomics. Asks the driver, since PyTorch has no call for it; False if it
+    does not say."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         handles, found = [ctypes.c_int(), ctypes.c_int()], ctypes.c_int()

@@ -1,16 +1,16 @@
 """A linear layer whose weights are on their way to shared memory before its turn has come. For Hopper GPUs.
 
-`tiled_linear` asks for weights ahead of time as well, but they get no further than the L2 cache: it says what is to be
-multiplied, and the compiler when a tile is copied to shared memory, which is after the wait for the predecessor. Here
-that is ours to say, for the kernel is written in Gluon, the language below Triton. Hopper's copy engine (TMA) is handed
-the weights of all steps that have room; then comes the wait; then only the input is missing, which is small. A barrier
-in shared memory counts the bytes of each step that have arrived.
+`tiled_linear` asks for weights ahead of time as well, but they get no further than the L2 cache: when a tile is copied
+to shared memory is the compiler's choice, and it copies after the wait for the predecessor. This kernel is written in
+Gluon, the language below Triton, where the copies are explicit. A program walks along the inputs in steps. First it
+orders the weights of as many steps as have room, by Hopper's copy engine (TMA); then it waits for the predecessor; then
+only the input is missing, which is small. A barrier in shared memory counts the bytes of each step that have arrived.
 
 The product is W x^T, so that the 64 rows of Hopper's matrix instruction are output columns. With a gate, eight rows of
 it and eight of the up projection alternate: a thread then has both numbers of a column, and multiplies them itself.
 
-How much room a step has follows from the number of programs: see `early_tile` in `few_tokens.py`, which also chooses
-when all this is worth it. Triton's interpreter cannot run Gluon.
+How much room a step has follows from the number of programs: see `early_tile` in `few_tokens.py`. That file also
+chooses the layers and numbers of tokens for which this kernel is used. Triton's interpreter cannot run Gluon.
 """
 
 import torch
@@ -27,7 +27,7 @@ from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
 from nanovllm.kernels.prefetch import prefetch
 
 X_LAYOUT, WEIGHT_LAYOUT = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
-LINES = 8  # of each row of the weights, asked for behind those that have room in shared memory
+LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are asked for to L2
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "steps"])
@@ -117,7 +117,8 @@ def early_linear(
 
     in is a multiple of 128 and the result's columns are one of 64: there are no masks for the ends of weights.
     bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
-    partial: without bias and gate -> [S, T, out] float32, to be summed over S, the tile's parts.
+    partial: without bias and gate -> [S, T, out] float32, to be summed over S = tile.splits. Nothing is checked here:
+    `few_tokens` asks for this kernel only where all that is so.
     """
     num_tokens, inputs = x.shape
     halves, steps = 2 if gated else 1, inputs // (tile.splits * tile.inner)

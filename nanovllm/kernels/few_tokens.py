@@ -1,7 +1,7 @@
 """Which kernel computes a linear layer for few tokens: one of ours, or the library's.
 
 The borders are where one began to beat the other on an H200, on the layers of models of 0.6 and 8 billion parameters,
-the latter also cut in two and in four (`benchmarks/linears.py` measures them).
+the latter also cut in two and in four. `benchmarks/linears.py` measures them; no record of that is kept here.
 """
 
 from collections.abc import Callable
@@ -16,26 +16,26 @@ from nanovllm.kernels.launch import shared_memory
 from nanovllm.kernels.skinny_linear import skinny_linear
 from nanovllm.kernels.tiled_linear import MAX_SPLITS, PROGRAMS, Tile, num_splits, tiled_linear
 
-FEW = 16  # tokens that a small layer computes best with all its weights under way at once
-SMALL = 2**24  # bytes of weights, of a layer that is small
-MOST = 64  # tokens; of a narrow layer that gives parts to be summed twice as many
-NARROW = 2048  # columns; for `early_linear` the hidden size, which is on one side of every layer
-TILED_NEEDS = 200 * 1024  # bytes of shared memory, which not every GPU has: its tiles were chosen for one that does
+FEW = 16  # the most tokens for `skinny_linear`; for `tiled_linear` too, if the layer is neither small nor partial
+SMALL = 2**24  # the most bytes of weights of a layer that is called small
+MOST = 64  # the most tokens for `tiled_linear` if it is; twice as many if it is narrow and partial
+NARROW = 2048  # the most columns of a layer that is called narrow; for `early_linear` the model's hidden size counts
+TILED_NEEDS = 200 * 1024  # bytes of shared memory that `tiled_linear`'s tiles were chosen for; not every GPU has them
 
-EARLY_ROWS = 64  # of the weights, that a program of `early_linear` multiplies: half as many columns if gated
-EARLY_SHARED = 224 * 1024  # bytes that the tiles of all its programs on a multiprocessor can have
-EARLY_STAGES = 3, 6  # fewer are too short a queue for the memory, more have not been of use
+EARLY_ROWS = 64  # rows of the weights of a program of `early_linear`: as many output columns, half of them if gated
+EARLY_SHARED = 224 * 1024  # bytes of shared memory for all its programs on a multiprocessor
+EARLY_STAGES = 3, 6  # steps under way, least and most: fewer keep the memory too little busy, more have not been of use
 
 
 class Early(NamedTuple):
-    """Where `early_linear` is the best."""
+    """A range in which `early_linear` is the fastest."""
 
-    kind: str  # of layer: plain, gated, partial
-    narrow: bool
+    kind: str  # of the call: plain, gated or partial
+    narrow: bool  # whether the hidden size is at most NARROW
     most_bytes: int  # of weights
-    first: int  # tokens
-    last: int
-    tile: int  # tokens of a program, at most
+    first: int  # number of tokens, from
+    last: int  # to, inclusive
+    tile: int  # the most tokens of a program
 
 
 EARLY = [  # the first that fits
@@ -55,7 +55,7 @@ EARLY_LAST = max(row.last for row in EARLY)
 
 
 class EarlyTile(NamedTuple):
-    """Tokens of a program, inputs of a step, steps under way, parts that the inputs are cut into."""
+    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into."""
 
     tokens: int
     inner: int
@@ -66,8 +66,8 @@ class EarlyTile(NamedTuple):
 def few_tokens(
     num_tokens: int, weight: torch.Tensor, *, gated: bool = False, partial: bool = False
 ) -> Callable[..., torch.Tensor] | None:
-    """What computes `weight` [out, in] for x [num_tokens, in]: f(x, weight, bias=None); gated and partial as of
-    `skinny_linear`. None: the library does it better, or its shape or dtype is none for our kernels.
+    """The kernel for `weight` [out, in] and x [num_tokens, in], called as f(x, weight, bias=None); gated and partial as
+    of `skinny_linear`. None: the library is faster, or our kernels cannot take the shape or dtype.
     """
     if num_tokens > EARLY_LAST:
         return None
@@ -107,10 +107,11 @@ def early_tokens(num_tokens: int, weight: torch.Tensor, gated: bool, partial: bo
 
 @cache
 def early_tile(num_tokens: int, columns: int, inputs: int, most: int, gated: bool, partial: bool) -> EarlyTile:
-    """As many steps under way as let all programs run at once: a second wave of them would wait for the first."""
+    """The layout of `early_linear`, with as many steps under way as still let all its programs run at once: a second
+    wave of programs would wait for the first. columns: of the result. most: tokens of a program."""
     tokens = min(most, max(16, triton.next_power_of_2(num_tokens)))
     tiles = columns // (EARLY_ROWS // 2 if gated else EARLY_ROWS) * triton.cdiv(num_tokens, tokens)
-    # The norm reads every part of every token, so of many tokens there are two.
+    # The norm reads every part of every token, so with many tokens there are at most two parts.
     splits = min(num_splits(inputs, tiles, 128), MAX_SPLITS if num_tokens <= MOST else 2) if partial else 1
     fewest, most_stages = EARLY_STAGES
     shared = EARLY_SHARED // min(3, triton.cdiv(tiles * splits, PROGRAMS))
@@ -122,7 +123,7 @@ def early_tile(num_tokens: int, columns: int, inputs: int, most: int, gated: boo
 def on_any_gpu(
     num_tokens: int, weight: torch.Tensor, *, gated: bool = False, partial: bool = False
 ) -> Callable[..., torch.Tensor] | None:
-    """`few_tokens` without `early_linear`, for a shape and dtype that our kernels know."""
+    """`few_tokens` without `early_linear`, for a shape and dtype that our kernels can take."""
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     small = weight.nbytes < SMALL
     if num_tokens <= FEW and weight.nbytes < (SMALL if partial or gated else 2 * SMALL):
@@ -136,7 +137,7 @@ def on_any_gpu(
 
 
 def choose_tile(num_tokens: int, small: bool, gated: bool, partial: bool) -> Tile:
-    """The fastest of a dozen."""
+    """The layout of `tiled_linear` that was the fastest of a dozen on an H200."""
     if gated:
         return Tile(64, 128, 4, swapped=True) if 16 < num_tokens <= 32 else Tile(32, 128, 4, swapped=False)
     if num_tokens <= 32:

@@ -11,7 +11,7 @@ touched, and only the last tiles of keys, where the causal border runs, pay for 
 its last ones; they come first, so that the GPU ends on short ones.
 
 A tile of keys can be fetched in two ways. By pointers: every thread computes the addresses of what it fetches and keeps
-them in registers. By TMA, the copying engine of GPUs since Hopper: where a block holds whole tiles, the keys of a head
+them in registers. By TMA, the copy engine of GPUs since Hopper: where a block holds whole tiles, the keys of a head
 are a box [KEYS, D] of the matrix [slots, Hkv * D], and one instruction of one thread fetches it. Without addresses, two
 programs of 128 rows fit into the registers of a multiprocessor, and a key that was read serves twice the rows. The
 masked tiles come by pointers in any case: a box cannot leave out what lies beyond the context.
@@ -43,7 +43,8 @@ class PrefillConfig:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether `device` is a GPU for which the layout with TMA is: later ones have it too, but other tensor cores."""
+    """Whether `device` is a Hopper GPU, which the layout with TMA is for: later ones have TMA too, but other tensor
+    cores."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -51,8 +52,9 @@ def prefill_config(head_dim: int, element_size: int, block_size: int, hopper: bo
     """Layout for a GPU, `hopper` or any other. At a head_dim of 128 in 16 bits and by pointers a program takes 80 KiB
     of shared memory: 16 for its queries, and 16 each for K and V twice (while one tile is computed with, the next is on
     its way). So two fit on a multiprocessor of a Hopper GPU, and one on any since Ampere. By TMA it takes 96 KiB, for
-    twice the rows, and two fit as well. On an H200 either was faster than tiles of 128 x 128, one at a time, and TMA
-    faster than pointers (`python -m benchmarks.kernels`).
+    twice the rows, and two fit as well. On an H200 TMA was faster than pointers (docs/kernels.md: "by pointers" and
+    "engine"), and either was faster than one program with tiles of 128 x 128 (`python -m benchmarks.kernels`; no record
+    is kept for that card).
     """
     if element_size == 4:  # exact fp32 products come from the ordinary units, with all operands in registers
         return PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2)
@@ -155,7 +157,10 @@ def paged_prefill(
         context_len: [S] int32, the keys that the last query of a sequence sees.
         scale: what scores are multiplied with.
         out: [T, Hq, D], contiguous.
+        config: of `prefill_config`.
         first_sequence: sequences before it have one query each, and their tokens come first.
+
+    Raises ValueError if tiles come by TMA and a block is smaller than one.
     """
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     group = q.shape[1] // num_kv_heads

@@ -1,18 +1,19 @@
 """The sum of all ranks' rows, and the norm that follows it, in one kernel and one exchange.
 
-Every GPU has a buffer that the others can write to. A program takes a row of this rank's, writes it into the buffers
-of all others, and waits until theirs have come into its own. Nobody is told that a row has arrived: a buffer is full
-of a number that no row contains, and what is something else has come. So a sum takes as long as one write takes to the
-other GPU. (NCCL's low-latency protocol sends a flag with every word; TensorRT-LLM's "Lamport" kernels leave it out like
-this one.)
+Every GPU has a buffer that the others can write to. A program takes one row of this rank's part, writes it into the
+buffers of all others, and waits until their rows have come into its own. There is no signal that a row has arrived:
+an empty buffer holds a number that no row contains (`EMPTY`), and any other number has arrived. So a sum takes little
+longer than one write to another GPU. (NCCL's low-latency protocol sends a flag with every word; TensorRT-LLM's
+"Lamport" kernels leave it out like this one.)
 
-*Two turns.* A row that was read is made empty again at once, while a peer that is quicker may send the next: so there
-are two places for every row, taken in turns. There it may not send the one after that before it has all rows of the
-next, ours too, and ours is not sent before the kernel that empties the place has ended.
+*Two places for every row*, used in turns. A row that was read is made empty again at once. Meanwhile a quicker peer may
+already send that row of its next sum, to the other place. It comes back to the first place only for the sum after
+that, so it must have finished the next one, for which it needed our row. We send that row only after the kernel that
+empties the first place has ended. So nothing is ever sent to a place that has still to be emptied.
 
 *Everybody adds in the same order*, rank 0 first, so that all ranks go on with the same bits.
 
-Since the row is at hand, so is what its norm needs: see `add_rms_norm`, whose work it does.
+A program has the whole row, so it does the residual addition and the norm as well, as `add_rms_norm` would.
 """
 
 import torch
@@ -23,9 +24,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import overlaps_launches
 
 ROW_BYTES = 16 * 1024  # of a place in the buffer
-MAX_ROWS = 128  # whoever waits keeps a multiprocessor busy: there must be room for what would end the wait
+MAX_ROWS = 128  # a waiting program takes room on a multiprocessor, and what would end the wait needs room as well
 MIN_WARPS = 4
-EMPTY = -0x7FFF8000  # 0x80008000: -0.0 twice in 16 bits, next to nothing in float32. Rows have 0 instead
+EMPTY = -0x7FFF8000  # 0x80008000: -0.0 twice in 16 bits, -5e-41 in float32. Where a row has it, 0 is sent
 
 
 @triton.jit
@@ -102,13 +103,14 @@ def sum_over_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `add_rms_norm` gives for the sum of all ranks' x: (rms_norm(sum + residual), sum + residual), [T, H] each.
 
-    All ranks call it with x of one shape. It waits for the others, on the GPU, for as long as it takes.
+    All ranks call it with x of the same T and H. It waits for the others, on the GPU, for as long as it takes. Nothing
+    is checked here: see `OneShot.takes`.
 
     Args:
         x: [T, H], or parts to be summed [S, T, H] float32, contiguous. At most `MAX_ROWS` rows, of at most `ROW_BYTES`.
         buffers: each rank's buffer, mapped here, as words as wide as `dtype`: [2, R, MAX_ROWS, ROW_BYTES / width] int16
-            or int32. At first all `EMPTY`, and for whom that is not one of x's numbers.
-        turn: [MAX_ROWS] int32 of this rank's own, at first 0.
+            or int32, by place, sending rank and row. At first all `EMPTY` (of int16: its lower half).
+        turn: [MAX_ROWS] int32 of this rank's own, at first 0: which of its two places a row uses next.
         dtype: what is sent, and what comes back. Each rank's numbers are rounded to it before they are added.
         norm: weight [H] and eps; without it both results are the sum.
         residual: [T, H], added after the sum.

@@ -3,8 +3,8 @@
 This is the tiled matrix product of every textbook: a program owns a tile of the output and walks along the inputs, with
 the next tiles of weights on their way to shared memory while it multiplies. Three things fit it to few tokens.
 
-*The weights lead.* Hopper's matrix instruction takes 64 rows at least, and what has so many are the output columns, not
-the tokens. So where there are few, the product is computed transposed: W x^T.
+*The weights lead.* Hopper's matrix instruction takes 64 rows at least. Of output columns there are so many, of tokens
+often not; so for few tokens the product is computed transposed: W x^T.
 
 *Enough programs.* A layer with few columns has not enough tiles of output for all multiprocessors of a large GPU. With
 `partial=True` its inputs are cut among programs as well (split-K), and the sums are left to whoever reads the result:
@@ -13,7 +13,8 @@ the norm that follows, which reads it anyway.
 *An early start.* While the kernel before it still runs, a program asks for the weights that it will need first (see
 `launch.py`), which the library's kernels do not do.
 
-Small layers and a handful of tokens are better served by `skinny_linear`: `few_tokens.py` chooses.
+Small layers and a handful of tokens are better served by `skinny_linear`, and most on Hopper by `early_linear`:
+`few_tokens.py` chooses.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
 from nanovllm.kernels.prefetch import prefetch
 
 MAX_TILE = 64  # tokens
-PROGRAMS = 128  # that inputs are cut for: one for each multiprocessor of a large GPU, nearly
+PROGRAMS = 128  # inputs are cut until there are so many: about one for each multiprocessor of a large GPU
 MAX_SPLITS = 4  # each is written and read in float32
 AHEAD = 1024  # inputs, of each column, whose weights are asked for before the predecessor has finished
 
@@ -95,7 +96,8 @@ def _tiled_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def num_splits(inputs: int, tiles: int, inner: int) -> int:
-    """Into how many parts to cut the inputs of a layer that has so many tiles of output: a power of two."""
+    """Into how many parts to cut the inputs of a layer that has so many tiles of output: a power of two, and each part
+    is a multiple of `inner`."""
     splits = 1
     while splits < MAX_SPLITS and 2 * splits * tiles <= PROGRAMS and inputs % (2 * splits * inner) == 0:
         splits *= 2

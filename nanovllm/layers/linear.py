@@ -34,8 +34,8 @@ class Linear(nn.Module):
         return y if self.bias is None else y + self.bias  # after the sum, or every rank would add it
 
     def partial(self, x: Tensor) -> Terms:
-        """The same for `RMSNorm.add` to read: x [T, in] -> [T, out], or parts to be summed [S, T, out] float32; and if
-        the ranks sum that many at once, what is still to be summed over them."""
+        """The same for `RMSNorm.add`, which finishes it: x [T, in] -> [T, out], or [S, T, out] float32, to be summed
+        over S. Where the ranks can sum it in one exchange, this is left to the norm too: then an `Unsummed`."""
         group, shape = self.group, (len(x), len(self.weight))
         if self.bias is not None or (group is not None and not group.sums_at_once(shape, x.dtype)):
             return self(x)
@@ -65,8 +65,11 @@ class MergedLinear(Linear):
 def few_tokens_kernel(
     x: Tensor, weight: Tensor, *, gated: bool = False, partial: bool = False
 ) -> Callable[..., Tensor] | None:
-    """The kernel for such a layer where x [T, in] has so few tokens that one of ours is better than the library's."""
+    """The kernel for x [T, in] and weight [out, in], where one of ours is faster than the library's; else None.
+
+    gated, partial: as of `skinny_linear`.
+    """
     fused = kernels.fused_kernels(x.device)
-    if fused.few_tokens is None or fused.add_rms_norm is None:  # the norm sums the parts
+    if fused.few_tokens is None or fused.add_rms_norm is None:  # the norm sums what is partial
         return None
     return fused.few_tokens(x.shape[0], weight, gated=gated, partial=partial)

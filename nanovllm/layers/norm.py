@@ -35,9 +35,9 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Terms, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x, residual [T, H] -> (norm(x + residual), x + residual). None, where there is nothing yet to add.
+        """x, residual [T, H] -> (norm(x + residual), x + residual). Without a residual (first layer): (norm(x), x).
 
-        x may also be what `Linear.partial` gave.
+        x may also be what `Linear.partial` gives: parts to be summed, or what is still to be summed over the ranks.
         """
         if isinstance(x, Unsummed):
             return x.group.add_rms_norm(x.parts, residual, self.weight, self.eps)

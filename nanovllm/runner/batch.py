@@ -25,9 +25,9 @@ class Batch:
     input_ids: Tensor  # [T] int32
     positions: Tensor  # [T] int32
     attention: AttentionMetadata
-    sampled_tokens: Tensor  # [N] which of the T tokens have their logits computed
-    sampled_rows: Tensor  # [N] the row each of them belongs to
-    next_positions: Tensor  # [N] where the sampled token goes in its row
+    sampled_tokens: Tensor  # [N] int32: which of the T tokens have their logits computed
+    sampled_rows: Tensor  # [N] int32: the row each of them belongs to
+    next_positions: Tensor  # [N] int32: where the sampled token goes in its row
 
 
 def make_batch(scheduled: list[Scheduled], rows: Rows) -> Batch:
@@ -41,8 +41,9 @@ def make_batch(scheduled: list[Scheduled], rows: Rows) -> Batch:
 
 
 def pack(scheduled: list[Scheduled]) -> list[npt.NDArray[Any]]:
-    """The numbers of a step: row and position [T] of each token; row [S], first token [S + 1] and context length [S] of
-    each sequence; token, row and next position [N] of each that is sampled."""
+    """The numbers of a step, int64: row and position [T] of each token; row [S], first token [S + 1] and context length
+    [S] of each sequence; and for each token that will be sampled, [N], the token whose logits choose it, its row, and
+    where in the row it goes."""
     numbers = [(s.row, s.start, s.num_tokens, s.sample, len(s.guesses) + 1) for s in scheduled]
     row, start, length, sample, num_draws = np.array(numbers, dtype=np.int64).reshape(-1, 5).T
     query_start = np.zeros(len(scheduled) + 1, dtype=np.int64)
@@ -64,7 +65,8 @@ def pack(scheduled: list[Scheduled]) -> list[npt.NDArray[Any]]:
 
 
 def batch_of(parts: Sequence[Tensor], rows: Rows, num_decodes: int, max_query_len: int, max_context_len: int) -> Batch:
-    """Look up on the device what depends on its state. parts: what `pack` gives, int32; the rest as of the metadata."""
+    """Look up on the device what depends on its state. parts: what `pack` gives, int32, on the device; the last three
+    arguments as in `AttentionMetadata`."""
     row_of_token, positions, row_index, query_start, context_len, *sampled = parts
     blocks = rows.block_table[row_of_token, positions // rows.block_size]  # [T]
     slots = blocks.long() * rows.block_size + positions % rows.block_size

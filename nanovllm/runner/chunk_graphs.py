@@ -1,10 +1,10 @@
 """Steps with prompts, recorded for a ladder of numbers of tokens, and replayed.
 
-The kernels of a large step take longer than their launches; of a model with few weights it must have thousands of
-tokens before they do. Below that such a step is replayed like a decode step (see `cuda_graphs.py`). Its sequences may
-share its tokens in any way, so all of them, decodes too, go through the prefill kernel, whose grid is an upper bound
-for that. The tokens that a step has less than the recording are a sequence of the scratch row, and the sequences that
-it has less have no tokens.
+The kernels of a large step take longer than their launches; with a small model only from thousands of tokens on. Below
+that such a step is replayed like a decode step (see `cuda_graphs.py`). How its tokens are shared among its sequences
+changes from step to step. So all sequences, decodes too, go through the prefill kernel: its grid is an upper bound for
+any way to share them. A step that is smaller than its recording is padded: the missing tokens are one sequence of the
+scratch row, and the missing sequences have no tokens.
 """
 
 from bisect import bisect_left
@@ -24,14 +24,17 @@ if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
 
 SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))  # tokens
-# That a recording has room for, and draws of tokens, one for every guess too: each costs a little even if not there
+# Of a recording, one of them the padding; and how many tokens it samples, one behind every guess included. Each place
+# costs a little even if it is empty
 MOST_SEQUENCES = 64
-# Operations that a GPU does while a layer is launched kernel by kernel, which takes almost half a millisecond
+# Operations that an H200 does, at its measured rate for prefill, in about the time that launching a layer kernel by
+# kernel takes: a quarter to a third of a millisecond
 WHILE_LAUNCHING = 2 * 10**11
 
 
 def chunk_sizes(config: EngineConfig, model: ModelConfig) -> list[int]:
-    """Tokens of the steps to record: up to where computing takes longer than launching, for this rank's share."""
+    """Tokens of the steps to record, ascending: up to where computing takes longer than launching. `model` is this
+    rank's share. Empty if that is less than the smallest of `SIZES`."""
     assert config.max_model_len is not None
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
     weights = model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)  # of a layer
@@ -40,7 +43,10 @@ def chunk_sizes(config: EngineConfig, model: ModelConfig) -> list[int]:
 
 
 class ChunkBatch:
-    """Static tensors of T tokens, over memory that all sizes share: what `batch.pack` gives, at its longest."""
+    """Static tensors of a step of T tokens, over memory that all sizes share.
+
+    parts: what `batch.pack` gives, int32, with T tokens, S = `MOST_SEQUENCES` sequences and as many samples.
+    """
 
     def __init__(self, size: int, packed: Tensor, before: Tensor) -> None:
         s = len(before)
@@ -51,7 +57,10 @@ class ChunkBatch:
 
 
 class ChunkGraphs:
-    """A recording for each of `sizes`. copies: how many steps the host may be ahead, and one more."""
+    """A recording for each of `sizes`, ascending. copies: as of `DecodeGraphs`.
+
+    The runner must have its model, rows, KV cache and `logits` by then.
+    """
 
     def __init__(
         self, runner: "ModelRunner", sizes: list[int], recorder: Recorder, copies: int = COPIES_IN_FLIGHT
@@ -66,7 +75,7 @@ class ChunkGraphs:
         self._turn = 0
         self.batches = {size: ChunkBatch(size, packed, before) for size in sizes}
         self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
-        for size in sizes[::-1]:  # the largest first, as of decode steps
+        for size in sizes[::-1]:  # the largest first, as in `DecodeGraphs`
             self._load(self.batches[size], [])
             self._replays[size] = recorder(lambda batch=self.batches[size]: self._step(batch))  # type: ignore[misc]
 
@@ -91,7 +100,7 @@ class ChunkGraphs:
         padding = [Scheduled(-1, scratch, 0, missing, sample=False, new_blocks=())] if missing else []
         host = self._host[self._turn][: len(batch.packed)]
         self._turn = (self._turn + 1) % len(self._host)
-        # A sequence without tokens begins behind the last one; whoever has no token to draw draws one for scratch.
+        # A missing sequence begins behind the last token; a missing sample is one of the scratch row.
         nothing = [0, 0, scratch, batch.size, 1, 0, scratch, 0]
         for part, place, fill in zip(pack([*scheduled, *padding]), host.split(batch.widths), nothing, strict=True):
             array = place.numpy()
@@ -99,7 +108,7 @@ class ChunkGraphs:
         batch.packed.copy_(host, non_blocking=True)
 
     def _step(self, batch: ChunkBatch) -> tuple[Tensor, Tensor]:
-        """From a step's numbers to its tokens: what is recorded."""
+        """From a step's numbers to its token ids [S] and logits [S, V]: what is recorded."""
         runner, rows = self.runner, self.runner.rows
         longest = rows.token_ids.shape[1] - 1
         found = batch_of(batch.parts, rows, 0, batch.size, longest)

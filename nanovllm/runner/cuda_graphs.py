@@ -8,7 +8,8 @@ recorded, with the scratch row, which writes to the scratch block.
 A step that verifies guesses, or computes a short prompt or the rest of one, is replayed as well: every token is a
 decode of its own, in the row of its sequence, one position further. The keys of all of them are written before any is
 read, so each sees those before it. What this costs is that a context is read once for every token, instead of once for
-all; so it is done where launches cost more.
+all. So it is done up to `MAX_REPLAYED` tokens and `MAX_READ` bytes, where launching would take longer. Larger steps
+with prompts are for `chunk_graphs.py`.
 """
 
 import logging
@@ -35,14 +36,15 @@ logger = logging.getLogger(__name__)
 
 COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
 # Tokens of a recorded step in which a sequence has several, and bytes of keys and values that they may read of a layer,
-# each token by itself: on an H200 that takes a quarter of a millisecond, and to launch a layer almost half of one. A
-# larger step is for `chunk_graphs.py`, or launched kernel by kernel, which an H200 still feels (docs/speculation.md).
+# each token by itself. On an H200 that many bytes take a quarter of a millisecond, and launching a layer a third of one
+# (README.md: a token at batch 1 without CUDA graphs, by 28 layers). A larger step is for `chunk_graphs.py`, or launched
+# kernel by kernel, which is slower even on an H200 (docs/speculation.md).
 MAX_REPLAYED = 256
 MAX_READ = 2**30
 
 
 class DecodeBatch:
-    """Static tensors of B rows that decode one token each, over memory that all sizes share."""
+    """Static tensors of B decodes, each of one token in some row, over memory that all sizes share."""
 
     def __init__(self, size: int, rows: Rows, packed: Tensor, shared: dict[str, Tensor]) -> None:
         self.size = size
@@ -108,8 +110,8 @@ def record_nothing(step: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tu
 
 
 def batch_sizes(num_decodes: int, largest: int) -> list[int]:
-    """The sizes to record: dense up to `num_decodes`, where padding would cost most, then for prompts up to `largest`,
-    twice as many each time."""
+    """The sizes to record: dense up to `num_decodes`, where padding would cost most; then, for steps in which a
+    sequence has several tokens, doubled up to `largest`."""
     sizes = [1, 2, 4, *range(8, min(num_decodes, 256), 8), *range(256, num_decodes, 16)]
     sizes = [*(s for s in sizes if s < num_decodes), num_decodes]
     while sizes[-1] < largest:
@@ -126,7 +128,7 @@ def recorded_sizes(config: EngineConfig) -> list[int]:
 
 class Replayed(NamedTuple):
     """What a replayed step sampled, N tokens: of each sequence that samples, behind the last known one and behind every
-    guess. Overwritten by the next one."""
+    guess. The next replay overwrites them."""
 
     sampled_rows: Tensor  # [N] int32
     next_positions: Tensor  # [N] int32, where in its row each of them went
@@ -138,8 +140,8 @@ class Replayed(NamedTuple):
 class DecodeGraphs:
     """A recording for each of some batch sizes.
 
-    most_keys: how many may be read where a sequence has several tokens. copies: how many steps the host may be ahead,
-    and one more.
+    sizes: ascending. most_keys: how many keys the tokens of sequences that have several may read together, each token
+    by itself; 0 for decodes only. copies: buffers on the host, one more than the steps that it may be ahead.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class DecodeGraphs:
             self._replays[size] = recorder(lambda batch=batch: step(batch))  # type: ignore[misc]
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Replayed | None:
-        """Compute this work, if it is to be replayed; else None, and nothing is done."""
+        """Compute this work, if it fits a recording and replaying it is worth it; else None, and nothing is done."""
         if not self._suits(scheduled):
             return None
         tokens = [(s.row, s.start + i) for s in scheduled for i in range(s.num_tokens)]
@@ -186,7 +188,7 @@ class DecodeGraphs:
             n = len(tokens)
             rows, positions = batch.sampled_rows[:n], batch.next_positions[:n]
             return Replayed(rows, positions, token_ids[:n], logits[:n], batch.guesses[:n])
-        # Something is drawn behind every token. Where that was not meant, what stood there comes back.
+        # A recording samples behind every token. Where that was not asked for, what stood there is put back.
         array, chosen = np.array(tokens, dtype=np.int32), np.array(behind)
         row, before = to_device(array[~chosen].T.copy(), self.rows.device)
         known = self.rows.token_ids[row, before + 1]
@@ -223,13 +225,14 @@ class DecodeGraphs:
         batch.packed.copy_(host[: 2 * batch.size], non_blocking=True)
 
 
-# Steps that are not recorded, by how many tokens they compute of each sequence: those that differ in what they launch.
+# Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
+# and compiled variants that such steps can need.
 UNRECORDED = [(1, 32), (32,), (17,) * 33, (1,) * 33, (2,), (17,), (65,), (129,)]
 
 
 @torch.inference_mode()
 def warm_up(runner: "ModelRunner", max_num_tokens: int) -> None:
-    """Launch a step of each kind that is not recorded, of those that can come up.
+    """Launch one step of each kind in `UNRECORDED`, except those that the configuration does not allow.
 
     A kernel is compiled when it is first launched, and no request should wait for that. All is done by the scratch row.
     """

@@ -43,7 +43,8 @@ class StepOutput:
     """What a step sampled, on its way to the host.
 
     token_ids [N] int64: of each sequence one for every guess and one more. guesses [N] int64: what had been guessed
-    there, None if nothing was. num_draws: how many of the N are each sequence's. wanted: how many log-probabilities.
+    there, None if nothing was. num_draws: how many of the N are each sequence's. wanted: how many log-probabilities
+    each sequence asked for, None for none.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class StepOutput:
         if self.ready is not None:
             self.ready.synchronize()
         token_ids = self.token_ids.tolist()
-        if self.guesses is None and self.logprobs is None:  # as good as always: one token each, and no more to say
+        if self.guesses is None and self.logprobs is None:  # almost always: one token each
             return [([token], None) for token in token_ids]
         guesses = token_ids if self.guesses is None else self.guesses.tolist()
         logprobs: list[TokenLogprobs | None] = []
@@ -92,7 +93,7 @@ class StepOutput:
 class ModelRunner:
     """Runs plans on one device. `config` is resolved; `config.num_kv_blocks` may be None, then it is measured.
 
-    `recorder` makes decode steps replayable; None means CUDA graphs where the device, the attention backend and the
+    `recorder` makes steps replayable; None means CUDA graphs where the device, the attention backend and the
     configuration allow them. `group` joins the ranks, of which this is one.
     """
 
@@ -142,7 +143,7 @@ class ModelRunner:
             self.logits = torch.empty(most, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(self.rows, sizes, self.decode, recorder, MAX_READ // key_bytes)
-                # flash-attn's prefill finds out on the host how much there is to do
+                # flash-attn's prefill decides on the host how much there is to do, so it cannot be recorded
                 sizes = [] if self.backend.name == "flash_attn" else chunk_sizes(config, c)
                 self.chunks = ChunkGraphs(self, sizes, recorder)
         self.draft = None if draft is None else DraftModel(draft, config, self.rows, self.sampling, recorder)
@@ -182,7 +183,7 @@ class ModelRunner:
             return StepOutput(token_ids, guesses, num_draws, None, [None] * len(sampled))
         if guesses is not None:  # the plain tail wrote over them, and what is drawn behind them counts them
             self.rows.token_ids[rows, positions] = guesses.int()
-        # The full tail draws again, for the rows that need it: others need not wait while their vocabulary is sorted.
+        # The full tail draws again, but only for the rows that need it: the vocabulary is not sorted for the others.
         special = np.isin(np.repeat([s.row for s in sampled], num_draws), list(self.sampling.special))
         index = to_device(np.flatnonzero(special | (q is not None)), self.device)
         logits = logits[index]
