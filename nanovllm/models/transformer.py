@@ -111,7 +111,7 @@ class Transformer(nn.Module):
             self.lm_head = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """input_ids [T] int64, positions [T] int64 -> hidden [T, H], after the final norm."""
+        """input_ids [T] int32, positions [T] int32 -> hidden [T, H], after the final norm."""
         rotation = Rotation(self.rotary, positions)
         x: Terms = self.embed_tokens(input_ids)  # [T, H]
         residual: Tensor | None = None
