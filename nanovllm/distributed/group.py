@@ -109,10 +109,9 @@ class Group:
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(sum + residual), sum + residual), [T, H] each, of the sum of all ranks' x [T, H], or [S, T, H]
         float32, parts to be summed. For shapes that `sums_at_once`. Raises PeerLost after the group was given up."""
-        with self._others():
-            one_shot = self.one_shot
-            if one_shot is None:
-                raise PeerLost("the ranks are not connected")
+        one_shot = self.one_shot
+        if one_shot is None:
+            raise PeerLost(self.lost or "the ranks are not connected")
         return one_shot.sum(x, weight.dtype, (weight, eps), residual)
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.batch import batch_of, pack
-from nanovllm.runner.cuda_graphs import COPIES_IN_FLIGHT, Recorder, Replayed
+from nanovllm.runner.cuda_graphs import COPIES_IN_FLIGHT, Recorder, Replayed, host_buffers
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -48,9 +48,9 @@ class ChunkBatch:
     parts: what `batch.pack` gives, int32, with T tokens, S = `MOST_SEQUENCES` sequences and as many samples.
     """
 
-    def __init__(self, size: int, packed: Tensor, before: Tensor) -> None:
-        s = len(before)
-        self.size, self.before = size, before  # [S] int64: what stood where tokens are sampled
+    def __init__(self, size: int, packed: Tensor, guesses: Tensor) -> None:
+        s = len(guesses)
+        self.size, self.guesses = size, guesses  # [S] int64: what stood where tokens are sampled
         self.widths = [size, size, s, s + 1, s, s, s, s]
         self.packed = packed[: sum(self.widths)]
         self.parts = self.packed.split(self.widths)
@@ -69,11 +69,9 @@ class ChunkGraphs:
         device, s = runner.device, MOST_SEQUENCES
         longest = 2 * (sizes[-1] if sizes else 0) + 6 * s + 1
         packed = torch.zeros(longest, dtype=torch.int32, device=device)
-        before = torch.zeros(s, dtype=torch.int64, device=device)
-        pinned = device.type == "cuda"
-        self._host = [torch.zeros(longest, dtype=torch.int32, pin_memory=pinned) for _ in range(copies)]
-        self._turn = 0
-        self.batches = {size: ChunkBatch(size, packed, before) for size in sizes}
+        guesses = torch.zeros(s, dtype=torch.int64, device=device)
+        self._host = host_buffers(longest, copies, device)
+        self.batches = {size: ChunkBatch(size, packed, guesses) for size in sizes}
         self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
         for size in sizes[::-1]:  # the largest first, as in `DecodeGraphs`
             self._load(self.batches[size], [])
@@ -86,20 +84,19 @@ class ChunkGraphs:
         if not self.sizes or num_tokens > self.sizes[-1]:
             return None
         batch = self.batches[self.sizes[bisect_left(self.sizes, num_tokens)]]
-        if max(n, len(scheduled) + 1) > len(batch.before):
+        if max(n, len(scheduled) + 1) > len(batch.guesses):
             return None
         self._load(batch, scheduled)
         token_ids, logits = self._replays[batch.size]()
         *_, rows, positions = batch.parts
-        return Replayed(rows[:n], positions[:n], token_ids[:n], logits[:n], batch.before[:n])
+        return Replayed(rows[:n], positions[:n], token_ids[:n], logits[:n], batch.guesses[:n])
 
     def _load(self, batch: ChunkBatch, scheduled: list[Scheduled]) -> None:
         """Send a step's numbers to the device, in one copy."""
         missing = batch.size - sum(s.num_tokens for s in scheduled)
         scratch = self.runner.rows.scratch_row
         padding = [Scheduled(-1, scratch, 0, missing, sample=False, new_blocks=())] if missing else []
-        host = self._host[self._turn][: len(batch.packed)]
-        self._turn = (self._turn + 1) % len(self._host)
+        host = next(self._host)[: len(batch.packed)]
         # A missing sequence begins behind the last token; a missing sample is one of the scratch row.
         nothing = [0, 0, scratch, batch.size, 1, 0, scratch, 0]
         for part, place, fill in zip(pack([*scheduled, *padding]), host.split(batch.widths), nothing, strict=True):
@@ -113,6 +110,6 @@ class ChunkGraphs:
         longest = rows.token_ids.shape[1] - 1
         found = batch_of(batch.parts, rows, 0, batch.size, longest)
         hidden = runner.model(found.input_ids, found.positions, runner.bind_attention(found.attention))  # [T, H]
-        batch.before.copy_(rows.token_ids[found.sampled_rows, found.next_positions])
-        logits = runner.model.logits(hidden[found.sampled_tokens], runner.logits[: len(batch.before)])  # [S, V]
+        batch.guesses.copy_(rows.token_ids[found.sampled_rows, found.next_positions])
+        logits = runner.model.logits(hidden[found.sampled_tokens], runner.logits[: len(batch.guesses)])  # [S, V]
         return runner.draw(logits, found.sampled_rows, found.next_positions), logits

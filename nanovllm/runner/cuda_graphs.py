@@ -14,7 +14,8 @@ with prompts are for `chunk_graphs.py`.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -137,6 +138,12 @@ class Replayed(NamedTuple):
     guesses: Tensor  # [N] int64: what stood there before; for speculation only
 
 
+def host_buffers(length: int, copies: int, device: torch.device) -> Iterator[Tensor]:
+    """Buffers [length] int32 on the host, in turns for ever: what is sent from one must not change on its way."""
+    pinned = device.type == "cuda"
+    return cycle([torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(copies)])
+
+
 class DecodeGraphs:
     """A recording for each of some batch sizes.
 
@@ -166,28 +173,26 @@ class DecodeGraphs:
             "block_table": torch.zeros(largest, num_columns, **on_device),  # type: ignore[call-overload]
             "guesses": torch.zeros(largest, dtype=torch.int64, device=device),
         }
-        pinned = device.type == "cuda"
-        self._host = [torch.zeros(2 * largest, dtype=torch.int32, pin_memory=pinned) for _ in range(copies)]
-        self._turn = 0
+        self._host = host_buffers(2 * largest, copies, device)
         self.batches = {size: DecodeBatch(size, rows, packed, shared) for size in self.sizes}
         self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
         # The largest first: the smaller ones then fit into the memory that it left in the pool.
-        for size in tqdm(self.sizes[::-1], desc="recording decode steps", disable=not pinned, leave=False):
+        for size in tqdm(self.sizes[::-1], desc="recording decode steps", disable=device.type == "cpu", leave=False):
             batch = self.batches[size]
             self._load(batch, [])
             self._replays[size] = recorder(lambda batch=batch: step(batch))  # type: ignore[misc]
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Replayed | None:
         """Compute this work, if it fits a recording and replaying it is worth it; else None, and nothing is done."""
-        if not self._suits(scheduled):
+        several = [s for s in scheduled if s.num_tokens > 1 or not s.sample]
+        if not several:  # almost always
+            return self._replay_all([(s.row, s.start) for s in scheduled])
+        tokens = self._tokens(scheduled, several)
+        if tokens is None:
             return None
-        tokens = [(s.row, s.start + i) for s in scheduled for i in range(s.num_tokens)]
         behind = [s.sample and i >= s.num_tokens - len(s.guesses) - 1 for s in scheduled for i in range(s.num_tokens)]
         if all(behind):
-            batch, token_ids, logits = self.run(tokens)
-            n = len(tokens)
-            rows, positions = batch.sampled_rows[:n], batch.next_positions[:n]
-            return Replayed(rows, positions, token_ids[:n], logits[:n], batch.guesses[:n])
+            return self._replay_all(tokens)
         # A recording samples behind every token. Where that was not asked for, what stood there is put back.
         array, chosen = np.array(tokens, dtype=np.int32), np.array(behind)
         row, before = to_device(array[~chosen].T.copy(), self.rows.device)
@@ -198,12 +203,22 @@ class DecodeGraphs:
         of_batch = batch.sampled_rows, batch.next_positions, token_ids, logits, batch.guesses
         return Replayed(*(tensor[index] for tensor in of_batch))
 
-    def _suits(self, scheduled: Sequence[Scheduled]) -> bool:
-        several = [s for s in scheduled if s.num_tokens > 1]
-        num_tokens = len(scheduled) - len(several) + sum(s.num_tokens for s in several)
-        keys = sum(s.num_tokens * (s.start + s.num_tokens) for s in several)
-        most = self.sizes[-1] if not several else min(MAX_REPLAYED, self.sizes[-1])
-        return num_tokens <= most and keys <= self.most_keys
+    def _replay_all(self, tokens: list[tuple[int, int]]) -> Replayed:
+        """`run`, where something is sampled behind every token."""
+        batch, token_ids, logits = self.run(tokens)
+        n = len(tokens)
+        rows, positions = batch.sampled_rows[:n], batch.next_positions[:n]
+        return Replayed(rows, positions, token_ids[:n], logits[:n], batch.guesses[:n])
+
+    def _tokens(self, scheduled: Sequence[Scheduled], several: list[Scheduled]) -> list[tuple[int, int]] | None:
+        """Row and position of every token of the step; None if there are too many, or they would read too much."""
+        longer = [s for s in several if s.num_tokens > 1]
+        num_tokens = sum(s.num_tokens for s in scheduled)
+        keys = sum(s.num_tokens * (s.start + s.num_tokens) for s in longer)
+        most = MAX_REPLAYED if longer else num_tokens
+        if num_tokens > min(most, self.sizes[-1]) or keys > self.most_keys:
+            return None
+        return [(s.row, s.start + i) for s in scheduled for i in range(s.num_tokens)]
 
     def run(self, tokens: list[tuple[int, int]]) -> tuple[DecodeBatch, Tensor, Tensor]:
         """Replay the smallest recording that has room for these decodes, each a row and the position that it computes:
@@ -214,8 +229,7 @@ class DecodeGraphs:
 
     def _load(self, batch: DecodeBatch, tokens: list[tuple[int, int]]) -> None:
         """Send rows and positions to the device, in one copy. The rest of the batch is the scratch row."""
-        host = self._host[self._turn]
-        self._turn = (self._turn + 1) % len(self._host)
+        host = next(self._host)
         array = host.numpy()[: 2 * batch.size].reshape(2, batch.size)
         n = len(tokens)
         if n:
