@@ -7,7 +7,7 @@
 #                                 speculation tensor_parallel
 #   RANKS=4                       the most GPUs for tensor_parallel; with more than one, the tests of several ranks run, too
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
-#   KERNELS=1                     the kernels by themselves
+#   KERNELS=1                     the kernels by themselves, and the experiments of docs/kernels.md
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}; out=${OUT:-build/gpu}; mkdir -p "$out"
@@ -58,10 +58,29 @@ for stage in ${STAGES:-}; do
   "$python" -m benchmarks.stage_bench "$stage" --device cuda --rounds "${ROUNDS:-2}" --results "$out" || status=1
 done
 if [ -n "${KERNELS:-}" ]; then
-  "$python" -m benchmarks.kernels --out "$out/kernels.json" || status=1
-  "$python" -m benchmarks.fused --out "$out/fused.json" --commit "$commit" || status=1
-  "$python" -m benchmarks.linears --out "$out/linears.json" --commit "$commit" || status=1
-  "$python" -m benchmarks.decode_step --out "$out/decode_step.json" --commit "$commit" || status=1
+  card=$("$python" -c '
+import json, sys
+from benchmarks.harness import card_slug
+print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || status=1
+  "$python" -m benchmarks.kernels --out "$out/kernels.$card.json" || status=1
+  for name in fused linears; do
+    "$python" -m "benchmarks.$name" --out "$out/$name.$card.json" --commit "$commit" || status=1
+  done
+  "$python" -m benchmarks.prefill_gluon --out "$out/prefill_gluon.$card.json" || status=1
+  experiment() { # RECORD BATCHES VARIANTS...: a decode step with these changes, beside the engine as it is
+    local options=(--out "$out/$1.$card.json" --commit "$commit" --rounds 3 --variant "as it is") batch variant
+    for batch in $2; do options+=(--at "$batch"); done
+    for variant in "${@:3}"; do options+=(--variant "$variant"); done
+    "$python" -m benchmarks.decode_step "${options[@]}" || status=1
+  }
+  mapfile -t halves < <("$python" -c 'from benchmarks.half_batches import VARIANTS; print(*VARIANTS, sep="\n")')
+  mapfile -t others < <("$python" -c '
+from benchmarks import decode_step, half_batches
+elsewhere = {decode_step.BASE, "merged inside", *half_batches.VARIANTS}
+print(*(name for name in decode_step.VARIANTS if name not in elsewhere), sep="\n")')
+  experiment decode_step "8,384 32,384 64,850 256,850" "${others[@]}"
+  experiment half_batches "64,850 128,850 256,850" "${halves[@]}"
+  experiment merge_inside "1,384 8,384 16,384 32,384 64,850 128,850 256,850" "merged inside"
 fi
 for benchmark in ${BENCHMARKS:-}; do
   options=()
