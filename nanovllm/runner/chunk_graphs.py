@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))  # tokens
 # Of a recording, one of them the padding; and how many tokens it samples, one behind every guess included. Each place
 # costs a little even if it is empty
-MOST_SEQUENCES = 64
+MAX_SEQUENCES = 64
 # Operations that an H200 does, at its measured rate for prefill, in about the time that launching a layer kernel by
 # kernel takes: a quarter to a third of a millisecond
-WHILE_LAUNCHING = 2 * 10**11
+OPERATIONS_WHILE_LAUNCHING = 2 * 10**11
 
 
 def chunk_sizes(config: EngineConfig, model: ModelConfig) -> list[int]:
@@ -38,20 +38,20 @@ def chunk_sizes(config: EngineConfig, model: ModelConfig) -> list[int]:
     assert config.max_model_len is not None
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
     weights = model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)  # of a layer
-    most = min(config.max_num_batched_tokens, config.max_model_len, WHILE_LAUNCHING // (2 * weights))
-    return [size for size in SIZES if size <= most]
+    max_tokens = min(config.max_num_batched_tokens, config.max_model_len, OPERATIONS_WHILE_LAUNCHING // (2 * weights))
+    return [size for size in SIZES if size <= max_tokens]
 
 
 class ChunkBatch:
     """Static tensors of a step of T tokens, over memory that all sizes share.
 
-    parts: what `batch.pack` gives, int32, with T tokens, S = `MOST_SEQUENCES` sequences and as many samples.
+    parts: what `batch.pack` gives, int32, with T tokens, S = `MAX_SEQUENCES` sequences and as many samples.
     """
 
     def __init__(self, size: int, packed: Tensor, guesses: Tensor) -> None:
-        s = len(guesses)
+        num_seqs = len(guesses)
         self.size, self.guesses = size, guesses  # [S] int64: what stood where tokens are sampled
-        self.widths = [size, size, s, s + 1, s, s, s, s]
+        self.widths = [size, size, num_seqs, num_seqs + 1, *[num_seqs] * 4]
         self.packed = packed[: sum(self.widths)]
         self.parts = self.packed.split(self.widths)
 
@@ -66,11 +66,11 @@ class ChunkGraphs:
         self, runner: "ModelRunner", sizes: list[int], recorder: Recorder, copies: int = COPIES_IN_FLIGHT
     ) -> None:
         self.runner, self.sizes = runner, sizes
-        device, s = runner.device, MOST_SEQUENCES
-        longest = 2 * (sizes[-1] if sizes else 0) + 6 * s + 1
-        packed = torch.zeros(longest, dtype=torch.int32, device=device)
-        guesses = torch.zeros(s, dtype=torch.int64, device=device)
-        self._host = host_buffers(longest, copies, device)
+        device, num_seqs = runner.device, MAX_SEQUENCES
+        length = 2 * (sizes[-1] if sizes else 0) + 6 * num_seqs + 1  # of the largest batch's numbers
+        packed = torch.zeros(length, dtype=torch.int32, device=device)
+        guesses = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+        self._host = host_buffers(length, copies, device)
         self.batches = {size: ChunkBatch(size, packed, guesses) for size in sizes}
         self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
         for size in sizes[::-1]:  # the largest first, as in `DecodeGraphs`
@@ -98,8 +98,8 @@ class ChunkGraphs:
         padding = [Scheduled(-1, scratch, 0, missing, sample=False, new_blocks=())] if missing else []
         host = next(self._host)[: len(batch.packed)]
         # A missing sequence begins behind the last token; a missing sample is one of the scratch row.
-        nothing = [0, 0, scratch, batch.size, 1, 0, scratch, 0]
-        for part, place, fill in zip(pack([*scheduled, *padding]), host.split(batch.widths), nothing, strict=True):
+        fills = [0, 0, scratch, batch.size, 1, 0, scratch, 0]
+        for part, place, fill in zip(pack([*scheduled, *padding]), host.split(batch.widths), fills, strict=True):
             array = place.numpy()
             array[: len(part)], array[len(part) :] = part, fill
         batch.packed.copy_(host, non_blocking=True)
@@ -107,9 +107,9 @@ class ChunkGraphs:
     def _step(self, batch: ChunkBatch) -> tuple[Tensor, Tensor]:
         """From a step's numbers to its token ids [S] and logits [S, V]: what is recorded."""
         runner, rows = self.runner, self.runner.rows
-        longest = rows.token_ids.shape[1] - 1
-        found = batch_of(batch.parts, rows, 0, batch.size, longest)
-        hidden = runner.model(found.input_ids, found.positions, runner.bind_attention(found.attention))  # [T, H]
-        batch.guesses.copy_(rows.token_ids[found.sampled_rows, found.next_positions])
-        logits = runner.model.logits(hidden[found.sampled_tokens], runner.logits[: len(batch.guesses)])  # [S, V]
-        return runner.draw(logits, found.sampled_rows, found.next_positions), logits
+        max_context_len = rows.token_ids.shape[1] - 1
+        inputs = batch_of(batch.parts, rows, 0, batch.size, max_context_len)
+        hidden = runner.model(inputs.input_ids, inputs.positions, runner.bind_attention(inputs.attention))  # [T, H]
+        batch.guesses.copy_(rows.token_ids[inputs.sampled_rows, inputs.next_positions])
+        logits = runner.model.logits(hidden[inputs.sampled_tokens], runner.logits[: len(batch.guesses)])  # [S, V]
+        return runner.draw(logits, inputs.sampled_rows, inputs.next_positions), logits

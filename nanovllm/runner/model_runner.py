@@ -20,7 +20,7 @@ from nanovllm.engine.plan import Scheduled, StepPlan, TokenLogprobs
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel
 from nanovllm.runner.batch import make_batch
-from nanovllm.runner.chunk_graphs import MOST_SEQUENCES, ChunkGraphs, chunk_sizes
+from nanovllm.runner.chunk_graphs import MAX_SEQUENCES, ChunkGraphs, chunk_sizes
 from nanovllm.runner.cuda_graphs import (
     MAX_READ,
     CudaGraphRecorder,
@@ -139,8 +139,8 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if recorder is not None:
             sizes, key_bytes = recorded_sizes(config), 2 * c.num_key_value_heads * c.head_dim * c.dtype.itemsize
-            most = max(sizes[-1], MOST_SEQUENCES)
-            self.logits = torch.empty(most, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
+            max_samples = max(sizes[-1], MAX_SEQUENCES)
+            self.logits = torch.empty(max_samples, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(self.rows, sizes, self.decode, recorder, MAX_READ // key_bytes)
                 # flash-attn's prefill decides on the host how much there is to do, so it cannot be recorded

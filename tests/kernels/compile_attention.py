@@ -168,7 +168,7 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
                 constants["PARTS"] = config.num_warps
                 found[f"{name} x {tokens}"] = memory(skinny_linear._skinny_linear_kernel, constants, config.num_warps)
         for tokens, (inputs, outputs, gated, partial) in product((16, 32, 64), TILED if capability == 90 else []):
-            tile = few_tokens.choose_tile(tokens, inputs * outputs * 2 < few_tokens.SMALL, gated, partial)
+            tile = few_tokens.choose_tile(tokens, inputs * outputs * 2 < few_tokens.SMALL_BYTES, gated, partial)
             constants = {"TOKENS": tokens, "COLUMNS": tile.columns, "INNER": tile.inner, "SWAPPED": int(tile.swapped)}
             constants |= {"GATED": int(gated), "BIAS": 0, "LINES": 8, "LINE": 64} | pdl
             name = f"tiled {outputs} x {tokens}"
