@@ -10,9 +10,11 @@ import torch
 import nanovllm.llm
 from benchmarks.replay import Replay
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.plan import Scheduled
 from nanovllm.runner import cuda_graphs, model_runner
-from nanovllm.runner.cuda_graphs import DecodeGraphs, batch_sizes, record_nothing, warm_up
+from nanovllm.runner.cuda_graphs import DecodeBatch, DecodeGraphs, batch_sizes, host_buffers, record_nothing, warm_up
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.rows import Rows
 from tests.stages.requests import PROMPTS
 from tests.weights import VOCAB, lively_qwen3
 
@@ -66,6 +68,36 @@ def test_every_batch_size_has_a_recording(largest: int) -> None:
         for n in range(1, sizes[-1] + 1):
             chosen = min(s for s in sizes if s >= n)
             assert chosen - n <= 15 if n <= largest else chosen < 2 * n
+
+
+def test_a_batch_has_nothing_of_the_steps_before() -> None:
+    """Rows in the order of the plan, each at its own position; behind them the scratch row at position 0, where it
+    reads a single key, however the batch grows and shrinks."""
+    rows = Rows(6, 128, 16, 60, torch.device("cpu"))
+
+    def step(batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        batch.look_up(rows)
+        return torch.arange(batch.size), torch.zeros(batch.size, 1)
+
+    graphs = DecodeGraphs(rows, [1, 2, 4, 6], step, record_nothing)
+    for i, order in enumerate([[5, 2, 0, 3, 1, 4], [5, 0, 3], [3, 0, 5, 1], [0], [2, 5], [4, 1, 2]] * 2):
+        places = [9 + 17 * row + i for row in order]
+        work = zip(order, places, strict=True)
+        replayed = graphs.replay([Scheduled(7, row, place, 1, sample=True, new_blocks=()) for row, place in work])
+        batch = graphs.batches[{1: 1, 2: 2, 3: 4, 4: 4, 6: 6}[len(order)]]
+        missing = batch.size - len(order)
+        assert batch.sampled_rows.tolist() == order + [rows.scratch_row] * missing
+        assert batch.attention.context_len.tolist() == [place + 1 for place in places] + [1] * missing
+        assert replayed is not None and replayed.sampled_rows.tolist() == order
+        assert replayed.next_positions.tolist() == [place + 1 for place in places]
+        assert [len(tensor) for tensor in replayed] == [len(order)] * 5
+
+
+def test_buffers_on_the_host_take_turns() -> None:
+    """The next steps are written while a copy from this one's may be under way."""
+    buffers = host_buffers(5, 3, torch.device("cpu"))
+    places = [next(buffers).data_ptr() for _ in range(6)]
+    assert len(set(places)) == 3 and places[:3] == places[3:]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -162,9 +194,13 @@ def test_verification_is_replayed(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_prompts_stay_what_they_are(device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording draws a token behind every token that it computes, also where the next one is known."""
-    llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, max_num_batched_tokens=16, max_num_seqs=2)
+@pytest.mark.parametrize("budget", [16, 2])
+def test_prompts_stay_what_they_are(
+    device: str, budget: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording draws a token behind every token that it computes, also where the next one is known; with the smaller
+    budget, where a single token of a prompt is computed beside a decode."""
+    llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, max_num_batched_tokens=budget, max_num_seqs=2)
     rows, replay, steps = runner_of(llm).rows, DecodeGraphs.replay, []
 
     def watching(self: DecodeGraphs, scheduled: Any) -> Any:
@@ -176,13 +212,15 @@ def test_prompts_stay_what_they_are(device: str, checkpoints: Path, monkeypatch:
         assert set(changed) <= may
         rows_of = [s.row for s in scheduled if s.sample]
         assert replayed.sampled_rows.tolist() == rows_of and len(replayed.logits) == len(rows_of)
-        steps.append(sum(s.num_tokens for s in scheduled))
+        steps.append([s.num_tokens for s in scheduled])
         return replayed
 
     monkeypatch.setattr(DecodeGraphs, "replay", watching)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
     tokens_of(llm, [[*range(20, 59)], [*range(9)]], params)
-    assert steps[:3] == [16, 16, 16], "the first prompt in three chunks, the second beside the last of them"
+    # The first prompt in chunks, the second beside the last of them.
+    expected = {16: [[16], [16], [7, 9]], 2: [[2]] * 19 + [[1, 1]] * 2}[budget]
+    assert steps[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
