@@ -33,7 +33,7 @@ from stages.manifest import load_stages
 
 ENGINE_TABLES = engine_report.TABLES | {
     "tensor_parallel": tensor_parallel_report.table,
-    "tensor_parallel_vllm": partial(tensor_parallel_report.table, name="tensor_parallel_vllm"),
+    "all_reduce_symmetric": partial(tensor_parallel_report.table, name="all_reduce_symmetric", only_sums=True),
     "serving": serving_report.table,
     "decode_step": decode_step_report.table,
     "prefill_gluon": prefill_report.table,

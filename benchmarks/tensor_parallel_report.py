@@ -67,10 +67,12 @@ def all_reduce_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def table(card: str, directory: Path, name: str = "tensor_parallel") -> list[str]:
+def table(card: str, directory: Path, name: str = "tensor_parallel", only_sums: bool = False) -> list[str]:
     results = read([f"{name}.{card}" if card else name], directory)
     if not results:
         return []
     [result] = results.values()
+    if only_sums:
+        return [*all_reduce_table(result)[1:], "", origin(results)]
     tables = steps_table(result) + parts_table(result) + all_reduce_table(result)
     return [*tables, "", f"Workload: {result['workload']}.", "", origin(results)]
