@@ -3,6 +3,7 @@
 engine.CARD      throughput, share of the limit, small batches, start-up and idle time, beside vLLM
 ablations.CARD   what each part is worth
 prefix.CARD, mixed.CARD   all that was measured
+phases.CARD      where the time of the headline workload goes
 engine_cpu       both models beside Hugging Face
 speculation, speculation.CARD   what guessing ahead gains, by batch size, and from where on it loses
 gpu_tests.CARD   which tests passed there
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_tests, wording
+from benchmarks import gpu_tests, phases, wording
 from benchmarks.engine_cpu import ENGINE, TARGETS
 from benchmarks.harness import gain
 
@@ -123,6 +124,25 @@ def whole_table(name: str) -> Callable[[str, Path], list[str]]:
     return table
 
 
+def phases_table(card: str, directory: Path) -> list[str]:
+    results = read([f"phases.{card}"], directory)
+    if not results:
+        return []
+    [result] = results.values()
+    figures = {figure["key"]: figure for figure in result["figures"]}
+    lines = [row("steps", "number", "time (s)", "at least (s)", "above that (s)"), "|---|" + "--:|" * 4]
+    totals = [0.0, 0.0]
+    for kind in phases.KINDS:
+        steps, seconds, least = (figures[f"{key}, {kind}"] for key in ("steps", "seconds", "least_seconds"))
+        spent, needed = (figure["values"]["nanovllm"]["median"] for figure in (seconds, least))
+        if spent:
+            cells = cell(steps, "nanovllm"), cell(seconds, "nanovllm"), f"{needed:.2f}", f"{spent - needed:.2f}"
+            lines.append(row(kind, *cells))
+            totals = [totals[0] + spent, totals[1] + needed]
+    lines.append(row("all", "", *(f"{n:.2f}" for n in (*totals, totals[0] - totals[1]))))
+    return [*lines, "", origin(results)]
+
+
 def cpu_table(_: str, directory: Path) -> list[str]:
     results = read(["engine_cpu", "engine_cpu_smollm2"], directory)
     if not results:
@@ -179,6 +199,7 @@ TABLES: dict[str, Callable[[str, Path], list[str]]] = {
     "ablations": ablations_table,
     "prefix": whole_table("prefix"),
     "mixed": whole_table("mixed"),
+    "phases": phases_table,
     "engine_cpu": cpu_table,
     "speculation": speculation_table,
     "gpu_tests": gpu_tests.table,

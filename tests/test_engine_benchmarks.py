@@ -21,9 +21,11 @@ from benchmarks import (
     engine_report,
     engine_worker,
     harness,
+    headline,
     idle,
     latency,
     mixed,
+    phases,
     prefix,
     report,
     roofline,
@@ -39,7 +41,7 @@ from tests.weights import VOCAB, lively_qwen3
 
 COMMANDS: dict[str, ModuleType] = {
     m.__name__.rpartition(".")[2]: m
-    for m in (throughput, latency, ablations, startup, prefix, mixed, idle, speculation)
+    for m in (throughput, latency, ablations, startup, prefix, mixed, idle, phases, speculation)
 }
 
 
@@ -76,7 +78,7 @@ def run_here(
 
 def run_command(name: str, module: ModuleType, model: Path, directory: Path, patch: pytest.MonkeyPatch) -> None:
     command = [name, "--quick", "--device", "cpu", "--model", str(model), "--out", str(directory), "--rounds", "1"]
-    if name in ("throughput", "latency", "ablations", "prefix", "mixed", "speculation"):
+    if name in ("throughput", "latency", "ablations", "prefix", "mixed", "phases", "speculation"):
         command += ["--repeats", "1"]
     if name == "ablations":  # patches would stay in this process, so only options are tried
         command += ["--only", ablations.BASE, "--only", "no prefix cache", "--only", "flash_attn"]
@@ -111,6 +113,19 @@ def test_the_share_is_of_the_limit_of_the_same_run(results: Path) -> None:
     figures = figures_of("throughput", results)
     expected = 100 * figures["throughput"]["nanovllm"]["median"] / result["roofline"]["tokens_per_second"]
     assert figures["share"]["nanovllm"]["median"] == pytest.approx(expected)
+
+
+def test_every_step_of_the_headline_is_of_one_kind(results: Path) -> None:
+    result = json.loads((results / "phases.json").read_text())
+    values = {k: v["nanovllm"]["median"] for k, v in figures_of("phases", results).items()}
+    decodes = sum(values[f"steps, {kind}"] for kind in phases.KINDS if kind != phases.PROMPTS)
+    _, max_tokens = headline.draw(0, headline.QUICK)
+    assert decodes == max(max_tokens) - 1 and values[f"steps, {phases.PROMPTS}"] == 1
+    least = sum(values[f"least_seconds, {kind}"] for kind in phases.KINDS)
+    assert least == pytest.approx(result["roofline"]["seconds"])
+    (results / "phases.h100.json").write_text(json.dumps(result))
+    lines = report.table("phases.h100", results).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| with prompts", "| decode, 1 to 32", "| all"]
 
 
 def test_a_variant_that_cannot_run_is_named(results: Path) -> None:

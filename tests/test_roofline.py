@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks import headline, idle, roofline
+from benchmarks import headline, idle, phases, roofline
 from benchmarks.engine_harness import SHAPE
+from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import read_config
 
 # --- the workload and its limit --------------------------------------------------------------------------------------
@@ -47,6 +48,31 @@ def test_costs_are_what_counting_step_by_step_gives() -> None:
     assert costs.prefill_operations == 2 * (
         14 * matrices + 3 * c.vocab_size * c.hidden_size
     ) + pairs * c.num_hidden_layers * c.num_attention_heads * (4 * c.head_dim)
+
+
+def test_the_least_of_all_steps_is_the_limit_of_the_run() -> None:
+    """Prompts in two chunks, decodes beside them, sequences that end at different times."""
+    c, limits = read_config(SHAPE), roofline.Limits(bytes_per_second=3e12, operations_per_second=7e14)
+    reckon = phases.Reckoner(c, limits, itemsize=2)
+    steps = [
+        [Scheduled(0, 0, 0, 3, True, ()), Scheduled(1, 1, 0, 6, False, ())],
+        [Scheduled(0, 0, 3, 1, True, ()), Scheduled(1, 1, 6, 4, True, ())],
+        [Scheduled(0, 0, 4, 1, True, ()), Scheduled(1, 1, 10, 1, True, ())],
+        [Scheduled(0, 0, 5, 1, True, ())],
+    ]
+    found = [reckon(step) for step in steps]
+    assert [kind for kind, _ in found] == [phases.PROMPTS] * 2 + [phases.kind_of(2)] * 2
+    costs = roofline.costs_of(c, [3, 10], [4, 2], itemsize=2)
+    # the limit has weights in each of the three steps that request 0 decodes in, one of which has a prompt beside it
+    beside = costs.weight_bytes / 3 / limits.bytes_per_second
+    assert sum(least for _, least in found) == pytest.approx(limits.seconds(costs) - beside)
+
+
+def test_the_kinds_of_decode_steps() -> None:
+    assert [phases.kind_of(n) for n in (1, 32, 33, 64, 65, 193, 256, 257)] == [
+        "decode, 1 to 32", "decode, 1 to 32", "decode, 33 to 64", "decode, 33 to 64",
+        "decode, 65 to 128", "decode, 193 to 256", "decode, 193 to 256", "decode, 193 to 256",
+    ]  # fmt: skip
 
 
 def test_parameters_are_counted() -> None:

@@ -3,7 +3,7 @@
 # Usage: OUT=results tools/gpu_check.sh [PYTHON]
 #   TESTS="tests/engine"          which tests (those of stages, engine and kernels; "" for none), by JOBS=8 processes at once
 #   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
-#   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle startup prefix mixed ablations roofline
+#   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle phases startup prefix mixed ablations roofline
 #                                 speculation tensor_parallel
 #   RANKS=4                       the most GPUs for tensor_parallel; with more than one, the tests of several ranks run, too
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
