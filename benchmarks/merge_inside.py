@@ -25,14 +25,42 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.attention import triton_backend
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
 from nanovllm.kernels.paged_decode import (
-    MERGED_AT_ONCE,
     PREFETCHED_TILES,
     DecodeConfig,
     DecodeWorkspace,
-    merge_parts,
     paged_decode,
 )
 from nanovllm.kernels.paged_tile import LOG2_E, ask_for_keys, attend_keys
+
+MERGED_AT_ONCE = 16
+
+
+@triton.jit
+def merge_parts(  # type: ignore[no-untyped-def]
+    m_ptr, denom_ptr, acc_ptr, first, last, total, pieces, query, head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, MERGED: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """The output [D] of a query and a head from what the pieces `first` to `last` left of its sequence."""
+    dim = tl.arange(0, HEAD_DIM)
+    m = -1e30
+    denom = 0.0
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(first, last + 1, MERGED):
+        piece = start + tl.arange(0, MERGED)
+        # With fewer tiles than pieces some pieces are empty, and have written nothing.
+        used = (piece <= last) & (piece * total // pieces < (piece + 1) * total // pieces)
+        slot = ((piece * 2 + (piece > first).to(tl.int32)) * QUERIES + query) * NUM_HEADS + head
+        part_m = tl.load(m_ptr + slot, mask=used, other=float("-inf"), cache_modifier=CACHE)
+        part_denom = tl.load(denom_ptr + slot, mask=used, other=0.0, cache_modifier=CACHE)
+        pointer = acc_ptr + slot[:, None] * HEAD_DIM + dim[None, :]
+        part_acc = tl.load(pointer, mask=used[:, None], other=0.0, cache_modifier=CACHE)
+        new_m = tl.maximum(m, tl.max(part_m, 0))
+        weight = tl.exp2(part_m - new_m)  # [MERGED]
+        repair = tl.exp2(m - new_m)
+        denom = denom * repair + tl.sum(weight * part_denom, 0)
+        acc = acc * repair + tl.sum(weight[:, None] * part_acc, 0)
+        m = new_m
+    return acc / denom
 
 
 @triton.jit(

@@ -7,6 +7,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
 
+FEW_ROWS = 64  # with so few each row may have more threads: a shorter wait for the next kernel
+
 
 @triton.jit
 def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
@@ -51,6 +53,6 @@ def add_rms_norm(
     _add_rms_norm_kernel[(out.shape[0],)](
         x, residual, weight, out, total, eps,
         SIZE=size, PADDED=triton.next_power_of_2(size), SPLITS=splits, ADD=residual is not None, PDL=pdl,
-        num_warps=4 if size <= 2048 else 8, launch_pdl=pdl,
+        num_warps=8 if size > 2048 or len(out) <= FEW_ROWS else 4, launch_pdl=pdl,
     )  # fmt: skip
     return out, total

@@ -29,7 +29,8 @@ from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
 from nanovllm.kernels.paged_tile import LOG2_E, ask_for_keys, attend_keys, keys_per_tile, locate, padded_sequences
 
 MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
-MERGED_AT_ONCE = 16
+FEW_SEQUENCES = 16  # each of them is cut into many parts, and those of more sequences into few
+MANY_PARTS, FEW_PARTS = 16, 4  # that are merged at once
 PREFETCHED_TILES = 2  # of each program: 25 MB on an H100, half of its L2 cache
 
 
@@ -139,40 +140,34 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def merge_parts(  # type: ignore[no-untyped-def]
-    m_ptr, denom_ptr, acc_ptr, first, last, total, pieces, query, head,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, MERGED: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
-    """The output [D] of a query and a head from what the pieces `first` to `last` left of its sequence."""
-    dim = tl.arange(0, HEAD_DIM)
-    m = -1e30
-    denom = 0.0
-    acc = tl.zeros([HEAD_DIM], tl.float32)
-    for start in range(first, last + 1, MERGED):
-        piece = start + tl.arange(0, MERGED)
-        # With fewer tiles than pieces some pieces are empty, and have written nothing.
-        used = (piece <= last) & (piece * total // pieces < (piece + 1) * total // pieces)
-        slot = ((piece * 2 + (piece > first).to(tl.int32)) * QUERIES + query) * NUM_HEADS + head
-        part_m = tl.load(m_ptr + slot, mask=used, other=float("-inf"), cache_modifier=CACHE)
-        part_denom = tl.load(denom_ptr + slot, mask=used, other=0.0, cache_modifier=CACHE)
-        pointer = acc_ptr + slot[:, None] * HEAD_DIM + dim[None, :]
-        part_acc = tl.load(pointer, mask=used[:, None], other=0.0, cache_modifier=CACHE)
-        new_m = tl.maximum(m, tl.max(part_m, 0))
-        weight = tl.exp2(part_m - new_m)  # [MERGED]
-        repair = tl.exp2(m - new_m)
-        denom = denom * repair + tl.sum(weight * part_denom, 0)
-        acc = acc * repair + tl.sum(weight[:, None] * part_acc, 0)
-        m = new_m
-    return acc / denom
+def _piece_of(part, first, begin, total, pieces):  # type: ignore[no-untyped-def]
+    """The piece that left a part of a sequence. They are neighbours, but with fewer tiles than pieces some pieces are
+    empty and have left nothing; then every tile is a part."""
+    return ((begin + part + 1) * pieces - 1) // total if total < pieces else first + part
+
+
+@triton.jit
+def _merge_parts(m_ptr, denom_ptr, acc_ptr, slot, used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """m, denom and acc [D] of the parts in `slot` [PARTS] that are used [PARTS]; the first one is."""
+    part_m = tl.load(m_ptr + slot, mask=used, other=float("-inf"))
+    part_denom = tl.load(denom_ptr + slot, mask=used, other=0.0)
+    pointer = acc_ptr + slot[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    part_acc = tl.load(pointer, mask=used[:, None], other=0.0)  # [PARTS, D]
+    m = tl.max(part_m, 0)
+    weight = tl.exp2(part_m - m)  # [PARTS]
+    return m, tl.sum(weight * part_denom, 0), tl.sum(weight[:, None] * part_acc, 0)
 
 
 @triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["query_start_ptr", "context_len_ptr"])
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, piece_ptr, pieces,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, MERGED: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each border between pieces: it merges the sequence that has its first border there, if one has."""
+    """A program for each border between pieces: it merges the sequence that has its first border there, if one has.
+
+    The whole layer waits for this kernel, so where the parts lie is worked out before it waits itself.
+    """
     head = tl.program_id(0)
     first = tl.program_id(1) // QUERIES
     query = tl.program_id(1) % QUERIES
@@ -184,21 +179,33 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(piece_ptr + first * 4 + 7)
     total = tl.load(piece_ptr + pieces * 4 - 3)  # where the last piece ends
     crossed = (first_tile <= begin) & (begin < border)
-    end = begin + tl.cdiv(tl.load(context_len_ptr + sequence, mask=crossed, other=1), KEYS)
-    last = (end * pieces - 1) // total  # the last piece that begins before its end
+    tiles = tl.cdiv(tl.load(context_len_ptr + sequence, mask=crossed, other=1), KEYS)
     query_start = tl.load(query_start_ptr + sequence, mask=crossed, other=0)
     query_len = tl.load(query_start_ptr + sequence + 1, mask=crossed, other=0) - query_start
+    last = ((begin + tiles) * pieces - 1) // total  # the last piece that begins before its end
+    parts = tl.minimum(last - first + 1, tiles)
+    part = tl.arange(0, PARTS)
+    piece = _piece_of(part, first, begin, total, pieces)
+    slot = ((piece * 2 + (part > 0).to(tl.int32)) * QUERIES + query) * NUM_HEADS + head
     if PDL:
         gdc_wait()
     if query >= query_len:
         return  # no such query, or no sequence that has its first border here
 
-    dim = tl.arange(0, HEAD_DIM)
-    out = merge_parts(
-        m_ptr, denom_ptr, acc_ptr, first, last, total, pieces, query, head, NUM_HEADS, HEAD_DIM, QUERIES, MERGED, "",
-    )  # fmt: skip
+    m, denom, acc = _merge_parts(m_ptr, denom_ptr, acc_ptr, slot, part < parts, HEAD_DIM)
+    for start in range(PARTS, parts, PARTS):
+        later = start + part
+        piece = _piece_of(later, first, begin, total, pieces)
+        slot = ((piece * 2 + 1) * QUERIES + query) * NUM_HEADS + head
+        later_m, later_denom, later_acc = _merge_parts(m_ptr, denom_ptr, acc_ptr, slot, later < parts, HEAD_DIM)
+        new_m = tl.maximum(m, later_m)
+        repair = tl.exp2(m - new_m)
+        weight = tl.exp2(later_m - new_m)
+        denom = denom * repair + later_denom * weight
+        acc = acc * repair + later_acc * weight
+        m = new_m
     offset = ((query_start + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
-    tl.store(out_ptr + offset + dim, out.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + offset + tl.arange(0, HEAD_DIM), (acc / denom).to(out_ptr.dtype.element_ty))
 
 
 @dataclass(frozen=True)
@@ -264,8 +271,7 @@ def paged_decode(
     num_heads = q.shape[1]
     pieces, _, queries, _ = workspace.m.shape
     group = num_heads // num_kv_heads
-    pdl = overlaps_launches(q.device)
-    early = overlap and pdl
+    early = overlap and overlaps_launches(q.device)
     _decode_kernel[(num_kv_heads, pieces)](
         q, kv, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len,
         plan, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
@@ -274,9 +280,20 @@ def paged_decode(
         LINES=max(1, head_dim * q.element_size() // CACHE_LINE), PREFETCHED=PREFETCHED_TILES, PDL=early,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=early,
     )  # fmt: skip
+    merge_pieces(out, workspace, query_start, context_len, plan, config.keys)
+
+
+def merge_pieces(
+    out: torch.Tensor, workspace: DecodeWorkspace, query_start: torch.Tensor, context_len: torch.Tensor,
+    plan: torch.Tensor, keys: int,
+) -> None:  # fmt: skip
+    """Write those rows of `out` whose sequences were cut, from the partial results; `keys` of a tile, else as above."""
+    pieces, _, queries, num_heads = workspace.m.shape
+    pdl = overlaps_launches(out.device)
     if pieces > 1:
         _merge_kernel[(num_heads, (pieces - 1) * queries)](
             out, workspace.m, workspace.denom, workspace.acc, query_start, context_len, plan, pieces,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, QUERIES=queries, KEYS=config.keys, MERGED=MERGED_AT_ONCE,
-            PDL=pdl, num_warps=1, launch_pdl=pdl,
+            NUM_HEADS=num_heads, HEAD_DIM=out.shape[2], QUERIES=queries, KEYS=keys,
+            PARTS=MANY_PARTS if context_len.shape[0] <= FEW_SEQUENCES else FEW_PARTS, PDL=pdl,
+            num_warps=1, launch_pdl=pdl,
         )  # fmt: skip

@@ -118,7 +118,7 @@ def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_si
             capability,
             dtype,
             {"NUM_HEADS": 8 * group, "HEAD_DIM": head_dim, "QUERIES": 1, "KEYS": decode.keys}
-            | {"MERGED": paged_decode.MERGED_AT_ONCE, "PDL": pdl},
+            | {"PARTS": paged_decode.MANY_PARTS, "PDL": pdl},
             1,
             3,
         ),

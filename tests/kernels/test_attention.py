@@ -89,6 +89,20 @@ def test_triton_merges_many_pieces() -> None:
     check(backend, make_case([(1, 600)], group=8, num_kv_heads=1, head_dim=128, seed=2), FP32)
 
 
+def test_triton_merges_many_pieces_among_many_sequences() -> None:
+    """With many sequences the merge takes fewer parts at once; one sequence has more than that. Then the same in more
+    pieces than tiles, of which some are empty."""
+    pytest.importorskip("triton")
+    from nanovllm.attention.triton_backend import TritonBackend
+    from nanovllm.kernels.paged_decode import FEW_PARTS, FEW_SEQUENCES
+
+    lengths = [(1, 600), *[(1, 5 + s) for s in range(FEW_SEQUENCES + 1)], (1, 300)]
+    for num_sms in (10, 25):  # fewer pieces than tiles, and more
+        backend = on_cpu(lambda num_sms=num_sms: TritonBackend(num_sms))  # type: ignore[misc]
+        check(backend, make_case(lengths, num_kv_heads=1, head_dim=128, seed=2), FP32)
+    assert FEW_PARTS < 10
+
+
 def test_triton_verifies_drafts(triton_backend: AttentionBackend) -> None:
     """A few queries a sequence; some of them see no key at all in the last piece of their context."""
     check(triton_backend, make_case([(1, 70), (5, 66), (2, 129), (3, 3)], group=3, num_kv_heads=1), FP32)
