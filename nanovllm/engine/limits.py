@@ -16,7 +16,7 @@ def check_token_ids(prompt_token_ids: Sequence[int], params: SamplingParams, voc
     try:
         if isinstance(prompt_token_ids, bytes | bytearray):  # integers, but hardly meant as ids
             raise TypeError("got bytes, which must be decoded to a text first")
-        prompt = [index(token) for token in prompt_token_ids]
+        prompt = list(map(index, prompt_token_ids))
     except TypeError as error:
         raise TypeError(f"prompt_token_ids must be integers, as a tokenizer returns them: {error}") from None
     if not prompt:
