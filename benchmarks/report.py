@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks import (
     decode_step_report,
     engine_report,
+    kernels_report,
     linears_report,
     prefill_report,
     serving_report,
@@ -38,6 +39,7 @@ ENGINE_TABLES = engine_report.TABLES | {
     "decode_step": decode_step_report.table,
     "prefill_gluon": prefill_report.table,
     "half_batches": partial(decode_step_report.table, name="half_batches"),
+    "kernels": kernels_report.table,
     "linears": linears_report.table,
     "merge_inside": partial(decode_step_report.table, name="merge_inside"),
 }
