@@ -11,6 +11,9 @@ measured pace, so that the weights need not queue behind them. Prediction for an
 less of a layer for each, 0.1 ms of a step.
 *Half batches*, *merged inside*: see `benchmarks/half_batches.py` and `benchmarks/merge_inside.py`.
 *Small tiles*: where a program has four tiles only, its start and its end count more than its reading.
+
+*Plain decode kernel* is the engine without `ring_decode`, the kernel for Hopper GPUs. All that was named so far changes
+`paged_decode`, so there it is switched off as well, and this variant is what to compare them with.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from torch import Tensor
 
 from benchmarks import half_batches
 from benchmarks.merge_inside import merge_inside
+from benchmarks.plain_decode import plain_decode
 from nanovllm.attention import triton_backend
 from nanovllm.attention.interface import AttentionMetadata, Shared
 from nanovllm.attention.triton_backend import TritonBackend
@@ -45,6 +49,7 @@ from nanovllm.kernels.prefetch import prefetch
 MODEL = Path(__file__).parent / "shapes" / "Qwen3-0.6B"
 SIZES = [(1, 384), (8, 384), (16, 384), (32, 384), (64, 850), (128, 850), (256, 850)]
 BASE = "as it is"
+PLAIN = "plain decode kernel"
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,8 @@ def keys_ahead(how: KeysAhead, kvs: list[Tensor]) -> Iterator[torch.cuda.Stream 
 
     TritonBackend.attend = patched  # type: ignore[method-assign]
     try:
-        yield side if how.beside else None
+        with plain_decode():  # whose plan `ask_ahead` goes by
+            yield side if how.beside else None
     finally:
         TritonBackend.attend = attend  # type: ignore[method-assign]
 
@@ -126,7 +132,8 @@ def decode_layout(config: DecodeConfig, _: list[Tensor]) -> Iterator[None]:
     usual = triton_backend.decode_config
     triton_backend.decode_config = lambda *_: config
     try:
-        yield
+        with plain_decode():
+            yield
     finally:
         triton_backend.decode_config = usual
 
@@ -135,6 +142,7 @@ def decode_layout(config: DecodeConfig, _: list[Tensor]) -> Iterator[None]:
 Variant = Callable[[list[Tensor]], AbstractContextManager[torch.cuda.Stream | None]]
 VARIANTS: dict[str, Variant] = {
     BASE: lambda _: nullcontext(),
+    PLAIN: plain_decode,
     "keys ahead: 1 tile": partial(keys_ahead, KeysAhead(1, 32, 800)),
     "keys ahead: 2 tiles": partial(keys_ahead, KeysAhead(2, 32, 800)),
     "keys ahead: 2 tiles, slowly": partial(keys_ahead, KeysAhead(2, 16, 800)),

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.plain_decode import plain_decode
 from nanovllm.attention import triton_backend
 from nanovllm.attention.interface import AttentionMetadata, BoundAttention
 from nanovllm.attention.triton_backend import TritonBackend
@@ -145,7 +146,8 @@ def half_batches(how: Halves, _: list[Tensor]) -> Iterator[None]:
     Transformer.forward, MergedLinear.forward = patched, product  # type: ignore[method-assign, assignment]
     triton_backend.decode_config, triton_backend.paged_decode = layout, late
     try:
-        yield
+        with plain_decode():
+            yield
     finally:
         Transformer.forward, MergedLinear.forward = saved  # type: ignore[method-assign]
         triton_backend.decode_config, triton_backend.paged_decode = usual, paged_decode

@@ -1,12 +1,13 @@
 """Kernels against what the GPU can do: GB/s of KV read in decode, TFLOP/s in prefill, as shares of the measured limits.
 
     python -m benchmarks.kernels --out kernels.json
-    python -m benchmarks.kernels --out sweep.json --decode 64,4,3,3 --decode 32,4,3,4 --prefill 128,64,8,3
+    python -m benchmarks.kernels --out sweep.json --decode 64,4,3,3 --ring 32,4,3,1,160 --prefill 128,64,8,3
 
 Shape: 16 query heads, 8 KV heads, head_dim 128, bf16. A layout of the decode kernel is keys,warps,stages,programs a
-multiprocessor; of the prefill kernel rows,keys,warps,stages, and if keys shall come by TMA (Hopper and later) 1 and the
-most registers of a thread, 0 for the compiler's choice. Without any, a small set of both is tried. Every layout's
-output is compared with that of the layout the engine uses.
+multiprocessor; of the decode kernel for Hopper, the ring: keys,heads,stages,programs a multiprocessor, and perhaps
+the most registers of a thread; of the prefill kernel rows,keys,warps,stages, and if keys shall come by TMA (Hopper and
+later) 1 and the most registers of a thread, 0 for the compiler's choice. Without any, a small set of each is tried.
+Every layout's output is compared with that of the layout the engine uses.
 """
 
 import argparse
@@ -29,6 +30,7 @@ DECODE_LAYOUTS = [
     (64, 4, 3, 3), (64, 4, 2, 3), (64, 4, 5, 3), (64, 4, 5, 2), (64, 8, 3, 2), (64, 4, 3, 4),
     (32, 4, 3, 4), (32, 4, 5, 4), (32, 2, 3, 5), (128, 4, 3, 2), (128, 8, 3, 1), (128, 8, 5, 1),
 ]  # fmt: skip
+RING_LAYOUTS = [(32, 4, 3, 1, 160), (32, 4, 3, 1), (16, 4, 2, 2, 112), (16, 8, 2, 1, 128)]
 PREFILL_LAYOUTS = [
     (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (64, 64, 4, 3), (64, 128, 4, 3),
     (128, 64, 8, 2, 1, 128), (128, 64, 8, 3, 1, 128), (64, 64, 4, 3, 1, 0), (64, 32, 4, 2, 1, 128),
@@ -133,20 +135,29 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
     from nanovllm.attention import select_backend
     from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode, plan_decode
     from nanovllm.kernels.paged_prefill import PrefillConfig, paged_prefill
+    from nanovllm.kernels.ring_layout import RingLayout, has_ring
 
     row = {"kernel": kind, "layout": layout, "problem": problem.name, "block_size": problem.block_size}
     q, meta = problem.q, problem.meta
     out = torch.empty_like(q)
     inputs = meta.block_table, meta.query_start, meta.context_len, SCALE, out
-    if kind == "decode":
-        config = DecodeConfig(*layout)
+    if kind == "ring decode" and not has_ring(q.device):
+        return {**row, "error": "this GPU has no ring of keys"}
+    if kind != "prefill":
+        ring = RingLayout(*layout) if kind == "ring decode" else None
+        config = DecodeConfig(*layout) if ring is None else ring.config
         num_sms = torch.cuda.get_device_properties().multi_processor_count
         pieces = num_sms * config.programs_per_sm // NUM_KV_HEADS
         workspace = DecodeWorkspace.allocate(pieces, 1, NUM_HEADS, HEAD_DIM, q.device)
         plan = plan_decode(meta.context_len, pieces, config)
 
         def attend(kv: torch.Tensor) -> torch.Tensor:
-            paged_decode(q, kv, *inputs, workspace, plan, config)
+            if ring is None:
+                paged_decode(q, kv, *inputs, workspace, plan, config)
+            else:
+                from nanovllm.kernels.ring_decode import ring_decode
+
+                ring_decode(q, kv, *inputs, workspace, plan, ring)
             return out
     else:
         rows, keys, warps, stages = layout[:4]
@@ -172,8 +183,8 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
 
 def layout(text: str) -> tuple[int, ...]:
     numbers = tuple(map(int, text.split(",")))
-    if len(numbers) not in (4, 6):
-        raise argparse.ArgumentTypeError(f"four numbers are needed, or six of a prefill by TMA; got {text!r}")
+    if len(numbers) not in (4, 5, 6):
+        raise argparse.ArgumentTypeError(f"four numbers are needed, of a ring or a prefill by TMA more; got {text!r}")
     return numbers
 
 
@@ -196,6 +207,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--decode", type=layout, action="append", metavar="KEYS,WARPS,STAGES,PROGRAMS")
+    parser.add_argument("--ring", type=layout, action="append", metavar="KEYS,HEADS,STAGES,PROGRAMS[,REGISTERS]")
     parser.add_argument("--prefill", type=layout, action="append", metavar="ROWS,KEYS,WARPS,STAGES[,1,REGISTERS]")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -207,17 +219,21 @@ def main() -> int:
     from benchmarks.harness import commit
     from nanovllm.kernels.paged_decode import decode_config
     from nanovllm.kernels.paged_prefill import is_hopper, prefill_config
+    from nanovllm.kernels.ring_layout import ring_layout
 
     limits = {"read": read_bandwidth(), "matmul": matmul_rate()}
     print(f"read {limits['read']['bytes_per_second'] / 1e9:.0f} GB/s, ", end="")
     print(f"matmul {limits['matmul']['operations_per_second'] / 1e12:.0f} TFLOP/s", flush=True)
     rows: list[dict[str, Any]] = []
+    decodes = decode_problems()
+    ring = ring_layout(decodes[0].q, decodes[0].kvs[0], len(decodes[0].lengths))
     result = {
         "card": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
         "commit": commit(),
         "layouts_in_use": {
             "decode": astuple(decode_config(HEAD_DIM, 2)),
+            "ring decode": None if ring is None else astuple(ring),
             "prefill": astuple(prefill_config(HEAD_DIM, 2, 256, is_hopper(torch.device("cuda", 0)))),
         },
         "limits": limits,
@@ -232,12 +248,13 @@ def main() -> int:
             json.dumps(result, indent=1) + "\n"
         )  # after each row: a run that is cut short keeps its rows
 
-    chosen = arguments.decode or arguments.prefill
+    chosen = arguments.decode or arguments.ring or arguments.prefill
     for kind, problems, layouts in (
-        ("decode", decode_problems(), arguments.decode if chosen else DECODE_LAYOUTS),
+        ("decode", decodes, arguments.decode if chosen else DECODE_LAYOUTS),
+        ("ring decode", decodes, arguments.ring if chosen else RING_LAYOUTS),
         ("prefill", prefill_problems(), arguments.prefill if chosen else PREFILL_LAYOUTS),
     ):
-        for problem in problems:
+        for problem in problems if kind != "ring decode" else ():
             record(by_backend("triton", problem))
             if kind == "prefill":
                 record(by_backend("flash_attn", problem))

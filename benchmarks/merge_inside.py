@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from benchmarks.plain_decode import plain_decode
 from nanovllm.attention import triton_backend
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
 from nanovllm.kernels.paged_decode import (
@@ -180,6 +181,7 @@ def decode_and_merge(
 def merge_inside(_: list[Tensor]) -> Iterator[None]:
     triton_backend.paged_decode = decode_and_merge
     try:
-        yield
+        with plain_decode():
+            yield
     finally:
         triton_backend.paged_decode = paged_decode

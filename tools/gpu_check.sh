@@ -76,7 +76,7 @@ print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || 
   mapfile -t halves < <("$python" -c 'from benchmarks.half_batches import VARIANTS; print(*VARIANTS, sep="\n")')
   mapfile -t others < <("$python" -c '
 from benchmarks import decode_step, half_batches
-elsewhere = {decode_step.BASE, "merged inside", *half_batches.VARIANTS}
+elsewhere = {decode_step.BASE, decode_step.PLAIN, "merged inside", *half_batches.VARIANTS}
 print(*(name for name in decode_step.VARIANTS if name not in elsewhere), sep="\n")')
   experiment decode_step "8,384 32,384 64,850 256,850" "${others[@]}"
   experiment half_batches "64,850 128,850 256,850" "${halves[@]}"

@@ -12,13 +12,14 @@ from nanovllm.kernels.paged_decode import (
     plan_decode,
 )
 from nanovllm.kernels.paged_prefill import is_hopper, paged_prefill, prefill_config
+from nanovllm.kernels.ring_layout import ring_layout
 
 
 class TritonBackend:
     """See `AttentionBackend`. Block sizes are powers of two from 16 on, and so are head dimensions.
 
     Args:
-        num_sms: multiprocessors of the GPU, which the decode kernel shares its work out to.
+        num_sms: multiprocessors of the GPU, which the decode kernels share their work out to.
     """
 
     name = "triton"
@@ -60,7 +61,8 @@ class TritonBackend:
         shared: Shared,
     ) -> None:
         _, _, _, num_kv_heads, head_dim = kv.shape
-        config = decode_config(head_dim, q.element_size())
+        ring = ring_layout(q, kv, num_decodes)  # None: by `paged_decode`
+        config = decode_config(head_dim, q.element_size()) if ring is None else ring.config
         pieces = max(1, self._num_sms * config.programs_per_sm // num_kv_heads)
         key = pieces, max_queries, q.shape[1], head_dim
         if key not in self._workspaces:
@@ -69,19 +71,16 @@ class TritonBackend:
         planned = "decode plan" in shared
         if not planned:
             shared["decode plan"] = plan_decode(context_len, pieces, config)
-        paged_decode(
-            q,
-            kv,
-            meta.block_table,
-            meta.query_start,
-            context_len,
-            scale,
-            out,
-            self._workspaces[key],
-            shared["decode plan"],
-            config,
-            overlap=planned,
-        )
+        inputs = (
+            q, kv, meta.block_table, meta.query_start, context_len, scale, out,
+            self._workspaces[key], shared["decode plan"],
+        )  # fmt: skip
+        if ring is None:
+            paged_decode(*inputs, config, overlap=planned)
+        else:
+            from nanovllm.kernels.ring_decode import ring_decode  # `ring_layout` has seen that it can be imported
+
+            ring_decode(*inputs, ring, overlap=planned)
 
     def _prefill(
         self,

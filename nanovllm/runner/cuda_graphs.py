@@ -211,7 +211,8 @@ class DecodeGraphs:
         return Replayed(rows, positions, token_ids[:n], logits[:n], batch.guesses[:n])
 
     def _tokens(self, scheduled: Sequence[Scheduled], several: list[Scheduled]) -> list[tuple[int, int]] | None:
-        """Row and position of every token of the step; None if there are too many, or they would read too much."""
+        """Row and position of every token of the step, those of a row side by side and in order: `ring_decode` relies
+        on it. None if there are too many, or they would read too much."""
         longer = [s for s in several if s.num_tokens > 1]
         num_tokens = sum(s.num_tokens for s in scheduled)
         keys = sum(s.num_tokens * (s.start + s.num_tokens) for s in longer)
@@ -241,7 +242,7 @@ class DecodeGraphs:
 
 # Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
 # and compiled variants that such steps can need.
-UNRECORDED = [(1, 32), (32,), (17,) * 33, (1,) * 33, (2,), (17,), (65,), (129,)]
+UNRECORDED = [(1, 32), (32,), (17,) * 33, (1,) * 33, (2,), (2,) * 33, (17,), (65,), (129,)]
 
 
 @torch.inference_mode()

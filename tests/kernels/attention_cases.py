@@ -4,6 +4,7 @@ Whatever a kernel must not read is NaN: the slots of a block beyond its sequence
 (the unused entries of block tables point at one) and the scratch block.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -68,6 +69,24 @@ def make_case(
         max_context_len=max(context for _, context in lengths),
     )
     return Case(torch.cat(queries), kv, meta, scale, torch.cat(expected))
+
+
+def as_single_tokens(case: Case) -> Case:
+    """The same tokens, each a sequence of its own with one query, as a recorded step has them."""
+    meta = case.meta
+    query_len = meta.query_start.diff().long()
+    row = torch.repeat_interleave(torch.arange(len(query_len), device=query_len.device), query_len)  # [T]
+    token = torch.arange(len(row), device=row.device)
+    tokens_behind = meta.query_start[1:].long()[row] - 1 - token
+    single = dataclasses.replace(
+        meta,
+        query_start=torch.arange(len(row) + 1, dtype=torch.int32, device=row.device),
+        context_len=(meta.context_len[row] - tokens_behind).int(),
+        block_table=meta.block_table[row].contiguous(),
+        num_decodes=len(row),
+        max_query_len=1,
+    )
+    return dataclasses.replace(case, meta=single)
 
 
 def attention_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

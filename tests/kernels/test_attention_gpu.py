@@ -76,11 +76,20 @@ def test_prefill_by_tma(head_dim: int, group: int, dtype: torch.dtype) -> None:
     assert error.max() <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["chosen", "plain"])
 @DTYPES
-def test_triton_decodes_large_batches(dtype: torch.dtype) -> None:
-    """More sequences than pieces, and the wide variant of the search for one's sequence."""
+def test_triton_decodes_large_batches(dtype: torch.dtype, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sequences than pieces, and the wide variant of the search for one's sequence. By the kernel that is chosen,
+    on Hopper the ring, and by the one for any GPU."""
+    from nanovllm.attention import triton_backend
+
     lengths = [(1, 1 + 37 * s % 900) for s in range(300)]
     case = make_case(lengths, num_kv_heads=8, head_dim=128, block_size=256, dtype=dtype, device="cuda")
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    chosen = triton_backend.ring_layout(case.q, case.kv, len(lengths))
+    assert (chosen is not None) == (hopper and dtype != torch.float32)
+    if plain:
+        monkeypatch.setattr(triton_backend, "ring_layout", lambda *_: None)
     check(make_backend("triton", case), case, TOLERANCE[dtype])
 
 

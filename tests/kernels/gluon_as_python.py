@@ -1,0 +1,124 @@
+"""The two sides of `ring_decode` as plain Python over PyTorch tensors, with barriers that behave as the GPU's.
+
+Triton's interpreter cannot run Gluon. What layouts do is left out here, and nothing else.
+"""
+
+import threading
+import types
+from typing import Any
+
+import torch
+
+from nanovllm.kernels import ring_decode as kernels
+
+
+class Pointer:
+    """Elements of a flat tensor from `offset` on; `offset` may be a tensor."""
+
+    def __init__(self, flat: torch.Tensor, offset: Any = 0) -> None:
+        self.flat, self.offset = flat, offset
+        self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
+
+    def __add__(self, more: Any) -> "Pointer":
+        return Pointer(self.flat, self.offset + more)
+
+
+def load_elements(pointer: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor:
+    index = torch.as_tensor(pointer.offset)
+    if mask is None:
+        return pointer.flat[index].clone()
+    index, mask = torch.broadcast_tensors(index, mask)
+    return torch.where(mask, pointer.flat[torch.where(mask, index, 0)], other)
+
+
+def store_elements(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+    index, value, mask = torch.broadcast_tensors(pointer.offset, value, mask)
+    pointer.flat[index[mask]] = value[mask]
+
+
+class Barrier:
+    """Of one arrival and any number of bytes; it counts its phases."""
+
+    def __init__(self) -> None:
+        self.changed, self.phase, self.bytes, self.arrived = threading.Condition(), 0, 0, False
+
+    def happens(self, arrives: bool, more: int) -> None:
+        with self.changed:
+            assert not (arrives and self.arrived)  # nobody arrives twice in a phase
+            self.arrived |= arrives
+            self.bytes += more
+            if self.arrived and not self.bytes:
+                self.phase, self.arrived = self.phase + 1, False
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: (self.phase - 1) % 2 == parity, timeout=20), "a deadlock"
+
+
+class Memory:
+    """A tile in shared memory."""
+
+    def __init__(self, tile: torch.Tensor) -> None:
+        self.tile = tile
+
+    def permute(self, order: tuple[int, ...]) -> "Memory":
+        return Memory(self.tile.permute(order))
+
+    def load(self, _: object) -> torch.Tensor:
+        return self.tile.clone()
+
+
+class Ring(list):
+    def index(self, stage: Any) -> Any:  # type: ignore[override]
+        return self[stage]
+
+
+class Cache:
+    """What TMA reads [Hkv, 2 * slots, D], in fp32 though the kernel counts two bytes an element.
+
+    Until somebody waits for the predecessor it holds what was there before the step.
+    """
+
+    def __init__(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        self.before, self.after = before, after
+        self.early_boxes, self.waited = 0, False
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def bring(self, _: object, where: list[Any], bar: Barrier, memory: Memory) -> None:
+        head, slot, _ = map(int, where)
+        heads, keys, _ = memory.tile.shape
+        self.early_boxes += not self.waited
+        memory.tile.copy_((self.after if self.waited else self.before)[head : head + heads, slot : slot + keys])
+        bar.happens(False, -2 * memory.tile.numel())
+
+
+def tuple_of(*arguments: object) -> tuple[object, ...]:
+    return arguments
+
+
+def as_python(name: str, program: tuple[int, int], cache: Cache) -> Any:
+    """A function of the kernel, for one program of the grid."""
+    language = types.SimpleNamespace(
+        arange=lambda first, last, _: torch.arange(first, last), load=load_elements, store=store_elements,
+        program_id=lambda axis: program[axis],
+        where=lambda c, x, y: torch.where(c, x, y), full=lambda shape, value, *_: torch.full(shape, value),
+        zeros=lambda shape, *_: torch.zeros(shape), zeros_like=torch.zeros_like, exp2=torch.exp2,
+        maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)), minimum=torch.minimum,
+        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
+        convert_layout=lambda x, _: x, int64=torch.int64, int32=torch.int32, float32=torch.float32, constexpr=Any,
+        NVMMADistributedLayout=tuple_of, DotOperandLayout=tuple_of, SliceLayout=tuple_of,
+    )  # fmt: skip
+    barriers = types.SimpleNamespace(
+        wait=lambda bar, parity: bar.wait(parity),
+        arrive=lambda bar: bar.happens(True, 0),
+        expect=lambda bar, count: bar.happens(True, count),
+    )
+    names = {
+        "gl": language, "mbarrier": barriers, "tma": types.SimpleNamespace(async_copy_global_to_shared=cache.bring),
+        "mma_v2": lambda a, b, acc: acc + a @ b, "float": float, "range": range, "gdc_wait": cache.wait,
+    }  # fmt: skip
+    names["_piece"] = types.FunctionType(kernels._piece.fn.__code__, names)
+    return types.FunctionType(getattr(kernels, name).fn.__code__, names)

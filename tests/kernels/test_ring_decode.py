@@ -1,0 +1,266 @@
+"""Decode attention by a ring of keys: what gets it, what it computes, and what it compiles to.
+
+Triton's interpreter cannot run Gluon. So the two sides of the kernel run here as plain Python, each in a thread of its
+own (`gluon_as_python.py`). `test_ring_decode_gpu.py` runs the kernel itself.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from nanovllm.attention import triton_backend
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.engine.plan import Scheduled
+from nanovllm.kernels import ring_decode as kernels
+from nanovllm.kernels import ring_layout as choice
+from nanovllm.kernels.paged_decode import DecodeWorkspace, merge_pieces, plan_decode
+from nanovllm.kernels.paged_tile import LOG2_E
+from nanovllm.kernels.ring_layout import RingLayout, has_ring, ring_layout
+from nanovllm.runner.cuda_graphs import DecodeGraphs
+from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case
+from tests.kernels.gluon_as_python import Barrier, Cache, Memory, Pointer, Ring, as_python
+
+ROOT = Path(__file__).parents[2]
+NUM_KV_HEADS = 4
+
+# --- what gets it ----------------------------------------------------------------------------------------------------
+
+
+def layout_of(
+    num_sequences: int = 16, group: int = 2, num_kv_heads: int = 8, head_dim: int = 128, block_size: int = 256,
+    dtype: torch.dtype = torch.bfloat16,
+) -> RingLayout | None:  # fmt: skip
+    q = torch.empty(num_sequences, num_kv_heads * group, head_dim, dtype=dtype, device="meta")
+    kv = torch.empty(2, 9, block_size, num_kv_heads, head_dim, dtype=dtype, device="meta")
+    return ring_layout(q, kv, num_sequences)
+
+
+def test_what_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layout_of() is None
+    monkeypatch.setattr(choice, "has_ring", lambda device: True)
+    wide, narrow = RingLayout(32, 4, 3, 1, 160), RingLayout(32, 4, 6, 1, 160)
+    assert layout_of() == layout_of(dtype=torch.float16) == layout_of(300, 16, 4, block_size=32) == wide
+    assert layout_of(head_dim=64) == layout_of(head_dim=64, num_kv_heads=12) == narrow
+    assert layout_of(15) is None and layout_of(group=17) is None
+    assert layout_of(block_size=16) is None and layout_of(dtype=torch.float32) is None
+    assert [d for d in (16, 32, 64, 96, 128, 256) if layout_of(head_dim=d)] == [64, 128]
+    assert [n for n in (1, 2, 3, 4, 6, 8, 10, 12, 16) if layout_of(num_kv_heads=n)] == [4, 8, 12, 16]
+
+
+def test_not_without_hopper_or_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (8, 0), torch.device("cuda", 2): (10, 0)}
+    devices = [*found, torch.device("cpu")]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
+    has_ring.cache_clear()
+    assert [has_ring(device) for device in devices] == [True, False, False, False]
+    monkeypatch.delitem(sys.modules, "nanovllm.kernels.ring_decode", raising=False)
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)  # an import of it fails
+    has_ring.cache_clear()
+    assert [has_ring(device) for device in devices] == [False] * 4
+    has_ring.cache_clear()
+
+
+def test_the_plan_of_a_step_is_for_the_kernel_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers use one kernel and its plan, and the first is not launched with overlap."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the GPU here")
+    calls: list[tuple[Any, ...]] = []
+
+    def stand_in(*arguments: Any, overlap: bool = False) -> None:
+        *_, context_len, _, _, workspace, plan, layout = arguments
+        calls.append((workspace.m.shape, plan, layout, context_len, overlap))
+
+    monkeypatch.setattr(choice, "has_ring", lambda device: True)
+    monkeypatch.setattr(kernels, "ring_decode", stand_in)
+    monkeypatch.setattr(triton_backend, "paged_decode", stand_in)
+    backend = TritonBackend(num_sms=10)
+    mixed = [(1, n) for n in range(20, 40)] + [(40, 50)]
+    for lengths, shape, keys in (
+        ([(1, n) for n in range(200, 216)], (5, 2, 1, 16), 32),
+        ([(2, n) for n in range(200, 216)], (5, 2, 8, 16), 32),
+        (mixed, (5, 2, 1, 16), 32),
+        ([(1, n) for n in range(200, 215)], (3, 2, 1, 16), 64),
+    ):
+        case = make_case(lengths, num_kv_heads=8, head_dim=128, block_size=64, dtype=torch.bfloat16)
+        shared: dict[Any, Any] = {}
+        calls.clear()
+        for _ in range(3):
+            backend.attend(case.q, case.kv, case.meta, case.scale, shared)
+        assert [call[0] for call in calls] == [shape] * 3 and [call[4] for call in calls] == [False, True, True]
+        assert all(call[1] is calls[0][1] for call in calls)
+        layout = calls[0][2]
+        assert layout.keys == keys and isinstance(layout, RingLayout) == (keys == 32)
+        contexts = calls[0][3]
+        assert len(contexts) == sum(n == 1 or len(lengths) == 16 for n, _ in lengths)
+        assert calls[0][1][-1, 1] == sum(-(-int(n) // keys) for n in contexts)
+
+
+# --- what it computes ------------------------------------------------------------------------------------------------
+
+CASES: list[tuple[Lengths, int, int]] = [  # lengths, pieces, group
+    ([(1, 300), (1, 5), (1, 77)], 4, 2),
+    ([(1, 1), (1, 2)], 20, 1),  # fewer tiles than pieces
+    ([(1, 256)], 9, 4),
+    ([(1, 7), (2, 40), (3, 90)], 5, 2),  # guesses are verified
+    ([(3, 66), (2, 33), (4, 4), (1, 1), (4, 259), (4, 64), (3, 65)], 6, 4),  # some do not see the last whole tile
+    ([(1, n) for n in (16, 17, 64, 65, 128, 256, 257, 1, 3)], 7, 8),
+]
+
+
+def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: torch.Tensor) -> int:
+    """Compare with the answer. before: `case.kv` as it was before the step. How many boxes were ordered early."""
+    meta, block_size = case.meta, case.kv.shape[2]
+    queries = 16 // group if meta.max_query_len > 1 else 1
+    workspace = DecodeWorkspace.allocate(pieces, queries, case.q.shape[1], 64, case.q.device)
+    for part in (workspace.m, workspace.denom, workspace.acc):
+        part.fill_(float("nan"))
+    out = torch.full_like(case.q, float("nan"))
+    plan = plan_decode(meta.context_len, pieces, layout.config)
+    pointer = {
+        name: Pointer(tensor.view(-1))
+        for name, tensor in {
+            "q": case.q, "out": out, "m": workspace.m, "denom": workspace.denom, "acc": workspace.acc, "plan": plan,
+            "table": meta.block_table, "start": meta.query_start, "context": meta.context_len,
+        }.items()
+    }  # fmt: skip
+    early_boxes = 0
+    for program in ((heads, piece) for heads in range(NUM_KV_HEADS // layout.heads) for piece in range(pieces)):
+        shape = layout.heads, layout.keys, 64
+        k, v = (Ring(Memory(torch.full(shape, float("nan"))) for _ in range(layout.stages)) for _ in range(2))
+        full, empty = (Ring(Barrier() for _ in range(layout.stages)) for _ in range(2))
+        cache = Cache(*(kv.view(-1, NUM_KV_HEADS, 64).transpose(0, 1) for kv in (before, case.kv)))
+        order = as_python("_order", program, cache)
+        arguments = (
+            cache, k, v, full, empty, pointer["table"], pointer["start"], pointer["context"], pointer["plan"],
+            case.kv.stride(0) // (NUM_KV_HEADS * 64), meta.block_table.stride(0),
+            layout.heads, block_size, layout.keys, 64, layout.stages, True,
+        )  # fmt: skip
+        side = threading.Thread(target=order, args=arguments, daemon=True)
+        side.start()
+        as_python("_attend", program, Cache(before, case.kv))(
+            *(pointer[name] for name in ("q", "out", "m", "denom", "acc")), k, v, full, empty, pointer["start"],
+            pointer["context"], pointer["plan"], case.scale * LOG2_E, case.q.stride(0),
+            NUM_KV_HEADS, layout.heads, group, 64, queries, layout.keys, layout.stages, True,
+        )  # fmt: skip
+        side.join(timeout=20)
+        assert not side.is_alive()
+        early_boxes += cache.early_boxes
+    merge_pieces(out, workspace, meta.query_start, meta.context_len, plan, layout.keys)
+    error = (out.double() - case.expected).norm(dim=-1) / case.expected.norm(dim=-1)
+    assert error.max() <= 1e-5  # false of a NaN
+    return early_boxes
+
+
+def before_the_step(case: Case) -> torch.Tensor:
+    kv = case.kv.clone()
+    kv.flatten(1, 2)[:, case.meta.slots] = float("nan")
+    return kv
+
+
+@pytest.mark.parametrize("layout", [RingLayout(16, 4, 3, 1), RingLayout(32, 2, 2, 1)], ids=str)
+@pytest.mark.parametrize("block_size", [32, 256])
+@pytest.mark.parametrize(("lengths", "pieces", "group"), CASES)
+def test_what_it_computes(lengths: Lengths, pieces: int, group: int, block_size: int, layout: RingLayout) -> None:
+    """What the step itself writes is NaN until its writer is waited for."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the GPU here; test_ring_decode_gpu.py covers it")
+    case = make_case(lengths, group=group, num_kv_heads=NUM_KV_HEADS, head_dim=64, block_size=block_size)
+    early_boxes = emulate(case, pieces, group, layout, before_the_step(case))
+    assert bool(early_boxes) == any(context - n >= layout.keys for n, context in lengths)
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 7])
+def test_tokens_of_a_row_as_decodes_of_their_own(pieces: int) -> None:
+    """As a recorded step has them. A whole tile lies behind a later token, and was written in this step."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the GPU here; test_ring_decode_gpu.py covers it")
+    lengths = [(1, 100), (40, 77), (70, 70), (5, 34), (1, 35), (1, 3)]
+    case = as_single_tokens(make_case(lengths, num_kv_heads=NUM_KV_HEADS, head_dim=64, block_size=32))
+    assert emulate(case, pieces, 2, RingLayout(16, 4, 3, 1), before_the_step(case))
+
+
+def test_a_recorded_step_has_the_tokens_of_a_row_side_by_side() -> None:
+    """The kernel takes what lies before the first of them for old, and before the others nothing."""
+    several = [Scheduled(7, 3, 10, 4, True, ()), Scheduled(8, 1, 90, 1, True, ()), Scheduled(9, 2, 0, 3, False, ())]
+    graphs: Any = types.SimpleNamespace(sizes=[256], most_keys=1000)
+    found = DecodeGraphs._tokens(graphs, several, several)
+    assert found == [(3, 10), (3, 11), (3, 12), (3, 13), (1, 90), (2, 0), (2, 1), (2, 2)]
+
+
+# --- what it compiles to ---------------------------------------------------------------------------------------------
+
+COMPILED: list[tuple[int, int, int, int, int, str, bool]] = [
+    # head_dim, KV heads, group, block size, queries, dtype, whether it may start early
+    (128, 8, 2, 256, 1, "bf16", True),
+    (128, 8, 2, 256, 1, "bf16", False),
+    (128, 4, 8, 32, 2, "fp16", True),
+    (64, 8, 4, 256, 4, "bf16", True),
+]
+
+
+def compile_case(
+    head_dim: int, num_kv_heads: int, group: int, block_size: int, queries: int, dtype: str, early: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """For a Hopper GPU that this machine need not have. Not in a process that has switched the interpreter on."""
+    import triton
+    from triton.backends import nvidia
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = kernels._ring_kernel
+    keys, heads, stages = 32, 4, choice.RING_BYTES // (2 * 4 * 32 * head_dim * 2)
+    constants = {
+        "NUM_KV_HEADS": num_kv_heads, "HEADS": heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size,
+        "QUERIES": queries, "KEYS": keys, "STAGES": stages, "REGISTERS": kernels.ORDERING_REGISTERS, "PDL": early,
+    }  # fmt: skip
+    signature = dict.fromkeys(kernel.arg_names, "i32") | {
+        "q_ptr": f"*{dtype}", "kv_desc": f"tensordesc<{dtype}{[heads, keys, head_dim]},{kernels.BOX!r}>",
+        "out_ptr": f"*{dtype}", "m_ptr": "*fp32", "denom_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32",
+        **dict.fromkeys(("block_table_ptr", "query_start_ptr", "context_len_ptr", "piece_ptr"), "*i32"),
+    }  # fmt: skip
+    signature |= dict.fromkeys(constants, "constexpr")
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = "q_ptr", "out_ptr", "m_ptr", "denom_ptr", "acc_ptr", "piece_ptr", "q_stride", "v_slot"
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(kernel, signature, values, attributes)
+    options = {"num_warps": heads, "launch_pdl": early, "maxnreg": choice.MAX_REGISTERS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptxas = Path(nvidia.__path__[0]) / "bin" / "ptxas"
+    command = [str(ptxas), "-v", "-arch=sm_90a", "-", "-o", os.devnull]
+    said = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True).stderr
+    return {
+        "shared": compiled.metadata.shared,
+        "spilled": [int(n) for n in re.findall(r"(\d+) bytes spill", said)],
+        "registers": [int(n) for n in re.findall(r"Used (\d+) registers", said)],
+        "waits": compiled.asm["ptx"].count("griddepcontrol.wait"),
+        "boxes": len(re.findall(r"cp\.async\.bulk\.tensor\.3d", compiled.asm["ptx"])),
+    }
+
+
+def test_it_fits_a_hopper_multiprocessor() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.test_ring_decode"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for case, found in zip(COMPILED, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        said = f"{case}: {found}"
+        assert found["spilled"] and not any(found["spilled"]), said
+        assert found["registers"] == [choice.MAX_REGISTERS], said
+        assert choice.RING_BYTES <= found["shared"] <= 227 * 1024, said
+        assert found["waits"] == (2 if case[-1] else 0) and found["boxes"] >= 2, said
+
+
+if __name__ == "__main__":
+    print(json.dumps([compile_case(*case) for case in COMPILED]))
