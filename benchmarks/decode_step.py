@@ -13,7 +13,8 @@ less of a layer for each, 0.1 ms of a step.
 *Small tiles*: where a program has four tiles only, its start and its end count more than its reading.
 
 *Plain decode kernel* is the engine without `ring_decode`, the kernel for Hopper GPUs. All that was named so far changes
-`paged_decode`, so there it is switched off as well, and this variant is what to compare them with.
+`paged_decode`, so there it is switched off as well, and this variant is what to compare them with. *Ring, nothing early*
+has `ring_decode`, but its first tiles are ordered when the predecessor has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from benchmarks import half_batches
 from benchmarks.merge_inside import merge_inside
-from benchmarks.plain_decode import plain_decode
+from benchmarks.plain_decode import late_ring, plain_decode
 from nanovllm.attention import triton_backend
 from nanovllm.attention.interface import AttentionMetadata, Shared
 from nanovllm.attention.triton_backend import TritonBackend
@@ -143,6 +144,7 @@ Variant = Callable[[list[Tensor]], AbstractContextManager[torch.cuda.Stream | No
 VARIANTS: dict[str, Variant] = {
     BASE: lambda _: nullcontext(),
     PLAIN: plain_decode,
+    "ring, nothing early": late_ring,
     "keys ahead: 1 tile": partial(keys_ahead, KeysAhead(1, 32, 800)),
     "keys ahead: 2 tiles": partial(keys_ahead, KeysAhead(2, 32, 800)),
     "keys ahead: 2 tiles, slowly": partial(keys_ahead, KeysAhead(2, 16, 800)),

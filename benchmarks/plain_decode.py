@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from nanovllm.attention import triton_backend
+from nanovllm.kernels.ring_layout import RingLayout
 
 
 @contextmanager
@@ -13,6 +16,22 @@ def plain_decode(_: list[Tensor] | None = None) -> Iterator[None]:
     """All decode attention is `paged_decode`, or what stands in for it."""
     usual = triton_backend.ring_layout
     triton_backend.ring_layout = lambda *_: None
+    try:
+        yield
+    finally:
+        triton_backend.ring_layout = usual
+
+
+@contextmanager
+def late_ring(_: list[Tensor] | None = None) -> Iterator[None]:
+    """`ring_decode` orders its first tiles when its predecessor has ended, like all others."""
+    usual = triton_backend.ring_layout
+
+    def late(*arguments: Any) -> RingLayout | None:
+        layout = usual(*arguments)
+        return None if layout is None else replace(layout, early=False)
+
+    triton_backend.ring_layout = late
     try:
         yield
     finally:

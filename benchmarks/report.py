@@ -42,6 +42,7 @@ ENGINE_TABLES = engine_report.TABLES | {
     "kernels": kernels_report.table,
     "linears": linears_report.table,
     "merge_inside": partial(decode_step_report.table, name="merge_inside"),
+    "ring_decode": partial(decode_step_report.table, name="ring_decode"),
 }
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
 

@@ -68,7 +68,9 @@ print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || 
   done
   "$python" -m benchmarks.prefill_gluon --out "$out/prefill_gluon.$card.json" || status=1
   experiment() { # RECORD BATCHES VARIANTS...: a decode step with these changes, beside the engine as it is
-    local options=(--out "$out/$1.$card.json" --commit "$commit" --rounds 3 --variant "as it is") batch variant
+    # Those named before `ring_decode` change `paged_decode`: so the plain kernel is what to compare them with.
+    local options=(--out "$out/$1.$card.json" --commit "$commit" --rounds 3 --variant "as it is"
+                   --variant "plain decode kernel") batch variant
     for batch in $2; do options+=(--at "$batch"); done
     for variant in "${@:3}"; do options+=(--variant "$variant"); done
     "$python" -m benchmarks.decode_step "${options[@]}" || status=1
@@ -76,11 +78,13 @@ print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || 
   mapfile -t halves < <("$python" -c 'from benchmarks.half_batches import VARIANTS; print(*VARIANTS, sep="\n")')
   mapfile -t others < <("$python" -c '
 from benchmarks import decode_step, half_batches
-elsewhere = {decode_step.BASE, decode_step.PLAIN, "merged inside", *half_batches.VARIANTS}
+elsewhere = {decode_step.BASE, decode_step.PLAIN, "ring, nothing early", "merged inside", *half_batches.VARIANTS}
 print(*(name for name in decode_step.VARIANTS if name not in elsewhere), sep="\n")')
   experiment decode_step "8,384 32,384 64,850 256,850" "${others[@]}"
   experiment half_batches "64,850 128,850 256,850" "${halves[@]}"
-  experiment merge_inside "1,384 8,384 16,384 32,384 64,850 128,850 256,850" "merged inside"
+  sizes="1,384 8,384 16,384 32,384 64,850 128,850 256,850"
+  experiment merge_inside "$sizes" "merged inside"
+  experiment ring_decode "$sizes" "ring, nothing early"
 fi
 for benchmark in ${BENCHMARKS:-}; do
   options=()

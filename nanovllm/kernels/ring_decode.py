@@ -54,7 +54,7 @@ def _order(  # type: ignore[no-untyped-def]
     kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr, v_slot,
     table_stride,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    EARLY_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Order all tiles of the piece, each as soon as its stage is free."""
     first_head = gl.program_id(0) * HEADS
@@ -75,7 +75,7 @@ def _order(  # type: ignore[no-untyped-def]
             slot = gl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
             if PDL:  # noqa: SIM102 - one is known when the kernel is compiled
                 # To wait again is free. When the ring is full once, the other warps wait anyway.
-                if (ordered == STAGES) | (start + KEYS > old):
+                if (ordered == EARLY_TILES) | (start + KEYS > old):
                     gdc_wait()
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), free)
@@ -182,7 +182,7 @@ def _ring_kernel(  # type: ignore[no-untyped-def]
     scale, q_stride, v_slot, table_stride,
     NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
+    EARLY_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -200,7 +200,7 @@ def _ring_kernel(  # type: ignore[no-untyped-def]
                        context_len_ptr, piece_ptr, scale, q_stride, NUM_KV_HEADS, HEADS, GROUP, HEAD_DIM, QUERIES,
                        KEYS, STAGES, PDL)),
             (_order, (kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr,
-                      piece_ptr, v_slot, table_stride, HEADS, BLOCK_SIZE, KEYS, HEAD_DIM, STAGES, PDL)),
+                      piece_ptr, v_slot, table_stride, HEADS, BLOCK_SIZE, KEYS, HEAD_DIM, STAGES, EARLY_TILES, PDL)),
         ],
         [1],
         [REGISTERS],
@@ -236,6 +236,6 @@ def ring_decode(
         scale * LOG2_E, q.stride(0), num_blocks * block_size, block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEADS=heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys, STAGES=layout.stages, REGISTERS=ORDERING_REGISTERS,
-        PDL=early, num_warps=heads, maxnreg=layout.max_registers, launch_pdl=early,
+        EARLY_TILES=layout.early_tiles, PDL=early, num_warps=heads, maxnreg=layout.max_registers, launch_pdl=early,
     )  # fmt: skip
     merge_pieces(out, workspace, query_start, context_len, plan, keys)

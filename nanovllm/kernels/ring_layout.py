@@ -26,6 +26,12 @@ class RingLayout:
     stages: int
     programs_per_sm: int
     max_registers: int | None = None
+    early: bool = True  # whether tiles of earlier steps are ordered before the predecessor has ended
+
+    @property
+    def early_tiles(self) -> int:
+        """How many tiles a program orders, at most, before the predecessor has ended: then its ring is full."""
+        return self.stages if self.early else 0
 
     @property
     def config(self) -> DecodeConfig:

@@ -145,7 +145,7 @@ def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: tor
         arguments = (
             cache, k, v, full, empty, pointer["table"], pointer["start"], pointer["context"], pointer["plan"],
             case.kv.stride(0) // (NUM_KV_HEADS * 64), meta.block_table.stride(0),
-            layout.heads, block_size, layout.keys, 64, layout.stages, True,
+            layout.heads, block_size, layout.keys, 64, layout.stages, layout.early_tiles, True,
         )  # fmt: skip
         side = threading.Thread(target=order, args=arguments, daemon=True)
         side.start()
@@ -223,7 +223,8 @@ def compile_case(
     keys, heads, stages = 32, 4, choice.RING_BYTES // (2 * 4 * 32 * head_dim * 2)
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "HEADS": heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size,
-        "QUERIES": queries, "KEYS": keys, "STAGES": stages, "REGISTERS": kernels.ORDERING_REGISTERS, "PDL": early,
+        "QUERIES": queries, "KEYS": keys, "STAGES": stages, "REGISTERS": kernels.ORDERING_REGISTERS,
+        "EARLY_TILES": stages, "PDL": early,
     }  # fmt: skip
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "q_ptr": f"*{dtype}", "kv_desc": f"tensordesc<{dtype}{[heads, keys, head_dim]},{kernels.BOX!r}>",
