@@ -13,8 +13,8 @@ less of a layer for each, 0.1 ms of a step.
 *Small tiles*: where a program has four tiles only, its start and its end count more than its reading.
 
 *Plain decode kernel* is the engine without `ring_decode`, the kernel for Hopper GPUs. All that was named so far changes
-`paged_decode`, so there it is switched off as well, and this variant is what to compare them with. *Ring, nothing early*
-has `ring_decode`, but its first tiles are ordered when the predecessor has ended.
+`paged_decode`, so there it is switched off as well, and this variant is what to compare them with. *Ring, nothing
+early* has `ring_decode`, but its first tiles are ordered when the predecessor has ended.
 """
 
 from __future__ import annotations

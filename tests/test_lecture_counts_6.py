@@ -62,7 +62,7 @@ def phrases() -> list[str]:
         f"are filled up with {NUM_BLOCKS}",
         f"{lines[1].capitalize()} lines in Rows.fill",
         f"{lines[2].capitalize()} lines at the end of decode_step",
-        f"on an H100 with {numbers('idle.h100')[0]} sequences",
+        f"on an H200 with {numbers('idle.h200')[0]} sequences",
         f"And with {numbers('stage_6.h200')[2]} sequences: **more, or less**",
         f"step for {in_words(numbers('stage_6.h200')[2])} costs less than one and a half times a step for one",
         "for nine tenths of the step the GPU does nothing at all",
