@@ -3,7 +3,8 @@ logits are from those of the first.
 
     python -m benchmarks.decode_step --out decode_step.json [--at 32,384 --at 256,850] [--variant "keys ahead: 1 tile"]
 
-The variants other than the engine as it is are experiments. On an H200 none of those measured gained (docs/kernels.md).
+Most variants are experiments, and on an H200 none of those in docs/kernels.md gained. Each is recorded anew in every
+round, because two recordings of the same kernels differ by some percent.
 
 *Keys ahead*: during the matrix products of a layer the memory is half idle, and which keys the next layer will read is
 known. So a few programs beside them ask for the first tiles of every program of the next layer's attention, at a
@@ -13,8 +14,8 @@ less of a layer for each, 0.1 ms of a step.
 *Small tiles*: where a program has four tiles only, its start and its end count more than its reading.
 
 *Plain decode kernel* is the engine without `ring_decode`, the kernel for Hopper GPUs. All that was named so far changes
-`paged_decode`, so there it is switched off as well, and this variant is what to compare them with. *Ring, nothing
-early* has `ring_decode`, but its first tiles are ordered when the predecessor has ended.
+`paged_decode`, so there it is switched off as well, and in records since then this is what to compare them with.
+*Ring, nothing early* has `ring_decode`, but its first tiles are ordered when the predecessor has ended.
 """
 
 from __future__ import annotations
@@ -181,10 +182,16 @@ def measure(sizes: list[tuple[int, int]], names: list[str], rounds: int) -> list
     rows.block_table[rows.scratch_row] = runner.num_kv_blocks
     rows.temperature.fill_(0.6)
     found = []
+    for kv in runner.kv:
+        kv.normal_()
     for batch_size, context in sizes:
         batch = graphs.batches[batch_size]
-        replays = {}
-        for name in names:
+        columns = -(-context // rows.block_size)
+        blocks = torch.randperm(runner.num_kv_blocks)[: batch_size * columns]  # in any order, as after hours of service
+        rows.block_table[:batch_size, :columns] = blocks.view(batch_size, columns).int().to(rows.device)
+        times: dict[str, list[float]] = {name: [] for name in names}
+        logits: dict[str, Tensor] = {}
+        for name in names * rounds:
             graphs._load(batch, [])
             with VARIANTS[name](runner.kv) as side:
 
@@ -194,16 +201,10 @@ def measure(sizes: list[tuple[int, int]], names: list[str], rounds: int) -> list
                         torch.cuda.current_stream().wait_stream(side)
                     return outputs
 
-                replays[name] = CudaGraphRecorder()(step)
-        columns = -(-context // rows.block_size)
-        blocks = torch.randperm(runner.num_kv_blocks)[: batch_size * columns]  # in any order, as after hours of service
-        rows.block_table[:batch_size, :columns] = blocks.view(batch_size, columns).int().to(rows.device)
-        graphs._load(batch, [(row, context - 1) for row in range(batch_size)])
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(rounds):
-            for name, replay in replays.items():
-                times[name].append(milliseconds(replay))
-        logits = {name: replays[name]()[1].float().clone() for name in names}
+                replay = CudaGraphRecorder()(step)
+            graphs._load(batch, [(row, context - 1) for row in range(batch_size)])
+            times[name].append(milliseconds(replay))
+            logits[name] = replay()[1].float().clone()
         scale = logits[names[0]].abs().max()
         for name in names:
             row = {"batch": batch_size, "context": context, "variant": name, "milliseconds": times[name]}

@@ -1,9 +1,9 @@
 """An experiment for `benchmarks/decode_step.py`: the decode kernel merges its pieces itself.
 
 A sequence that was cut into pieces is merged by a kernel of its own, which has next to nothing to do but costs a launch
-and a wait: at small batches it adds about a fifth to a layer. Here the program that arrives last at a sequence merges
-it: it knows from a counter that the others have written theirs. The counter is back at 0 then, so that a recording can
-be replayed.
+and a wait: at small batches it seems to add about a fifth to a layer. Here the program that arrives last at a sequence
+merges it: it knows from a counter that the others have written theirs. The counter is back at 0 then, so that a
+recording can be replayed.
 
 Prediction for an H200: an atomic and a read of partial results that are in L2 take about 1.5 us, so 3 to 4 us less of
 a layer at batch 1, 2 to 3 at batch 128. Measured, it loses at every batch (docs/kernels.md): most of what the small

@@ -76,10 +76,21 @@ def measure(
     chosen, config = headline.Sizes(**sizes), read_config(Path(model))
     scheduler = engine.llm.engine.scheduler
     commit = scheduler.commit
-    ends: list[tuple[float, list[Scheduled]]] = []
+
+    found: Repetition = {}
+    reckon = Reckoner(config, Limits(**limits), itemsize)
+    begin = 0.0
 
     def timed_commit(plan: Any, result: Any) -> Any:
-        ends.append((time.perf_counter(), plan.scheduled))
+        # The plan is not kept: Python's garbage collector would go through all plans again and again.
+        nonlocal begin
+        end = time.perf_counter()
+        kind, least = reckon(plan.scheduled)
+        row = found[kind]
+        row["steps"] += 1
+        row["seconds"] += end - begin
+        row["least_seconds"] += least
+        begin = end
         return commit(plan, result)
 
     prompts, _ = headline.draw(-1, chosen)
@@ -88,18 +99,10 @@ def measure(
     repetitions = []
     for number in range(repeats):
         prompts, max_tokens = headline.draw(number, chosen)
-        ends.clear()
+        found = {kind: {"steps": 0, "seconds": 0.0, "least_seconds": 0.0} for kind in KINDS}
+        reckon = Reckoner(config, Limits(**limits), itemsize)
         begin = time.perf_counter()
         engine.generate(prompts, max_tokens, headline.TEMPERATURE)
-        found: Repetition = {kind: {"steps": 0, "seconds": 0.0, "least_seconds": 0.0} for kind in KINDS}
-        reckon = Reckoner(config, Limits(**limits), itemsize)
-        for end, scheduled in ends:
-            kind, least = reckon(scheduled)
-            row = found[kind]
-            row["steps"] += 1
-            row["seconds"] += end - begin
-            row["least_seconds"] += least
-            begin = end
         repetitions.append(found)
         print(found, flush=True)
     return repetitions

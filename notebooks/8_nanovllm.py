@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 8. nanovllm: one request through the real engine
 #
-# Five stages, one idea each, and at the end of them a complete engine in five files. The package `nanovllm` is the same
+# Five stages, one idea each, and at the end of them a complete engine in five files (stages 6 and 7 add recordings and
+# ranks). The package `nanovllm` is the same
 # engine again, built to be fast and to be used: nothing in it will be new to you, but everything has moved, because
 # here *who decides* and *who computes* live apart.
 #
@@ -96,8 +97,11 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 # | 2 | keep keys and values | `runner/model_runner.py`, which owns the tensors; `runner/memory.py`, which sizes them |
 # | 3 | blocks, tables, slots | `engine/block_manager.py` (who has which), `runner/batch.py` (slots), `attention/` |
 # | 3 | the kernel beside it | `kernels/paged_prefill.py`, `kernels/paged_decode.py`, `kernels/kv_write.py` |
+# | – | the same on Hopper | `kernels/ring_decode.py` |
 # | 4 | chained hashes, ref counts, LRU | `engine/block_manager.py` |
 # | 5 | queues, budget, chunks, preemption | `engine/scheduler.py`, `engine/waiting_queue.py`, `engine/sequence.py` |
+# | 6 | recordings, buckets, padding | `runner/cuda_graphs.py`; of prompts `runner/chunk_graphs.py` |
+# | 7 | shares, sums, ranks | `models/sharding.py`, `distributed/`, `runner/parallel_executor.py` |
 # | `core.py` | parameters, events | `sampling_params.py`, `engine/trace.py` |
 # | `model.py` | a model that never sees a batch | `models/transformer.py`, `layers/` |
 # | `checkpoint.py` | strict about every tensor | `models/loader.py`, `models/checkpoint.py`, `models/config.py` |
@@ -220,6 +224,9 @@ for message in said[:8]:
 #
 # **File 6, `runner/sampler.py`**, draws the tokens: `argmax(logit + temperature * noise)`. The noise depends on the
 # request's seed and on how many tokens it has, on nothing else: not on the batch, the row, or a preemption.
+#
+# On a GPU a plain decode step is replayed ([stage 6](6_cuda_graphs.ipynb)). There `runner/cuda_graphs.py` takes the
+# place of file 5, and file 6 is `kernels/sample.py`, inside the recording: six files again.
 #
 # Back up: the result is committed. Only now is a block full of known tokens given its name, and only now can others
 # find it:
@@ -395,8 +402,8 @@ source(BlockManager.find_prefix)
 #
 # There is no `make stage-8-exercise`: nothing is left out here. Three ways to make the engine your own instead:
 #
-# - **Break it.** `tests/engine/faults.py` lists thirty plausible mistakes, each a small edit. Make one of them by hand,
-#   say what you expect to go wrong, and run `pytest tests/engine/test_shadow_kv.py`.
+# - **Break it.** `tests/engine/faults.py` lists some thirty plausible mistakes, each a small edit. Make one of them by
+#   hand, say what you expect to go wrong, and run `pytest tests/engine/test_shadow_kv.py`.
 # - **Ask it.** `nanovllm info` says what was chosen on your machine and why; `nanovllm bench` how fast that is.
 # - **Extend it.** A policy that lets short prompts overtake long ones is a change of one line in `_order`
 #   (`engine/scheduler.py`). What does it do to the promise that within a priority nothing waits for ever?

@@ -1,8 +1,8 @@
-"""Attention by the flash-attn library for prefill, by our Triton kernel for decode.
+"""Attention by the flash-attn library for prefill, by our kernels for decode.
 
 Two packages go by that name. `flash-attn-4` is pure Python over NVIDIA's CuTe DSL and installs from wheels, while
-version 2, `flash-attn`, has to be compiled. On Hopper the former has no split-KV and the latter decodes no faster than
-our kernel, so both are used for what they are best at, long chunks of queries.
+version 2, `flash-attn`, has to be compiled. On Hopper the former has no split-KV, so both are used for what they are
+best at, long chunks of queries.
 """
 
 from collections.abc import Callable

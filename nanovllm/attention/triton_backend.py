@@ -1,4 +1,4 @@
-"""Attention by our Triton kernels: the default on a GPU. Nothing has to be built beforehand."""
+"""Attention by our kernels in Triton and Gluon: the default on a GPU. Nothing has to be built beforehand."""
 
 import torch
 

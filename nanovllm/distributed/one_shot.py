@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SWITCH = "NANOVLLM_ONE_SHOT_BYTES"
-MAX_BYTES = 1024 * 1024  # MAX_ROWS rows of 8 KiB; on 2 and 4 H200s it was faster than NCCL even for twice as much
+MAX_BYTES = 1024 * 1024  # MAX_ROWS rows of 8 KiB; on 2 and 4 H200s twice as much was still faster than NCCL (cc9dd9c)
 MAX_BYTES_OF_MANY = 256 * 1024  # more ranks send more messages; a guess, since only 2 and 4 ranks were measured
 MANY = 5  # ranks
 PATIENCE = timedelta(seconds=30)  # how long ranks wait for each other's handles

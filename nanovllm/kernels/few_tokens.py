@@ -1,7 +1,8 @@
 """Which kernel computes a linear layer for few tokens: one of ours, or the library's.
 
-The borders are where one began to beat the other on an H200, on the layers of models of 0.6 and 8 billion parameters,
-the latter also cut in two and in four. `benchmarks/linears.py` measures them, docs/kernels.md has the table.
+The borders are where one began to beat the other by more than a few percent on an H200, on the layers of models of 0.6
+and 8 billion parameters, the latter also cut in two and in four. `benchmarks/linears.py` measures them, docs/kernels.md
+has the table.
 """
 
 from collections.abc import Callable

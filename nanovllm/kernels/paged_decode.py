@@ -49,7 +49,8 @@ def decode_config(head_dim: int, element_size: int) -> DecodeConfig:
 
     By Little's law an H100 must have 3.1 TB/s * 0.8 microseconds = 2.5 MB on its way to stay busy, 19 KB for each of
     its 132 multiprocessors. Three programs, each with a tile of K and one of V on their way, cover that even while two
-    of them compute. Registers allow no fourth, and smaller tiles pay more often for the reductions across warps.
+    of them compute. Registers allow no fourth of this size. By themselves some other layouts are as fast on an H200
+    (`benchmarks/results/kernels.h200.json`); those that were tried in a recorded step were slower (docs/kernels.md).
     """
     return DecodeConfig(keys=keys_per_tile(head_dim, element_size, 16 * 1024))
 

@@ -1,4 +1,4 @@
-"""Decode attention whose memory never rests: `paged_decode` for Hopper GPUs, in Gluon, the language below Triton.
+"""Decode attention that orders keys while it computes: `paged_decode` for Hopper GPUs, in Gluon, below Triton.
 
 Plan, equal shares, partial results and their merge are those of `paged_decode.py`. But its programs have one tile of
 keys on the way while they compute with another, and stop reading at the end of every sequence. Here the tiles of a

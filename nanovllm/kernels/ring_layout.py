@@ -1,7 +1,8 @@
 """When decode attention is `ring_decode`, the kernel for Hopper, and how that is laid out.
 
-Apart from the kernel, because that file cannot be imported where Triton has no Gluon. The layout is the fastest of a
-dozen on an H200. With few sequences `paged_decode` is faster: there is not much to read, and most of it by neighbours.
+Apart from the kernel, because that file cannot be imported where Triton has no Gluon. Of the layouts that were tried by
+themselves on an H200 this one was among the fastest at every batch (`benchmarks/results/kernels.h200.json` has four).
+Below 16 sequences it is `paged_decode`: at one that was faster, and in between nothing was measured.
 """
 
 from dataclasses import dataclass

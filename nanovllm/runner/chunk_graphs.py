@@ -27,8 +27,8 @@ SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2
 # Of a recording, one of them the padding; and how many tokens it samples, one behind every guess included. Each place
 # costs a little even if it is empty
 MAX_SEQUENCES = 64
-# Operations that an H200 does, at its measured rate for prefill, in about the time that launching a layer kernel by
-# kernel takes: a quarter to a third of a millisecond
+# Operations that an H200 does, at its measured rate for large products, in about the time that launching a layer kernel
+# by kernel takes: a third of a millisecond
 OPERATIONS_WHILE_LAUNCHING = 2 * 10**11
 
 
