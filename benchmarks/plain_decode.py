@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -27,8 +26,8 @@ def late_ring(_: list[Tensor] | None = None) -> Iterator[None]:
     """`ring_decode` orders its first tiles when its predecessor has ended, like all others."""
     usual = triton_backend.ring_layout
 
-    def late(*arguments: Any) -> RingLayout | None:
-        layout = usual(*arguments)
+    def late(q: Tensor, kv: Tensor, num_sequences: int) -> RingLayout | None:
+        layout = usual(q, kv, num_sequences)
         return None if layout is None else replace(layout, early=False)
 
     triton_backend.ring_layout = late
