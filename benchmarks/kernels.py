@@ -144,8 +144,7 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
     if kind == "ring decode" and not has_ring(q.device):
         return {**row, "error": "this GPU has no ring of keys"}
     if kind != "prefill":
-        keys, heads, stages, programs, *registers = layout
-        ring = RingLayout(keys, heads, stages, programs, *registers[:1]) if kind == "ring decode" else None
+        ring = RingLayout(*layout) if kind == "ring decode" else None
         config = DecodeConfig(*layout) if ring is None else ring.config
         num_sms = torch.cuda.get_device_properties().multi_processor_count
         pieces = num_sms * config.programs_per_sm // NUM_KV_HEADS

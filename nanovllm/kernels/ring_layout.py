@@ -5,7 +5,7 @@ themselves on an H200 this one was among the fastest at every batch (`benchmarks
 Below 16 sequences it is `paged_decode`: at one that was faster, and in between nothing was measured.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -27,7 +27,7 @@ class RingLayout:
     stages: int
     programs_per_sm: int
     max_registers: int | None = None
-    early: bool = True  # whether tiles of earlier steps are ordered before the predecessor has ended
+    early: bool = field(default=True, kw_only=True)  # may tiles of earlier steps be ordered before its turn
 
     @property
     def early_tiles(self) -> int:
