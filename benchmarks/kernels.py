@@ -181,11 +181,16 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
     return row | problem.measure(attend)
 
 
-def layout(text: str) -> tuple[int, ...]:
-    numbers = tuple(map(int, text.split(",")))
-    if len(numbers) not in (4, 5, 6):
-        raise argparse.ArgumentTypeError(f"four numbers are needed, of a ring or a prefill by TMA more; got {text!r}")
-    return numbers
+def layout(*lengths: int) -> Callable[[str], tuple[int, ...]]:
+    """An argument of so many numbers."""
+
+    def read(text: str) -> tuple[int, ...]:
+        numbers = tuple(map(int, text.split(",")))
+        if len(numbers) not in lengths:
+            raise argparse.ArgumentTypeError(f"{' or '.join(map(str, lengths))} numbers are needed, not {text!r}")
+        return numbers
+
+    return read
 
 
 def show(row: dict[str, Any], limits: dict[str, Any]) -> None:
@@ -206,9 +211,9 @@ def show(row: dict[str, Any], limits: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--decode", type=layout, action="append", metavar="KEYS,WARPS,STAGES,PROGRAMS")
-    parser.add_argument("--ring", type=layout, action="append", metavar="KEYS,HEADS,STAGES,PROGRAMS[,REGISTERS]")
-    parser.add_argument("--prefill", type=layout, action="append", metavar="ROWS,KEYS,WARPS,STAGES[,1,REGISTERS]")
+    parser.add_argument("--decode", type=layout(4), action="append", metavar="KEYS,WARPS,STAGES,PROGRAMS")
+    parser.add_argument("--ring", type=layout(4, 5), action="append", metavar="KEYS,HEADS,STAGES,PROGRAMS[,REGISTERS]")
+    parser.add_argument("--prefill", type=layout(4, 6), action="append", metavar="ROWS,KEYS,WARPS,STAGES[,1,REGISTERS]")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks.kernels measures a GPU, and this machine has none", file=sys.stderr)

@@ -54,7 +54,7 @@ class Reckoner:
         num_bytes = operations = 0
         prompts = False
         for s in scheduled:
-            if s.key in self.begun:
+            if s.key in self.begun and s.num_tokens == 1:  # more are computed anew, after a preemption
                 num_bytes += (s.start + 1) * self.key_bytes
                 continue
             prompts = True

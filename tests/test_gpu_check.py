@@ -31,7 +31,7 @@ def asked_for(tmp_path: Path, **environment: str) -> list[list[str]]:
     python, asked = tmp_path / "python", tmp_path / "asked"
     python.write_text(STAND_IN)
     python.chmod(0o755)
-    environment |= {"OUT": str(tmp_path / "out"), "ASKED": str(asked), "TESTS": ""}
+    environment |= {"OUT": str(tmp_path / "out"), "ASKED": str(asked), "TESTS": "", "STAGES": "", "BENCHMARKS": ""}
     command = ["bash", "tools/gpu_check.sh", str(python)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,7 @@ if [ -n "${KERNELS:-}" ]; then
   card=$("$python" -c '
 import json, sys
 from benchmarks.harness import card_slug
-print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || status=1
+print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || exit 1
   "$python" -m benchmarks.kernels --out "$out/kernels.$card.json" || status=1
   for name in fused linears; do
     "$python" -m "benchmarks.$name" --out "$out/$name.$card.json" --commit "$commit" || status=1

@@ -29,7 +29,7 @@ from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
 from nanovllm.kernels.paged_tile import LOG2_E, ask_for_keys, attend_keys, keys_per_tile, locate, padded_sequences
 
 MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
-FEW_SEQUENCES = 16  # each of them is cut into many parts, and those of more sequences into few
+FEW_SEQUENCES = 16  # fewer are cut into many parts each, and so many or more into few
 MANY_PARTS, FEW_PARTS = 16, 4  # that are merged at once
 PREFETCHED_TILES = 2  # of each program: 25 MB on an H100, half of its L2 cache
 
@@ -165,7 +165,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each border between pieces: it merges the sequence that has its first border there, if one has.
+    """A program for each border between pieces (query, head): it merges the sequence that has its first border there.
 
     The whole layer waits for this kernel, so where the parts lie is worked out before it waits itself.
     """
@@ -288,13 +288,13 @@ def merge_pieces(
     out: torch.Tensor, workspace: DecodeWorkspace, query_start: torch.Tensor, context_len: torch.Tensor,
     plan: torch.Tensor, keys: int,
 ) -> None:  # fmt: skip
-    """Write those rows of `out` whose sequences were cut, from the partial results; `keys` of a tile, else as above."""
+    """Write those rows of `out` whose sequences were cut. keys: of a tile of the plan; else as of `paged_decode`."""
     pieces, _, queries, num_heads = workspace.m.shape
     pdl = overlaps_launches(out.device)
     if pieces > 1:
         _merge_kernel[(num_heads, (pieces - 1) * queries)](
             out, workspace.m, workspace.denom, workspace.acc, query_start, context_len, plan, pieces,
             NUM_HEADS=num_heads, HEAD_DIM=out.shape[2], QUERIES=queries, KEYS=keys,
-            PARTS=MANY_PARTS if context_len.shape[0] <= FEW_SEQUENCES else FEW_PARTS, PDL=pdl,
+            PARTS=MANY_PARTS if context_len.shape[0] < FEW_SEQUENCES else FEW_PARTS, PDL=pdl,
             num_warps=1, launch_pdl=pdl,
         )  # fmt: skip

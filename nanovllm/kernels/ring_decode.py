@@ -17,8 +17,8 @@ scores there are masked, and such values, which may be NaN, are replaced by zero
 *Old tiles are ordered early*, before the predecessor has ended. Unlike a prefetch to L2 this is a read for good, so a
 tile is old only if all its keys were written by earlier steps. That holds, and they can be read:
 - These are the keys before position context_len - query_len: a sequence's queries are all its tokens of this step.
-  Except in a recorded step, where the tokens of a row are decodes of their own, one after the other. So a sequence
-  whose oldest new key is where the context of the one before it ends counts as having no old keys.
+  Except in a recording of decodes, where tokens of a row may be decodes of their own, one after the other. So a
+  sequence whose oldest new key is where the context of the one before it ends counts as having no old keys.
 - Nobody else writes to them in this step. A block that is written to has one owner: only full blocks are shared, and
   found by others only after the step that filled them was committed; blocks that change hands do so between steps.
 - Earlier steps have ended. The first attention of a step is launched without overlap, and so is its plan: neither

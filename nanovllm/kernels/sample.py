@@ -41,8 +41,9 @@ def _log(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
 def _uniform(low, high, token_ids):  # type: ignore[no-untyped-def]
     """`mix32(mix32(token_ids ^ low) + high)` made a number in (0, 1]; low, high: the halves of a row's key, uint32.
 
-    In the fewest instructions: a row's own part of the first step is worked out once, three operations of bits at once
-    are one, and of an even number "plus a half, times 2**-31" is one multiply-add, because powers of two round nothing.
+    In the fewest instructions: a row's own part of the first step is worked out once, up to three bitwise operations
+    are a single one of the GPU's, and of an even number "plus a half, times 2**-31" is one multiply-add, because powers
+    of two round nothing.
     """
     x = (token_ids ^ (token_ids >> 16) ^ (low ^ (low >> 16))) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B

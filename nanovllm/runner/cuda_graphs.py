@@ -242,7 +242,9 @@ class DecodeGraphs:
 
 # Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
 # and compiled variants that such steps can need.
-UNRECORDED = [(1, 32), (32,), (17,) * 33, (1,) * 33, (2,), (2,) * 33, (17,), (65,), (129,)]
+UNRECORDED = [
+    (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (2,) * 16, (2,) * 33, (17,), (65,), (129,),
+]  # fmt: skip
 
 
 @torch.inference_mode()

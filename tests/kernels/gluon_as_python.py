@@ -39,13 +39,16 @@ def store_elements(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) ->
 class Barrier:
     """Of one arrival and any number of bytes; it counts its phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, *given_up: "Memory") -> None:
         self.changed, self.phase, self.bytes, self.arrived = threading.Condition(), 0, 0, False
+        self.given_up = given_up
 
     def happens(self, arrives: bool, more: int) -> None:
         with self.changed:
             assert not (arrives and self.arrived)  # nobody arrives twice in a phase
             self.arrived |= arrives
+            for memory in self.given_up:  # anybody may write there from now on
+                memory.tile.fill_(float("nan"))
             self.bytes += more
             if self.arrived and not self.bytes:
                 self.phase, self.arrived = self.phase + 1, False

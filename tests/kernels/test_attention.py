@@ -100,6 +100,8 @@ def test_triton_merges_many_pieces_among_many_sequences() -> None:
     for num_sms in (10, 25):  # fewer pieces than tiles, and more
         backend = on_cpu(lambda num_sms=num_sms: TritonBackend(num_sms))  # type: ignore[misc]
         check(backend, make_case(lengths, num_kv_heads=1, head_dim=128, seed=2), FP32)
+        verified = [(n if context < 5 + n else 3, context) for n, context in lengths]
+        check(backend, make_case(verified, num_kv_heads=1, head_dim=128, seed=2), FP32)
     assert FEW_PARTS < 10
 
 

@@ -139,7 +139,8 @@ def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: tor
     for program in ((heads, piece) for heads in range(NUM_KV_HEADS // layout.heads) for piece in range(pieces)):
         shape = layout.heads, layout.keys, 64
         k, v = (Ring(Memory(torch.full(shape, float("nan"))) for _ in range(layout.stages)) for _ in range(2))
-        full, empty = (Ring(Barrier() for _ in range(layout.stages)) for _ in range(2))
+        full = Ring(Barrier() for _ in range(layout.stages))
+        empty = Ring(Barrier(*places) for places in zip(k, v, strict=True))
         cache = Cache(*(kv.view(-1, NUM_KV_HEADS, 64).transpose(0, 1) for kv in (before, case.kv)))
         order = as_python("_order", program, cache)
         arguments = (
@@ -210,6 +211,12 @@ COMPILED: list[tuple[int, int, int, int, int, str, bool]] = [
 ]
 
 
+def gives_up_together(ptx: str) -> bool:
+    """Whether all warps have read a place before one thread gives it up: only the compiler puts that barrier there."""
+    read = ptx.rindex("ldmatrix", 0, ptx.rindex("mbarrier.arrive.shared"))
+    return "bar.sync" in ptx[read : ptx.index("mbarrier.arrive.shared", read)]
+
+
 def compile_case(
     head_dim: int, num_kv_heads: int, group: int, block_size: int, queries: int, dtype: str, early: bool,
 ) -> dict[str, Any]:  # fmt: skip
@@ -247,6 +254,7 @@ def compile_case(
         "registers": [int(n) for n in re.findall(r"Used (\d+) registers", said)],
         "waits": compiled.asm["ptx"].count("griddepcontrol.wait"),
         "boxes": len(re.findall(r"cp\.async\.bulk\.tensor\.3d", compiled.asm["ptx"])),
+        "together": gives_up_together(compiled.asm["ptx"]),
     }
 
 
@@ -261,6 +269,7 @@ def test_it_fits_a_hopper_multiprocessor() -> None:
         assert found["registers"] == [choice.MAX_REGISTERS], said
         assert choice.RING_BYTES <= found["shared"] <= 227 * 1024, said
         assert found["waits"] == (2 if case[-1] else 0) and found["boxes"] >= 2, said
+        assert found["together"], said
 
 
 if __name__ == "__main__":
