@@ -141,7 +141,8 @@ def phases_table(card: str, directory: Path) -> list[str]:
             lines.append(row(kind, *cells))
             totals = [totals[0] + spent, totals[1] + needed]
     lines.append(row("all", "", *(f"{n:.2f}" for n in (*totals, totals[0] - totals[1]))))
-    return [*lines, "", origin(results)]
+    where = origin(results).replace("Medians, with the spread over all rounds", "The shortest of all rounds")
+    return [*lines, "", where]
 
 
 def cpu_table(_: str, directory: Path) -> list[str]:
