@@ -222,8 +222,9 @@ def main() -> int:
 
     from benchmarks.ceilings import matmul_rate, read_bandwidth
     from benchmarks.harness import commit
+    from nanovllm.kernels.launch import is_hopper
     from nanovllm.kernels.paged_decode import decode_config
-    from nanovllm.kernels.paged_prefill import is_hopper, prefill_config
+    from nanovllm.kernels.paged_prefill import prefill_config
     from nanovllm.kernels.ring_layout import ring_layout
 
     limits = {"read": read_bandwidth(), "matmul": matmul_rate()}

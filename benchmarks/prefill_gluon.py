@@ -35,7 +35,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from benchmarks.prefill_gluon_kernel import prefill_kernel
 from nanovllm.attention.interface import AttentionMetadata
-from nanovllm.kernels.paged_prefill import is_hopper, paged_prefill, prefill_config
+from nanovllm.kernels.launch import is_hopper
+from nanovllm.kernels.paged_prefill import paged_prefill, prefill_config
 from nanovllm.kernels.paged_tile import LOG2_E, padded_sequences
 
 ROUNDS = 3

@@ -337,8 +337,8 @@ show_table("stage_7", RESULTS)
 
 # %% [markdown]
 # Memory is all that the ranks gain here. On GPUs they gain time, too. This is not the stage but the engine, `nanovllm`,
-# with a model of 8 billion parameters on one, two and four H200s; then where a step goes; and what a sum takes by
-# itself, through NCCL and in one exchange between GPUs that can write to each other's memory (docs/ranks.md):
+# with a model of 8 billion parameters on one, two and four H200s, beside vLLM; then where a step goes; and what a sum
+# takes by itself, through NCCL and in one exchange between GPUs that can write to each other's memory (docs/ranks.md):
 
 # %%
 show_table("tensor_parallel.h200", RESULTS)

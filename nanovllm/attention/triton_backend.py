@@ -4,6 +4,7 @@ import torch
 
 from nanovllm.attention.interface import AttentionMetadata, Shared
 from nanovllm.kernels.kv_write import kv_write
+from nanovllm.kernels.launch import is_hopper
 from nanovllm.kernels.paged_decode import (
     MAX_ROWS,
     DecodeWorkspace,
@@ -11,7 +12,7 @@ from nanovllm.kernels.paged_decode import (
     paged_decode,
     plan_decode,
 )
-from nanovllm.kernels.paged_prefill import is_hopper, paged_prefill, prefill_config
+from nanovllm.kernels.paged_prefill import paged_prefill, prefill_config
 from nanovllm.kernels.ring_layout import ring_layout
 
 

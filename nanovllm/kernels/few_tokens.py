@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from nanovllm.kernels.launch import shared_memory
+from nanovllm.kernels.launch import is_hopper, shared_memory
 from nanovllm.kernels.skinny_linear import skinny_linear
 from nanovllm.kernels.tiled_linear import MAX_SPLITS, PROGRAMS, Tile, num_splits, tiled_linear
 
@@ -87,7 +87,7 @@ def few_tokens(
 @cache
 def early_kernel(device: torch.device) -> Callable[..., torch.Tensor] | None:
     """`early_linear` if it can run: on Hopper alone, and only while Triton has Gluon where we look for it."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if not is_hopper(device):
         return None
     try:
         from nanovllm.kernels.early_linear import early_linear

@@ -38,6 +38,11 @@ def overlaps_launches(device: torch.device) -> bool:
 
 
 @cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of it that a program can have; those of a Hopper GPU for what is no GPU."""
     if device.type != "cuda":

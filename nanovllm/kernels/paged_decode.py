@@ -29,7 +29,7 @@ from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
 from nanovllm.kernels.paged_tile import LOG2_E, ask_for_keys, attend_keys, keys_per_tile, locate, padded_sequences
 
 MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
-FEW_SEQUENCES = 16  # fewer are cut into many parts each, and so many or more into few
+FEW_SEQUENCES = 16  # fewer are cut into many parts each; so many or more into few, and they are for `ring_decode`
 MANY_PARTS, FEW_PARTS = 16, 4  # that are merged at once
 PREFETCHED_TILES = 2  # of each program: 25 MB on an H100, half of its L2 cache
 

@@ -2,7 +2,7 @@
 
 Apart from the kernel, because that file cannot be imported where Triton has no Gluon. Of the layouts that were tried by
 themselves on an H200 this one was among the fastest at every batch (`benchmarks/results/kernels.h200.json` has four).
-Below 16 sequences it is `paged_decode`: at one that was faster, and in between nothing was measured.
+With few sequences it is `paged_decode`: with one that was faster, and up to 16 nothing else was measured.
 """
 
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from functools import cache
 
 import torch
 
-from nanovllm.kernels.paged_decode import MAX_ROWS, DecodeConfig
+from nanovllm.kernels.launch import is_hopper
+from nanovllm.kernels.paged_decode import FEW_SEQUENCES, MAX_ROWS, DecodeConfig
 
-MIN_SEQUENCES = 16
 RING_BYTES = 192 * 1024  # of shared memory, for the tiles of all programs of a multiprocessor
 MAX_REGISTERS = 160  # of a thread. The compiler would take all, and no other kernel could begin beside this one
 
@@ -50,7 +50,7 @@ def ring_layout(q: torch.Tensor, kv: torch.Tensor, num_sequences: int) -> RingLa
     keys, heads = 32, 4
     fits = head_dim in (64, 128) and q.element_size() == 2 and block_size >= keys
     dealt_out = num_kv_heads % heads == 0 and q.shape[1] // num_kv_heads <= MAX_ROWS
-    if num_sequences < MIN_SEQUENCES or not fits or not dealt_out or not has_ring(q.device):
+    if num_sequences < FEW_SEQUENCES or not fits or not dealt_out or not has_ring(q.device):
         return None
     return RingLayout(keys, heads, RING_BYTES // (2 * heads * keys * head_dim * q.element_size()), 1, MAX_REGISTERS)
 
@@ -58,7 +58,7 @@ def ring_layout(q: torch.Tensor, kv: torch.Tensor, num_sequences: int) -> RingLa
 @cache
 def has_ring(device: torch.device) -> bool:
     """Whether `ring_decode` can run: on Hopper alone, and only while Triton has Gluon where we look for it."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if not is_hopper(device):
         return False
     try:
         import nanovllm.kernels.ring_decode  # noqa: F401

@@ -170,7 +170,8 @@ def test_boxes_lie_in_one_block() -> None:
 )
 def test_when_keys_come_by_tma(head_dim: int, element_size: int, block_size: int, hopper: bool, tma: bool) -> None:
     pytest.importorskip("triton")
-    from nanovllm.kernels.paged_prefill import is_hopper, prefill_config
+    from nanovllm.kernels.launch import is_hopper
+    from nanovllm.kernels.paged_prefill import prefill_config
 
     config = prefill_config(head_dim, element_size, block_size, hopper)
     assert config.tma == tma

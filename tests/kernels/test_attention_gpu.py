@@ -57,7 +57,8 @@ def test_triton(head_dim: int, block_size: int, group: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_prefill_by_tma(head_dim: int, group: int, dtype: torch.dtype) -> None:
     """A block that is one box, groups that leave rows idle, and the layout by pointers beside the one by TMA."""
-    from nanovllm.kernels.paged_prefill import is_hopper, paged_prefill, prefill_config
+    from nanovllm.kernels.launch import is_hopper
+    from nanovllm.kernels.paged_prefill import paged_prefill, prefill_config
 
     block_size = 64
     case = make_case(PREFILL, group=group, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda")

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels import few_tokens as choice
 from nanovllm.kernels.few_tokens import EARLY_SHARED, EarlyTile, early_kernel, early_tile, few_tokens
+from nanovllm.kernels.launch import is_hopper
 
 ROOT = Path(__file__).parents[2]
 HOW: dict[str, dict[str, bool]] = {"plain": {}, "gated": {"gated": True}, "partial": {"partial": True}}
@@ -80,15 +81,20 @@ def test_a_shape_or_dtype_that_is_none_for_it(hopper: None) -> None:
     assert tile_of(32, "gated", 8192 + 64, 4096) is None and tile_of(32, "gated", 8192 + 128, 4096) is not None
 
 
+def forget() -> None:
+    for known in (early_kernel, is_hopper):
+        known.cache_clear()
+
+
 def test_without_gluon_or_hopper_it_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another GPU, and a Triton that has moved Gluon: the chooser takes what runs on any."""
     found = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (8, 0), torch.device("cuda", 2): (10, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
     monkeypatch.delitem(sys.modules, "nanovllm.kernels.early_linear", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)  # an import of it fails
-    early_kernel.cache_clear()
+    forget()
     assert [early_kernel(device) for device in (*found, torch.device("cpu"))] == [None] * 4
-    early_kernel.cache_clear()
+    forget()
 
     monkeypatch.setattr(choice, "early_kernel", lambda device: None)
     for num_tokens in (17, 64, 65, 128, 129, 256):

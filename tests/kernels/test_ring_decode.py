@@ -25,6 +25,7 @@ from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.engine.plan import Scheduled
 from nanovllm.kernels import ring_decode as kernels
 from nanovllm.kernels import ring_layout as choice
+from nanovllm.kernels.launch import is_hopper
 from nanovllm.kernels.paged_decode import DecodeWorkspace, merge_pieces, plan_decode
 from nanovllm.kernels.paged_tile import LOG2_E
 from nanovllm.kernels.ring_layout import RingLayout, has_ring, ring_layout
@@ -59,17 +60,22 @@ def test_what_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [n for n in (1, 2, 3, 4, 6, 8, 10, 12, 16) if layout_of(num_kv_heads=n)] == [4, 8, 12, 16]
 
 
+def forget() -> None:
+    for known in (has_ring, is_hopper):
+        known.cache_clear()
+
+
 def test_not_without_hopper_or_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (8, 0), torch.device("cuda", 2): (10, 0)}
     devices = [*found, torch.device("cpu")]
     monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
-    has_ring.cache_clear()
+    forget()
     assert [has_ring(device) for device in devices] == [True, False, False, False]
     monkeypatch.delitem(sys.modules, "nanovllm.kernels.ring_decode", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)  # an import of it fails
-    has_ring.cache_clear()
+    forget()
     assert [has_ring(device) for device in devices] == [False] * 4
-    has_ring.cache_clear()
+    forget()
 
 
 def test_the_plan_of_a_step_is_for_the_kernel_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
