@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -63,6 +64,8 @@ def serve(args: argparse.Namespace) -> None:
             access_log=False,
             timeout_graceful_shutdown=args.drain_timeout,
         )
+        gc.collect()
+        gc.freeze()  # what is loaded stays: a full collection would look at all of it, and no token come meanwhile
         Server(config).run(sockets=[sock])
 
 

@@ -68,6 +68,20 @@ def started(command: list[str], **environment: str) -> Iterator[Process]:
         process.popen.wait()
 
 
+def test_collections_leave_out_what_was_loaded() -> None:
+    """Python's garbage collector would stop all streams for the time that it takes to look at every object."""
+    program = """
+import gc
+from nanovllm.cli import main
+from nanovllm.server.serve import Server
+Server.run = lambda self, sockets: print(gc.get_freeze_count(), len(gc.get_objects()), flush=True)
+main(["serve", "--port", "0"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90)
+    frozen, others = map(int, done.stdout.split())
+    assert frozen > 100 * others, done.stderr
+
+
 def test_a_server_answers_drains_on_sigterm_and_has_kept_nothing_of_what_was_said() -> None:
     command = [sys.executable, "-m", "nanovllm.cli", "serve", "--port", "0", "--kv-cache-gib", "0.01"]
     with started(command, NANOVLLM_API_KEY="sesame") as process:
