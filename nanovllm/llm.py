@@ -118,7 +118,7 @@ class LLM:
             for i, (request_id, prompt, p, order) in enumerate(zip(ids, batch, params, priorities, strict=True)):
                 with naming(f"prompts[{i}]"):
                     token_ids = self._encode(prompt)
-                    final = replace(p, output_kind=RequestOutputKind.FINAL_ONLY)
+                    final = p.changed(output_kind=RequestOutputKind.FINAL_ONLY)
                     self.engine.add_request(request_id, token_ids, final, order, prompt.get("cache_salt"))
             finished = self._run(len(batch), use_tqdm)
         except BaseException as error:

@@ -64,6 +64,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
+    def changed(self, **values: object) -> "SamplingParams":
+        """A copy with other values, which must be good: unlike `dataclasses.replace`, this checks none again."""
+        copy = object.__new__(SamplingParams)
+        vars(copy).update(vars(self) | values)
+        return copy
+
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
             if not isinstance(value := getattr(self, name), Iterable | None):

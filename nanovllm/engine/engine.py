@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from itertools import count
 
 from nanovllm.config import EngineConfig
@@ -79,7 +78,7 @@ class LLMEngine:
                 choice=choice,
                 token_ids=list(prompt),
                 num_prompt_tokens=len(prompt),
-                params=replace(params, seed=derive_seed(seed, choice)),
+                params=params.changed(seed=derive_seed(seed, choice)),
                 limit=limit,
                 eos_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
                 priority=priority,

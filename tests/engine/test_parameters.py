@@ -78,6 +78,13 @@ def test_stop_takes_one_string_several_or_none() -> None:
     assert SamplingParams(stop=None, stop_token_ids=None).stop == ()  # type: ignore[arg-type]
 
 
+def test_a_changed_copy_is_what_replace_makes_and_leaves_the_original_alone() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a", "b"], stop_token_ids=[3], max_tokens=7)
+    assert params.changed(seed=5) == replace(params, seed=5) != params
+    assert hash(params.changed(seed=5)) == hash(replace(params, seed=5))
+    assert params.seed is None
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
