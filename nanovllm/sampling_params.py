@@ -102,9 +102,6 @@ class SamplingParams:
         check("stop", all(isinstance(s, str) and s for s in stop), "one or more strings that are not empty")
         check("stop_token_ids", all(isinstance(i, int) and i >= 0 for i in stop_ids), "token ids (integers from 0)")
         check("max_tokens", max_tokens >= 1, "at least 1, or None for as many as max_model_len allows")
-        check(
-            "min_tokens",
-            0 <= self.min_tokens <= min(max_tokens, 2**31),
-            f"from 0 to max_tokens ({self.max_tokens}), and at most 2**31",
-        )
+        possible = 0 <= self.min_tokens <= min(max_tokens, 2**31)
+        check("min_tokens", possible, f"from 0 to max_tokens ({self.max_tokens}), and at most 2**31")
         check("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None for off")

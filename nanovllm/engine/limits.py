@@ -24,10 +24,8 @@ def check_token_ids(prompt_token_ids: Sequence[int], params: SamplingParams, voc
     for name, ids in ("prompt_token_ids", prompt), ("stop_token_ids", list(params.stop_token_ids)):
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
             wrong = next(token for token in ids if not 0 <= token < vocab_size)
-            raise ValueError(
-                f"{name} contains {wrong}, which is outside the vocabulary (0 to {vocab_size - 1}); use this model's "
-                f"tokenizer"
-            )
+            where = f"outside the vocabulary (0 to {vocab_size - 1})"
+            raise ValueError(f"{name} contains {wrong}, which is {where}; use this model's tokenizer")
     if params.logprobs is not None and params.logprobs > vocab_size:
         raise ValueError(f"logprobs={params.logprobs} is more than the vocabulary has tokens ({vocab_size}); lower it")
     return prompt
