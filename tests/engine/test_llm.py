@@ -2,6 +2,7 @@
 `vllm/outputs.py`, `vllm/logprobs.py`, `vllm/sampling_params.py` (names and defaults), `vllm/v1/engine/detokenizer.py`
 and `vllm/v1/core/sched/utils.py` (what ends an output, and what is shown of it)."""
 
+import gc
 import inspect
 import json
 import shutil
@@ -58,6 +59,39 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(talking: Path) -> Iterator[LLM]:
     with LLM(talking, max_model_len=256, kv_cache_gib=0.02) as llm:
         yield llm
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((700, 10, 10), (20_000, 2, 2)), ((0, 10, 10), (0, 10, 10)), ((30_000, 5, 5), (30_000, 5, 5))],
+    ids=["default", "off", "rarer"],
+)
+def test_garbage_is_collected_less_often_but_never_more_often(
+    before: tuple[int, int, int], after: tuple[int, int, int]
+) -> None:
+    kept = gc.get_threshold()
+    try:
+        gc.set_threshold(*before)
+        with LLM(max_model_len=64, kv_cache_gib=0.01):
+            assert gc.get_threshold() == after
+    finally:
+        gc.set_threshold(*kept)
+
+
+def test_steps_of_a_large_batch_collect_no_garbage(llm: LLM) -> None:
+    collected: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collected.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        prompts = [[i % 500, 1, 2, 3] for i in range(256)]
+        llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    finally:
+        gc.callbacks.remove(note)
+    assert collected == []
 
 
 def approximately(expected: Any) -> Any:
