@@ -145,12 +145,12 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
             | {"HEADS": norm_rope_write.HEADS_PER_PROGRAM} | pdl,
             warps=2,
         ),
-        "best of tile": memory(
-            sample._best_of_tile_kernel,
-            {"ROW": 151936, "IDS": 151936, "TILE": sample.TILE, "FAST": 1} | pdl,
-            warps=8,
+        "best of part": memory(
+            sample._best_of_part_kernel,
+            {"ROW": 151936, "IDS": 151936, "TILE": sample.TILE, "VECTOR": 8, "FAST": 1} | pdl,
+            warps=1,
         ),
-        "best of row": memory(sample._best_of_row_kernel, {"RANKS": 2, "TILES": 64} | pdl, warps=1),
+        "best of row": memory(sample._best_of_row_kernel, {"RANKS": 2, "PARTS": 64} | pdl, warps=4),
     }  # fmt: skip
     if dtype != "fp32":
         for name, inputs, outputs, gated, partial in SKINNY:
