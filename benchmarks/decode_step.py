@@ -16,6 +16,7 @@ less of a layer for each, 0.1 ms of a step.
 *Plain decode kernel* is the engine without `ring_decode`, the kernel for Hopper GPUs. All that was named so far changes
 `paged_decode`, so there it is switched off as well, and in records since then this is what to compare them with.
 *Ring, nothing early* has `ring_decode`, but its first tiles are ordered when the predecessor has ended.
+*Two tiles under way* is `paged_decode` with two programs a multiprocessor, each with two tiles on their way.
 """
 
 from __future__ import annotations
@@ -145,7 +146,6 @@ Variant = Callable[[list[Tensor]], AbstractContextManager[torch.cuda.Stream | No
 VARIANTS: dict[str, Variant] = {
     BASE: lambda _: nullcontext(),
     PLAIN: plain_decode,
-    "ring, nothing early": late_ring,
     "keys ahead: 1 tile": partial(keys_ahead, KeysAhead(1, 32, 800)),
     "keys ahead: 2 tiles": partial(keys_ahead, KeysAhead(2, 32, 800)),
     "keys ahead: 2 tiles, slowly": partial(keys_ahead, KeysAhead(2, 16, 800)),
@@ -158,6 +158,12 @@ VARIANTS: dict[str, Variant] = {
     "small tiles": partial(decode_layout, DecodeConfig(32, 4, 3, 4)),
     "few programs": partial(decode_layout, DecodeConfig(64, 4, 4, 2)),
 }
+RING_VARIANTS: dict[str, Variant] = {  # what `ring_decode` is compared with
+    "ring, nothing early": late_ring,
+    "two tiles under way": partial(decode_layout, DecodeConfig(64, 4, 5, 2)),
+    "halves, ring": half_batches.HALVES_RING,
+}
+VARIANTS |= RING_VARIANTS
 
 
 def milliseconds(replay: Callable[[], object], calls: int = 40) -> float:

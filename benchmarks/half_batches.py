@@ -8,6 +8,9 @@ multiprocessor instead of three, or to fewer multiprocessors.
 Prediction for an H200: at batch 128 attention is three quarters of a layer; with most of the rest hidden, a tenth less.
 Measured (docs/kernels.md): slower in every form. Attention loses already when its programs may not fill the GPU, or not
 start before their predecessors end, and what the other half reads meanwhile it takes from attention.
+
+*Halves, ring* has `ring_decode` in place of `paged_decode` and is otherwise the engine as it is; batches whose halves
+are too small for that kernel are not cut.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from benchmarks.plain_decode import plain_decode
 from nanovllm.attention import triton_backend
 from nanovllm.attention.interface import AttentionMetadata, BoundAttention
 from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.kernels.paged_decode import DecodeConfig, paged_decode
+from nanovllm.kernels.paged_decode import FEW_SEQUENCES, DecodeConfig, paged_decode
 from nanovllm.kernels.tiled_linear import Tile, tiled_linear
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.layers.rope import Rotation
@@ -41,7 +44,8 @@ class Halves:
 
     programs_per_sm and sms: of attention; 0 multiprocessors are all. serial: the attention of one half begins when that
     of the other has ended. tiled: our tiled kernel for the wide layers, too, because the library's want more room than
-    is left. parts: 1 is the whole batch, to see what the other changes do.
+    is left. parts: 1 is the whole batch, to see what the other changes do. ring: by `ring_decode`, which has its own
+    layout and may start early.
     """
 
     programs_per_sm: int = 2
@@ -49,6 +53,7 @@ class Halves:
     serial: bool = True
     tiled: bool = True
     parts: int = 2
+    ring: bool = False
 
 
 def part_of(meta: AttentionMetadata, first: int, last: int) -> AttentionMetadata:
@@ -141,12 +146,15 @@ def half_batches(how: Halves, _: list[Tensor]) -> Iterator[None]:
         return Linear.forward(self, x) if tile is None else tiled_linear(x, self.weight, tile=tile)
 
     def patched(self: Transformer, input_ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
+        if how.ring and len(input_ids) < how.parts * FEW_SEQUENCES:
+            return saved[0](self, input_ids, positions, attend)
         return forward(self, how, side, backends, input_ids, positions, attend)
 
     Transformer.forward, MergedLinear.forward = patched, product  # type: ignore[method-assign, assignment]
-    triton_backend.decode_config, triton_backend.paged_decode = layout, late
+    if not how.ring:
+        triton_backend.decode_config, triton_backend.paged_decode = layout, late
     try:
-        with plain_decode():
+        with nullcontext() if how.ring else plain_decode():
             yield
     finally:
         Transformer.forward, MergedLinear.forward = saved  # type: ignore[method-assign]
@@ -164,3 +172,4 @@ VARIANTS = {
     "halves in turns, 3 programs on 100": partial(half_batches, Halves(programs_per_sm=3, sms=100, tiled=False)),
     "halves, 1 program, tiled": partial(half_batches, Halves(programs_per_sm=1, serial=False)),
 }
+HALVES_RING = partial(half_batches, Halves(serial=False, tiled=False, ring=True))

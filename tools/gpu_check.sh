@@ -78,13 +78,14 @@ print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || 
   mapfile -t halves < <("$python" -c 'from benchmarks.half_batches import VARIANTS; print(*VARIANTS, sep="\n")')
   mapfile -t others < <("$python" -c '
 from benchmarks import decode_step, half_batches
-elsewhere = {decode_step.BASE, decode_step.PLAIN, "ring, nothing early", "merged inside", *half_batches.VARIANTS}
+elsewhere = {decode_step.BASE, decode_step.PLAIN, *decode_step.RING_VARIANTS, "merged inside", *half_batches.VARIANTS}
 print(*(name for name in decode_step.VARIANTS if name not in elsewhere), sep="\n")')
   experiment decode_step "8,384 32,384 64,850 256,850" "${others[@]}"
   experiment half_batches "64,850 128,850 256,850" "${halves[@]}"
   sizes="1,384 8,384 16,384 32,384 64,850 128,850 256,850"
   experiment merge_inside "$sizes" "merged inside"
-  experiment ring_decode "$sizes" "ring, nothing early"
+  mapfile -t ring < <("$python" -c 'from benchmarks.decode_step import RING_VARIANTS; print(*RING_VARIANTS, sep="\n")')
+  experiment ring_decode "$sizes" "${ring[@]}"
 fi
 for benchmark in ${BENCHMARKS:-}; do
   options=()
