@@ -66,7 +66,6 @@ print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || 
   for name in fused linears; do
     "$python" -m "benchmarks.$name" --out "$out/$name.$card.json" --commit "$commit" || status=1
   done
-  "$python" -m benchmarks.prefill_gluon --out "$out/prefill_gluon.$card.json" || status=1
   experiment() { # RECORD BATCHES VARIANTS...: a decode step with these changes, beside the engine as it is
     # Those named before `ring_decode` change `paged_decode`: so the plain kernel is what to compare them with.
     local options=(--out "$out/$1.$card.json" --commit "$commit" --rounds 3 --variant "as it is"

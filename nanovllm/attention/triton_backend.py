@@ -14,6 +14,7 @@ from nanovllm.kernels.paged_decode import (
 )
 from nanovllm.kernels.paged_prefill import paged_prefill, prefill_config
 from nanovllm.kernels.ring_layout import ring_layout
+from nanovllm.kernels.warp_layout import fits_warps
 
 
 class TritonBackend:
@@ -29,6 +30,7 @@ class TritonBackend:
     def __init__(self, num_sms: int) -> None:
         self._num_sms = num_sms
         self._workspaces: dict[tuple[int, ...], DecodeWorkspace] = {}
+        self._taken: torch.Tensor | None = None  # by the programs of `warp_prefill`
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         kv_write(kv, k, v, slots)
@@ -92,15 +94,13 @@ class TritonBackend:
         out: torch.Tensor,
         first_sequence: int,
     ) -> None:
-        config = prefill_config(kv.shape[-1], q.element_size(), kv.shape[2], is_hopper(q.device))
-        paged_prefill(
-            q,
-            kv,
-            meta.block_table,
-            meta.query_start,
-            meta.context_len,
-            scale,
-            out,
-            config,
-            first_sequence=first_sequence,
-        )
+        inputs = q, kv, meta.block_table, meta.query_start, meta.context_len, scale, out
+        if fits_warps(q, kv):
+            from nanovllm.kernels.warp_prefill import warp_prefill  # `fits_warps` has seen that it can be imported
+
+            if self._taken is None:
+                self._taken = torch.zeros(2, dtype=torch.int32, device=q.device)
+            warp_prefill(*inputs, self._taken, self._num_sms, first_sequence=first_sequence)
+        else:
+            config = prefill_config(kv.shape[-1], q.element_size(), kv.shape[2], is_hopper(q.device))
+            paged_prefill(*inputs, config, first_sequence=first_sequence)

@@ -94,6 +94,25 @@ def test_triton_decodes_large_batches(dtype: torch.dtype, plain: bool, monkeypat
     check(make_backend("triton", case), case, TOLERANCE[dtype])
 
 
+def test_prefill_of_many_sequences_recorded_and_again() -> None:
+    """The wide variant of the search for one's sequence; a recording finds nothing left behind by the launch before."""
+    from nanovllm.kernels.warp_layout import fits_warps
+
+    lengths: Lengths = [(1, 30), (1, 300), *((2 + 53 * s % 190, 200 + 7 * s) for s in range(60))]
+    case = make_case(lengths, num_kv_heads=8, head_dim=128, block_size=256, dtype=torch.bfloat16, device="cuda")
+    assert fits_warps(case.q, case.kv) == (torch.cuda.get_device_capability() == (9, 0))
+    backend = make_backend("triton", case)
+    check(backend, case, TOLERANCE[torch.bfloat16])
+    expected = backend.attend(case.q, case.kv, case.meta, case.scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(case.q, case.kv, case.meta, case.scale)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 256])
 def test_triton_other_head_dims(head_dim: int) -> None:
     for lengths in DECODE, PREFILL:

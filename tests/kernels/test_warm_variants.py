@@ -1,4 +1,4 @@
-"""No request waits for a compiler: whatever variants of the decode kernels a step can need, warming up has had them."""
+"""No request waits for a compiler: whatever variants of attention's kernels a step needs, warming up has had them."""
 
 from itertools import accumulate
 from typing import Any
@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon")
 from nanovllm.attention import triton_backend
 from nanovllm.attention.interface import AttentionMetadata
 from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.kernels import paged_decode, ring_decode, ring_layout
+from nanovllm.kernels import paged_decode, ring_decode, ring_layout, warp_layout, warp_prefill
 from nanovllm.runner.cuda_graphs import UNRECORDED, batch_sizes
 
 Variants = set[tuple[Any, ...]]
@@ -36,11 +36,11 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Variants:
     variants: Variants = set()
     for module, name in (
         (paged_decode, "_decode_kernel"), (paged_decode, "_merge_kernel"), (paged_decode, "_plan_kernel"),
-        (ring_decode, "_ring_kernel"),
+        (ring_decode, "_ring_kernel"), (warp_prefill, "_warp_prefill_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Launches(name, variants))
     monkeypatch.setattr(ring_layout, "has_ring", lambda device: True)
-    monkeypatch.setattr(TritonBackend, "_prefill", lambda *_: None)
+    monkeypatch.setattr(warp_layout, "has_warps", lambda device: True)
     for module in (paged_decode, ring_decode):
         monkeypatch.setattr(module, "overlaps_launches", lambda device: True)
     assert triton_backend.ring_layout is ring_layout.ring_layout
