@@ -1,6 +1,5 @@
 """The offline API: prompts in, finished outputs out. The same calls as vLLM's `LLM`, for what is supported."""
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,9 +31,6 @@ from nanovllm.tokenizer import Message, Tokenizer
 # A text; {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt"; or just the ids.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
-# With Python's default, the steps of a large batch collect garbage again and again, though they leave none. A full
-# collection visits all that torch has loaded, and takes as long as many decode steps.
-GC_THRESHOLD = 20_000, 2, 2
 EMBEDDED_MODEL = Path(__file__).parent.parent / "assets" / "story_model"
 
 
@@ -51,7 +47,7 @@ class LLM:
     config: the fields of `EngineConfig`. Raises TypeError for one that does not exist, and ValueError for everything
         else that is wrong with model, configuration or device.
 
-    From then on Python collects garbage less often in this process, unless its collector is off or rarer already.
+    From then on Python collects garbage less often in this process (see `runner/executor.py`).
     """
 
     def __init__(
@@ -62,8 +58,6 @@ class LLM:
         on_event: OnEvent | None = None,
         **config: Any,
     ) -> None:
-        if 0 < gc.get_threshold()[0] < GC_THRESHOLD[0]:
-            gc.set_threshold(*GC_THRESHOLD)
         chosen = EngineConfig(**config)
         device = find_device(chosen.device)
         model = EMBEDDED_MODEL if model is None else model

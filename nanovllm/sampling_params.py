@@ -66,7 +66,7 @@ class SamplingParams:
 
     def changed(self, **values: object) -> "SamplingParams":
         """A copy with other values, which must be good: unlike `dataclasses.replace`, this checks none again."""
-        copy = object.__new__(SamplingParams)
+        copy = object.__new__(type(self))
         vars(copy).update(vars(self) | values)
         return copy
 

@@ -9,7 +9,6 @@ tile's scores only if one of them can be the best so far: a bound that takes a s
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import triton
@@ -19,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import overlaps_launches
 
 TILE = 512  # logits that a program, which is a single warp, looks at together
+PROGRAMS = 32 * 132  # that an H100 or H200 runs at once
 EXPONENT = tl.constexpr(32.001)
 
 
@@ -106,10 +106,11 @@ def _best_of_part(  # type: ignore[no-untyped-def]
 
     Of a uniform number u the noise, -log(-log(1 - u)), is at most -log(u), so that a score is at most
     logit + temperature * log(2) * (32 - log2(x)) with x = u * 2**32; the hash's last step, left out here, changes x by
-    less than its 65,536th part. `scale` is no less than temperature * log(2), and EXPONENT larger than 32 by more than
-    all errors of logarithms and products make. A score above `best` then is above it before it is rounded, too, hence
-    its logit - scale * log2(x) above best - scale * EXPONENT; and rounding both, once each, keeps an order or makes
-    them equal, however large the logits: only what is `below` cannot win. Nothing is below or above a NaN.
+    at most its 65,536th part, and that the number is made odd then only lowers the score. `scale` is no less than
+    temperature * log(2), and EXPONENT larger than 32 by more than all errors of logarithms and products make. A score
+    above `best` then is above it before it is rounded, too, hence its logit - scale * log2(x) above
+    best - scale * EXPONENT; and rounding both, once each, keeps an order or makes them equal, however large the logits:
+    only what is `below` cannot win. Nothing is below or above a NaN.
     """
     best = float("-inf")
     winner = 0  # of no meaning as long as nothing is finite
@@ -130,7 +131,7 @@ def _best_of_part(  # type: ignore[no-untyped-def]
         else:
             at_most = logits
             needed = best
-        below = tl.reduce(at_most, 1, _larger) < needed  # a thread has whole vectors
+        below = tl.reduce(at_most, 1, _larger) < needed  # in 16 bits a thread has whole vectors
         if tl.min(below.to(tl.int32), 0) == 0:
             score = logits
             if NOISE:
@@ -199,10 +200,9 @@ def _best_of_row_kernel(  # type: ignore[no-untyped-def]
     tl.store(token_ids_ptr + row * row_stride + tl.load(positions_ptr + n), tl.where(finite, winner, 0))
 
 
-@cache
 def _programs_at_once(device: torch.device) -> int:
-    """A multiprocessor has room for 32 programs. In the interpreter: few enough that they have several tiles there."""
-    return 32 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 64
+    """The same on all GPUs, so that ranks make the same parts. In the interpreter parts shall have several tiles."""
+    return PROGRAMS if device.type == "cuda" else 64
 
 
 def sample_rows(
@@ -219,7 +219,7 @@ def sample_rows(
 ) -> torch.Tensor:
     """Draw a token for each row of logits, and write it where the next step looks for it.
 
-    Of several ranks each has the logits of some tokens, and they exchange the best of each tile: some hundred bytes.
+    Of several ranks each has the logits of some tokens, and they exchange the best of each part of a row.
 
     Args:
         logits: [N, V] of any float dtype, contiguous.

@@ -63,8 +63,13 @@ def llm(talking: Path) -> Iterator[LLM]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((700, 10, 10), (20_000, 2, 2)), ((0, 10, 10), (0, 10, 10)), ((30_000, 5, 5), (30_000, 5, 5))],
-    ids=["default", "off", "rarer"],
+    [
+        ((700, 10, 10), (20_000, 10, 10)),
+        ((0, 10, 10), (0, 10, 10)),
+        ((30_000, 5, 5), (30_000, 10, 10)),
+        ((700, 1000, 1000), (20_000, 1000, 1000)),
+    ],
+    ids=["default", "off", "young ones rarer", "full ones rarer"],
 )
 def test_garbage_is_collected_less_often_but_never_more_often(
     before: tuple[int, int, int], after: tuple[int, int, int]
@@ -84,10 +89,11 @@ def test_steps_of_a_large_batch_collect_no_garbage(llm: LLM) -> None:
     def note(phase: str, info: dict[str, int]) -> None:
         collected.append(info["generation"])
 
+    prompts = [[i % 500, 1, 2, 3] for i in range(256)]
+    llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     gc.collect()
     gc.callbacks.append(note)
     try:
-        prompts = [[i % 500, 1, 2, 3] for i in range(256)]
         llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     finally:
         gc.callbacks.remove(note)

@@ -84,6 +84,11 @@ def test_a_changed_copy_is_what_replace_makes_and_leaves_the_original_alone() ->
     assert hash(params.changed(seed=5)) == hash(replace(params, seed=5))
     assert params.seed is None
 
+    class Derived(SamplingParams):
+        pass
+
+    assert type(Derived().changed(seed=1)) is Derived
+
 
 @pytest.mark.parametrize(
     "wrong",
