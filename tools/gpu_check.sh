@@ -7,6 +7,7 @@
 #                                 speculation tensor_parallel
 #   RANKS=4                       the most GPUs for tensor_parallel; with more than one, the tests of several ranks run, too
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
+#   COMMIT=HASH                   what is measured, if git is not there or does not know
 #   KERNELS=1                     the kernels by themselves, and the experiments of docs/kernels.md
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -21,8 +22,8 @@ json.dump({
 PYTHON
 cat "$out/machine.json"; echo
 status=0
-commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo "${COMMIT:-unknown}")
-export NANOVLLM_COMMIT=$commit
+commit=${COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)}
+export NANOVLLM_COMMIT=${COMMIT:-}
 tests=${TESTS-tests/stages tests/engine tests/kernels}
 ranks="tests/engine/test_tensor_parallel.py tests/engine/test_ranks_on_gpu.py tests/engine/test_one_shot.py
   tests/stages/test_stage_7_tensor_parallel.py tests/stages/test_stage_7_workers.py"
