@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +90,22 @@ def engine_table(card: str, directory: Path) -> list[str]:
     return [*lines, "", origin(results)]
 
 
-def ablations_table(card: str, directory: Path) -> list[str]:
-    results = read([f"ablations.{card}"], directory)
+def ablations_table(card: str, directory: Path, name: str = "ablations") -> list[str]:
+    results = read([f"{name}.{card}"], directory)
     if not results:
         return []
-    result = results["ablations"]
+    [result] = results.values()
     figures = result["figures"]
     header = [text for figure in figures for text in (wording.label(figure), "change")]
     lines = [row("", *header), "|---|" + "--:|" * len(header)]
-    for name in result["figures"][0]["values"]:
-        cells = []
+    for variant in result["figures"][0]["values"]:
+        cells, usual = [], result["contender"]
         for figure in figures:
-            base, value = (figure["values"].get(n, {}).get("median") for n in (result["contender"], name))
-            change = "" if None in (base, value) or name == result["contender"] else f"{100 * (value / base - 1):+.1f}%"
-            cells += [cell(figure, name), change]
-        lines.append(row(name, *cells))
-    lines += [row(name, *["failed"] * len(header)) for name in result["failures"]]
+            base, value = (figure["values"].get(n, {}).get("median") for n in (usual, variant))
+            change = "" if None in (base, value) or variant == usual else f"{100 * (value / base - 1):+.1f}%"
+            cells += [cell(figure, variant), change]
+        lines.append(row(variant, *cells))
+    lines += [row(variant, *["failed"] * len(header)) for variant in result["failures"]]
     return [*lines, "", f"Workload: {result['workload']}.", "", origin(results)]
 
 
@@ -199,6 +200,7 @@ def speculation_table(card: str, directory: Path) -> list[str]:
 TABLES: dict[str, Callable[[str, Path], list[str]]] = {
     "engine": engine_table,
     "ablations": ablations_table,
+    "ablations_before": partial(ablations_table, name="ablations_before"),
     "prefix": whole_table("prefix"),
     "mixed": whole_table("mixed"),
     "phases": phases_table,

@@ -97,7 +97,7 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 # | 2 | keep keys and values | `runner/model_runner.py`, which owns the tensors; `runner/memory.py`, which sizes them |
 # | 3 | blocks, tables, slots | `engine/block_manager.py` (who has which), `runner/batch.py` (slots), `attention/` |
 # | 3 | the kernel beside it | `kernels/paged_prefill.py`, `kernels/paged_decode.py`, `kernels/kv_write.py` |
-# | – | the same on Hopper | `kernels/ring_decode.py` |
+# | – | the same on Hopper | `kernels/warp_prefill.py`, `kernels/ring_decode.py` |
 # | 4 | chained hashes, ref counts, LRU | `engine/block_manager.py` |
 # | 5 | queues, budget, chunks, preemption | `engine/scheduler.py`, `engine/waiting_queue.py`, `engine/sequence.py` |
 # | 6 | recordings, buckets, padding | `runner/cuda_graphs.py`; of prompts `runner/chunk_graphs.py` |
