@@ -226,6 +226,7 @@ def main() -> int:
     from nanovllm.kernels.paged_decode import decode_config
     from nanovllm.kernels.paged_prefill import prefill_config
     from nanovllm.kernels.ring_layout import ring_layout
+    from nanovllm.kernels.warp_layout import KEYS, ROWS, STAGES, has_warp_prefill
 
     limits = {"read": read_bandwidth(), "matmul": matmul_rate()}
     print(f"read {limits['read']['bytes_per_second'] / 1e9:.0f} GB/s, ", end="")
@@ -241,6 +242,7 @@ def main() -> int:
             "decode": astuple(decode_config(HEAD_DIM, 2)),
             "ring decode": None if ring is None else astuple(ring),
             "prefill": astuple(prefill_config(HEAD_DIM, 2, 256, is_hopper(torch.device("cuda", 0)))),
+            "warp prefill": (ROWS, KEYS, STAGES) if has_warp_prefill(torch.device("cuda", 0)) else None,
         },
         "limits": limits,
         "rows": rows,

@@ -14,14 +14,14 @@ from nanovllm.kernels.paged_decode import (
 )
 from nanovllm.kernels.paged_prefill import paged_prefill, prefill_config
 from nanovllm.kernels.ring_layout import ring_layout
-from nanovllm.kernels.warp_layout import fits_warps
+from nanovllm.kernels.warp_layout import fits_warp_prefill
 
 
 class TritonBackend:
     """See `AttentionBackend`. Block sizes are powers of two from 16 on, and so are head dimensions.
 
     Args:
-        num_sms: multiprocessors of the GPU, which the decode kernels share their work out to.
+        num_sms: multiprocessors of the GPU, to which some kernels share their work out themselves.
     """
 
     name = "triton"
@@ -95,8 +95,8 @@ class TritonBackend:
         first_sequence: int,
     ) -> None:
         inputs = q, kv, meta.block_table, meta.query_start, meta.context_len, scale, out
-        if fits_warps(q, kv):
-            from nanovllm.kernels.warp_prefill import warp_prefill  # `fits_warps` has seen that it can be imported
+        if fits_warp_prefill(q, kv):
+            from nanovllm.kernels.warp_prefill import warp_prefill  # it can be imported: that was looked at
 
             if self._taken is None:
                 self._taken = torch.zeros(2, dtype=torch.int32, device=q.device)

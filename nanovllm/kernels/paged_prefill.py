@@ -46,8 +46,8 @@ def prefill_config(head_dim: int, element_size: int, block_size: int, hopper: bo
     At a head_dim of 128 in 16 bits and by pointers a program takes 80 KiB of shared memory: 16 for its queries, and 16
     each for K and V twice (while one tile is computed with, the next is on its way). So two fit on a multiprocessor of
     a Hopper GPU, and one on any since Ampere. By TMA it takes 96 KiB, for twice the rows, and two fit as well. On an
-    H200 TMA was faster than pointers (docs/kernels.md: "by pointers" and "engine"), and either was faster than one
-    program with tiles of 128 x 128 (`benchmarks/results/kernels.h200.json`).
+    H200 TMA was faster than pointers, and either was faster than one program with tiles of 128 x 128
+    (`benchmarks/results/kernels.h200.json`).
     """
     if element_size == 4:  # exact fp32 products come from the ordinary units, with all operands in registers
         return PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2)

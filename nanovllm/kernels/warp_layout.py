@@ -14,16 +14,16 @@ KEYS = 64  # of a tile: with 128 fewer fit, and more of the masked ones is compu
 STAGES = 4  # tiles of K, and of V, that there is room for
 
 
-def fits_warps(q: torch.Tensor, kv: torch.Tensor) -> bool:
+def fits_warp_prefill(q: torch.Tensor, kv: torch.Tensor) -> bool:
     """Whether `warp_prefill` can take q [T, Hq, D], a cache kv [2, num_blocks, block_size, Hkv, D], and their GPU."""
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     group = q.shape[1] // num_kv_heads
     fits = q.element_size() == 2 and head_dim in (64, 128) and block_size >= KEYS and group in (1, 2, 4, 8, 16)
-    return fits and has_warps(q.device)
+    return fits and has_warp_prefill(q.device)
 
 
 @cache
-def has_warps(device: torch.device) -> bool:
+def has_warp_prefill(device: torch.device) -> bool:
     """Whether `warp_prefill` can run: on Hopper alone, and only while Triton has Gluon where we look for it."""
     if not is_hopper(device):
         return False

@@ -12,8 +12,8 @@ the next keys, then that of the last weights with their values, and takes the ne
 tiles of keys are walked from the last one down, so that masks are done with first.
 
 *Whoever is done takes the next tile.* There is a program for each multiprocessor, and a counter that all share. The
-long tiles of queries are the last of each sequence; they come first. What the next tile needs is on its way while the
-last result is written.
+long tiles of queries are the last of each sequence; within it they come first. What the next tile needs is on its way
+while the last result is written.
 """
 
 import torch
@@ -33,7 +33,7 @@ from nanovllm.kernels.warp_layout import KEYS, ROWS, STAGES
 from nanovllm.kernels.warp_prefill_tile import begin_with_one, begin_with_two, go_on
 
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-NOTES = 8  # numbers, of a tile of queries
+NOTES = 8  # places for the numbers of a tile of queries, of which 6 are used: see `_bring`
 BRINGING_REGISTERS, COMPUTING_REGISTERS = 56, 224  # of a thread
 
 
@@ -66,6 +66,7 @@ def _bring(  # type: ignore[no-untyped-def]
     done = 0  # tiles of keys
     wave = 0
     pair = gl.program_id(0)
+    # Below, a wait for the phase before the first one (parity 1) returns at once.
     while pair < total:
         kv_head = pair % HEADS
         tile = total // HEADS - 1 - pair // HEADS
@@ -75,10 +76,11 @@ def _bring(  # type: ignore[no-untyped-def]
         query_len = gl.load(query_start_ptr + sequence + 1) - query_start
         context_len = gl.load(context_len_ptr + sequence)
         before = context_len - query_len + first_query
-        n = gl.cdiv(gl.minimum(context_len, before + QUERIES), KEYS)
+        # Tiles of keys. Never 0, though no context is that short: it would tell the groups that there is nothing more.
+        n = gl.maximum(1, gl.cdiv(gl.minimum(context_len, before + QUERIES), KEYS))
 
         buffer = wave % 2
-        mbarrier.wait(q_free.index(buffer), wave // 2 % 2 ^ 1)
+        mbarrier.wait(q_free.index(buffer), (wave // 2 % 2) ^ 1)
         _tell(notes.index(buffer * NOTES), n)
         _tell(notes.index(buffer * NOTES + 1), kv_head)
         _tell(notes.index(buffer * NOTES + 2), first_query)
@@ -100,20 +102,20 @@ def _bring(  # type: ignore[no-untyped-def]
                 start = (n - 1 - i) * KEYS
                 slot = gl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
                 stage = (done + i) % STAGES
-                mbarrier.wait(k_free.index(stage), (done + i) // STAGES % 2 ^ 1)
+                mbarrier.wait(k_free.index(stage), ((done + i) // STAGES % 2) ^ 1)
                 mbarrier.expect(k_full.index(stage), KEYS * HEAD_DIM * 2)
                 tma.async_copy_global_to_shared(kv_desc, [slot, column], k_full.index(stage), k_smem.index(stage))
             if i > 0:
                 stage = (done + i - 1) % STAGES
                 ready = v_full.index(stage)
-                mbarrier.wait(v_free.index(stage), (done + i - 1) // STAGES % 2 ^ 1)
+                mbarrier.wait(v_free.index(stage), ((done + i - 1) // STAGES % 2) ^ 1)
                 mbarrier.expect(ready, KEYS * HEAD_DIM * 2)
                 tma.async_copy_global_to_shared(kv_desc, [old_slot + v_slot, column], ready, v_smem.index(stage))
         done += n
         wave += 1
         pair = programs + gl.atomic_add(taken_ptr, 1)
     buffer = wave % 2
-    mbarrier.wait(q_free.index(buffer), wave // 2 % 2 ^ 1)
+    mbarrier.wait(q_free.index(buffer), (wave // 2 % 2) ^ 1)
     _tell(notes.index(buffer * NOTES), 0)  # no more pairs
     mbarrier.arrive(q_full.index(buffer))
     # Who comes last has seen all others take their last number, and prepares the next launch.
@@ -249,10 +251,11 @@ def warp_prefill(
     *,
     first_sequence: int = 0,
 ) -> None:
-    """As `paged_prefill`, for what `fits_warps` accepts.
+    """As `paged_prefill`, for what `fits_warp_prefill` accepts.
 
-    taken: [2] int32, 0 between two launches: tiles of queries that are taken, and programs that have done their last.
-    num_programs: at most; more than there are multiprocessors would wait for each other.
+    taken: [2] int32 of one stream, 0 between two launches: numbers that were given out (the first tile of each program
+        is its own), and programs that are done.
+    num_programs: at most; one that starts late has its first tile, a long one, all the same.
     """
     _, num_blocks, block_size, num_kv_heads, head_dim = kv.shape
     num_tokens, num_heads, _ = q.shape

@@ -53,9 +53,9 @@ def _next_weights(  # type: ignore[no-untyped-def]
     The last value returned is what that product has to be multiplied with.
     """
     m, denom, repair, weight = _softmax(score, m, denom, scale, position, start, MASKED, KEYS, S)
-    # This wait, for Q, which is there, is here because of ptxas, NVIDIA's assembler: without a branch between them, it
-    # puts the exponentials behind the next wait, that for the product. LLVM does the same, unless that one is said to
-    # need them. The old weights it keeps alive.
+    # This wait, for Q, which is there, returns at once: it is needed only as a branch. Without one between them ptxas,
+    # NVIDIA's assembler, puts the exponentials behind the next wait, that for the product. LLVM does the same, unless
+    # that one is said to need them. The old weights it keeps alive.
     mbarrier.wait(there, there_phase)
     acc, _, weight, m, denom, repair = warpgroup_mma_wait(0, [acc_later, p_before, weight, m, denom, repair])
     mbarrier.arrive(v_free.index(old))

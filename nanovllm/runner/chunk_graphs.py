@@ -2,8 +2,8 @@
 
 The kernels of a large step take longer than their launches; with a small model only from thousands of tokens on. Below
 that such a step is replayed like a decode step (see `cuda_graphs.py`). How its tokens are shared among its sequences
-changes from step to step. So all sequences, decodes too, go through the prefill kernel: its grid is an upper bound for
-any way to share them. A step that is smaller than its recording is padded: the missing tokens are one sequence of the
+changes from step to step. So all sequences, decodes too, go through the prefill kernel, whose grid serves any way
+to share them. A step that is smaller than its recording is padded: the missing tokens are one sequence of the
 scratch row, and the missing sequences have no tokens.
 """
 

@@ -96,11 +96,11 @@ def test_triton_decodes_large_batches(dtype: torch.dtype, plain: bool, monkeypat
 
 def test_prefill_of_many_sequences_recorded_and_again() -> None:
     """The wide variant of the search for one's sequence; a recording finds nothing left behind by the launch before."""
-    from nanovllm.kernels.warp_layout import fits_warps
+    from nanovllm.kernels.warp_layout import fits_warp_prefill
 
     lengths: Lengths = [(1, 30), (1, 300), *((2 + 53 * s % 190, 200 + 7 * s) for s in range(60))]
     case = make_case(lengths, num_kv_heads=8, head_dim=128, block_size=256, dtype=torch.bfloat16, device="cuda")
-    assert fits_warps(case.q, case.kv) == (torch.cuda.get_device_capability() == (9, 0))
+    assert fits_warp_prefill(case.q, case.kv) == (torch.cuda.get_device_capability() == (9, 0))
     backend = make_backend("triton", case)
     check(backend, case, TOLERANCE[torch.bfloat16])
     expected = backend.attend(case.q, case.kv, case.meta, case.scale)

@@ -40,7 +40,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Variants:
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Launches(name, variants))
     monkeypatch.setattr(ring_layout, "has_ring", lambda device: True)
-    monkeypatch.setattr(warp_layout, "has_warps", lambda device: True)
+    monkeypatch.setattr(warp_layout, "has_warp_prefill", lambda device: True)
     for module in (paged_decode, ring_decode):
         monkeypatch.setattr(module, "overlaps_launches", lambda device: True)
     assert triton_backend.ring_layout is ring_layout.ring_layout

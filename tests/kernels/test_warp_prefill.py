@@ -22,7 +22,7 @@ pytest.importorskip("triton.experimental.gluon")
 from nanovllm.kernels import warp_layout as choice
 from nanovllm.kernels import warp_prefill as kernels
 from nanovllm.kernels.launch import is_hopper
-from nanovllm.kernels.warp_layout import fits_warps, has_warps
+from nanovllm.kernels.warp_layout import fits_warp_prefill, has_warp_prefill
 from tests.kernels.attention_cases import Lengths, make_case
 from tests.kernels.warp_prefill_as_python import emulate
 
@@ -33,12 +33,12 @@ ROOT = Path(__file__).parents[2]
 
 def fits(group: int = 2, head_dim: int = 128, block_size: int = 256, dtype: torch.dtype = torch.bfloat16) -> bool:
     q = torch.empty(40, 2 * group, head_dim, dtype=dtype, device="meta")
-    return fits_warps(q, torch.empty(2, 9, block_size, 2, head_dim, dtype=dtype, device="meta"))
+    return fits_warp_prefill(q, torch.empty(2, 9, block_size, 2, head_dim, dtype=dtype, device="meta"))
 
 
 def test_what_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fits()
-    monkeypatch.setattr(choice, "has_warps", lambda device: True)
+    monkeypatch.setattr(choice, "has_warp_prefill", lambda device: True)
     assert fits() and fits(dtype=torch.float16) and fits(block_size=64)
     assert not fits(block_size=32) and not fits(dtype=torch.float32)
     assert [n for n in range(1, 33) if fits(group=n)] == [1, 2, 4, 8, 16]
@@ -46,7 +46,7 @@ def test_what_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget() -> None:
-    for known in (has_warps, is_hopper):
+    for known in (has_warp_prefill, is_hopper):
         known.cache_clear()
 
 
@@ -55,11 +55,11 @@ def test_not_without_hopper_or_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [*found, torch.device("cpu")]
     monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
     forget()
-    assert [has_warps(device) for device in devices] == [True, False, False, False]
+    assert [has_warp_prefill(device) for device in devices] == [True, False, False, False]
     monkeypatch.delitem(sys.modules, "nanovllm.kernels.warp_prefill", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)  # an import of it fails
     forget()
-    assert [has_warps(device) for device in devices] == [False] * 4
+    assert [has_warp_prefill(device) for device in devices] == [False] * 4
     forget()
 
 
@@ -82,6 +82,23 @@ def test_what_it_computes(
     assert out[:first_sequence].isnan().all()  # left alone
     error = (out.double() - case.expected).norm(dim=-1) / case.expected.norm(dim=-1)
     assert error[first_sequence:].max() <= 1e-5  # false of a NaN
+
+
+def test_sequences_without_queries_and_16_heads_of_a_kv_head() -> None:
+    lengths = [(1, 40), (0, 1), (5, 70), (0, 30), (130, 130), (0, 1), (1, 1), (0, 1)]
+    case = make_case(lengths, group=16, num_kv_heads=1, head_dim=16, block_size=64)
+    out = emulate(case, 32, 2, 64, 3)
+    error = (out.double() - case.expected).norm(dim=-1) / case.expected.norm(dim=-1)
+    assert error.max() <= 1e-5
+
+
+def test_a_context_that_cannot_be_does_not_stop_the_others() -> None:
+    """Of a sequence with more queries than its context has tokens nothing is known, but nobody waits for ever."""
+    case = make_case([(64, 64), (40, 40), (300, 300)], head_dim=16, block_size=64)
+    case.meta.context_len[1] = 0
+    out = emulate(case, 32, 2, 32, 1)
+    error = (out.double() - case.expected).norm(dim=-1) / case.expected.norm(dim=-1)
+    assert error[:64].max() <= 1e-5 and error[104:].max() <= 1e-5
 
 
 # --- what it compiles to ---------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Barrier:
             assert self.arrived <= self.count
             if self.arrived == self.count and not self.bytes:
                 for tile in self.given_up:
-                    tile.fill_(float("nan"))
+                    tile.fill_(float("nan") if tile.is_floating_point() else -7)
                 self.phase, self.arrived = self.phase + 1, 0
                 self.changed.notify_all()
 
@@ -163,7 +163,8 @@ def emulate(case: Case, keys: int, stages: int, rows: int, programs: int, first_
         q, k, v = (torch.full((n, r, head_dim), float("nan")) for n, r in ((4, rows), (stages, keys), (stages, keys)))
         notes = torch.full((2 * warp_prefill.NOTES, 1), -7, dtype=torch.int64)
         q_full, k_full, v_full = (Bars(Barrier(1, []) for _ in range(n)) for n in (2, stages, stages))
-        q_free = Bars(Barrier(2, [q[2 * i : 2 * i + 2]]) for i in range(2))
+        half = warp_prefill.NOTES
+        q_free = Bars(Barrier(2, [q[2 * i : 2 * i + 2], notes[half * i : half * i + half]]) for i in range(2))
         k_free, v_free = (Bars(Barrier(2, [x[i]]) for i in range(stages)) for x in (k, v))
         places = Memory(q), Memory(k), Memory(v), Memory(notes), q_full, q_free, k_full, k_free, v_full, v_free
         names = functions(program, programs, lock)
