@@ -133,15 +133,16 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
     from triton.runtime.errors import OutOfResources
 
     from nanovllm.attention import select_backend
+    from nanovllm.kernels.launch import gluon_kernel
     from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode, plan_decode
     from nanovllm.kernels.paged_prefill import PrefillConfig, paged_prefill
-    from nanovllm.kernels.ring_layout import RingLayout, has_ring
+    from nanovllm.kernels.ring_layout import RingLayout
 
     row = {"kernel": kind, "layout": layout, "problem": problem.name, "block_size": problem.block_size}
     q, meta = problem.q, problem.meta
     out = torch.empty_like(q)
     inputs = meta.block_table, meta.query_start, meta.context_len, SCALE, out
-    if kind == "ring decode" and not has_ring(q.device):
+    if kind == "ring decode" and gluon_kernel("ring_decode", q.device) is None:
         return {**row, "error": "this GPU has no ring of keys"}
     if kind != "prefill":
         ring = RingLayout(*layout) if kind == "ring decode" else None
@@ -222,11 +223,11 @@ def main() -> int:
 
     from benchmarks.ceilings import matmul_rate, read_bandwidth
     from benchmarks.harness import commit
-    from nanovllm.kernels.launch import is_hopper
+    from nanovllm.kernels.launch import gluon_kernel, is_hopper
     from nanovllm.kernels.paged_decode import decode_config
     from nanovllm.kernels.paged_prefill import prefill_config
     from nanovllm.kernels.ring_layout import ring_layout
-    from nanovllm.kernels.warp_layout import KEYS, ROWS, STAGES, has_warp_prefill
+    from nanovllm.kernels.warp_layout import KEYS, ROWS, STAGES
 
     limits = {"read": read_bandwidth(), "matmul": matmul_rate()}
     print(f"read {limits['read']['bytes_per_second'] / 1e9:.0f} GB/s, ", end="")
@@ -242,7 +243,7 @@ def main() -> int:
             "decode": astuple(decode_config(HEAD_DIM, 2)),
             "ring decode": None if ring is None else astuple(ring),
             "prefill": astuple(prefill_config(HEAD_DIM, 2, 256, is_hopper(torch.device("cuda", 0)))),
-            "warp prefill": (ROWS, KEYS, STAGES) if has_warp_prefill(torch.device("cuda", 0)) else None,
+            "warp prefill": (ROWS, KEYS, STAGES) if gluon_kernel("warp_prefill", torch.device("cuda", 0)) else None,
         },
         "limits": limits,
         "rows": rows,

@@ -52,7 +52,8 @@ def layers_of(hidden: int, heads: int, kv_heads: int, inner: int) -> list[tuple[
 
 def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any], sweep: bool) -> Iterator[tuple[str, Run]]:
     """Name of a layout, and what runs it."""
-    from nanovllm.kernels.few_tokens import early_kernel, few_tokens, on_any_gpu
+    from nanovllm.kernels.few_tokens import few_tokens, on_any_gpu
+    from nanovllm.kernels.launch import gluon_kernel
     from nanovllm.kernels.silu_and_mul import silu_and_mul
     from nanovllm.kernels.skinny_linear import SkinnyConfig, skinny_linear
     from nanovllm.kernels.tiled_linear import Tile, tiled_linear
@@ -62,7 +63,7 @@ def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any], sweep: bool
         yield "chosen", chosen
     if (before := on_any_gpu(num_tokens, weight, **how)) is not None:
         yield "any GPU", before
-    if (early_linear := early_kernel(weight.device)) is not None:
+    if (early_linear := gluon_kernel("early_linear", weight.device)) is not None:
         for tile in early_tiles(num_tokens, weight, sweep, **how):
             if tile != getattr(chosen, "keywords", {}).get("tile"):  # else it is measured by now
                 name = f"early {tile.tokens} x {tile.inner} / {tile.splits}, {tile.stages} stages"

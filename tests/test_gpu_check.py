@@ -43,7 +43,7 @@ def values(command: list[str], option: str) -> list[str]:
 
 
 def test_the_kernels_records_are_those_of_the_docs(tmp_path: Path) -> None:
-    commands = asked_for(tmp_path, KERNELS="1")
+    commands = asked_for(tmp_path, KERNELS="1", COMMIT="what I say")
     written = {Path(values(command, "--out")[0]).name: command for command in commands}
     assert len(written) == len(commands)
     shown = re.findall(r"<!-- generated: (\S+) -->", (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8"))
@@ -51,6 +51,7 @@ def test_the_kernels_records_are_those_of_the_docs(tmp_path: Path) -> None:
     for command in commands:
         if command[1] != "benchmarks.decode_step":
             continue
+        assert values(command, "--commit") == ["what I say"]
         name = Path(values(command, "--out")[0]).name
         rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))["rows"]
         recorded = [variant for variant in dict.fromkeys(row["variant"] for row in rows) if variant not in RETIRED]

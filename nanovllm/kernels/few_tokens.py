@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from nanovllm.kernels.launch import is_hopper, shared_memory
+from nanovllm.kernels.launch import gluon_kernel, shared_memory
 from nanovllm.kernels.skinny_linear import skinny_linear
 from nanovllm.kernels.tiled_linear import MAX_SPLITS, PROGRAMS, Tile, num_splits, tiled_linear
 
@@ -77,23 +77,11 @@ def few_tokens(
     if weight.dtype == torch.float32 or inputs % 128 or columns % 32:
         return None
     if columns % 64 == 0 and (tile_tokens := early_tile_tokens(num_tokens, weight, gated, partial)):
-        early_linear = early_kernel(weight.device)
+        early_linear = gluon_kernel("early_linear", weight.device)
         if early_linear is not None:
             tile = early_tile(num_tokens, columns, inputs, tile_tokens, gated, partial)
             return bind(early_linear, tile=tile, gated=gated, partial=partial)
     return on_any_gpu(num_tokens, weight, gated=gated, partial=partial)
-
-
-@cache
-def early_kernel(device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """`early_linear` if it can run: on Hopper alone, and only while Triton has Gluon where we look for it."""
-    if not is_hopper(device):
-        return None
-    try:
-        from nanovllm.kernels.early_linear import early_linear
-    except ImportError:
-        return None
-    return early_linear
 
 
 def early_tile_tokens(num_tokens: int, weight: torch.Tensor, gated: bool, partial: bool) -> int:

@@ -6,11 +6,10 @@ With few sequences it is `paged_decode`: with one that was faster, and up to 16 
 """
 
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 
-from nanovllm.kernels.launch import is_hopper
+from nanovllm.kernels.launch import gluon_kernel
 from nanovllm.kernels.paged_decode import FEW_SEQUENCES, MAX_ROWS, DecodeConfig
 
 RING_BYTES = 192 * 1024  # of shared memory, for the tiles of all programs of a multiprocessor
@@ -50,18 +49,6 @@ def ring_layout(q: torch.Tensor, kv: torch.Tensor, num_sequences: int) -> RingLa
     keys, heads = 32, 4
     fits = head_dim in (64, 128) and q.element_size() == 2 and block_size >= keys
     dealt_out = num_kv_heads % heads == 0 and q.shape[1] // num_kv_heads <= MAX_ROWS
-    if num_sequences < FEW_SEQUENCES or not fits or not dealt_out or not has_ring(q.device):
+    if num_sequences < FEW_SEQUENCES or not fits or not dealt_out or gluon_kernel("ring_decode", q.device) is None:
         return None
     return RingLayout(keys, heads, RING_BYTES // (2 * heads * keys * head_dim * q.element_size()), 1, MAX_REGISTERS)
-
-
-@cache
-def has_ring(device: torch.device) -> bool:
-    """Whether `ring_decode` can run: on Hopper alone, and only while Triton has Gluon where we look for it."""
-    if not is_hopper(device):
-        return False
-    try:
-        import nanovllm.kernels.ring_decode  # noqa: F401
-    except ImportError:
-        return False
-    return True

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import overlaps_launches
 
 TILE = 512  # logits that a program, which is a single warp, looks at together
-PROGRAMS = 32 * 132  # that an H100 or H200 runs at once
+PROGRAMS = 32 * 132  # that an H100 or H200 runs at once; the same on all GPUs, so that ranks make the same parts
 EXPONENT = tl.constexpr(32.001)
 
 
@@ -200,11 +200,6 @@ def _best_of_row_kernel(  # type: ignore[no-untyped-def]
     tl.store(token_ids_ptr + row * row_stride + tl.load(positions_ptr + n), tl.where(finite, winner, 0))
 
 
-def _programs_at_once(device: torch.device) -> int:
-    """The same on all GPUs, so that ranks make the same parts. In the interpreter parts shall have several tiles."""
-    return PROGRAMS if device.type == "cuda" else 64
-
-
 def sample_rows(
     logits: torch.Tensor,
     rows: torch.Tensor,
@@ -235,7 +230,7 @@ def sample_rows(
     """
     num_rows, width = logits.shape
     num_tiles = triton.cdiv(width, TILE)
-    tiles_of_part = triton.cdiv(num_tiles, max(1, _programs_at_once(logits.device) // max(1, num_rows)))
+    tiles_of_part = triton.cdiv(num_tiles, max(1, PROGRAMS // max(1, num_rows)))
     num_parts = triton.cdiv(num_tiles, tiles_of_part)
     best = rows.new_empty(2, num_rows, num_parts, dtype=torch.int32)  # the bits of the scores [N, parts], and the ids
     tokens = rows.new_empty(num_rows, dtype=torch.int64)  # [N]

@@ -3,11 +3,9 @@
 Apart from the kernel, because that file cannot be imported where Triton has no Gluon.
 """
 
-from functools import cache
-
 import torch
 
-from nanovllm.kernels.launch import is_hopper
+from nanovllm.kernels.launch import gluon_kernel
 
 ROWS = 64  # of each of the two groups of warps
 KEYS = 64  # of a tile: with 128 fewer fit, and more of the masked ones is computed in vain
@@ -19,16 +17,4 @@ def fits_warp_prefill(q: torch.Tensor, kv: torch.Tensor) -> bool:
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     group = q.shape[1] // num_kv_heads
     fits = q.element_size() == 2 and head_dim in (64, 128) and block_size >= KEYS and group in (1, 2, 4, 8, 16)
-    return fits and has_warp_prefill(q.device)
-
-
-@cache
-def has_warp_prefill(device: torch.device) -> bool:
-    """Whether `warp_prefill` can run: on Hopper alone, and only while Triton has Gluon where we look for it."""
-    if not is_hopper(device):
-        return False
-    try:
-        import nanovllm.kernels.warp_prefill  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return fits and gluon_kernel("warp_prefill", q.device) is not None

@@ -154,7 +154,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
         if n == 1:
             m, denom, acc, p, repair = begin_with_one(
-                q, k_smem, v_smem, k_full, k_free, v_full, n, done, context_len, position, scale,
+                q, k_smem, v_smem, k_full, k_free, v_full, done, context_len, position, scale,
                 HEAD_DIM, ROWS, KEYS, STAGES, S, A, P,
             )  # fmt: skip
         else:

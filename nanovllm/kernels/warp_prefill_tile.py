@@ -64,12 +64,12 @@ def _next_weights(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def begin_with_one(  # type: ignore[no-untyped-def]
-    q, k_smem, v_smem, k_full, k_free, v_full, n, done, context_len, position, scale,
+    q, k_smem, v_smem, k_full, k_free, v_full, done, context_len, position, scale,
     HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
     A: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """The only tile of keys."""
-    stage, phase, start = done % STAGES, done // STAGES % 2, (n - 1) * KEYS
+    stage, phase = done % STAGES, done // STAGES % 2
     m = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, S))
     denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
     mbarrier.wait(k_full.index(stage), phase)
@@ -77,9 +77,9 @@ def begin_with_one(  # type: ignore[no-untyped-def]
     score = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(0, [score])
     mbarrier.arrive(k_free.index(stage))
-    m, denom, _, weight = _softmax(score, m, denom, scale, position, start, True, KEYS, S)
+    m, denom, _, weight = _softmax(score, m, denom, scale, position, 0, True, KEYS, S)
     mbarrier.wait(v_full.index(stage), phase)
-    _hide_garbage(v_smem.index(stage), start, context_len, KEYS, HEAD_DIM)
+    _hide_garbage(v_smem.index(stage), 0, context_len, KEYS, HEAD_DIM)
     one = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, A)
     return m, denom, acc, gl.convert_layout(weight.to(q.dtype), P), one

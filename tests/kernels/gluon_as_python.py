@@ -1,4 +1,4 @@
-"""The two sides of `ring_decode` as plain Python over PyTorch tensors, with barriers that behave as the GPU's.
+"""Gluon as plain Python over PyTorch tensors, with barriers that behave as the GPU's; and the sides of `ring_decode`.
 
 Triton's interpreter cannot run Gluon. What layouts do is left out here, and nothing else.
 """
@@ -37,33 +37,39 @@ def store_elements(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) ->
 
 
 class Barrier:
-    """Of one arrival and any number of bytes; it counts its phases."""
+    """Of so many arrivals and any number of bytes; it counts its phases. Whoever arrives last gives memory up."""
 
-    def __init__(self, *given_up: "Memory") -> None:
-        self.changed, self.phase, self.bytes, self.arrived = threading.Condition(), 0, 0, False
+    def __init__(self, *given_up: torch.Tensor, count: int = 1) -> None:
+        self.changed, self.phase, self.bytes, self.arrived, self.count = threading.Condition(), 0, 0, 0, count
         self.given_up = given_up
 
     def happens(self, arrives: bool, more: int) -> None:
         with self.changed:
-            assert not (arrives and self.arrived)  # nobody arrives twice in a phase
-            self.arrived |= arrives
-            for memory in self.given_up:  # anybody may write there from now on
-                memory.tile.fill_(float("nan"))
+            self.arrived += arrives
             self.bytes += more
-            if self.arrived and not self.bytes:
-                self.phase, self.arrived = self.phase + 1, False
+            assert self.arrived <= self.count  # nobody arrives twice in a phase
+            if self.arrived == self.count and not self.bytes:
+                for tile in self.given_up:  # anybody may write there from now on
+                    tile.fill_(float("nan") if tile.is_floating_point() else -7)
+                self.phase, self.arrived = self.phase + 1, 0
                 self.changed.notify_all()
 
-    def wait(self, parity: int) -> None:
+    def wait(self, parity: Any) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: (self.phase - 1) % 2 == parity, timeout=20), "a deadlock"
+            assert self.changed.wait_for(lambda: (self.phase - 1) % 2 == int(parity), timeout=20), "a deadlock"
 
 
 class Memory:
-    """A tile in shared memory."""
+    """A tile in shared memory, or several."""
 
     def __init__(self, tile: torch.Tensor) -> None:
-        self.tile = tile
+        self.tile, self.dtype = tile, tile.dtype
+
+    def index(self, i: Any) -> "Memory":
+        return Memory(self.tile[int(i)])
+
+    def slice(self, start: int, size: int) -> "Memory":
+        return Memory(self.tile[start : start + size])
 
     def permute(self, order: tuple[int, ...]) -> "Memory":
         return Memory(self.tile.permute(order))
@@ -71,10 +77,20 @@ class Memory:
     def load(self, _: object) -> torch.Tensor:
         return self.tile.clone()
 
+    def store(self, value: torch.Tensor) -> None:
+        self.tile.copy_(value)
 
-class Ring(list):
-    def index(self, stage: Any) -> Any:  # type: ignore[override]
-        return self[stage]
+
+class Bars(list[Barrier]):
+    def index(self, i: Any) -> Barrier:  # type: ignore[override]
+        return self[int(i)]
+
+
+BARRIERS = types.SimpleNamespace(
+    wait=lambda bar, parity: bar.wait(parity),
+    arrive=lambda bar: bar.happens(True, 0),
+    expect=lambda bar, count: bar.happens(True, count),
+)
 
 
 class Cache:
@@ -114,13 +130,8 @@ def as_python(name: str, program: tuple[int, int], cache: Cache) -> Any:
         convert_layout=lambda x, _: x, int64=torch.int64, int32=torch.int32, float32=torch.float32, constexpr=Any,
         NVMMADistributedLayout=tuple_of, DotOperandLayout=tuple_of, SliceLayout=tuple_of,
     )  # fmt: skip
-    barriers = types.SimpleNamespace(
-        wait=lambda bar, parity: bar.wait(parity),
-        arrive=lambda bar: bar.happens(True, 0),
-        expect=lambda bar, count: bar.happens(True, count),
-    )
     names = {
-        "gl": language, "mbarrier": barriers, "tma": types.SimpleNamespace(async_copy_global_to_shared=cache.bring),
+        "gl": language, "mbarrier": BARRIERS, "tma": types.SimpleNamespace(async_copy_global_to_shared=cache.bring),
         "mma_v2": lambda a, b, acc: acc + a @ b, "float": float, "range": range, "gdc_wait": cache.wait,
     }  # fmt: skip
     names["_piece"] = types.FunctionType(kernels._piece.fn.__code__, names)

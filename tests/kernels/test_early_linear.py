@@ -17,8 +17,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nanovllm.kernels import few_tokens as choice
-from nanovllm.kernels.few_tokens import EARLY_SHARED, EarlyTile, early_kernel, early_tile, few_tokens
-from nanovllm.kernels.launch import is_hopper
+from nanovllm.kernels.few_tokens import EARLY_SHARED, EarlyTile, early_tile, few_tokens
+from nanovllm.kernels.launch import gluon_kernel
 
 ROOT = Path(__file__).parents[2]
 HOW: dict[str, dict[str, bool]] = {"plain": {}, "gated": {"gated": True}, "partial": {"partial": True}}
@@ -40,10 +40,11 @@ def stand_in(*_: object, **__: object) -> Tensor:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    def everywhere(device: torch.device) -> Callable[..., Tensor]:
+    def everywhere(name: str, device: torch.device) -> Callable[..., Tensor]:
+        assert name == "early_linear"
         return stand_in
 
-    monkeypatch.setattr(choice, "early_kernel", everywhere)
+    monkeypatch.setattr(choice, "gluon_kernel", everywhere)
 
 
 def tile_of(num_tokens: int, kind: str, outputs: int, inputs: int, **dtype: torch.dtype) -> EarlyTile | None:
@@ -81,22 +82,9 @@ def test_a_shape_or_dtype_that_is_none_for_it(hopper: None) -> None:
     assert tile_of(32, "gated", 8192 + 64, 4096) is None and tile_of(32, "gated", 8192 + 128, 4096) is not None
 
 
-def forget() -> None:
-    for known in (early_kernel, is_hopper):
-        known.cache_clear()
-
-
-def test_without_gluon_or_hopper_it_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another GPU, and a Triton that has moved Gluon: the chooser takes what runs on any."""
-    found = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (8, 0), torch.device("cuda", 2): (10, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
-    monkeypatch.delitem(sys.modules, "nanovllm.kernels.early_linear", raising=False)
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)  # an import of it fails
-    forget()
-    assert [early_kernel(device) for device in (*found, torch.device("cpu"))] == [None] * 4
-    forget()
-
-    monkeypatch.setattr(choice, "early_kernel", lambda device: None)
+def test_where_it_cannot_run_it_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another GPU, or a Triton that has moved Gluon: the chooser takes what runs on any."""
+    monkeypatch.setattr(choice, "gluon_kernel", lambda name, device: None)
     for num_tokens in (17, 64, 65, 128, 129, 256):
         for kind, outputs, inputs in (layer for layers in LAYERS.values() for layer in layers):
             chosen, before = (
@@ -205,7 +193,7 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (384, 192), (1024, 320), (4096, 1024)])
 def test_early_linear(kind: str, num_tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    early_linear = early_kernel(device)
+    early_linear = gluon_kernel("early_linear", device)
     if early_linear is None:
         pytest.skip("no Hopper GPU")
 
@@ -242,7 +230,7 @@ def test_early_linear(kind: str, num_tokens: int, inputs: int, outputs: int, dty
 def test_a_recording_reads_what_is_in_its_input_then() -> None:
     """Descriptors are made when a step is recorded, and hold the address of the input."""
     device = torch.device("cuda", torch.cuda.current_device())
-    early_linear = early_kernel(device)
+    early_linear = gluon_kernel("early_linear", device)
     if early_linear is None:
         pytest.skip("no Hopper GPU")
     x, weight = torch.zeros(40, 1024, dtype=torch.bfloat16, device=device), torch.randn(512, 1024, device=device)

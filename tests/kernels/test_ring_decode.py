@@ -25,13 +25,12 @@ from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.engine.plan import Scheduled
 from nanovllm.kernels import ring_decode as kernels
 from nanovllm.kernels import ring_layout as choice
-from nanovllm.kernels.launch import is_hopper
 from nanovllm.kernels.paged_decode import DecodeWorkspace, merge_pieces, plan_decode
 from nanovllm.kernels.paged_tile import LOG2_E
-from nanovllm.kernels.ring_layout import RingLayout, has_ring, ring_layout
+from nanovllm.kernels.ring_layout import RingLayout, ring_layout
 from nanovllm.runner.cuda_graphs import DecodeGraphs
 from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case
-from tests.kernels.gluon_as_python import Barrier, Cache, Memory, Pointer, Ring, as_python
+from tests.kernels.gluon_as_python import Barrier, Bars, Cache, Memory, Pointer, as_python
 
 ROOT = Path(__file__).parents[2]
 NUM_KV_HEADS = 4
@@ -50,7 +49,7 @@ def layout_of(
 
 def test_what_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layout_of() is None
-    monkeypatch.setattr(choice, "has_ring", lambda device: True)
+    monkeypatch.setattr(choice, "gluon_kernel", lambda name, device: name)
     wide, narrow = RingLayout(32, 4, 3, 1, 160), RingLayout(32, 4, 6, 1, 160)
     assert layout_of() == layout_of(dtype=torch.float16) == layout_of(300, 16, 4, block_size=32) == wide
     assert layout_of(head_dim=64) == layout_of(head_dim=64, num_kv_heads=12) == narrow
@@ -58,24 +57,6 @@ def test_what_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layout_of(block_size=16) is None and layout_of(dtype=torch.float32) is None
     assert [d for d in (16, 32, 64, 96, 128, 256) if layout_of(head_dim=d)] == [64, 128]
     assert [n for n in (1, 2, 3, 4, 6, 8, 10, 12, 16) if layout_of(num_kv_heads=n)] == [4, 8, 12, 16]
-
-
-def forget() -> None:
-    for known in (has_ring, is_hopper):
-        known.cache_clear()
-
-
-def test_not_without_hopper_or_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (8, 0), torch.device("cuda", 2): (10, 0)}
-    devices = [*found, torch.device("cpu")]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
-    forget()
-    assert [has_ring(device) for device in devices] == [True, False, False, False]
-    monkeypatch.delitem(sys.modules, "nanovllm.kernels.ring_decode", raising=False)
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)  # an import of it fails
-    forget()
-    assert [has_ring(device) for device in devices] == [False] * 4
-    forget()
 
 
 def test_the_plan_of_a_step_is_for_the_kernel_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +69,7 @@ def test_the_plan_of_a_step_is_for_the_kernel_that_it_uses(monkeypatch: pytest.M
         *_, context_len, _, _, workspace, plan, layout = arguments
         calls.append((workspace.m.shape, plan, layout, context_len, overlap))
 
-    monkeypatch.setattr(choice, "has_ring", lambda device: True)
+    monkeypatch.setattr(choice, "gluon_kernel", lambda name, device: name)
     monkeypatch.setattr(kernels, "ring_decode", stand_in)
     monkeypatch.setattr(triton_backend, "paged_decode", stand_in)
     backend = TritonBackend(num_sms=10)
@@ -144,21 +125,22 @@ def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: tor
     early_boxes = 0
     for program in ((heads, piece) for heads in range(NUM_KV_HEADS // layout.heads) for piece in range(pieces)):
         shape = layout.heads, layout.keys, 64
-        k, v = (Ring(Memory(torch.full(shape, float("nan"))) for _ in range(layout.stages)) for _ in range(2))
-        full = Ring(Barrier() for _ in range(layout.stages))
-        empty = Ring(Barrier(*places) for places in zip(k, v, strict=True))
+        k, v = (torch.full((layout.stages, *shape), float("nan")) for _ in range(2))
+        full = Bars(Barrier() for _ in range(layout.stages))
+        empty = Bars(Barrier(*places) for places in zip(k, v, strict=True))
         cache = Cache(*(kv.view(-1, NUM_KV_HEADS, 64).transpose(0, 1) for kv in (before, case.kv)))
         order = as_python("_order", program, cache)
         arguments = (
-            cache, k, v, full, empty, pointer["table"], pointer["start"], pointer["context"], pointer["plan"],
+            cache, Memory(k), Memory(v), full, empty,
+            pointer["table"], pointer["start"], pointer["context"], pointer["plan"],
             case.kv.stride(0) // (NUM_KV_HEADS * 64), meta.block_table.stride(0),
             layout.heads, block_size, layout.keys, 64, layout.stages, layout.early_tiles, True,
         )  # fmt: skip
         side = threading.Thread(target=order, args=arguments, daemon=True)
         side.start()
         as_python("_attend", program, Cache(before, case.kv))(
-            *(pointer[name] for name in ("q", "out", "m", "denom", "acc")), k, v, full, empty, pointer["start"],
-            pointer["context"], pointer["plan"], case.scale * LOG2_E, case.q.stride(0),
+            *(pointer[name] for name in ("q", "out", "m", "denom", "acc")), Memory(k), Memory(v), full, empty,
+            pointer["start"], pointer["context"], pointer["plan"], case.scale * LOG2_E, case.q.stride(0),
             NUM_KV_HEADS, layout.heads, group, 64, queries, layout.keys, layout.stages, True,
         )  # fmt: skip
         side.join(timeout=20)

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.launch import gluon_kernel
 from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, decode_config, paged_decode, plan_decode
-from nanovllm.kernels.ring_layout import RingLayout, has_ring, ring_layout
+from nanovllm.kernels.ring_layout import RingLayout, ring_layout
 from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case
 from tests.kernels.test_attention_gpu import DECODE, TOLERANCE, VERIFY
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
-    if not has_ring(torch.device("cuda", torch.cuda.current_device())):
+    if gluon_kernel("ring_decode", torch.device("cuda", torch.cuda.current_device())) is None:
         pytest.skip("no Hopper GPU, or no Gluon")
 
 

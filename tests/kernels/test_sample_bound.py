@@ -20,7 +20,7 @@ SEED = 12345
 @pytest.fixture(autouse=True)
 def one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program has a whole row, so that what it knows from a tile decides about the next ones."""
-    monkeypatch.setattr(sample, "_programs_at_once", lambda device: 1)
+    monkeypatch.setattr(sample, "PROGRAMS", 1)
 
 
 @triton.jit

@@ -39,8 +39,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Variants:
         (ring_decode, "_ring_kernel"), (warp_prefill, "_warp_prefill_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Launches(name, variants))
-    monkeypatch.setattr(ring_layout, "has_ring", lambda device: True)
-    monkeypatch.setattr(warp_layout, "has_warp_prefill", lambda device: True)
+    for module in (ring_layout, warp_layout):
+        monkeypatch.setattr(module, "gluon_kernel", lambda name, device: name)
     for module in (paged_decode, ring_decode):
         monkeypatch.setattr(module, "overlaps_launches", lambda device: True)
     assert triton_backend.ring_layout is ring_layout.ring_layout

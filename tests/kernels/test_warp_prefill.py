@@ -21,8 +21,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.kernels import warp_layout as choice
 from nanovllm.kernels import warp_prefill as kernels
-from nanovllm.kernels.launch import is_hopper
-from nanovllm.kernels.warp_layout import fits_warp_prefill, has_warp_prefill
+from nanovllm.kernels.warp_layout import fits_warp_prefill
 from tests.kernels.attention_cases import Lengths, make_case
 from tests.kernels.warp_prefill_as_python import emulate
 
@@ -38,29 +37,11 @@ def fits(group: int = 2, head_dim: int = 128, block_size: int = 256, dtype: torc
 
 def test_what_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fits()
-    monkeypatch.setattr(choice, "has_warp_prefill", lambda device: True)
+    monkeypatch.setattr(choice, "gluon_kernel", lambda name, device: name)
     assert fits() and fits(dtype=torch.float16) and fits(block_size=64)
     assert not fits(block_size=32) and not fits(dtype=torch.float32)
     assert [n for n in range(1, 33) if fits(group=n)] == [1, 2, 4, 8, 16]
     assert [n for n in (16, 32, 64, 96, 128, 256) if fits(head_dim=n)] == [64, 128]
-
-
-def forget() -> None:
-    for known in (has_warp_prefill, is_hopper):
-        known.cache_clear()
-
-
-def test_not_without_hopper_or_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (8, 0), torch.device("cuda", 2): (10, 0)}
-    devices = [*found, torch.device("cpu")]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
-    forget()
-    assert [has_warp_prefill(device) for device in devices] == [True, False, False, False]
-    monkeypatch.delitem(sys.modules, "nanovllm.kernels.warp_prefill", raising=False)
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)  # an import of it fails
-    forget()
-    assert [has_warp_prefill(device) for device in devices] == [False] * 4
-    forget()
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------

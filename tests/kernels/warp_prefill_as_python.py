@@ -1,7 +1,7 @@
 """The kernel of `warp_prefill.py` as plain Python over PyTorch tensors: a thread for each group of warps.
 
-Triton's interpreter cannot run Gluon. Layouts are left out. A product is computed when it is waited for, and what is
-given up becomes NaN: so it shows if a place is given up too early, and so does a deadlock.
+See `gluon_as_python.py`. A product is computed when it is waited for, and what is given up becomes NaN: so it shows if
+a place is given up too early, and so does a deadlock.
 """
 
 import threading
@@ -13,53 +13,16 @@ import torch
 from nanovllm.kernels import paged_tile, warp_prefill, warp_prefill_tile
 from nanovllm.kernels.paged_tile import LOG2_E
 from tests.kernels.attention_cases import Case
-from tests.kernels.gluon_as_python import Pointer, load_elements, store_elements, tuple_of
-
-
-class Memory:
-    def __init__(self, tile: torch.Tensor) -> None:
-        self.tile, self.dtype = tile, tile.dtype
-
-    def index(self, i: Any) -> "Memory":
-        return Memory(self.tile[int(i)])
-
-    def slice(self, start: int, size: int) -> "Memory":
-        return Memory(self.tile[start : start + size])
-
-    def permute(self, order: tuple[int, ...]) -> "Memory":
-        return Memory(self.tile.permute(order))
-
-    def load(self, _: object) -> torch.Tensor:
-        return self.tile.clone()
-
-    def store(self, value: torch.Tensor) -> None:
-        self.tile.copy_(value)
-
-
-class Barrier:
-    def __init__(self, count: int, given_up: list[torch.Tensor]) -> None:
-        self.changed, self.phase, self.bytes, self.arrived, self.count = threading.Condition(), 0, 0, 0, count
-        self.given_up = given_up
-
-    def happens(self, arrivals: int, more: int) -> None:
-        with self.changed:
-            self.arrived += arrivals
-            self.bytes += more
-            assert self.arrived <= self.count
-            if self.arrived == self.count and not self.bytes:
-                for tile in self.given_up:
-                    tile.fill_(float("nan") if tile.is_floating_point() else -7)
-                self.phase, self.arrived = self.phase + 1, 0
-                self.changed.notify_all()
-
-    def wait(self, parity: Any) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: (self.phase - 1) % 2 == int(parity), timeout=10), "a deadlock"
-
-
-class Bars(list[Barrier]):
-    def index(self, i: Any) -> Barrier:  # type: ignore[override]
-        return self[int(i)]
+from tests.kernels.gluon_as_python import (
+    BARRIERS,
+    Barrier,
+    Bars,
+    Memory,
+    Pointer,
+    load_elements,
+    store_elements,
+    tuple_of,
+)
 
 
 class Product:
@@ -87,7 +50,7 @@ class Box:
         part = self.source[first : first + rows, column : column + columns]
         memory.tile.zero_()
         memory.tile[: part.shape[0]] = part
-        bar.happens(0, -2 * memory.tile.numel())
+        bar.happens(False, -2 * memory.tile.numel())
 
 
 def functions(program: int, programs: int, lock: Any) -> dict[str, Any]:
@@ -116,13 +79,8 @@ def functions(program: int, programs: int, lock: Any) -> dict[str, Any]:
         convert_layout=lambda x, _: x, int64=torch.int64, int32=torch.int32, float32=torch.float32, constexpr=Any,
         NVMMADistributedLayout=tuple_of, DotOperandLayout=tuple_of, SliceLayout=tuple_of, BlockedLayout=tuple_of,
     )  # fmt: skip
-    barriers = types.SimpleNamespace(
-        wait=lambda bar, parity: bar.wait(parity),
-        arrive=lambda bar: bar.happens(1, 0),
-        expect=lambda bar, count: bar.happens(1, count),
-    )
     names: dict[str, Any] = {
-        "gl": language, "tl": language, "mbarrier": barriers, "float": float, "range": lambda *a: range(*map(int, a)),
+        "gl": language, "tl": language, "mbarrier": BARRIERS, "float": float, "range": lambda *a: range(*map(int, a)),
         "tma": types.SimpleNamespace(async_copy_global_to_shared=lambda d, *a: d.bring(*a)),
         "fence_async_shared": lambda: None, "warpgroup_mma": Product, "warpgroup_mma_wait": waited,
     }  # fmt: skip
@@ -162,10 +120,10 @@ def emulate(case: Case, keys: int, stages: int, rows: int, programs: int, first_
     for program in range(programs):
         q, k, v = (torch.full((n, r, head_dim), float("nan")) for n, r in ((4, rows), (stages, keys), (stages, keys)))
         notes = torch.full((2 * warp_prefill.NOTES, 1), -7, dtype=torch.int64)
-        q_full, k_full, v_full = (Bars(Barrier(1, []) for _ in range(n)) for n in (2, stages, stages))
+        q_full, k_full, v_full = (Bars(Barrier() for _ in range(n)) for n in (2, stages, stages))
         half = warp_prefill.NOTES
-        q_free = Bars(Barrier(2, [q[2 * i : 2 * i + 2], notes[half * i : half * i + half]]) for i in range(2))
-        k_free, v_free = (Bars(Barrier(2, [x[i]]) for i in range(stages)) for x in (k, v))
+        q_free = Bars(Barrier(q[2 * i : 2 * i + 2], notes[half * i : half * i + half], count=2) for i in range(2))
+        k_free, v_free = (Bars(Barrier(x[i], count=2) for i in range(stages)) for x in (k, v))
         places = Memory(q), Memory(k), Memory(v), Memory(notes), q_full, q_free, k_full, k_free, v_full, v_free
         names = functions(program, programs, lock)
         threads.append((
