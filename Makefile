@@ -17,7 +17,7 @@ STAMP := .venv/setup.json
 SETUP = "$(PYTHON)" tools/setup_env.py --torch "$(TORCH)" $(if $(SYSTEM_SITE),--system-site)
 SHARE = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf %s '-n $(JOBS)')
 QUICK_START := -p no:nbval -p no:schemathesis
-LINTED = $(wildcard stages nanovllm tools benchmarks tests notebooks examples lectures example.py)
+LINTED = $(wildcard stages nanovllm tools training benchmarks tests notebooks examples lectures example.py)
 
 unexport VIRTUAL_ENV PYTHONHOME
 
@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml tools/setup_env.py
 	$(SETUP)
 
 demo: $(STAMP) ## the main job on the embedded model: text from every stage, with its speed
-	$(RUN) -m tools.demo $(ARGS)
+	$(RUN) -m tools.race.demo $(ARGS)
 
 test: $(STAMP) ## the fast tests: a few minutes on two cores, no network, no GPU
 	$(RUN) -m pytest $(SHARE) -m "not slow and not gpu" $(ARGS)
@@ -52,63 +52,63 @@ stage-%-test: $(STAMP) FORCE ## test stage N (IMPL=exercises tests your own exer
 	$(RUN) -m pytest tests/stages --stage $* --impl $(IMPL) $(QUICK_START) $(ARGS)
 
 stage-%-bench: $(STAMP) FORCE ## measure stage N's showcase against stage N-1 and Hugging Face
-	$(RUN) -m benchmarks.stage_bench $* $(ARGS)
+	$(RUN) -m benchmarks.stages.stage_bench $* $(ARGS)
 
 stage-%-notebook: $(STAMP) FORCE ## open stage N's notebook in JupyterLab (ARGS="--allow-root" where you are root)
 	$(RUN) -m jupyterlab notebooks/$*_*.ipynb $(ARGS)
 
 stage-%-diff: $(STAMP) FORCE ## what stage N changes against stage N-1
-	$(RUN) -m tools.stage_diff $* $(ARGS)
+	$(RUN) -m tools.exercises.stage_diff $* $(ARGS)
 
 stage-%-exercise: $(STAMP) FORCE ## write exercises/stage_N_*.py: the stage with holes for you to fill
-	$(RUN) -m tools.exercises $* $(ARGS)
+	$(RUN) -m tools.exercises.exercises $* $(ARGS)
 
 stage-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in stage N and show which test catches each (two minutes)
-	$(RUN) -m tools.mutants $* $(ARGS)
+	$(RUN) -m tools.exercises.mutants $* $(ARGS)
 
 stage-%-demo: $(STAMP) FORCE ## a live view of stage N in the terminal: blocks, queues, text
-	$(RUN) -m tools.demo --stage $* $(ARGS)
+	$(RUN) -m tools.race.demo --stage $* $(ARGS)
 
 race: $(STAMP) ## the stages and the engine on one workload, lane by lane (ARGS="--device cuda" on a GPU)
-	$(RUN) -m tools.race $(ARGS)
+	$(RUN) -m tools.race.race $(ARGS)
 
 record: $(STAMP) ## hold the race and keep it, tokens, times and events, in small files
-	$(RUN) -m tools.record $(ARGS)
+	$(RUN) -m tools.race.record $(ARGS)
 
 replay: $(STAMP) ## show a recorded race, or one engine of it (ARGS="--engine stage_4 --speed 0.5")
-	$(RUN) -m tools.replay $(ARGS)
+	$(RUN) -m tools.race.replay $(ARGS)
 
 ladder: $(STAMP) ## one workload through every stage and Hugging Face, drawn as a picture
-	$(RUN) -m benchmarks.ladder $(ARGS)
+	$(RUN) -m benchmarks.stages.ladder $(ARGS)
 
 bench: $(STAMP) ## the engine on a GPU, into build/bench (ARGS="--vllm-path DIR": vLLM beside it, from there)
 	@failed=; for name in $(ENGINE_BENCHMARKS); do \
-	  $(RUN) -m benchmarks.$$name --out build/bench $(ARGS) || failed="$$failed $$name"; \
+	  $(RUN) -m benchmarks.engine.$$name --out build/bench $(ARGS) || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "not complete:$$failed"; exit 1; }
 
 bench-cpu: $(STAMP) ## the engine on a CPU, beside Hugging Face
-	$(RUN) -m benchmarks.engine_cpu $(ARGS)
+	$(RUN) -m benchmarks.engine.engine_cpu $(ARGS)
 
 bench-check: $(STAMP) ## compare a fresh quick measurement with the recorded ones
-	$(RUN) -m benchmarks.check $(ARGS)
+	$(RUN) -m benchmarks.engine.check $(ARGS)
 
 report: $(STAMP) ## write the tables of the README from benchmarks/results
-	$(RUN) -m benchmarks.report $(ARGS)
+	$(RUN) -m benchmarks.lib.report $(ARGS)
 
 docs: $(STAMP) ## build the course site into build/docs/html, offline (needs the extra `docs`)
-	$(RUN) -m tools.docs $(ARGS)
+	$(RUN) -m tools.docs.docs $(ARGS)
 
 slides: $(STAMP) ## slides of the lectures into build/slides, offline (ARGS="--stage 4" one, "--script 4" its run sheet)
-	$(RUN) -m tools.slides $(ARGS)
+	$(RUN) -m tools.lectures.slides $(ARGS)
 
 doctor: $(STAMP) ## what is the matter with this machine (GPU, memory, ports, leftovers), and what to do about it
 	$(RUN) -m tools.doctor
 
 progress: $(STAMP) ## which of your exercises are filled in and pass, and what is next (ARGS=--run tests them)
-	$(RUN) -m tools.progress $(ARGS)
+	$(RUN) -m tools.exercises.progress $(ARGS)
 
 notebooks: $(STAMP) ## run the notebooks' sources again and store their outputs
-	$(RUN) -m tools.notebooks $(ARGS)
+	$(RUN) -m tools.docs.notebooks $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy, as the tests run them
 	$(RUN) -m ruff check $(LINTED)

@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.trace import OnEvent
 from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids
@@ -22,11 +21,12 @@ from nanovllm.models.loader import load_model
 from nanovllm.models.sharding import shard_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
-from nanovllm.runner.executor import LocalExecutor, current
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.parallel_executor import ParallelExecutor, Share
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
-from nanovllm.tokenizer import Message, Tokenizer
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.tokenizer import Message, Tokenizer
+from nanovllm.workers.executor import LocalExecutor, current
+from nanovllm.workers.parallel_executor import ParallelExecutor, Share
 
 # A text; {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt"; or just the ids.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
@@ -47,7 +47,7 @@ class LLM:
     config: the fields of `EngineConfig`. Raises TypeError for one that does not exist, and ValueError for everything
         else that is wrong with model, configuration or device.
 
-    From then on Python collects garbage less often in this process (see `runner/executor.py`).
+    From then on Python collects garbage less often in this process (see `workers/executor.py`).
     """
 
     def __init__(

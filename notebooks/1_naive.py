@@ -14,8 +14,8 @@ import torch
 from stages.core import SamplingParams, make_sequences, sample
 from stages.model import Attention
 from stages.stage_1_naive import NaiveEngine, attend_to_all
-from tools.pictures import lines, swimlane, time_per_token, token_times, work_map
-from tools.three_requests import (
+from tools.pictures.pictures import lines, swimlane, time_per_token, token_times, work_map
+from tools.pictures.three_requests import (
     NAMES,
     STORY_MODEL,
     compare,

@@ -14,8 +14,8 @@ import torch
 from stages.core import SamplingParams
 from stages.stage_1_naive import NaiveEngine
 from stages.stage_2_kv_cache import KVCache, KVCacheEngine
-from tools.pictures import cache_growth, lines, swimlane, time_per_token, token_times, work_map
-from tools.three_requests import (
+from tools.pictures.pictures import cache_growth, lines, swimlane, time_per_token, token_times, work_map
+from tools.pictures.three_requests import (
     NAMES,
     STORY_MODEL,
     compare,

@@ -13,9 +13,9 @@ import json
 from stages.core import SamplingParams, Sequence
 from stages.stage_2_kv_cache import KVCacheEngine
 from stages.stage_3_paged_blocks import BlockPool, PagedEngine, PagedKVCache, slots_of
-from tools.pictures import block_map, cache_growth, slot_use, swimlane, waste
-from tools.pictures_blocks import holdings, pool_slots
-from tools.three_requests import (
+from tools.pictures.blocks import holdings, pool_slots
+from tools.pictures.pictures import block_map, cache_growth, slot_use, swimlane, waste
+from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,
     NUM_BLOCKS,

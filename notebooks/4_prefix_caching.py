@@ -19,10 +19,9 @@ from stages import stage_4_prefix_caching as stage_4
 from stages.core import SamplingParams
 from stages.stage_3_paged_blocks import PagedEngine
 from stages.stage_4_prefix_caching import Content, PrefixCachingEngine, PrefixCachingPool, chained_digest
-from tools.pictures import block_map, prefix_tree, swimlane
-from tools.pictures_blocks import bars, ref_counts
-from tools.story_grammar import generate_story
-from tools.three_requests import (
+from tools.pictures.blocks import bars, ref_counts
+from tools.pictures.pictures import block_map, prefix_tree, swimlane
+from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,
     NUM_BLOCKS,
@@ -37,6 +36,7 @@ from tools.three_requests import (
     source,
     three_requests,
 )
+from training.story_grammar import generate_story
 
 tokenizer = load_tokenizer()
 prompts, params = three_requests()

@@ -15,16 +15,15 @@ from functools import partial
 
 import torch
 
-from benchmarks.report import RESULTS
+from benchmarks.lib.report import RESULTS
 from stages.core import make_sequences
 from stages.stage_4_prefix_caching import PrefixCachingPool
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from stages.stage_6_cuda_graphs import CUDAGraph, CUDAGraphEngine, Rows, bucket_ladder
-from tools.decode_profile import busy_us, launch_ms, load_recording, step_ms, trace
-from tools.pictures import swimlane
-from tools.pictures_graphs import buckets, timeline
-from tools.tape import TapeGraph
-from tools.three_requests import (
+from tools.pictures.decode_profile import busy_us, launch_ms, load_recording, step_ms, trace
+from tools.pictures.graphs import buckets, timeline
+from tools.pictures.pictures import swimlane
+from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,
     NUM_BLOCKS,
@@ -38,6 +37,7 @@ from tools.three_requests import (
     source,
     three_requests,
 )
+from tools.race.tape import TapeGraph
 
 prompts, params = three_requests()
 OPTIONS = {"max_num_seqs": SEATS, "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
@@ -151,8 +151,8 @@ source(CUDAGraph)
 # ### What a graph cannot do
 #
 # The roll plays what was punched, nothing else. That has three consequences, which decide what the stage looks like.
-# To see them without a GPU we take a *tape* (`tools/tape.py`), which records operations of torch as a graph records
-# kernels, and has the same manners.
+# To see them without a GPU we take a *tape* (`tools/race/tape.py`), which records operations of torch as a graph
+# records kernels, and has the same manners.
 #
 # **1. Addresses are frozen.** The arguments of a kernel are pointers. New data must come to the *old place*; a new
 # tensor under the same name is not noticed:

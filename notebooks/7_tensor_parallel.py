@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from benchmarks.report import RESULTS
+from benchmarks.lib.report import RESULTS
 from stages.core import SamplingParams, Sequence
 from stages.ranks import Group, Team
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
@@ -37,10 +37,10 @@ from stages.stage_7_tensor_parallel import (
     cut,
     winners,
 )
-from tools.pictures import swimlane
-from tools.pictures_blocks import bars
-from tools.pictures_ranks import decode_ms, held, layer_flow, listen_in, wire
-from tools.three_requests import (
+from tools.pictures.blocks import bars
+from tools.pictures.pictures import swimlane
+from tools.pictures.ranks import decode_ms, held, layer_flow, listen_in, wire
+from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,
     NUM_BLOCKS,

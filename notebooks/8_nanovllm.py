@@ -22,9 +22,9 @@ from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
-from tools.pictures import block_map, swimlane
-from tools.pictures_blocks import bars
-from tools.three_requests import (
+from tools.pictures.blocks import bars
+from tools.pictures.pictures import block_map, swimlane
+from tools.pictures.three_requests import (
     BLOCK_SIZE,
     LOTTE,
     NAMES,
@@ -93,20 +93,20 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 #
 # | stage | its idea | the module that it became |
 # |---|---|---|
-# | 1 | tokens, logits, sample, append | `runner/sampler.py`; beside it `filters`, `penalties`, `gumbel`, `logprobs` |
+# | 1 | tokens, logits, sample, append | `sampling/sampler.py`; beside it `filters`, `penalties`, `gumbel`, `logprobs` |
 # | 2 | keep keys and values | `runner/model_runner.py`, which owns the tensors; `runner/memory.py`, which sizes them |
 # | 3 | blocks, tables, slots | `engine/block_manager.py` (who has which), `runner/batch.py` (slots), `attention/` |
-# | 3 | the kernel beside it | `kernels/paged_prefill.py`, `kernels/paged_decode.py`, `kernels/kv_write.py` |
-# | – | the same on Hopper | `kernels/warp_prefill.py`, `kernels/ring_decode.py` |
+# | 3 | the kernel beside it | `paged_prefill.py`, `paged_decode.py` and `kv_write.py` in `kernels/attention/` |
+# | – | the same on Hopper | `kernels/hopper/warp_prefill.py`, `kernels/hopper/ring_decode.py` |
 # | 4 | chained hashes, ref counts, LRU | `engine/block_manager.py` |
 # | 5 | queues, budget, chunks, preemption | `engine/scheduler.py`, `engine/waiting_queue.py`, `engine/sequence.py` |
-# | 6 | recordings, buckets, padding | `runner/cuda_graphs.py`; of prompts `runner/chunk_graphs.py` |
-# | 7 | shares, sums, ranks | `models/sharding.py`, `distributed/`, `runner/parallel_executor.py` |
+# | 6 | recordings, buckets, padding | `graphs/cuda_graphs.py`; of prompts `graphs/chunk_graphs.py` |
+# | 7 | shares, sums, ranks | `models/sharding.py`, `distributed/`, `workers/parallel_executor.py` |
 # | `core.py` | parameters, events | `sampling_params.py`, `engine/trace.py` |
 # | `model.py` | a model that never sees a batch | `models/transformer.py`, `layers/` |
 # | `checkpoint.py` | strict about every tensor | `models/loader.py`, `models/checkpoint.py`, `models/config.py` |
 #
-# New is what a user needs: `llm.py`, `engine/request.py` and `engine/detokenizer.py` (text and stop strings),
+# New is what a user needs: `llm.py`, `engine/request.py` and `text/detokenizer.py` (text and stop strings),
 # `engine/limits.py` (what is refused, and how that is said), `cli.py`.
 
 # %%
@@ -141,8 +141,9 @@ compare(my_guess, len(files), "files")
 print(" -> ".join(files))
 
 # %% [markdown]
-# Do not read them all. Six tell the story: `engine/engine.py` and `engine/scheduler.py`, `runner/executor.py`,
-# `runner/model_runner.py`, `runner/batch.py` and `runner/sampler.py`. What lies below, the model and the attention, has
+# Do not read them all. Six tell the story: `engine/engine.py` and `engine/scheduler.py`, `workers/executor.py`,
+# `runner/model_runner.py`, `runner/batch.py` and `sampling/sampler.py`. What lies below, the model and the
+# attention, has
 # the same two calls as in the stages, `model(input_ids, positions, attend)` and `model.logits(hidden)`, and knows as
 # little as ever.
 #
@@ -212,7 +213,7 @@ for message in said[:8]:
 # the text is. The first chunk samples nothing, so nothing comes up. And no token ever goes *down*: the data plane has
 # it already, it sampled it.
 #
-# **File 3, `runner/executor.py`**, takes the plan and promises a result. For one GPU it is a few lines; for several,
+# **File 3, `workers/executor.py`**, takes the plan and promises a result. For one GPU it is a few lines; for several,
 # another executor behind the same two calls sends the plan to all of them.
 #
 # **File 4, `runner/model_runner.py`**, keeps a *row* for each running sequence: its last token, its length, its block
@@ -222,11 +223,11 @@ for message in said[:8]:
 # this in stage 3, as loops over tokens; here it is array arithmetic, since a loop over 16,000 tokens takes longer than
 # the GPU needs to compute them.
 #
-# **File 6, `runner/sampler.py`**, draws the tokens: `argmax(logit + temperature * noise)`. The noise depends on the
+# **File 6, `sampling/sampler.py`**, draws the tokens: `argmax(logit + temperature * noise)`. The noise depends on the
 # request's seed and on how many tokens it has, on nothing else: not on the batch, the row, or a preemption.
 #
-# On a GPU a plain decode step is replayed ([stage 6](6_cuda_graphs.ipynb)). There `runner/cuda_graphs.py` takes the
-# place of file 5, and file 6 is `kernels/sample.py`, inside the recording: six files again.
+# On a GPU a plain decode step is replayed ([stage 6](6_cuda_graphs.ipynb)). There `graphs/cuda_graphs.py` takes the
+# place of file 5, and file 6 is `kernels/fused/sample.py`, inside the recording: six files again.
 #
 # Back up: the result is committed. Only now is a block full of known tokens given its name, and only now can others
 # find it:

@@ -6,7 +6,7 @@
 # somebody careful checks, and checking is cheaper than writing.
 #
 # You meet it in `nanovllm`, where it is three small files: `engine/ngram.py` and `runner/draft.py` guess,
-# `runner/rejection.py` decides.
+# `sampling/rejection.py` decides.
 
 # %%
 import json
@@ -14,19 +14,19 @@ import time
 
 import torch
 
-from benchmarks.engine_worker import Engine
-from benchmarks.harness import RESULTS
-from benchmarks.replay import Replay, acceptance, tokens_per_step
-from benchmarks.speculation import time_a_token
+from benchmarks.engine.engine_worker import Engine
+from benchmarks.engine.speculation import time_a_token
+from benchmarks.lib.harness import RESULTS
+from benchmarks.lib.replay import Replay, acceptance, tokens_per_step
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.ngram import NgramProposer
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.runner.rejection import accept_or_redraw, draw_guesses
-from nanovllm.runner.sampler import Draws
-from tools.pictures import swimlane
-from tools.pictures_blocks import bars
-from tools.plots import lines
-from tools.three_requests import (
+from nanovllm.sampling.rejection import accept_or_redraw, draw_guesses
+from nanovllm.sampling.sampler import Draws
+from tools.pictures.blocks import bars
+from tools.pictures.pictures import swimlane
+from tools.pictures.plots import lines
+from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,
     NUM_BLOCKS,
@@ -305,7 +305,8 @@ lines(
 #
 # All this lives on idle arithmetic, on the flat part of the first curve. A batch of 64 has no flat part left: it
 # computes 64 tokens already, and guesses only make it 320. To see this apart from the quality of a draft, guesses of a
-# *chosen* quality are replayed (`benchmarks/replay.py`): what will come is known from an earlier run, and as many of
+# *chosen* quality are replayed (`benchmarks/lib/replay.py`): what will come is known from an earlier run, and as
+# many of
 # the guesses are spoilt as one likes. **Guess:** with four guesses a step, 60% of them right, from which batch size on
 # does it lose, on one core and with this model?
 
@@ -355,7 +356,7 @@ lines(
 # not in it: here guesses are free, as n-grams are. A draft model whose turn takes a tenth of a step adds half a step
 # for four guesses, and has to be right more often.
 #
-# The same, measured with more care and more batch sizes (`python -m benchmarks.speculation`):
+# The same, measured with more care and more batch sizes (`python -m benchmarks.engine.speculation`):
 
 # %%
 show_table("speculation", RESULTS)

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import check, harness, ladder, report, stage_bench, wording, worker
-from benchmarks.showcases import SHOWCASES
-from benchmarks.showcases import ladder as ladder_showcase
-from benchmarks.workloads import Request, Scenario, make_requests
+from benchmarks.engine import check
+from benchmarks.lib import harness, report, wording, worker
+from benchmarks.lib.workloads import Request, Scenario, make_requests
+from benchmarks.stages import ladder, stage_bench
+from benchmarks.stages.showcases import SHOWCASES
+from benchmarks.stages.showcases import ladder as ladder_showcase
 from stages.manifest import load_stages
 from tests.weights import VOCAB, lively_qwen3
 

@@ -96,7 +96,7 @@ def test_chat_remembers_the_conversation(
     assert "ends the conversation" in printed.err
     first, second = [answer for answer in printed.out.replace("> ", "").split("\n") if answer][:2]
     assert first and second
-    from nanovllm.tokenizer import Tokenizer
+    from nanovllm.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(STORY_MODEL)
     assert [tokenizer.decode(prompt) for prompt in prompts] == [

@@ -14,12 +14,16 @@ def called_off(*_: object) -> int:
 
 
 @pytest.mark.parametrize(
-    "tool", ["demo", "race", "record", "replay", "mutants", "progress", "setup_env", "stage_bench", "ladder"]
+    "module",
+    [
+        *(f"tools.{name}" for name in ("setup_env", "exercises.mutants", "exercises.progress")),
+        *(f"tools.race.{name}" for name in ("demo", "race", "record", "replay")),
+        *(f"benchmarks.stages.{name}" for name in ("stage_bench", "ladder")),
+    ],
 )
 def test_a_tool_that_is_called_off_says_so_in_one_line(
-    tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = f"benchmarks.{tool}" if tool in ("stage_bench", "ladder") else f"tools.{tool}"
     monkeypatch.delitem(sys.modules, module, raising=False)  # or runpy warns that it is there already
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", called_off)
     with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks.lib import report
 
 
 def test_ideas_are_shown_by_what_they_change(tmp_path: Path) -> None:

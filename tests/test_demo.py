@@ -17,8 +17,8 @@ from rich.console import Console
 
 from stages.core import SamplingParams
 from stages.manifest import load_stage, load_stages
-from tools import demo, demo_live
-from tools.story_grammar import generate_story
+from tools.race.race import demo, demo_live
+from training.story_grammar import generate_story
 
 MODEL = demo.EMBEDDED_MODEL
 STAGES = [stage for stage in load_stages() if stage.number not in demo.NEEDS_A_GPU]

@@ -11,11 +11,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from benchmarks import report
+from benchmarks.lib import report
 from stages.manifest import load_stages
-from tools import docs, docs_pages
-from tools.docs import ROOT, Site, filled
-from tools.docs_diagrams import DIAGRAMS
+from tools.docs.docs import ROOT, Site, docs, docs_pages, filled
+from tools.docs.docs_diagrams import DIAGRAMS
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
 
@@ -172,7 +171,7 @@ def test_short_formulas_are_spelled_out() -> None:
 
 def test_pictures_by_night_keep_their_colours_and_lose_their_white() -> None:
     numpy = pytest.importorskip("numpy")
-    by_night = pytest.importorskip("tools.docs_night", reason="Pillow is not installed").by_night
+    by_night = pytest.importorskip("tools.docs.docs_night", reason="Pillow is not installed").by_night
     day = {
         "white": (1, 1, 1),
         "black": (0, 0, 0),

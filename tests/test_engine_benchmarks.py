@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
+from benchmarks.engine import (
     ablations,
     check,
     engine_cpu,
@@ -20,23 +20,20 @@ from benchmarks import (
     engine_harness,
     engine_report,
     engine_worker,
-    harness,
     headline,
     idle,
     latency,
     mixed,
     phases,
     prefix,
-    report,
-    roofline,
     speculation,
     startup,
     throughput,
-    worker,
 )
-from benchmarks.harness import RESULTS, Contender
+from benchmarks.lib import harness, report, roofline, worker
+from benchmarks.lib.harness import RESULTS, Contender
 from nanovllm import kernels
-from nanovllm.runner.cuda_graphs import MAX_REPLAYED
+from nanovllm.graphs.cuda_graphs import MAX_REPLAYED
 from tests.weights import VOCAB, lively_qwen3
 
 COMMANDS: dict[str, ModuleType] = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine_harness, engine_worker, latency
-from benchmarks.engine_harness import Comparison, check_options, ours
-from benchmarks.harness import Contender, Figure, Showcase, metric
+from benchmarks.engine import engine_harness, engine_worker, latency
+from benchmarks.engine.engine_harness import Comparison, check_options, ours
+from benchmarks.lib.harness import Contender, Figure, Showcase, metric
 
 
 def options_of(out: Path, **changes: Any) -> argparse.Namespace:
@@ -116,7 +116,7 @@ def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
 
     def measure(contender: Contender) -> dict[str, Any]:
         arguments = {"repeats": 1, **sizes, "highest_id": 500}
-        return engine_harness.run_process(contender, "benchmarks.latency", arguments, options)
+        return engine_harness.run_process(contender, "benchmarks.engine.latency", arguments, options)
 
     result = Comparison(latency.showcase(contenders, **sizes), options).run(measure)  # type: ignore[arg-type]
     assert result["failures"] == {}
@@ -140,7 +140,7 @@ def test_a_process_that_fails_or_hangs_leaves_its_last_words(
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(engine_harness, "PROCESS_SECONDS", limit)
     with pytest.raises(RuntimeError, match=f"nanovllm failed(.|\n)*{words}"):
-        engine_harness.run_process(ours(options_of(tmp_path)), "benchmarks.latency", {}, options_of(tmp_path))
+        engine_harness.run_process(ours(options_of(tmp_path)), "benchmarks.engine.latency", {}, options_of(tmp_path))
 
 
 def test_wrong_numbers_of_tokens_are_no_result() -> None:

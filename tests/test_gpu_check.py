@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.decode_step import PLAIN
+from benchmarks.engine.decode_step import PLAIN
 
 ROOT = Path(__file__).parents[1]
 STAND_IN = f"""#!{sys.executable}
@@ -49,7 +49,7 @@ def test_the_kernels_records_are_those_of_the_docs(tmp_path: Path) -> None:
     shown = re.findall(r"<!-- generated: (\S+) -->", (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8"))
     assert len(shown) > 4 and {f"{name}.json" for name in shown} <= set(written)
     for command in commands:
-        if command[1] != "benchmarks.decode_step":
+        if command[1] != "benchmarks.engine.decode_step":
             continue
         assert values(command, "--commit") == ["what I say"]
         name = Path(values(command, "--out")[0]).name

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_tests, report
+from benchmarks.engine import gpu_tests
+from benchmarks.lib import report
 
 REPORT = """<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest" tests="5">
 <testcase classname="tests.kernels.test_fused" name="test_norm[bf16-1024]" time="0.5" />

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks.lib import report
 
 
 def row(kernel: str, problem: str, **measured: Any) -> dict[str, Any]:

@@ -6,11 +6,11 @@ import re
 from stages.checkpoint import read_config
 from stages.stage_6_cuda_graphs import bucket_ladder
 from tests.test_lecture_counts import NO_COUNTS, text_of
-from tools import lecture_pulls as pulls
-from tools.decode_profile import RECORDINGS, SHAPE, SHAPES, busy_us, launch_ms, read
-from tools.exercises import ROOT, find_holes
-from tools.lecture_words import in_words
-from tools.three_requests import NUM_BLOCKS
+from tools.exercises.exercises import ROOT, find_holes
+from tools.lectures import lecture_pulls as pulls
+from tools.lectures.lecture_words import in_words
+from tools.pictures.decode_profile import RECORDINGS, SHAPE, SHAPES, busy_us, launch_ms, read
+from tools.pictures.three_requests import NUM_BLOCKS
 
 H100_BYTES_PER_SECOND = 3.35e12
 NAMES = rf"{NO_COUNTS}|[AH]\d00|\b(?:bf|fp)\d\d\b|```.*?```"

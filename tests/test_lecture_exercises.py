@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tools import lecture_exercises
-from tools.lecture import lecture_paths, read_lecture
-from tools.lecture_exercises import SOLUTIONS, STARTS, Exercise, all_exercises, run_check
+from tools.lectures import lecture_exercises
+from tools.lectures.lecture import lecture_paths, read_lecture
+from tools.lectures.lecture_exercises import SOLUTIONS, STARTS, Exercise, all_exercises, run_check
 
 by_lecture = pytest.mark.parametrize("path", lecture_paths(), ids=lambda path: path.stem)
 by_exercise = pytest.mark.parametrize("exercise", all_exercises(), ids=lambda exercise: exercise.name)
@@ -19,7 +19,7 @@ def test_two_exercises_go_with_it(path: Path) -> None:
     assert [exercise.name for exercise in mine] == [f"{number}a", f"{number}b"]
     for exercise in mine:
         assert exercise.check.is_file() and (SOLUTIONS / f"{exercise.stem}.py").is_file()
-        assert f"python -m tools.lecture_exercises {exercise.name}" in exercise.text
+        assert f"python -m tools.lectures.lecture_exercises {exercise.name}" in exercise.text
 
 
 def test_an_exercise_is_handed_out_once_and_then_checked(

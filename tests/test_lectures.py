@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tools import lecture, lecture_pulls, slides
-from tools.exercises import find_holes
-from tools.lecture import ROOT, Lecture, LectureError, lecture_paths, read_lecture
-from tools.lecture_experiments import EXPERIMENTS, experiments, printed_by
-from tools.lecture_html import render
-from tools.lecture_words import in_words
+from tools.exercises.exercises import find_holes
+from tools.lectures import lecture, lecture_pulls, slides
+from tools.lectures.lecture import ROOT, Lecture, LectureError, lecture_paths, read_lecture
+from tools.lectures.lecture_experiments import EXPERIMENTS, experiments, printed_by
+from tools.lectures.lecture_html import render
+from tools.lectures.lecture_words import in_words
 
 PATHS = lecture_paths()
 by_lecture = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

@@ -4,9 +4,9 @@ import pytest
 
 from stages.manifest import Stage, load_stages
 from tests.stage_jobs import Job, run_jobs
-from tools import mutants
-from tools.mutants import Mutant, load_mutants
-from tools.stage_runs import Verdict, solution
+from tools.exercises.exercises import mutants
+from tools.exercises.mutants import Mutant, load_mutants
+from tools.exercises.stage_runs import Verdict, solution
 
 STAGES = load_stages()
 by_slug = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.slug)

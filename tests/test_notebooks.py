@@ -19,7 +19,7 @@ if any(find_spec(name) is None for name in ("jupytext", "nbval", "ipykernel", "n
 
 import nbformat
 
-from tools.notebooks import NOTEBOOKS, ROOT, as_text, from_source, sources
+from tools.docs.notebooks import NOTEBOOKS, ROOT, as_text, from_source, sources
 
 PATHS = sources()
 CELL_TIMEOUT = 60  # seconds
@@ -58,7 +58,7 @@ def run_nbval(notebook: Path, junit: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("path", named(PATHS))
 def test_source_and_notebook_agree(path: Path) -> None:
     text, notebook = path.read_text(encoding="utf-8"), load(path)
-    assert as_text(notebook) == text, f"run `python -m tools.notebooks {path.stem[0]}`, and commit both files"
+    assert as_text(notebook) == text, f"run `python -m tools.docs.notebooks {path.stem[0]}`, and commit both files"
     assert [cell.id for cell in notebook.cells] == [cell.id for cell in from_source(path).cells]
 
 

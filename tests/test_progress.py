@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from stages.manifest import Stage, load_stage, load_stages
-from tools import progress
-from tools.exercises import exercise_source, find_holes
-from tools.progress import Result, digest_of, main, read_progress, save_result
-from tools.stage_runs import solution
+from tools.exercises.exercises import exercise_source, find_holes, progress
+from tools.exercises.progress import Result, digest_of, main, read_progress, save_result
+from tools.exercises.stage_runs import solution
 
 FOUR = load_stage(4)
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_FILE = 300  # lines, docstrings and all: what a reader can hold in mind
-CODE = ("stages", "nanovllm", "tools", "benchmarks", "tests", "examples", "lectures", "example.py")
+CODE = ("stages", "nanovllm", "tools", "training", "benchmarks", "tests", "examples", "lectures", "example.py")
 
 # Home and scratch directories on Linux, macOS and Windows, in a form that does not find itself.
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:work|root|tmp|home/[a-z]\w*|Users/[A-Za-z]\w*)/|\b[A-Z]:\\Users\\")

@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from stages.manifest import load_stage
-from tools import race, record, replay
-from tools.demo import EMBEDDED_MODEL, load_tokenizer
-from tools.race_view import Lane, Moment, draw_bar, draw_lanes, make_lanes
-from tools.race_worker import stage_options
-from tools.race_workload import Workload, choose_engines, engine_titles, make_workload
-from tools.recording import load_race
+from tools.race.demo import EMBEDDED_MODEL, load_tokenizer
+from tools.race.race import race, record, replay
+from tools.race.recording import load_race
+from tools.race.view import Lane, Moment, draw_bar, draw_lanes, make_lanes
+from tools.race.worker import stage_options
+from tools.race.workload import Workload, choose_engines, engine_titles, make_workload
 
 # Stands in for an engine: generates "tokens" for 200 ms and writes down when it began and when it was over.
 FAKE = """

@@ -11,14 +11,14 @@ import pytest
 
 from stages.core import SamplingParams
 from stages.manifest import load_stage
-from tools import record, replay
-from tools.demo import EMBEDDED_MODEL, load_tokenizer
-from tools.demo_live import EngineView
-from tools.race_view import Moment, moments_of
-from tools.race_worker import Log, as_a_stage, run
-from tools.race_workload import Workload, make_workload
-from tools.recording import load_race
-from tools.replay_view import EngineShow
+from tools.race.demo import EMBEDDED_MODEL, load_tokenizer
+from tools.race.demo_live import EngineView
+from tools.race.race import record, replay
+from tools.race.recording import load_race
+from tools.race.replay_view import EngineShow
+from tools.race.view import Moment, moments_of
+from tools.race.worker import Log, as_a_stage, run
+from tools.race.workload import Workload, make_workload
 
 
 @pytest.fixture(scope="module")

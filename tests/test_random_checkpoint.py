@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import random_checkpoint
+from benchmarks.lib import random_checkpoint
 from stages.checkpoint import load_model
 
 

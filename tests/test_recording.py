@@ -14,8 +14,8 @@ import pytest
 
 from nanovllm.trace_view import Recording as Trace
 from tests.tiny_recording import ABOUT, tiny
-from tools import replay
-from tools.recording import load, load_race, save
+from tools.race.race import replay
+from tools.race.recording import load, load_race, save
 
 
 def test_a_recording_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks import headline, idle, phases, roofline
-from benchmarks.engine_harness import SHAPE
+from benchmarks.engine import headline, idle, phases
+from benchmarks.engine.engine_harness import SHAPE
+from benchmarks.lib import roofline
 from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import read_config
 

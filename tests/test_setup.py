@@ -52,16 +52,16 @@ def test_make_alone_is_help() -> None:
         (["test", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "not slow and not gpu"'),
         (["test-slow", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "slow and not gpu"'),
         (["test-slow"], ".venv/bin/python -m tools.make_models"),
-        (["demo"], ".venv/bin/python -m tools.demo"),
+        (["demo"], ".venv/bin/python -m tools.race.demo"),
         (["stage-4-test"], f".venv/bin/python -m pytest tests/stages --stage 4 --impl stages{QUICK}"),
         (
             ["stage-4-test", "IMPL=exercises"],
             f".venv/bin/python -m pytest tests/stages --stage 4 --impl exercises{QUICK}",
         ),
-        (["stage-3-bench", "ARGS=--rounds 5"], ".venv/bin/python -m benchmarks.stage_bench 3 --rounds 5"),
+        (["stage-3-bench", "ARGS=--rounds 5"], ".venv/bin/python -m benchmarks.stages.stage_bench 3 --rounds 5"),
         (["stage-2-notebook"], ".venv/bin/python -m jupyterlab notebooks/2_*.ipynb"),
         (["stage-2-notebook", "ARGS=--allow-root"], ".venv/bin/python -m jupyterlab notebooks/2_*.ipynb --allow-root"),
-        (["stage-5-mutants"], ".venv/bin/python -m tools.mutants 5"),
+        (["stage-5-mutants"], ".venv/bin/python -m tools.exercises.mutants 5"),
     ],
 )
 def test_a_target_runs_its_command_in_the_projects_own_environment(target: list[str], command: str) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from stages.manifest import load_stages
-from tools import stage_diff
-from tools.diff_html import page
-from tools.stage_compare import Pair, StageDiff, compare, facts, title
-from tools.stage_units import ROOT, Unit, count_code_lines, find, read_stage
+from tools.exercises.diff_html import page
+from tools.exercises.exercises import stage_diff
+from tools.exercises.stage_compare import Pair, StageDiff, compare, facts, title
+from tools.exercises.stage_units import ROOT, Unit, count_code_lines, find, read_stage
 
 NUMBERS = [stage.number for stage in load_stages()]
 VOID = {"meta", "br", "hr"}

@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm.engine.sequence import SequenceStatus
-from tools.state_diagrams import BLOCK_STATES, block_arrows, diagrams, mermaid, sequence_arrows
+from tools.pictures.state_diagrams import BLOCK_STATES, block_arrows, diagrams, mermaid, sequence_arrows
 
 
 def test_what_becomes_of_a_sequence() -> None:

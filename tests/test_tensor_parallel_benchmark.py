@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import all_reduce, harness, report, tensor_parallel
-from benchmarks.tensor_parallel import FULL, SHAPE, name_of, num_all_reduces, showcase, where_it_goes
+from benchmarks.engine import tensor_parallel
+from benchmarks.engine.tensor_parallel import FULL, SHAPE, name_of, num_all_reduces, showcase, where_it_goes
+from benchmarks.kernels.kernels import all_reduce
+from benchmarks.lib import harness, report
 from nanovllm.models.config import read_config
 from tests.stages.ranks import Threads
 
@@ -98,7 +100,16 @@ def test_a_wrong_sum_is_no_measurement() -> None:
 
 @pytest.mark.slow
 def test_a_quick_run_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--quick", "--device", "cpu", "--repeats", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.engine.tensor_parallel",
+        "--quick",
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+    ]
     done = subprocess.run([*command, "--out", str(tmp_path)], cwd=harness.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     measured = json.loads((tmp_path / "tensor_parallel.json").read_text())

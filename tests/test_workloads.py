@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recorder import CallRecorder, choose_clock, metrics
-from benchmarks.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
+from benchmarks.lib.recorder import CallRecorder, choose_clock, metrics
+from benchmarks.lib.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
 
 
 def test_workloads_come_from_their_seed() -> None:

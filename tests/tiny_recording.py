@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.race_workload import Workload
-from tools.recording import About, Recording, record
+from tools.race.recording import About, Recording, record
+from tools.race.workload import Workload
 
 WORDS = {7: "once", 8: " upon", 9: " é", 10: "”"}
 WORKLOAD = Workload(0, [[1, 2, 3], [1, 2]], [3, 2], kv_slots=64)

@@ -52,18 +52,18 @@ if [ -n "$tests" ]; then
     echo "$report"; grep -E "^(FAILED|ERROR)|passed|failed" "${report%.xml}.log" | tail -n 12
     if [ -s "$report" ]; then made+=("$report"); else echo "no report: it was not done in time"; status=1; fi
   done
-  "$python" -m benchmarks.gpu_tests "${made[@]}" --out "$out" --commit "$commit" || status=1
+  "$python" -m benchmarks.engine.gpu_tests "${made[@]}" --out "$out" --commit "$commit" || status=1
 fi
 for stage in ${STAGES:-}; do
-  if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.decode_profile --out "$out" || status=1; fi
-  "$python" -m benchmarks.stage_bench "$stage" --device cuda --rounds "${ROUNDS:-2}" --results "$out" || status=1
+  if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.pictures.decode_profile --out "$out" || status=1; fi
+  "$python" -m benchmarks.stages.stage_bench "$stage" --device cuda --rounds "${ROUNDS:-2}" --results "$out" || status=1
 done
 if [ -n "${KERNELS:-}" ]; then
   card=$("$python" -c '
 import json, sys
-from benchmarks.harness import card_slug
+from benchmarks.lib.harness import card_slug
 print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || exit 1
-  "$python" -m benchmarks.kernels --out "$out/kernels.$card.json" || status=1
+  "$python" -m benchmarks.kernels.kernels --out "$out/kernels.$card.json" || status=1
   for name in fused linears; do
     "$python" -m "benchmarks.$name" --out "$out/$name.$card.json" --commit "$commit" || status=1
   done
@@ -73,9 +73,9 @@ print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || 
                    --variant "plain decode kernel") batch variant
     for batch in $2; do options+=(--at "$batch"); done
     for variant in "${@:3}"; do options+=(--variant "$variant"); done
-    "$python" -m benchmarks.decode_step "${options[@]}" || status=1
+    "$python" -m benchmarks.engine.decode_step "${options[@]}" || status=1
   }
-  mapfile -t halves < <("$python" -c 'from benchmarks.half_batches import VARIANTS; print(*VARIANTS, sep="\n")')
+  mapfile -t halves < <("$python" -c 'from benchmarks.engine.half_batches import VARIANTS; print(*VARIANTS, sep="\n")')
   mapfile -t others < <("$python" -c '
 from benchmarks import decode_step, half_batches
 elsewhere = {decode_step.BASE, decode_step.PLAIN, *decode_step.RING_VARIANTS, "merged inside", *half_batches.VARIANTS}
@@ -84,7 +84,7 @@ print(*(name for name in decode_step.VARIANTS if name not in elsewhere), sep="\n
   experiment half_batches "64,850 128,850 256,850" "${halves[@]}"
   sizes="1,384 8,384 16,384 32,384 64,850 128,850 256,850"
   experiment merge_inside "$sizes" "merged inside"
-  mapfile -t ring < <("$python" -c 'from benchmarks.decode_step import RING_VARIANTS; print(*RING_VARIANTS, sep="\n")')
+  mapfile -t ring < <("$python" -c 'from benchmarks.engine.decode_step import RING_VARIANTS; print(*RING_VARIANTS, sep="\n")')
   experiment ring_decode "$sizes" "${ring[@]}"
 fi
 for benchmark in ${BENCHMARKS:-}; do

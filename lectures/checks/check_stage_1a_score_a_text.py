@@ -8,7 +8,7 @@ import torch
 
 from stages.core import SamplingParams, Sequence
 from stages.stage_1_naive import NaiveEngine
-from tools.three_requests import load_tokenizer
+from tools.pictures.three_requests import load_tokenizer
 
 TEXT = "In Winterbourne everybody knew Mabel."
 TOLD = "Once upon a time there was a dormouse named Kofi, who had a {colour} scarf."

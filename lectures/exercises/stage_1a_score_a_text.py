@@ -19,7 +19,7 @@ trained, and how a guess of several tokens is checked at once.
 Then try it: which ending does the model prefer if the scarf was red, and which if it was green? Why does a longer
 ending nearly always lose, and what would you divide by?
 
-Check: .venv/bin/python -m tools.lecture_exercises 1a
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 1a
 """
 
 from stages.stage_1_naive import NaiveEngine

@@ -15,7 +15,7 @@ that are over. Write `scores`: one pass, with the texts laid end to end.
 Then measure: how much faster are eight short texts together than one after the other, and eight long ones? Which part
 of a step's price do they share?
 
-Check: .venv/bin/python -m tools.lecture_exercises 1b    (it counts the passes)
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 1b    (it counts the passes)
 """
 
 import torch

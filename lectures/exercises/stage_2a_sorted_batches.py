@@ -9,7 +9,7 @@ the results back in the order in which they were asked for. Tokens must not chan
 Sort by what? Two lengths count: the prompt's and the output's. You know one of them for certain, and a bound of the
 other.
 
-Check: .venv/bin/python -m tools.lecture_exercises 2a
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 2a
 (it counts the tokens that go through the model, padding included)
 """
 

@@ -9,7 +9,7 @@ to p, in its own row. Prefill and decode go through the same function, so one li
 Then think: with a window of 64, how many columns does the cache really need? (You need not build it: it is a ring, and
 position p lies in column p % 64.)
 
-Check: .venv/bin/python -m tools.lecture_exercises 2b
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 2b
 """
 
 from typing import Any

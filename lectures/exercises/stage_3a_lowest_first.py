@@ -11,7 +11,7 @@ whole pool: a heap (`heapq`) does it.
 What can you promise about the highest block ever used? The check holds you to it: it is the most blocks that were ever
 in use at once, minus one.
 
-Check: .venv/bin/python -m tools.lecture_exercises 3a
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 3a
 """
 
 from stages.core import Sequence

@@ -15,7 +15,7 @@ kept in memory and read in every step. So there is a best size in between, and i
 Then look at it for a model of your choice: Llama-3.1-8B in bf16 has slots of 128 KiB. Why do all engines take larger
 blocks than that says? (What does your formula leave out? See the notebook of stage 3, "Is it frugal?".)
 
-Check: .venv/bin/python -m tools.lecture_exercises 3b
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 3b
 """
 
 

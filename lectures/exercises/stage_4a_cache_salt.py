@@ -11,7 +11,7 @@ in every block: a name contains the name before it. It is enough to begin the ch
    `self.num_identities`, so that no content ever gets one that is a root's.
 2. `find_prefix` starts from it, and so does `describe` for a block without a parent.
 
-Check: .venv/bin/python -m tools.lecture_exercises 4a
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 4a
 """
 
 from stages.core import SamplingParams, Sequence

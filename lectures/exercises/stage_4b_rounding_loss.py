@@ -16,7 +16,7 @@ cache here: every request asks for one token, which is never fed back.
 
 the share of all prompt tokens (0 to 1) that would be found token by token and is not found with whole blocks.
 
-Check: .venv/bin/python -m tools.lecture_exercises 4b    (it compares with what stage 4 really finds)
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 4b    (it compares with what stage 4 really finds)
 """
 
 

@@ -15,7 +15,7 @@ Before you measure, guess: on random workloads in a pool that is too small, how 
 over a few hundred seeds (`served` in the check is a start), and explain what you see. Two hints: how often does each
 policy preempt, and what of a victim's text is still in the prefix cache when it comes back?
 
-Check: .venv/bin/python -m tools.lecture_exercises 5a
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 5a
 """
 
 from collections.abc import Sequence as SequenceOf

@@ -17,7 +17,7 @@ Time depends on the machine, tokens do not. So measure the wait in tokens of wor
 An event has "type", "step" and "request"; "scheduled" has "tokens" (how many of the request go through in this step),
 and "token" says that the request got one. A preempted request waits, too.
 
-Check: .venv/bin/python -m tools.lecture_exercises 5b
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 5b
 """
 
 from collections.abc import Callable, Iterable

@@ -23,7 +23,7 @@ Guess first: eleven seats, for which the ladder has five recordings: 1, 2, 4, 8 
 the padded rows are left on the workload of the check? (It prints both.) Then ask what the formula leaves out: what does
 a row of padding cost on a GPU, if a decode step mostly reads weights?
 
-Check: .venv/bin/python -m tools.lecture_exercises 6a
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 6a
 """
 
 from collections import Counter

@@ -15,7 +15,8 @@ CPU is asked once for `num_steps` tokens. (vLLM's first engine had this, under t
 Then think: who pays? A request that comes just now waits for the end of a replay. A sequence that ends in the middle of
 one computes the rest for nothing. For which `num_steps` is it still worth it?
 
-Check: .venv/bin/python -m tools.lecture_exercises 6b    (it records on tape, as a GPU would, and counts the replays)
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 6b    (it records on tape, as a GPU would, and counts the
+replays)
 """
 
 from typing import Any

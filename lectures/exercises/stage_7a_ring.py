@@ -17,7 +17,7 @@ twice in either half, so x may have any shape, and a size that R does not divide
 Then `numbers_sent(n, ranks)`: how many numbers each rank sends for an x of n of them, where `ranks` divides n. Before
 you write it, guess: how many times as many for 64 ranks as for 2?
 
-Check: .venv/bin/python -m tools.lecture_exercises 7a
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 7a
 """
 
 from typing import Protocol

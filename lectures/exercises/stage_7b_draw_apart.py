@@ -15,7 +15,7 @@ true of token 3 and of token 259?
 Then go on thinking: this sends hardly anything, but every rank makes all of the noise. What kind of random numbers
 would let a rank make those of its own tokens only?
 
-Check: .venv/bin/python -m tools.lecture_exercises 7b
+Check: .venv/bin/python -m tools.lectures.lecture_exercises 7b
 """
 
 from collections.abc import Sequence as SequenceOf

@@ -3,7 +3,7 @@
 import torch
 
 from stages.stage_1_naive import NaiveEngine, attend_to_all
-from tools.three_requests import STORY_MODEL, load_tokenizer
+from tools.pictures.three_requests import STORY_MODEL, load_tokenizer
 
 TEXT = "In Winterbourne everybody knew Mabel. Who else had a fine violet"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stages import stage_1_naive
 from stages.core import SamplingParams
-from tools.three_requests import STORY_MODEL, load_tokenizer
+from tools.pictures.three_requests import STORY_MODEL, load_tokenizer
 
 PROMPT = "Once upon a time there was a dormouse named Kofi, who had a red scarf."
 

@@ -2,7 +2,7 @@
 
 from stages.core import SamplingParams
 from stages.stage_1_naive import NaiveEngine
-from tools.three_requests import STORY_MODEL, load_tokenizer
+from tools.pictures.three_requests import STORY_MODEL, load_tokenizer
 
 PROMPT = "In Winterbourne everybody knew Mabel."
 

@@ -2,7 +2,7 @@
 
 import statistics
 
-from tools.decode_profile import RECORDINGS, busy_us, read
+from tools.pictures.decode_profile import RECORDINGS, busy_us, read
 
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch")
 ATTENTION = "aten::scaled_dot_product_attention"

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from stages.stage_6_cuda_graphs import CUDAGraphEngine
-from tools.decode_profile import trace
-from tools.three_requests import STORY_MODEL
+from tools.pictures.decode_profile import trace
+from tools.pictures.three_requests import STORY_MODEL
 
 
 class Silent:

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 from stages.core import SamplingParams, Sequence
 from stages.stage_6_cuda_graphs import CUDAGraphEngine, Rows
-from tools.three_requests import STORY_MODEL, load_tokenizer
+from tools.pictures.three_requests import STORY_MODEL, load_tokenizer
 
 TEXTS = [
     "On the edge of Willowbrook, under the roots of a beech tree, lived André the duck.",

@@ -5,7 +5,7 @@ import torch
 from stages.core import make_sequences
 from stages.stage_4_prefix_caching import PrefixCachingPool
 from stages.stage_6_cuda_graphs import Rows
-from tools.three_requests import BLOCK_SIZE, NUM_BLOCKS, three_requests
+from tools.pictures.three_requests import BLOCK_SIZE, NUM_BLOCKS, three_requests
 
 BUCKET, TABLE = 4, 6  # rows, blocks in a table
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from stages.checkpoint import read_config
 from stages.stage_1_naive import attend_to_all
 from stages.stage_7_tensor_parallel import VocabParallelEmbedding, best_of, load_share, winners
-from tools.three_requests import STORY_MODEL, load_tokenizer
+from tools.pictures.three_requests import STORY_MODEL, load_tokenizer
 
 TEXT, RANKS, NEW = "Nell the fox had a red kite.", 2, 16
 

@@ -3,18 +3,18 @@
 import torch
 
 from nanovllm.attention.interface import AttentionMetadata, Shared
-from nanovllm.kernels.kv_write import kv_write
-from nanovllm.kernels.launch import is_hopper
-from nanovllm.kernels.paged_decode import (
+from nanovllm.kernels.attention.kv_write import kv_write
+from nanovllm.kernels.attention.paged_decode import (
     MAX_ROWS,
     DecodeWorkspace,
     decode_config,
     paged_decode,
     plan_decode,
 )
-from nanovllm.kernels.paged_prefill import paged_prefill, prefill_config
-from nanovllm.kernels.ring_layout import ring_layout
-from nanovllm.kernels.warp_layout import fits_warp_prefill
+from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
+from nanovllm.kernels.hopper.ring_layout import ring_layout
+from nanovllm.kernels.hopper.warp_layout import fits_warp_prefill
+from nanovllm.kernels.launch import is_hopper
 
 
 class TritonBackend:
@@ -81,7 +81,9 @@ class TritonBackend:
         if ring is None:
             paged_decode(*inputs, config, overlap=planned)
         else:
-            from nanovllm.kernels.ring_decode import ring_decode  # `ring_layout` has seen that it can be imported
+            from nanovllm.kernels.hopper.ring_decode import (
+                ring_decode,  # `ring_layout` has seen that it can be imported
+            )
 
             ring_decode(*inputs, ring, overlap=planned)
 
@@ -96,7 +98,7 @@ class TritonBackend:
     ) -> None:
         inputs = q, kv, meta.block_table, meta.query_start, meta.context_len, scale, out
         if fits_warp_prefill(q, kv):
-            from nanovllm.kernels.warp_prefill import warp_prefill  # it can be imported: that was looked at
+            from nanovllm.kernels.hopper.warp_prefill import warp_prefill  # it can be imported: that was looked at
 
             if self._taken is None:
                 self._taken = torch.zeros(2, dtype=torch.int32, device=q.device)

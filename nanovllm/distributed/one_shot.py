@@ -1,12 +1,13 @@
 """Sums of small tensors in one exchange, over memory that all GPUs of a host have mapped ("symmetric memory").
 
 At decode sizes an all-reduce is all latency. NCCL passes sums around; here every rank writes its part to where the
-others wait for it, and adds them all up by itself: `nanovllm/kernels/sum_over_ranks.py`, which does the norm behind the
+others wait for it, and adds them all up by itself: `nanovllm/kernels/fused/sum_over_ranks.py`, which does the norm
+behind the
 sum as well. Every rank sends its whole part to each of the others, so for long messages NCCL is faster again.
 
 Used up to `default_bytes` where all ranks are on one host whose GPUs reach each other's memory over NVLink.
 NANOVLLM_ONE_SHOT_BYTES sets another number of bytes, 0 for never; there are never more rows, nor longer ones, than the
-kernel has places for. `python -m benchmarks.tensor_parallel` shows up to where it is faster.
+kernel has places for. `python -m benchmarks.engine.tensor_parallel` shows up to where it is faster.
 
 A kernel that waits for a rank that is no more would wait for ever, and the GPU with it: see `release`.
 """
@@ -78,7 +79,7 @@ class OneShot:
         from torch._C._distributed_c10d import _register_process_group
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        from nanovllm.kernels.sum_over_ranks import EMPTY, MAX_ROWS, ROW_BYTES, sum_over_ranks
+        from nanovllm.kernels.fused.sum_over_ranks import EMPTY, MAX_ROWS, ROW_BYTES, sum_over_ranks
 
         if rank == 0:
             store.set("one-shot", uuid4().hex)

@@ -25,11 +25,11 @@ def fused_kernels(device: torch.device) -> FusedKernels:
     """All of them where Triton runs, none elsewhere. Triton is imported by the first call for a device that has it."""
     if why_no_kernels(device) is not None:
         return FusedKernels()
-    from nanovllm.kernels.add_rms_norm import add_rms_norm
-    from nanovllm.kernels.decode_inputs import decode_inputs
-    from nanovllm.kernels.few_tokens import few_tokens
-    from nanovllm.kernels.norm_rope_write import norm_rope_write
-    from nanovllm.kernels.sample import sample_rows
-    from nanovllm.kernels.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
+    from nanovllm.kernels.fused.decode_inputs import decode_inputs
+    from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
+    from nanovllm.kernels.fused.sample import sample_rows
+    from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.linear.few_tokens import few_tokens
 
     return FusedKernels(add_rms_norm, norm_rope_write, silu_and_mul, few_tokens, sample_rows, decode_inputs)

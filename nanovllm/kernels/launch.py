@@ -51,7 +51,7 @@ def gluon_kernel(name: str, device: torch.device) -> Callable[..., Any] | None:
     if not is_hopper(device):
         return None
     try:
-        module = import_module(f"nanovllm.kernels.{name}")
+        module = import_module(f"nanovllm.kernels.hopper.{name}")
     except (ImportError, AttributeError):
         return None
     kernel: Callable[..., Any] = getattr(module, name)

@@ -17,15 +17,15 @@ from nanovllm.attention import select_backend
 from nanovllm.attention.interface import AttentionMetadata, BoundAttention
 from nanovllm.config import EngineConfig, Speculation
 from nanovllm.engine.plan import Scheduled
+from nanovllm.graphs.cuda_graphs import DecodeBatch, DecodeGraphs, Recorder, batch_sizes, record_nothing
 from nanovllm.models.checkpoint import find_checkpoint
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.loader import LoadedModel, load_model
 from nanovllm.runner.batch import Batch, make_batch
-from nanovllm.runner.cuda_graphs import DecodeBatch, DecodeGraphs, Recorder, batch_sizes, record_nothing
-from nanovllm.runner.rejection import draw_guesses
 from nanovllm.runner.rows import Rows, to_device
-from nanovllm.runner.sampler import Draws, constrain
-from nanovllm.runner.sampling_state import Needs, SamplingState
+from nanovllm.sampling.rejection import draw_guesses
+from nanovllm.sampling.sampler import Draws, constrain
+from nanovllm.sampling.sampling_state import Needs, SamplingState
 
 
 def read_draft_config(speculation: Speculation, target: ModelConfig) -> ModelConfig:

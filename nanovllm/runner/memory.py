@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.graphs.chunk_graphs import chunk_sizes
+from nanovllm.graphs.cuda_graphs import batch_sizes, recorded_sizes
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner.chunk_graphs import chunk_sizes
-from nanovllm.runner.cuda_graphs import batch_sizes, recorded_sizes
 
 GIB = 2**30
 

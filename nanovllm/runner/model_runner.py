@@ -17,11 +17,8 @@ from nanovllm.attention.interface import AttentionMetadata, BoundAttention
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled, StepPlan, TokenLogprobs
-from nanovllm.kernels import fused_kernels
-from nanovllm.models.loader import LoadedModel
-from nanovllm.runner.batch import make_batch
-from nanovllm.runner.chunk_graphs import MAX_SEQUENCES, ChunkGraphs, chunk_sizes
-from nanovllm.runner.cuda_graphs import (
+from nanovllm.graphs.chunk_graphs import MAX_SEQUENCES, ChunkGraphs, chunk_sizes
+from nanovllm.graphs.cuda_graphs import (
     MAX_READ,
     CudaGraphRecorder,
     DecodeBatch,
@@ -30,13 +27,16 @@ from nanovllm.runner.cuda_graphs import (
     recorded_sizes,
     warm_up,
 )
+from nanovllm.kernels import fused_kernels
+from nanovllm.models.loader import LoadedModel
+from nanovllm.runner.batch import make_batch
 from nanovllm.runner.draft import DraftModel, load_draft
-from nanovllm.runner.logprobs import TopLogprobs
 from nanovllm.runner.memory import num_kv_blocks
-from nanovllm.runner.rejection import accept_or_redraw
 from nanovllm.runner.rows import Known, Rows, to_device
-from nanovllm.runner.sampler import Draws, gather_logits, ids_of_share, sample_full, sample_plain, sample_sharded
-from nanovllm.runner.sampling_state import Needs, SamplingState
+from nanovllm.sampling.logprobs import TopLogprobs
+from nanovllm.sampling.rejection import accept_or_redraw
+from nanovllm.sampling.sampler import Draws, gather_logits, ids_of_share, sample_full, sample_plain, sample_sharded
+from nanovllm.sampling.sampling_state import Needs, SamplingState
 
 
 class StepOutput:

@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.distributed.spawned import SpawnedTeam
-from nanovllm.runner.parallel_executor import ParallelExecutor
+from nanovllm.workers.parallel_executor import ParallelExecutor
+from nanovllm.workers.spawned import SpawnedTeam
 from tests.engine.test_llm_invariance import check_same
 from tests.stages.ranks import RANKS, awkward_checkpoint, check_gone
 

@@ -7,9 +7,9 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.graphs import cuda_graphs
+from nanovllm.graphs.chunk_graphs import SIZES, ChunkGraphs, chunk_sizes
 from nanovllm.models.config import read_config
-from nanovllm.runner import cuda_graphs
-from nanovllm.runner.chunk_graphs import SIZES, ChunkGraphs, chunk_sizes
 from tests.engine.test_cuda_graphs import DEFAULTS, DEVICES, make_llm, mixed_params, runner_of, tokens_of
 from tests.stages.requests import PROMPTS
 from tests.weights import lively_qwen3

@@ -15,15 +15,15 @@ LIMIT = 3_000
 # device, each of it to be read by itself; and what only makes a GPU fast and has its plain PyTorch twin among the rest.
 PARTS = {
     "serving": ("server/", "async_llm.py", "stream.py"),
-    "several ranks": ("distributed/", "models/sharding.py", "runner/parallel_executor.py"),
-    "speculation": ("engine/ngram.py", "runner/draft.py", "runner/rejection.py"),
+    "several ranks": ("distributed/", "models/sharding.py", "workers/parallel_executor.py"),
+    "speculation": ("engine/ngram.py", "runner/draft.py", "sampling/rejection.py"),
     "trace view": ("trace_view/",),
     "GPU only": (
         "kernels/",
         "attention/triton_backend.py",
         "attention/flash_attn.py",
-        "runner/cuda_graphs.py",
-        "runner/chunk_graphs.py",
+        "graphs/cuda_graphs.py",
+        "graphs/chunk_graphs.py",
     ),
 }
 

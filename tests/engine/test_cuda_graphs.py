@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import nanovllm.llm
-from benchmarks.replay import Replay
+from benchmarks.lib.replay import Replay
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.plan import Scheduled
-from nanovllm.runner import cuda_graphs, model_runner
-from nanovllm.runner.cuda_graphs import DecodeBatch, DecodeGraphs, batch_sizes, host_buffers, record_nothing, warm_up
+from nanovllm.graphs import cuda_graphs
+from nanovllm.graphs.cuda_graphs import DecodeBatch, DecodeGraphs, batch_sizes, host_buffers, record_nothing, warm_up
+from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
 from tests.stages.requests import PROMPTS

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.engine.plan import StepPlan
 from nanovllm.llm import numbered
-from nanovllm.runner.executor import LocalExecutor
+from nanovllm.workers.executor import LocalExecutor
 
 
 class Current:

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.stop_strings import StopStrings
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.stop_strings import StopStrings
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed import launched
-from nanovllm.distributed.launched import FIRST, HEAD, Links, address_towards, is_launched, own_device
+from nanovllm.workers import launched
+from nanovllm.workers.launched import FIRST, HEAD, Links, address_towards, is_launched, own_device
 from tests.engine.ranks import STORY_MODEL
 from tests.stages.ranks import PROMPTLY
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, cli
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 from tests.weights import lively_qwen3
 
 STORY_MODEL = Path(__file__).parents[2] / "assets" / "story_model"

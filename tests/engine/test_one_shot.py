@@ -13,8 +13,8 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.one_shot import SWITCH, Meeting, OneShot, default_bytes, knows_atomics, reaches
-from nanovllm.distributed.spawned import SpawnedTeam
 from nanovllm.layers.norm import rms_norm
+from nanovllm.workers.spawned import SpawnedTeam
 from tests import oracle
 from tests.engine.ranks import STORY_MODEL, executor_of, generate, tokens
 from tests.stages.requests import story_prompts
@@ -94,7 +94,7 @@ def test_it_takes_what_fits_and_nothing_else() -> None:
 
 def test_no_thread_empties_a_place_that_another_still_waits_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a number of its own a thread would look at another one's, and might not meet it at a barrier."""
-    kernel = pytest.importorskip("nanovllm.kernels.sum_over_ranks")
+    kernel = pytest.importorskip("nanovllm.kernels.fused.sum_over_ranks")
     seen: list[tuple[int, int]] = []
 
     class Launch:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from nanovllm import cli
 from nanovllm.distributed.group import Group, PeerLost
-from nanovllm.distributed.launched import LaunchedTeam
-from nanovllm.distributed.spawned import SpawnedTeam
-from nanovllm.distributed.team import Team, story_of
-from nanovllm.runner import parallel_executor
+from nanovllm.workers import parallel_executor
+from nanovllm.workers.launched import LaunchedTeam
+from nanovllm.workers.spawned import SpawnedTeam
+from nanovllm.workers.team import Team, story_of
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

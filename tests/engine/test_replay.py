@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.replay import Replay, acceptance, tokens_per_step
+from benchmarks.lib.replay import Replay, acceptance, tokens_per_step
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput, SpeculationStats
 from tests.weights import VOCAB, lively_qwen3

@@ -15,7 +15,7 @@ from nanovllm.models import loader
 from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model
 from nanovllm.models.sharding import read_shard, shard_config
-from nanovllm.runner.sampler import Draws, gather_logits, sample_plain, sample_sharded
+from nanovllm.sampling.sampler import Draws, gather_logits, sample_plain, sample_sharded
 from tests import oracle
 from tests.engine.ranks import STORY_MODEL, engine_checkpoints
 from tests.models.plain_attention import DictAttention

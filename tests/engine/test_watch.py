@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.distributed import watch
-from nanovllm.distributed.watch import BEAT, SILENCE, Step, Watch
+from nanovllm.workers import watch
+from nanovllm.workers.watch import BEAT, SILENCE, Step, Watch
 from tests.stages.ranks import PROMPTLY
 
 HOUR = round(3600 / BEAT)  # looks

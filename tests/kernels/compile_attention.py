@@ -19,19 +19,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanovllm.kernels import (
-    add_rms_norm,
-    decode_inputs,
-    few_tokens,
-    kv_write,
-    norm_rope_write,
-    paged_decode,
-    paged_prefill,
-    sample,
-    silu_and_mul,
-    skinny_linear,
-    tiled_linear,
-)
+from nanovllm.kernels.attention import kv_write, paged_decode, paged_prefill
+from nanovllm.kernels.fused import add_rms_norm, decode_inputs, norm_rope_write, sample, silu_and_mul
+from nanovllm.kernels.linear import few_tokens, skinny_linear, tiled_linear
 
 ELEMENT_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 INTEGERS = (

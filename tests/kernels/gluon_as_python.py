@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels import ring_decode as kernels
+from nanovllm.kernels.hopper import ring_decode as kernels
 
 
 class Pointer:

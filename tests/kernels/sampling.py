@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanovllm.runner.sampler import Draws, sample_full, sample_plain
-from nanovllm.runner.sampling_state import SamplingState
+from nanovllm.sampling.sampler import Draws, sample_full, sample_plain
+from nanovllm.sampling.sampling_state import SamplingState
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB = 40

@@ -94,7 +94,7 @@ def test_triton_merges_many_pieces_among_many_sequences() -> None:
     pieces than tiles, of which some are empty."""
     pytest.importorskip("triton")
     from nanovllm.attention.triton_backend import TritonBackend
-    from nanovllm.kernels.paged_decode import FEW_PARTS, FEW_SEQUENCES
+    from nanovllm.kernels.attention.paged_decode import FEW_PARTS, FEW_SEQUENCES
 
     lengths = [(1, 600), *[(1, 5 + s) for s in range(FEW_SEQUENCES + 1)], (1, 300)]
     for num_sms in (10, 25):  # fewer pieces than tiles, and more
@@ -138,7 +138,7 @@ def test_triton_chunks_by_tma(
 ) -> None:
     """Tiles in shuffled blocks behind each other and several in one; a tile with masks after them, and before any."""
     from nanovllm.attention import triton_backend as module
-    from nanovllm.kernels.paged_prefill import PrefillConfig
+    from nanovllm.kernels.attention.paged_prefill import PrefillConfig
 
     by_tma = PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2, tma=True, max_registers=128)
     monkeypatch.setattr(module, "prefill_config", lambda *_: by_tma)
@@ -148,7 +148,7 @@ def test_triton_chunks_by_tma(
 
 def test_boxes_lie_in_one_block() -> None:
     pytest.importorskip("triton")
-    from nanovllm.kernels.paged_prefill import PrefillConfig, paged_prefill
+    from nanovllm.kernels.attention.paged_prefill import PrefillConfig, paged_prefill
 
     case = make_case([(20, 30)], block_size=16)
     inputs = case.meta.block_table, case.meta.query_start, case.meta.context_len
@@ -170,8 +170,8 @@ def test_boxes_lie_in_one_block() -> None:
 )
 def test_when_keys_come_by_tma(head_dim: int, element_size: int, block_size: int, hopper: bool, tma: bool) -> None:
     pytest.importorskip("triton")
+    from nanovllm.kernels.attention.paged_prefill import prefill_config
     from nanovllm.kernels.launch import is_hopper
-    from nanovllm.kernels.paged_prefill import prefill_config
 
     config = prefill_config(head_dim, element_size, block_size, hopper)
     assert config.tma == tma

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.kernels.paged_decode import decode_config
+from nanovllm.kernels.attention.paged_decode import decode_config
 
 ROOT = Path(__file__).parents[2]
 PROGRAM_LIMIT = {86: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}  # shared memory that a program may have

@@ -57,8 +57,8 @@ def test_triton(head_dim: int, block_size: int, group: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_prefill_by_tma(head_dim: int, group: int, dtype: torch.dtype) -> None:
     """A block that is one box, groups that leave rows idle, and the layout by pointers beside the one by TMA."""
+    from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
     from nanovllm.kernels.launch import is_hopper
-    from nanovllm.kernels.paged_prefill import paged_prefill, prefill_config
 
     block_size = 64
     case = make_case(PREFILL, group=group, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda")
@@ -96,7 +96,7 @@ def test_triton_decodes_large_batches(dtype: torch.dtype, plain: bool, monkeypat
 
 def test_prefill_of_many_sequences_recorded_and_again() -> None:
     """The wide variant of the search for one's sequence; a recording finds nothing left behind by the launch before."""
-    from nanovllm.kernels.warp_layout import fits_warp_prefill
+    from nanovllm.kernels.hopper.warp_layout import fits_warp_prefill
 
     lengths: Lengths = [(1, 30), (1, 300), *((2 + 53 * s % 190, 200 + 7 * s) for s in range(60))]
     case = make_case(lengths, num_kv_heads=8, head_dim=128, block_size=256, dtype=torch.bfloat16, device="cuda")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import few_tokens as choice
-from nanovllm.kernels.few_tokens import EARLY_SHARED, EarlyTile, early_tile, few_tokens
 from nanovllm.kernels.launch import gluon_kernel
+from nanovllm.kernels.linear import few_tokens as choice
+from nanovllm.kernels.linear.few_tokens import EARLY_SHARED, EarlyTile, early_tile, few_tokens
 
 ROOT = Path(__file__).parents[2]
 HOW: dict[str, dict[str, bool]] = {"plain": {}, "gated": {"gated": True}, "partial": {"partial": True}}
@@ -128,7 +128,7 @@ def compile_case(kind: str, tile: EarlyTile, steps: int, bias: bool, dtype: str 
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from nanovllm.kernels import early_linear
+    from nanovllm.kernels.hopper import early_linear
 
     kernel = early_linear._early_linear_kernel
     halves, stages = 2 if kind == "gated" else 1, min(tile.stages, steps)

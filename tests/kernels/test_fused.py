@@ -11,19 +11,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.add_rms_norm import FEW_ROWS, add_rms_norm
-from nanovllm.kernels.decode_inputs import decode_inputs
-from nanovllm.kernels.few_tokens import few_tokens
-from nanovllm.kernels.kv_write import kv_write_reference
-from nanovllm.kernels.norm_rope_write import norm_rope_write
-from nanovllm.kernels.sample import sample_rows
-from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.kernels.skinny_linear import skinny_linear
-from nanovllm.kernels.tiled_linear import Tile, num_splits, tiled_linear
+from nanovllm.kernels.attention.kv_write import kv_write_reference
+from nanovllm.kernels.fused.add_rms_norm import FEW_ROWS, add_rms_norm
+from nanovllm.kernels.fused.decode_inputs import decode_inputs
+from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
+from nanovllm.kernels.fused.sample import sample_rows
+from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+from nanovllm.kernels.linear.few_tokens import few_tokens
+from nanovllm.kernels.linear.skinny_linear import skinny_linear
+from nanovllm.kernels.linear.tiled_linear import Tile, num_splits, tiled_linear
 from nanovllm.layers.norm import rms_norm
 from nanovllm.layers.rope import RotaryEmbedding, apply_rope
 from nanovllm.runner.rows import decode_inputs_reference
-from nanovllm.runner.sampler import Draws, sample_plain
+from nanovllm.sampling.sampler import Draws, sample_plain
 
 ON = [
     pytest.param(("cpu", torch.float32), id="interpreter"),

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.merge_inside import COUNTERS, merge_inside
+from benchmarks.engine.merge_inside import COUNTERS, merge_inside
 from nanovllm.attention.triton_backend import TritonBackend
 from tests.kernels.attention_cases import Lengths, make_case
 

@@ -1,4 +1,4 @@
-"""The noise of the sampling kernel, before its logarithms, is that of `runner/gumbel.py` bit for bit."""
+"""The noise of the sampling kernel, before its logarithms, is that of `sampling/gumbel.py` bit for bit."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.sample import _uniform
+from nanovllm.kernels.fused.sample import _uniform
 from tests.kernels.test_gumbel import MASK32, mix32
 
 
@@ -37,7 +37,7 @@ EDGES = [0, 1, 2, 3, *(2**k + d for k in (24, 25, 26, 31) for d in range(-3, 7))
 
 @pytest.mark.parametrize(("low", "high"), [(0, 0), (MASK32, MASK32), (0x80000000, 0x7FFFFFFF), (12345, 678910)])
 def test_the_kernel_has_the_same_number_for_all_bits(low: int, high: int) -> None:
-    """`kernels/sample.py` comes to it in fewer instructions. The numbers here lie where something is rounded."""
+    """`kernels/fused/sample.py` comes to it in fewer instructions. The numbers here lie where something is rounded."""
     bits = EDGES + [mix32(i) for i in range(512 - len(EDGES))]
     token_ids = [unmix32((unmix32(b) - high) & MASK32) ^ low for b in bits]
     assert [mix32((mix32(i ^ low) + high) & MASK32) for i in token_ids] == bits

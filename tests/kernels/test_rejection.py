@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.runner import rejection
-from nanovllm.runner.rejection import accept_or_redraw, draw_guesses, probabilities
-from nanovllm.runner.sampler import Draws, constrain
-from nanovllm.runner.sampling_state import Needs, SamplingState
+from nanovllm.sampling import rejection
+from nanovllm.sampling.rejection import accept_or_redraw, draw_guesses, probabilities
+from nanovllm.sampling.sampler import Draws, constrain
+from nanovllm.sampling.sampling_state import Needs, SamplingState
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.faults import Edit
 

@@ -23,12 +23,12 @@ pytest.importorskip("triton.experimental.gluon")
 from nanovllm.attention import triton_backend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.engine.plan import Scheduled
-from nanovllm.kernels import ring_decode as kernels
-from nanovllm.kernels import ring_layout as choice
-from nanovllm.kernels.paged_decode import DecodeWorkspace, merge_pieces, plan_decode
-from nanovllm.kernels.paged_tile import LOG2_E
-from nanovllm.kernels.ring_layout import RingLayout, ring_layout
-from nanovllm.runner.cuda_graphs import DecodeGraphs
+from nanovllm.graphs.cuda_graphs import DecodeGraphs
+from nanovllm.kernels.attention.paged_decode import DecodeWorkspace, merge_pieces, plan_decode
+from nanovllm.kernels.attention.paged_tile import LOG2_E
+from nanovllm.kernels.hopper import ring_decode as kernels
+from nanovllm.kernels.hopper import ring_layout as choice
+from nanovllm.kernels.hopper.ring_layout import RingLayout, ring_layout
 from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case
 from tests.kernels.gluon_as_python import Barrier, Bars, Cache, Memory, Pointer, as_python
 

@@ -13,9 +13,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.attention.paged_decode import (
+    DecodeConfig,
+    DecodeWorkspace,
+    decode_config,
+    paged_decode,
+    plan_decode,
+)
+from nanovllm.kernels.hopper.ring_layout import RingLayout, ring_layout
 from nanovllm.kernels.launch import gluon_kernel
-from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, decode_config, paged_decode, plan_decode
-from nanovllm.kernels.ring_layout import RingLayout, ring_layout
 from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case
 from tests.kernels.test_attention_gpu import DECODE, TOLERANCE, VERIFY
 
@@ -51,7 +57,7 @@ class Decode:
             q, kv, meta.block_table, meta.query_start, meta.context_len, self.case.scale, out, self.workspace, plan,
         )  # fmt: skip
         if isinstance(self.layout, RingLayout):
-            from nanovllm.kernels.ring_decode import ring_decode
+            from nanovllm.kernels.hopper.ring_decode import ring_decode
 
             ring_decode(*inputs, self.layout, overlap)
         else:

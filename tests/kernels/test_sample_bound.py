@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from nanovllm.kernels import sample
-from nanovllm.runner.gumbel import random_bits, row_keys
+from nanovllm.kernels.fused import sample
+from nanovllm.sampling.gumbel import random_bits, row_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = 3 * sample.TILE + 104  # of one program (see `one_part`), which looks at them in vectors of 8

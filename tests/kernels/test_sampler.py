@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.runner import sampler
-from nanovllm.runner.sampler import Draws, sample_full, sample_plain
+from nanovllm.sampling import sampler
+from nanovllm.sampling.sampler import Draws, sample_full, sample_plain
 from nanovllm.sampling_params import SamplingParams
 from tests.kernels.sampling import VOCAB, Rows, lively_logits
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.runner.sampler import sample_full
+from nanovllm.sampling.sampler import sample_full
 from nanovllm.sampling_params import SamplingParams
 from tests.kernels.sampling import VOCAB, Rows, lively_logits
 

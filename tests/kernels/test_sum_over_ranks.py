@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.sum_over_ranks import EMPTY, MAX_ROWS, ROW_BYTES, sum_over_ranks
+from nanovllm.kernels.fused.sum_over_ranks import EMPTY, MAX_ROWS, ROW_BYTES, sum_over_ranks
 from nanovllm.layers.norm import add_rms_norm, rms_norm
 
 ON = [
@@ -116,7 +116,7 @@ def compile_for(size: int) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from nanovllm.kernels import sum_over_ranks as module
+    from nanovllm.kernels.fused import sum_over_ranks as module
 
     found: list[str] = []
 

@@ -19,9 +19,9 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels import warp_layout as choice
-from nanovllm.kernels import warp_prefill as kernels
-from nanovllm.kernels.warp_layout import fits_warp_prefill
+from nanovllm.kernels.hopper import warp_layout as choice
+from nanovllm.kernels.hopper import warp_prefill as kernels
+from nanovllm.kernels.hopper.warp_layout import fits_warp_prefill
 from tests.kernels.attention_cases import Lengths, make_case
 from tests.kernels.warp_prefill_as_python import emulate
 

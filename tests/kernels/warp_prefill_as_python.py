@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels import paged_tile, warp_prefill, warp_prefill_tile
-from nanovllm.kernels.paged_tile import LOG2_E
+from nanovllm.kernels.attention import paged_tile
+from nanovllm.kernels.attention.paged_tile import LOG2_E
+from nanovllm.kernels.hopper import warp_prefill, warp_prefill_tile
 from tests.kernels.attention_cases import Case
 from tests.kernels.gluon_as_python import (
     BARRIERS,

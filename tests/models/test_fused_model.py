@@ -9,10 +9,10 @@ pytest.importorskip("triton")
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.kernels import FusedKernels
-from nanovllm.kernels.add_rms_norm import add_rms_norm
-from nanovllm.kernels.norm_rope_write import norm_rope_write
-from nanovllm.kernels.sample import sample_rows
-from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
+from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
+from nanovllm.kernels.fused.sample import sample_rows
+from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
 from nanovllm.runner import model_runner
 from tests.weights import lively_qwen3, random_qwen2
 

@@ -9,7 +9,7 @@ if find_spec("matplotlib") is None:
     pytest.skip("matplotlib is not installed: make setup", allow_module_level=True)
 
 from stages.manifest import load_stage
-from tools.pictures import (
+from tools.pictures.pictures import (
     block_map,
     cache_growth,
     lines,
@@ -20,7 +20,7 @@ from tools.pictures import (
     waste,
     work_map,
 )
-from tools.three_requests import (
+from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,
     NUM_BLOCKS,

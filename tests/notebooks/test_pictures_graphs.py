@@ -8,8 +8,8 @@ if find_spec("matplotlib") is None:
     pytest.skip("matplotlib is not installed: make setup", allow_module_level=True)
 
 from stages.stage_6_cuda_graphs import bucket_ladder
-from tools.decode_profile import Event
-from tools.pictures_graphs import buckets, timeline
+from tools.pictures.decode_profile import Event
+from tools.pictures.graphs import buckets, timeline
 
 PNG = b"\x89PNG"
 STEP: list[Event] = [

@@ -9,8 +9,8 @@ if find_spec("matplotlib") is None:
 
 from stages.checkpoint import read_config
 from stages.stage_7_tensor_parallel import TensorParallelEngine
-from tools.pictures_ranks import Crossing, decode_ms, held, held_by, layer_flow, listen_in, matrices, wire
-from tools.three_requests import ROOT, STORY_MODEL
+from tools.pictures.ranks import Crossing, decode_ms, held, held_by, layer_flow, listen_in, matrices, wire
+from tools.pictures.three_requests import ROOT, STORY_MODEL
 
 PNG = b"\x89PNG"
 CONFIG = read_config(ROOT / "assets" / "story_model")

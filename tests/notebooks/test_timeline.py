@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from stages.core import Event
-from tools.timeline import SlotUse, held_tokens, read_events, slot_use, token_times
+from tools.pictures.timeline import SlotUse, held_tokens, read_events, slot_use, token_times
 
 
 class Recorder:
@@ -168,7 +168,7 @@ def test_wrong_guesses_free_only_the_end_of_a_table(order: int) -> None:
     emit.step = 2
     emit.run(1, 1, 0)
     assert [list(b.holders) for b in read_events(emit.events).blocks] == [[0, 1, 2], [0, 1], []]
-    holdings = pytest.importorskip("tools.pictures_blocks", reason="matplotlib is not installed").holdings
+    holdings = pytest.importorskip("tools.pictures.blocks", reason="matplotlib is not installed").holdings
     assert [[h.table for h in holdings(emit.events, step)] for step in range(3)] == [[[0, 1, 2]], [[0, 1]], []]
 
 

@@ -49,11 +49,11 @@ def test_a_body_full_of_mistakes_is_not_read_to_its_end(kind: type[ChatRequest],
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(served: Served) -> None:
     longest = max(map(len, served.llm.llm.tokenizer.fast.get_vocab()))
     text = "x" * (256 * longest + 1)
-    with patch("nanovllm.tokenizer.Tokenizer.encode", side_effect=AssertionError):
+    with patch("nanovllm.text.tokenizer.Tokenizer.encode", side_effect=AssertionError):
         error = error_of(ask(served, COMPLETIONS, {"prompt": ["a", text]}), 400)
         assert error["param"] == "prompt" and "max_model_len=256" in error["message"]
     messages = [{"role": "user", "content": half} for half in (text[::2], text[1::2])]
-    with patch("nanovllm.tokenizer.Tokenizer.encode_chat", side_effect=AssertionError):
+    with patch("nanovllm.text.tokenizer.Tokenizer.encode_chat", side_effect=AssertionError):
         error = error_of(ask(served, CHAT, {"messages": messages}), 400)
         assert error["param"] == "messages" and "max_model_len=256" in error["message"]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import serving
-from benchmarks.serving_client import Record
-from benchmarks.serving_report import table
+from benchmarks.serving.serving import serving
+from benchmarks.serving.serving_client import Record
+from benchmarks.serving.serving_report import table
 
 
 def test_percentiles() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 from tests.server.harness import server
 
 SCRIPTS = {

@@ -13,7 +13,7 @@ import pytest
 from nanovllm.trace_view import Recording, page
 from stages.core import Event
 from tests.trace_view.runs import crowded
-from tools.timeline import read_events
+from tools.pictures.timeline import read_events
 
 NODE = shutil.which("node")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

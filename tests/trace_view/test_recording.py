@@ -10,7 +10,7 @@ import pytest
 from nanovllm import cli
 from nanovllm.trace_view import Recording
 from tests.trace_view.runs import crowded
-from tools.chrome_trace import ENGINE, REQUESTS, chrome_trace, main
+from tools.pictures.chrome_trace import ENGINE, REQUESTS, chrome_trace, main
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 

@@ -1,0 +1,93 @@
+"""The engine on a CPU beside Hugging Face, in float32: `python -m benchmarks.engine.engine_cpu`.
+
+Measures the embedded model and, where `make models` has put it into the cache, SmolLM2-135M-Instruct. Writes
+benchmarks/results/engine_cpu.json and engine_cpu_smollm2.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.lib.harness import EMBEDDED_MODEL, Contender, Figure, Showcase, gain, hf_contender, metric
+from benchmarks.lib.workloads import Scenario, make_requests, mixed_lengths
+from benchmarks.stages.stage_bench import add_options, measure, vocab_size
+
+ENGINE, ONE_BY_ONE, PADDED = "nanovllm", "HF one by one", "HF padded batch"
+SMOLLM2 = Path(os.environ.get("NANOVLLM_CACHE", Path.home() / ".cache" / "nanovllm")) / "SmolLM2-135M-Instruct"
+# How many times better than whom the engine has to be
+TARGETS = {"ms_1": (ONE_BY_ONE, 1.0), "rate_16": (ONE_BY_ONE, 4.0), "rate_mixed": (PADDED, 1.0)}
+
+
+def showcase(name: str, vocab_size: int, tokens: int, quick: bool = False) -> Showcase:
+    """`tokens`: how many to generate for each request, the longest of the mixed ones aside."""
+    prompt, batch = (8, 3) if quick else (32, 16)
+    low, high = prompt // 4, 2 * prompt
+    lengths = mixed_lengths(batch, (low, high), (tokens // 4, 2 * tokens), seed=3)
+    return Showcase(
+        name=name,
+        title="The engine on a CPU",
+        workload=f"one request, {batch} alike ({prompt} tokens in, {tokens} out), and {batch} of mixed lengths "
+        f"({low} to {high} in, {tokens // 4} to {2 * tokens} out); greedy, float32",
+        contenders=[
+            Contender(ENGINE, {"kind": "engine"}),
+            hf_contender(ONE_BY_ONE),
+            hf_contender(PADDED, batch=True, limited=False, only=("alike", "mixed")),
+        ],
+        scenarios=[
+            Scenario("one", [make_requests([(prompt, 2 * tokens)], vocab_size, seed=1)]),
+            Scenario("alike", [make_requests([(prompt, tokens)] * batch, vocab_size, seed=2)], max_num_seqs=batch),
+            Scenario("mixed", [make_requests(lengths, vocab_size, seed=4)], max_num_seqs=batch),
+        ],
+        figures=[
+            Figure("ms_1", "time a token, batch 1", "ms", "lower", metric("one", "ms_per_token")),
+            Figure("rate_16", f"{batch} alike", "tokens/s", "higher", metric("alike", "tokens_per_second")),
+            Figure(
+                "rate_mixed", f"{batch} of mixed lengths", "tokens/s", "higher", metric("mixed", "tokens_per_second")
+            ),
+        ],
+        headline="rate_16",
+        shown=tuple(TARGETS),
+        contender=ENGINE,
+        rival=ONE_BY_ONE,
+    )
+
+
+def embedded(vocab_size: int, quick: bool = False) -> Showcase:
+    return showcase("engine_cpu", vocab_size, 4 if quick else 32, quick)
+
+
+def smollm2(vocab_size: int, quick: bool = False) -> Showcase:
+    return showcase("engine_cpu_smollm2", vocab_size, 4 if quick else 16, quick)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.engine_cpu", description=(__doc__ or "").split("\n")[0]
+    )
+    add_options(parser)
+    parser.add_argument("--only", choices=("embedded", "smollm2"), help="this model only")
+    options = parser.parse_args()
+    models = {"embedded": (embedded, EMBEDDED_MODEL), "smollm2": (smollm2, SMOLLM2)}
+    missed = []
+    for label, (build, model) in models.items():
+        if options.only not in (None, label) or (label == "smollm2" and options.only is None and not model.is_dir()):
+            continue
+        options.model = model
+        result = measure(build(vocab_size(model), options.quick), options, Console())
+        for figure in result["figures"]:
+            rival, target = TARGETS[figure["key"]]
+            if gain(figure, ENGINE, rival) < target:
+                missed.append(
+                    f"{figure['label']} ({label}): {gain(figure, ENGINE, rival):.2f} of {target} times {rival}"
+                )
+    if missed and not options.quick:
+        sys.exit("targets missed: " + "; ".join(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""How long the GPU waits for the host between two steps of steady decode, from a profiler's trace.
+
+    python -m benchmarks.engine.idle --out DIR
+
+256 sequences decode; the trace covers 50 steps. A kernel belongs to the step that launched it. Between the last kernel
+of one step and the first of the next the GPU is idle; gaps between the kernels of a step are counted apart (in a CUDA
+graph they are the graph's own). The trace is kept beside the JSON. On a CPU, torch's operators stand in for kernels.
+"""
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, run_process
+from benchmarks.engine.engine_worker import Engine, Repetition, random_prompts
+from benchmarks.lib.harness import Contender, Figure, Showcase, metric
+
+MARK = "benchmark step"
+UNMARKED = 5
+SIZES = {"batch": 256, "prompt_len": 700, "settle": 80, "steps": 50}
+QUICK = {"batch": 3, "prompt_len": 8, "settle": 3, "steps": 6}
+
+Event = dict[str, Any]  # of a Chrome trace: times in microseconds
+
+
+def measure(
+    engine: Engine, batch: int, prompt_len: int, settle: int, steps: int, highest_id: int, trace: str
+) -> list[Repetition]:
+    """In the process of one contender. `settle`: steps before the trace begins, enough to compute all prompts."""
+    from nanovllm.sampling_params import RequestOutputKind
+
+    engine.warm_up(random_prompts([prompt_len] * min(batch, 16), 10**6, highest_id))
+    core = engine.llm.engine
+    kind = RequestOutputKind.FINAL_ONLY  # as `LLM.generate` has it
+    params = engine.make_params(
+        temperature=0.6, ignore_eos=True, max_tokens=settle + UNMARKED + 3 * steps, output_kind=kind
+    )
+    for i, prompt in enumerate(random_prompts([prompt_len] * batch, 1, highest_id)):
+        core.add_request(str(i), prompt, params)
+    for _ in range(settle):
+        core.step()
+    start = time.perf_counter()
+    for _ in range(steps):
+        core.step()
+    step_ms = 1e3 * (time.perf_counter() - start) / steps
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(UNMARKED):  # the profiler's own beginnings
+            core.step()
+        for _ in range(steps):
+            with record_function(MARK):
+                core.step()
+    profiler.export_chrome_trace(trace)
+    core.abort_all()
+    return [{"idle": {"step_ms": step_ms, **shares(read_trace(Path(trace)))}}]
+
+
+def read_trace(path: Path) -> list[Event]:
+    with gzip.open(path) as file:
+        events: list[Event] = json.load(file)["traceEvents"]
+    return events
+
+
+def shares(events: Iterable[Event]) -> dict[str, float]:
+    """Where the time between the first kernel and the last went, in percent."""
+    work = work_of_steps(list(events))
+    kernels = sum(map(len, work))
+    steps = [merged(intervals) for intervals in work if intervals]
+    if len(steps) < 2:
+        raise ValueError(f"a trace of {len(steps)} steps with kernels in it tells nothing; at least 2 are needed")
+    total = steps[-1][-1][1] - steps[0][0][0]
+    busy = sum(end - start for step in steps for start, end in step)
+    inside = sum(later[0] - earlier[1] for step in steps for earlier, later in pairwise(step))
+    between = sum(max(0.0, later[0][0] - earlier[-1][1]) for earlier, later in pairwise(steps))
+    return {
+        "idle_between_percent": 100 * between / total,
+        "idle_inside_percent": 100 * inside / total,
+        "busy_percent": 100 * busy / total,
+        "traced_step_ms": total / len(steps) / 1e3,
+        "kernels_per_step": kernels / len(steps),
+    }
+
+
+def work_of_steps(events: list[Event]) -> list[list[tuple[float, float]]]:
+    """Start and end of the kernels that each step launched, steps in order.
+
+    A kernel has the correlation number of the call that launched it (of the graph's launch, if it is part of one), and
+    that call's time lies within the mark of its step.
+    """
+    marks = sorted(e["ts"] for e in events if e.get("cat") == "user_annotation" and e["name"] == MARK)
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    if kernels:
+        launches = {
+            e["args"]["correlation"]: e["ts"]
+            for e in events
+            if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+        }
+        work = [(launches.get(e["args"].get("correlation"), -1.0), e) for e in kernels]
+    else:
+        work = [(e["ts"], e) for e in events if e.get("cat") == "cpu_op"]
+    steps: list[list[tuple[float, float]]] = [[] for _ in marks]
+    for launched, e in work:
+        step = bisect_right(marks, launched) - 1
+        if step >= 0:
+            steps[step].append((e["ts"], e["ts"] + e["dur"]))
+    return steps
+
+
+def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time as disjoint intervals in order."""
+    result: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        else:
+            result.append((start, end))
+    return result
+
+
+def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
+    labels = {
+        "idle_between_percent": ("GPU idle between steps", "%"),
+        "idle_inside_percent": ("GPU idle within a step", "%"),
+        "kernels_per_step": ("kernels in a step", ""),
+        "step_ms": ("a step, without the profiler", "ms"),
+        "traced_step_ms": ("a step, with it", "ms"),
+    }
+    return Showcase(
+        name="idle",
+        title="Does the GPU wait for the host?",
+        workload=f"{sizes['batch']} sequences decode, {sizes['prompt_len']} tokens of prompt, {sizes['steps']} steps",
+        contenders=contenders,
+        scenarios=[],
+        figures=[Figure(key, label, unit, "lower", metric("idle", key)) for key, (label, unit) in labels.items()],
+        headline="idle_between_percent",
+        shown=("idle_between_percent", "idle_inside_percent"),
+        contender=contenders[0].name,
+        rival=contenders[-1].name,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.idle", description=(__doc__ or "").split("\n")[0]
+    )
+    add_options(parser, rounds=1)
+    options = check_options(parser.parse_args())
+    sizes = QUICK if options.quick else SIZES
+    contenders = [ours(options), ours(options, "no asynchronous scheduling", async_scheduling=False)]
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def run(contender: Contender) -> dict[str, Any]:
+        trace = options.out.resolve() / f"trace_{contender.name.replace(' ', '_')}.json.gz"
+        arguments = {**sizes, "highest_id": 500 if options.quick else 10_000, "trace": str(trace)}
+        return run_process(contender, "benchmarks.engine.idle", arguments, options)
+
+    comparison = Comparison(showcase(contenders, sizes), options)
+    comparison.run(run)
+    sys.exit(1 if comparison.failures else 0)
+
+
+if __name__ == "__main__":
+    main()

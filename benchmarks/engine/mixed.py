@@ -1,0 +1,119 @@
+"""How long the readers of running streams wait for their next token while long prompts arrive.
+
+    python -m benchmarks.engine.mixed --out DIR [--rounds 1] [--repeats 2]
+
+32 streams decode, and every so many tokens of theirs a prompt of 3,000 tokens joins. A small token budget cuts it into
+chunks that ride along with the decodes: no step lasts long, and the prompt's own first token comes later. It all goes
+through `LLMEngine.step`, which reports every token when it is there.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, run_process
+from benchmarks.engine.engine_worker import Engine, Repetition, random_prompts
+from benchmarks.lib.harness import Contender, Figure, Showcase, metric
+
+SIZES = {"streams": 32, "stream_prompt": 128, "tokens": 400, "arrivals": 8, "every": 40, "long_prompt": 3000}
+QUICK = {"streams": 3, "stream_prompt": 8, "tokens": 12, "arrivals": 2, "every": 4, "long_prompt": 100}
+
+
+def measure(engine: Engine, repeats: int, highest_id: int, **sizes: int) -> list[Repetition]:
+    """In the process of one contender."""
+    short = random_prompts([sizes["stream_prompt"]] * sizes["streams"], 10**6, highest_id)
+    engine.warm_up(short)
+    engine.warm_up(random_prompts([sizes["long_prompt"]], 10**6 + 1, highest_id))
+    return [{"mixed": one_run(engine, 1000 * repeat, highest_id, **sizes)} for repeat in range(repeats)]
+
+
+def one_run(
+    engine: Engine,
+    seed: int,
+    highest_id: int,
+    *,
+    streams: int,
+    stream_prompt: int,
+    tokens: int,
+    arrivals: int,
+    every: int,
+    long_prompt: int,
+) -> dict[str, float]:
+    """Gaps between the tokens of the streams, from the first long prompt on; waits of the long prompts."""
+    core = engine.llm.engine
+    params = engine.make_params(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+    for i, prompt in enumerate(random_prompts([stream_prompt] * streams, seed, highest_id)):
+        core.add_request(f"{seed} stream {i}", prompt, params)
+    waiting = random_prompts([long_prompt] * arrivals, seed + 1, highest_id)
+    one_token = engine.make_params(temperature=0.0, ignore_eos=True, max_tokens=1)
+    last: dict[str, float] = {}
+    gaps, waits = [], []
+    progress, begin = 0, time.perf_counter()
+    while core.has_unfinished():
+        if waiting and progress >= every * (arrivals - len(waiting) + 1):
+            core.add_request(f"{seed} prompt {len(waiting)}", waiting.pop(), one_token)
+        outputs = core.step()
+        now = time.perf_counter()
+        for output in outputs:
+            if "stream" not in output.request_id:
+                waits.append(output.metrics.time_to_first_token)
+                continue
+            if progress >= every:
+                gaps.append(now - last[output.request_id])
+            last[output.request_id] = now
+            progress = max(progress, len(output.outputs[0].token_ids))
+    if len(waits) != arrivals:
+        raise RuntimeError(f"{arrivals} long prompts were to arrive, and {len(waits)} were served")
+    percentiles = statistics.quantiles(gaps, n=100)
+    return {
+        "gap_p50_ms": 1e3 * percentiles[49],
+        "gap_p99_ms": 1e3 * percentiles[98],
+        "gap_max_ms": 1e3 * max(gaps),
+        "prompt_wait_ms": 1e3 * statistics.mean(waits),
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
+    labels = {
+        "gap_p50_ms": "between two tokens of a stream, median",
+        "gap_p99_ms": "99th percentile",
+        "gap_max_ms": "longest",
+        "prompt_wait_ms": "a long prompt's first token",
+    }
+    return Showcase(
+        name="mixed",
+        title="Streams while long prompts arrive",
+        workload=f"{sizes['streams']} streams of {sizes['tokens']} tokens; a prompt of {sizes['long_prompt']:,} tokens "
+        f"after every {sizes['every']} tokens of theirs, {sizes['arrivals']} in all",
+        contenders=contenders,
+        scenarios=[],
+        figures=[Figure(key, label, "ms", "lower", metric("mixed", key)) for key, label in labels.items()],
+        headline="gap_p99_ms",
+        shown=tuple(labels),
+        contender=contenders[0].name,
+        rival=contenders[-1].name,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.mixed", description=(__doc__ or "").split("\n")[0]
+    )
+    add_options(parser, rounds=1)
+    parser.add_argument("--repeats", type=int, default=2, help="measurements in a process (default 2)")
+    options = check_options(parser.parse_args())
+    sizes: dict[str, Any] = QUICK if options.quick else SIZES
+    budgets = (16, 32) if options.quick else (512, 2048)
+    contenders = [ours(options, f"chunks of up to {n:,}", max_num_batched_tokens=n) for n in budgets]
+    contenders += [ours(options, "default budget"), ours(options, "whole prompts", enable_chunked_prefill=False)]
+    arguments = {"repeats": options.repeats, **sizes, "highest_id": 500 if options.quick else 10_000}
+    comparison = Comparison(showcase(contenders, sizes), options)
+    comparison.run(lambda contender: run_process(contender, "benchmarks.engine.mixed", arguments, options))
+    sys.exit(1 if comparison.failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""When guessing ahead gains, and from which batch size on it loses.
+
+    python -m benchmarks.engine.speculation --out DIR [--device cuda] [--rounds 1] [--repeats 2]
+
+Two results. `speculation`: an 8B shape, batches of 1 to 64, and guesses that are right as often as is chosen
+(`benchmarks/lib/replay.py`), 2, 4 or 8 a step. `speculation_ngram`: SmolLM2-135M-Instruct alone on records in one
+format,
+guessed from its own n-grams; left out where `make models` has not put the model into the cache. Each in one process
+with two engines, one that speculates and one as it is by default, which take turns. On a CPU, in CPU time, the embedded
+model stands for the shape.
+
+The time a token: once every request has its first token, until one has its last.
+"""
+
+import argparse
+import sys
+import time
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+from benchmarks.engine.engine_cpu import SMOLLM2
+from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, present, run_process, write
+from benchmarks.engine.engine_worker import Engine, Repetition, random_prompts
+from benchmarks.lib.harness import ROOT, Contender, Figure, Measured, Showcase, metric, order_of_round
+from benchmarks.lib.recorder import CLOCKS, choose_clock
+from benchmarks.lib.replay import Replay, acceptance
+
+SHAPE = ROOT / "benchmarks" / "shapes" / "Qwen3-8B"
+NONE = "none"
+SIZES: dict[str, Any] = {"batches": [1, 2, 4, 8, 16, 32, 64], "prompt_len": 128, "num_tokens": 64}
+CPU: dict[str, Any] = {**SIZES, "prompt_len": 32, "num_tokens": 40}
+QUICK: dict[str, Any] = {"batches": [1, 3], "prompt_len": 6, "num_tokens": 24}
+WARM_UP = 24  # tokens, more than two steps can bring
+WAYS = {f"k={k} at {a}": {"k": k, "acceptance": a} for a in (0.6, 0.8) for k in (2, 4, 8)}
+NGRAM_WAYS = {f"n-grams, k={k}": {"k": k} for k in (4, 8)}
+TOLERANCE = 0.1  # between the acceptance that was chosen and the one measured, over all batches
+SHIPS = [
+    ("Anna", "Norway", "coal"),
+    ("Bella", "Malta", "grain"),
+    ("Clara", "Norway", "timber"),
+    ("Dora", "Greece", "salt"),
+]
+TEXT = "".join(
+    f"{i}. ship={name}, flag={flag}, cargo={cargo}\n   status: arrived, unloaded and left for the north\n"
+    for i, (name, flag, cargo) in enumerate(SHIPS, 1)
+)
+
+
+def measure(
+    engine: Engine,
+    repeats: int,
+    batches: list[int],
+    prompts: list[list[int]],
+    num_tokens: int,
+    ways: dict[str, dict[str, Any]],
+    plain: dict[str, Any],
+    steady: bool,
+) -> list[dict[str, Repetition]]:
+    """In the process of both engines: of each repetition, each way's scenarios. `plain`: options of the other one."""
+    rival = Engine(plain["package"], plain["model"], plain["options"], engine.started)
+    for each in (engine, rival) if steady else ():
+        make_steady(each.llm.engine.executor.runner.model)
+    known = {i: o.outputs[0].token_ids for i, o in enumerate(rival.generate(prompts, [num_tokens] * len(prompts)))}
+    own_proposer, vocab_size = engine.llm.engine.scheduler.proposer, engine.llm.engine.vocab_size
+
+    def run(name: str, batch: int, limit: int) -> dict[str, float]:
+        if name == NONE:
+            return time_a_token(rival, prompts[:batch], limit)
+        scheduler = engine.llm.engine.scheduler
+        scheduler.max_guesses = ways[name]["k"]
+        if "acceptance" in ways[name]:
+            answers = {str(i): known[i] for i in range(batch)}
+            scheduler.proposer = Replay(answers, ways[name]["acceptance"], vocab_size)
+        else:
+            scheduler.proposer = own_proposer
+        return time_a_token(engine, prompts[:batch], limit)
+
+    names = [Contender(name, {}) for name in (NONE, *ways)]
+    for name in names:
+        for batch in batches if steady else batches[:1]:  # a CPU compiles nothing
+            run(name.name, batch, min(num_tokens, WARM_UP))
+    repetitions = []
+    for repeat in range(repeats):
+        found: dict[str, Repetition] = {name.name: {} for name in names}
+        for batch in batches:
+            for name in order_of_round(names, repeat):
+                found[name.name][f"batch {batch}"] = run(name.name, batch, num_tokens)
+        repetitions.append(found)
+        print(found, flush=True)
+    return repetitions
+
+
+def make_steady(model: torch.nn.Module) -> None:
+    """Let random weights repeat the last token for ever, by a margin that no rounding closes: what comes is known."""
+    weights = dict(model.named_parameters())
+    embedding = weights["embed_tokens.weight"]
+    with torch.no_grad():
+        if "lm_head.weight" in weights:  # not tied
+            weights["lm_head.weight"].copy_(embedding)
+        embedding.mul_(1e4)
+
+
+def time_a_token(engine: Engine, prompts: list[list[int]], num_tokens: int) -> dict[str, float]:
+    """Milliseconds between two tokens of a request, all of them at once, greedy; and how guessing went meanwhile."""
+    core = engine.llm.engine
+    device = engine.llm.engine.executor.runner.device.type
+    clock = CLOCKS[choose_clock(device, torch.get_num_threads())]
+    params = engine.make_params(temperature=0, ignore_eos=True, max_tokens=num_tokens)
+    for i, prompt in enumerate(prompts):
+        core.add_request(str(i), prompt, params)
+    seqs = list(core.scheduler.sequences.values())
+    while any(seq.num_output_tokens == 0 for seq in seqs):
+        core.step()
+    before = sum(seq.num_output_tokens for seq in seqs)
+    start, wall = clock(), time.perf_counter()
+    while len(core.scheduler.sequences) == len(seqs):
+        core.step()
+    seconds, wall = clock() - start, time.perf_counter() - wall
+    found = {
+        "ms_per_token": 1e3 * seconds * len(seqs) / (sum(seq.num_output_tokens for seq in seqs) - before),
+        "seconds": seconds,
+        "wall_seconds": wall,
+    }
+    guessed = [seq.speculation for seq in seqs if seq.speculation.num_steps]
+    if guessed:
+        total = guessed[0].total(guessed)
+        assert total is not None
+        found |= {"acceptance": acceptance(total), "tokens_per_step": total.mean_accepted_length}
+    core.abort_all()  # forgets what it cached, too
+    return found
+
+
+def mean(name: str) -> Any:
+    """The mean over the batches of a metric that a contender without guesses does not have."""
+
+    def value(measured: Measured) -> float | None:
+        values = [scenario[name] for scenario in measured.values() if name in scenario]
+        return sum(values) / len(values) if values else None
+
+    return value
+
+
+def showcase(name: str, title: str, workload: str, ways: list[str], batches: list[int], options: Namespace) -> Showcase:
+    figures = [
+        Figure(f"ms_per_token_{b}", f"time a token, batch {b}", "ms", "lower", metric(f"batch {b}", "ms_per_token"))
+        for b in batches
+    ]
+    figures.append(Figure("tokens_per_step", "tokens a step of a sequence", "", "higher", mean("tokens_per_step")))
+    figures.append(Figure("acceptance", "accepted of the guesses looked at", "", "higher", mean("acceptance")))
+    return Showcase(
+        name=name,
+        title=title,
+        workload=workload,
+        contenders=[ours(options, name) for name in (NONE, *ways)],
+        scenarios=[],
+        figures=figures,
+        headline=figures[0].key,
+        shown=tuple(figure.key for figure in figures),
+        contender=ways[0],
+        rival=NONE,
+    )
+
+
+def loses_from(result: dict[str, Any]) -> dict[str, int | None]:
+    """For every way of guessing the smallest batch from which on it never gains; None if it gains at the largest."""
+    times = {int(f["key"].rpartition("_")[2]): f["values"] for f in result["figures"] if "ms_per_token" in f["key"]}
+    found: dict[str, int | None] = {}
+    for name in next(iter(times.values())):
+        if name == NONE:
+            continue
+        found[name] = None
+        for batch in sorted(times, reverse=True):
+            if times[batch][name]["median"] < times[batch][NONE]["median"]:
+                break
+            found[name] = batch
+    return found
+
+
+def misses(result: dict[str, Any], ways: dict[str, dict[str, Any]]) -> list[str]:
+    """The ways whose guesses were not right as often as was chosen, in words."""
+    measured = next(f for f in result["figures"] if f["key"] == "acceptance")["values"]
+    return [
+        f"{name}: {measured[name]['median']:.2f} of the guesses were accepted"
+        for name, way in ways.items()
+        if abs(way.get("acceptance", measured[name]["median"]) - measured[name]["median"]) > TOLERANCE
+    ]
+
+
+def compare(
+    shown: Showcase,
+    ways: dict[str, dict[str, Any]],
+    arguments: dict[str, Any],
+    config: dict[str, Any],
+    options: Namespace,
+) -> list[str]:
+    """Measure, print and write down one showcase; says what was not as it should be. `config`: of both engines."""
+    comparison = Comparison(shown, options)
+    plain = ours(options, **config)
+    guessing = ours(options, **config, speculative={"method": "ngram", "k": max(way["k"] for way in ways.values())})
+    arguments = arguments | {
+        "repeats": options.repeats,
+        "ways": ways,
+        "plain": {"package": "nanovllm", "model": str(options.model), "options": plain.spec["options"]},
+    }
+    for number in range(options.rounds):
+        threads = {"OMP_NUM_THREADS": "1"} if options.device == "cpu" else {}
+        measured = run_process(guessing, "benchmarks.engine.speculation", arguments, options, threads)
+        measured["facts"]["clock"] = choose_clock(options.device, measured["facts"]["threads"])
+        for contender in shown.contenders:
+            mine = [found[contender.name] for found in measured["repetitions"]]
+            comparison.take(number, contender, {**measured, "repetitions": mine})
+    comparison.extra = {"loses_from": loses_from(comparison.result())}
+    result = comparison.result()
+    present(result, comparison.console)
+    comparison.console.print(f"loses from batch: {result['loses_from']}")
+    comparison.console.print(f"written to {write(result, options.out)}")
+    return misses(result, ways)
+
+
+def replay(options: Namespace, batches: list[int], prompt_len: int, num_tokens: int) -> list[str]:
+    block_size = 16 if options.device == "cpu" else 256
+    config = {
+        "max_model_len": prompt_len + num_tokens,
+        "max_num_seqs": max(batches),
+        "num_kv_blocks": max(batches) * -(-(prompt_len + num_tokens) // block_size),
+        "kvcache_block_size": block_size,
+    }
+    arguments = {
+        "batches": batches,
+        "prompts": random_prompts([prompt_len] * max(batches), 1, 500 if options.quick else 10_000),
+        "num_tokens": num_tokens,
+        "steady": not options.quick,
+    }
+    workload = f"greedy, {prompt_len} tokens in, {num_tokens} out, all requests of a batch at once; known guesses"
+    shown = showcase("speculation", "Guesses of a chosen quality", workload, list(WAYS), batches, options)
+    return compare(shown, WAYS, arguments, config, options)
+
+
+def ngrams(options: Namespace, num_tokens: int, tiny: bool) -> list[str]:
+    if tiny:
+        prompt = [1, 2, 3, 4, 5, 6] * 2
+    else:
+        from tokenizers import Tokenizer
+
+        prompt = Tokenizer.from_file(str(options.model / "tokenizer.json")).encode(TEXT).ids
+    config: dict[str, Any] = {"max_model_len": len(prompt) + num_tokens, "max_num_seqs": 1, "load_format": "auto"}
+    if options.device != "cpu":
+        config |= {"dtype": "bfloat16", "num_kv_blocks": 8}
+    arguments = {"batches": [1], "prompts": [prompt], "num_tokens": num_tokens, "steady": False}
+    workload = f"greedy, one request, {len(prompt)} tokens of records in one format, {num_tokens} out"
+    shown = showcase("speculation_ngram", "Guesses from the text itself", workload, list(NGRAM_WAYS), [1], options)
+    return compare(shown, NGRAM_WAYS, arguments, config, options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.speculation", description=(__doc__ or "").split("\n")[0]
+    )
+    add_options(parser, rounds=1)
+    parser.add_argument("--repeats", type=int, default=2, help="measurements in a process (default 2)")
+    options = parser.parse_args()
+    tiny = options.quick
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options.quick = tiny or options.device == "cpu"  # the embedded model
+    options.model = options.model or (None if options.quick else SHAPE)
+    options = check_options(options)
+    try:
+        missed = replay(options, **(QUICK if tiny else CPU if options.quick else SIZES))
+        if tiny or SMOLLM2.is_dir():
+            model = options.model if tiny else SMOLLM2
+            missed += ngrams(Namespace(**{**vars(options), "model": model}), 24 if tiny else 96, tiny)
+    except RuntimeError as error:
+        sys.exit(str(error))
+    sys.exit("not what was to be measured: " + "; ".join(missed) if missed and not tiny else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""How long an all-reduce takes, by the size of the message and by who does it.
+
+    python -m benchmarks.kernels.all_reduce RESULT --ranks 2 --device cuda --kind nccl
+
+nccl:      what the engine does with large messages (on a CPU: gloo).
+symmetric: what it does with small ones, over memory that the GPUs share (see `nanovllm/distributed/one_shot.py`).
+
+On GPUs each also with the residual addition and norm behind it. Each is measured as it would run in a recorded decode
+step: 20 behind one another in a CUDA graph. Each result is compared with the sum first.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.lib.harness import ROOT
+from nanovllm.distributed.group import Group, devices_of
+from nanovllm.distributed.one_shot import SWITCH, default_bytes
+from nanovllm.workers.spawned import SpawnedTeam
+
+SIZES = [1 << k for k in range(12, 25)]  # 4 KiB to 16 MiB: 4096 numbers of a token are 8 KiB
+WIDTH = 4096  # numbers of a token
+QUICK_SIZES = [1 << 12, 1 << 16]
+CALLS = 20
+SECONDS = 100  # a kernel that waits for ever is given up
+
+Way = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What each rank does. Sent to its process."""
+
+    kind: str
+    sizes: list[int]
+
+    def __call__(self, group: Group) -> Callable[[Any], None]:
+        self.measure(group)
+        return lambda message: None
+
+    def ways(self, group: Group) -> dict[str, Way]:
+        """Each gives the sum, and may do more."""
+        if group.device.type == "cpu":
+            return {"gloo": group.all_reduce}
+        from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
+
+        weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=group.device)
+        nothing = torch.zeros(max(self.sizes), dtype=torch.uint8, device=group.device).view(torch.bfloat16)
+
+        def apart(x: Tensor) -> Tensor:
+            x = group.all_reduce(x)
+            add_rms_norm(x, x, weight[: x.shape[1]], 1e-6)
+            return x
+
+        def at_once(x: Tensor) -> Tensor:
+            return group.add_rms_norm(x, nothing[: x.numel()].view_as(x), weight[: x.shape[1]], 1e-6)[1]
+
+        if self.kind == "nccl":
+            return {"NCCL": group.all_reduce, "NCCL and norm": apart}
+        return {"one-shot": group.all_reduce, "one-shot with norm": at_once}
+
+    def measure(self, group: Group) -> list[dict[str, Any]]:
+        """Microseconds of each way for each size that it can do."""
+        dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
+        rows: list[dict[str, Any]] = [{"bytes": size} for size in self.sizes]
+        for name, way in self.ways(group).items():
+            for row in rows:
+                numbers = row["bytes"] // dtype.itemsize
+                shape = max(1, numbers // WIDTH), min(numbers, WIDTH)
+                if self.kind == "symmetric" and not group.sums_at_once(shape, dtype):
+                    continue
+                x = torch.full(shape, group.rank + 1, dtype=dtype, device=group.device)
+                if not (way(x) == group.size * (group.size + 1) / 2).all():
+                    raise RuntimeError(f"{name} gave a wrong sum of {row['bytes']} bytes")
+                row[name] = microseconds(way, torch.zeros_like(x))
+        return rows
+
+
+def microseconds(way: Way, x: Tensor) -> float:
+    if x.is_cuda:
+        from benchmarks.kernels.ceilings import graph_microseconds
+
+        return graph_microseconds(lambda: way(x), calls=CALLS, rounds=15)
+    times = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        way(x)
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
+
+
+def bandwidth(device: torch.device) -> float | None:
+    """Bytes a second that a GPU reads at best."""
+    if device.type == "cpu":
+        return None
+    from benchmarks.kernels.ceilings import read_bandwidth
+
+    return float(read_bandwidth()["bytes_per_second"])
+
+
+def run(ranks: int, device: str, kind: str, sizes: list[int]) -> dict[str, Any]:
+    os.environ[SWITCH] = str(max(sizes) if kind == "symmetric" else 0)
+    part, devices = Part(kind, sizes), devices_of(torch.device(device), ranks)
+    bytes_per_second = bandwidth(devices[0]) if kind == "nccl" else None
+    team = SpawnedTeam(devices, part)
+    try:
+        team.join()
+        with team.in_step(loading=True):
+            return {"rows": part.measure(team.group), "bytes_per_second": bytes_per_second}
+    finally:
+        team.close()
+
+
+def in_a_process(ranks: int, device: str, kind: str, quick: bool) -> dict[str, Any]:
+    """`run`, in a process of its own. Raises RuntimeError with its last words if it fails."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.kernels.all_reduce", str(path), "--ranks", str(ranks)]
+        command += ["--device", device, "--kind", kind] + ["--quick"] * quick
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"the all-reduces by {kind} were not done after {SECONDS} s") from None
+        if done.returncode != 0:
+            raise RuntimeError(f"the all-reduces by {kind} failed:\n{done.stderr.strip()[-2000:]}")
+        result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def table(ranks: int, device: str, quick: bool) -> dict[str, Any]:
+    """All ways side by side; those that cannot run here are named in `failures`."""
+    found: dict[str, Any] = {"ranks": ranks, "rows": [], "bytes_per_second": None, "failures": {}}
+    # Up to how many bytes the engine uses it in this run
+    found["one_shot_bytes"] = int(os.environ.get(SWITCH, default_bytes(ranks)))
+    for kind in ("nccl", "symmetric") if device != "cpu" else ("nccl",):
+        try:
+            result = in_a_process(ranks, device, kind, quick)
+        except RuntimeError as error:
+            found["failures"][kind] = str(error).splitlines()[-1]
+            continue
+        found["bytes_per_second"] = found["bytes_per_second"] or result["bytes_per_second"]
+        rows = found["rows"] or [{"bytes": row["bytes"]} for row in result["rows"]]
+        found["rows"] = [old | new for old, new in zip(rows, result["rows"], strict=True)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.all_reduce", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("result", type=Path, help="the JSON to write")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--kind", choices=("nccl", "symmetric"), default="nccl")
+    parser.add_argument("--quick", action="store_true", help="two sizes only")
+    options = parser.parse_args()
+    result = run(options.ranks, options.device, options.kind, QUICK_SIZES if options.quick else SIZES)
+    options.result.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The linear layers of a decode step: microseconds of our kernels and of the library's, for few tokens.
+
+    python -m benchmarks.kernels.linears --out linears.json [--shape 0.6B --shape 8B] [--tokens 1 --tokens 32] [--sweep]
+
+bf16. Every call gets other weights, as layers do, so that none come from a cache. The calls follow each other in a CUDA
+graph: what a kernel hides behind the one before it is hidden here, too. The library's product has the gate behind it;
+the layers whose result may come in parts (o and down) have the norm behind them that sums these.
+
+"chosen" is what the engine takes (`nanovllm/kernels/linear/few_tokens.py`, whose borders come from here), "any GPU" what
+it takes where `early_linear` does not run, and beside them are the plausible layouts of that one; `--sweep` tries all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial as bind
+from itertools import cycle, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.linear.few_tokens import EarlyTile
+
+# hidden, q heads, KV heads, intermediate, of a rank; head_dim is 128
+SHAPES = {
+    "0.6B": (1024, 16, 8, 3072),
+    "8B": (4096, 32, 8, 12288),
+    "8B on 2 ranks": (4096, 16, 4, 6144),
+    "8B on 4 ranks": (4096, 8, 2, 3072),
+}
+TOKENS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+AT_LEAST = 400e6  # bytes of weights, all layers together: several times what a cache holds
+Run = Callable[[Tensor, Tensor], Tensor]
+
+
+def layers_of(hidden: int, heads: int, kv_heads: int, inner: int) -> list[tuple[str, int, int, dict[str, Any]]]:
+    """Name, inputs, outputs of the weight, and what the engine asks of the kernel."""
+    return [
+        ("qkv_proj", hidden, (heads + 2 * kv_heads) * 128, {}),
+        ("o_proj", heads * 128, hidden, {"partial": True}),
+        ("gate_up_proj", hidden, 2 * inner, {"gated": True}),
+        ("down_proj", inner, hidden, {"partial": True}),
+    ]
+
+
+def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any], sweep: bool) -> Iterator[tuple[str, Run]]:
+    """Name of a layout, and what runs it."""
+    from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.launch import gluon_kernel
+    from nanovllm.kernels.linear.few_tokens import few_tokens, on_any_gpu
+    from nanovllm.kernels.linear.skinny_linear import SkinnyConfig, skinny_linear
+    from nanovllm.kernels.linear.tiled_linear import Tile, tiled_linear
+
+    yield "library", (lambda x, w: silu_and_mul(F.linear(x, w))) if how.get("gated") else F.linear
+    if (chosen := few_tokens(num_tokens, weight, **how)) is not None:
+        yield "chosen", chosen
+    if (before := on_any_gpu(num_tokens, weight, **how)) is not None:
+        yield "any GPU", before
+    if (early_linear := gluon_kernel("early_linear", weight.device)) is not None:
+        for tile in early_tiles(num_tokens, weight, sweep, **how):
+            if tile != getattr(chosen, "keywords", {}).get("tile"):  # else it is measured by now
+                name = f"early {tile.tokens} x {tile.inner} / {tile.splits}, {tile.stages} stages"
+                yield name, bind(early_linear, tile=tile, **how)
+    if not sweep:
+        return
+    if num_tokens <= 32:
+        for columns, inner in product((16, 32), (512, 1024)):
+            config = SkinnyConfig(columns, 4, inner)
+            yield f"skinny {columns} x {inner}", bind(skinny_linear, config=config, **how)
+    for columns, inner, stages, swapped in product((32, 64), (64, 128, 256), (3, 4), (False, True)):
+        if columns == 64 or not swapped:
+            name = f"tiled {columns} x {inner}, {stages} stages" + (", swapped" if swapped else "")
+            yield name, bind(tiled_linear, tile=Tile(columns, inner, stages, swapped), **how)
+
+
+def early_tiles(
+    num_tokens: int, weight: Tensor, sweep: bool, gated: bool = False, partial: bool = False
+) -> list[EarlyTile]:
+    from nanovllm.kernels.linear.few_tokens import early_tile
+
+    columns, inputs = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
+    tiles = []
+    for most in (
+        (16,) if num_tokens <= 16 else (32,) if num_tokens <= 32 else (32, 64) if num_tokens <= 64 else (64, 128)
+    ):
+        tile = early_tile(num_tokens, columns, inputs, most, gated, partial)
+        tiles.append(tile)
+        deep = 196608 // (2 * tile.inner * (64 + tile.tokens))  # stages, of a program that has a multiprocessor
+        if tile.splits > 1 and num_tokens > 64:
+            tiles.append(tile._replace(splits=tile.splits // 2, stages=min(6, deep)))
+        if sweep:
+            tiles += [tile._replace(stages=stages) for stages in (3, 4, 6) if stages <= deep]
+            tiles += [tile._replace(inner=64, stages=stages) for stages in (4, 6)]
+    return list(dict.fromkeys(tiles))
+
+
+def with_norm(run: Run, x: Tensor, outputs: int) -> Run:
+    """Followed by the norm that sums the parts of the result, if it comes in parts."""
+    from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
+
+    residual, weight = x.new_zeros(x.shape[0], outputs), x.new_ones(outputs)
+    return lambda x, w: add_rms_norm(run(x, w), residual, weight, 1e-6)[0]
+
+
+def measure(shapes: list[str], tokens: list[int], sweep: bool) -> Iterator[dict[str, Any]]:
+    from benchmarks.kernels.ceilings import graph_microseconds
+
+    for shape in shapes:
+        for name, inputs, outputs, how in layers_of(*SHAPES[shape]):
+            count = max(2, int(AT_LEAST / (2 * inputs * outputs)))
+            weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") / 32 for _ in range(count)]
+            for n in tokens:
+                x, layers = torch.randn(n, inputs, dtype=torch.bfloat16, device="cuda"), cycle(weights)
+                for layout, run in candidates(n, weights[0], how, sweep):
+                    row = {"shape": shape, "layer": name, "tokens": n, "layout": layout, "bytes": 2 * inputs * outputs}
+                    call = with_norm(run, x, outputs) if how.get("partial") else run
+                    try:
+                        row["microseconds"] = graph_microseconds(lambda: call(x, next(layers)), count)  # noqa: B023
+                    except Exception as error:  # Triton raises its own for what does not fit into shared memory
+                        row["error"] = str(error)[:200]
+                    yield row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """For each layer and number of tokens: the library, the engine's choices, and the best with its name."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if "microseconds" in row:
+            where = f"{row['shape']:<13} {row['layer']:<12} {row['tokens']:>6}"
+            found.setdefault(where, {})[row["layout"]] = row["microseconds"]
+    lines = [f"{'shape':<13} {'layer':<12} tokens  library  any GPU   chosen     best"]
+    for where, times in found.items():
+        # What the engine leaves to the library, it has chosen as well.
+        library = times.get("library", float("nan"))
+        figures = library, times.get("any GPU", library), times.get("chosen", library), min(times.values())
+        best = min(times, key=lambda layout: times[layout])
+        lines.append(where + "".join(f"{figure:9.2f}" for figure in figures) + f"  {best}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.linears", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="(default: all)")
+    parser.add_argument("--tokens", type=int, action="append", help=f"batch sizes (default {TOKENS})")
+    parser.add_argument("--sweep", action="store_true", help="every layout")
+    parser.add_argument("--commit", help="the commit that is measured, where there is no git")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("benchmarks.kernels.linears measures a GPU, and this machine has none", file=sys.stderr)
+        return 2
+    from benchmarks.lib.harness import commit
+    from benchmarks.lib.worker import facts
+
+    tested = {"hash": options.commit, "modified": False} if options.commit else commit()
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for row in measure(options.shape or list(SHAPES), options.tokens or list(TOKENS), options.sweep):
+            rows.append(row)
+            said = row.get("error")
+            if said is None:
+                said = f"{row['microseconds']:8.2f} us {row['bytes'] / row['microseconds'] / 1e3:6.0f} GB/s"
+            where = f"{row['shape']:<14} {row['layer']:<13} {row['tokens']:>4} tokens"
+            print(f"{where}  {row['layout']:<32} {said}", flush=True)
+            # A run that is cut short keeps its rows.
+            result = {"machine": facts("cuda"), "commit": tested, "rows": rows}
+            options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print("\n" + table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Load test of `nanovllm serve`: requests that arrive at random, at rising rates, and some clients that misbehave.
+
+    python -m benchmarks.serving.serving [--model DIR] [--rates 1 2 4 8] [--seconds 30] [--quick] [--out FILE]
+
+The server is a process of its own on a free port of loopback. Arrivals are a Poisson process: nobody waits for an
+answer before the next one asks, so a server that is too slow gets a growing queue and not a gentler load. One request
+in ten vanishes, before its first token or in mid-stream, and one in twenty is malformed. The last rate runs twice:
+after it every request must have had its answer, and the engine must be idle with all blocks free, with hardly more
+memory than after the first time.
+
+*Goodput* is what counts for users: finished requests a second whose first token came within --slo-first seconds and
+whose tokens took --slo-token seconds each at most (the notion is DistServe's, Zhong et al. 2024).
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.harness import EMBEDDED_MODEL, RESULTS, ROOT, commit, model_name, result_path
+from benchmarks.lib.worker import facts
+from benchmarks.serving.serving_client import Record, leave_at_once, request
+
+LONGEST_RUN = 540  # seconds of load, so that a run stays under ten minutes with start and end
+VANISHING, MALFORMED = 0.10, 0.05
+MAX_THREADS = 60  # torch's and those in which asyncio lets prompts be tokenized, 32 at most
+MAX_GROWTH_MIB = 32.0  # of the server's memory from one round at the highest rate to the next
+
+
+class ServerProcess:
+    """What can be seen of the server from outside."""
+
+    def __init__(self, popen: subprocess.Popen[str], port: int) -> None:
+        self.popen, self.port = popen, port
+
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    def process_status(self) -> dict[str, float]:
+        """Memory in MiB and the number of threads; empty where there is no /proc."""
+        path = Path(f"/proc/{self.popen.pid}/status")
+        if not path.exists():
+            return {}
+        text = path.read_text()
+        numbers = {key: int(value) for key, value in re.findall(r"^(VmRSS|Threads):\s+(\d+)", text, re.MULTILINE)}
+        return {"memory_mib": numbers["VmRSS"] / 1024, "threads": numbers["Threads"]}
+
+    def wait_idle(self, seconds: float = 60) -> dict[str, float]:
+        """The metrics once nothing runs or waits. Raises TimeoutError if it does not come to that."""
+        deadline = time.monotonic() + seconds
+        while True:
+            metrics = self.metrics()
+            if not any(metrics[f"nanovllm_{name}"] for name in ("sequences_running", "sequences_waiting")):
+                return metrics
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the engine is not idle after {seconds} s: {metrics}")
+            time.sleep(0.1)
+
+
+@contextmanager
+def server(options: argparse.Namespace) -> Iterator[ServerProcess]:
+    command = [sys.executable, "-m", "nanovllm.cli", "serve", str(options.model), "--port", "0", *options.serve]
+    popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert popen.stdout is not None
+        for line in popen.stdout:
+            if found := re.search(r"serving at http://127\.0\.0\.1:(\d+)", line):
+                yield ServerProcess(popen, int(found[1]))
+                break
+        else:
+            raise RuntimeError("the server did not start, see above")
+        popen.terminate()
+        if popen.wait(60) != 0:
+            raise RuntimeError(f"the server ended with status {popen.returncode}")
+    finally:
+        popen.kill()
+        popen.wait()
+
+
+async def load(port: int, rate: float, seconds: float, draw: random.Random, highest_id: int) -> list[Record]:
+    """Poisson arrivals for so many seconds, then wait for the answers."""
+    start, due, tasks = time.perf_counter(), 0.0, []
+    while (due := due + draw.expovariate(rate)) < seconds:
+        await asyncio.sleep(max(0, start + due - time.perf_counter()))
+        prompt = [draw.randrange(1, highest_id) for _ in range(draw.randint(16, 128))]
+        body = {"prompt": prompt, "max_tokens": draw.randint(8, 64), "stream": True, "ignore_eos": True}
+        body["stream_options"] = {"include_usage": True}
+        dice, leave_after = draw.random(), draw.randint(0, 6)
+        if dice < VANISHING and leave_after == 0:
+            work = leave_at_once(port, body)
+        else:
+            behaviour = "vanishes" if dice < VANISHING else "malformed" if dice < VANISHING + MALFORMED else "served"
+            work = request(port, behaviour, body, start + due, leave_after)  # type: ignore[arg-type]
+        tasks.append(asyncio.create_task(work))
+    return list(await asyncio.gather(*tasks))
+
+
+def percentile(values: list[float], share: float) -> float | None:
+    """The smallest value that at least this share of all does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else None
+
+
+def summarize(rate: float, seconds: float, records: list[Record], slo: tuple[float, float]) -> dict[str, Any]:
+    """Times in ms. `seconds` is how long requests kept arriving."""
+    served = [record for record in records if record.behaviour == "served"]
+    finished = [record for record in served if record.finished]
+    first = [1e3 * record.first_token for record in finished if record.first_token is not None]
+    token = [1e3 * record.token_time for record in finished if record.token_time is not None]
+    good = [r for r in finished if (r.first_token or 0) <= slo[0] and (r.token_time or 0) <= slo[1]]
+    lasted = max([seconds, *(record.last_token or 0 for record in finished)])
+    return {
+        "rate": rate,
+        "requests": len(records),
+        "vanished": sum(record.behaviour == "vanishes" for record in records),
+        "malformed": sum(record.behaviour == "malformed" for record in records),
+        "refused": sum(record.status == 429 for record in served),
+        "finished": len(finished),
+        "first_token_ms": {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)},
+        "token_ms": {"p50": percentile(token, 0.5), "p99": percentile(token, 0.99)},
+        "goodput": len(good) / seconds,
+        "output_tokens_per_second": sum(record.num_tokens for record in finished) / lasted,
+    }
+
+
+def complaints(
+    records: list[Record], before: dict[str, float], after: dict[str, float], idle: dict[str, float]
+) -> list[str]:
+    """What must not be: lost requests, wrong statuses, and anything left over."""
+    wrong = [r for r in records if r.behaviour == "malformed" and r.status != 400]
+    lost = [r for r in records if r.behaviour == "served" and not r.finished and r.status != 429]
+    found = [f"{len(wrong)} malformed requests did not get a 400"] if wrong else []
+    found += [f"{len(lost)} requests got no whole answer"] if lost else []
+    found += ["KV blocks are not free"] if idle["nanovllm_kv_cache_usage_ratio"] else []
+    if before and after["memory_mib"] - before["memory_mib"] > MAX_GROWTH_MIB:
+        found.append(f"memory grew from {before['memory_mib']:.0f} to {after['memory_mib']:.0f} MiB")
+    if after and after["threads"] > MAX_THREADS:
+        found.append(f"the server has {after['threads']:.0f} threads")
+    return found
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The result, and what is wrong."""
+    draw = random.Random(0)
+    phases: list[dict[str, Any]] = []
+    all_records: list[Record] = []
+    status: dict[str, float] = {}
+    with server(options) as process:
+        asyncio.run(load(process.port, 4, 2, draw, options.highest_id))  # warm up
+        process.wait_idle()
+        for rate in [*options.rates, options.rates[-1]]:
+            before, records = status, asyncio.run(load(process.port, rate, options.seconds, draw, options.highest_id))
+            idle, status = process.wait_idle(), process.process_status()
+            all_records += records
+            phases.append(summarize(rate, options.seconds, records, (options.slo_first, options.slo_token)))
+            print(line(phases[-1]), flush=True)
+        wrong = complaints(all_records, before, status, idle)
+    result = {
+        "name": "serving",
+        "machine": facts(options.device),
+        "commit": commit("nanovllm", "benchmarks/serving*.py"),
+        "model": {"name": model_name(options.model)},
+        "workload": "prompts of 16 to 128 random tokens, 8 to 64 to generate; 10% vanish, 5% are malformed",
+        "slo": {"first_token_s": options.slo_first, "token_s": options.slo_token},
+        "seconds": options.seconds,
+        "phases": phases,
+        "memory_mib": {"before": before.get("memory_mib"), "after": status.get("memory_mib")},
+        "complaints": wrong,
+    }
+    return result, wrong
+
+
+def line(phase: dict[str, Any]) -> str:
+    first, token = phase["first_token_ms"], phase["token_ms"]
+    return (
+        f"{phase['rate']:6.1f} requests/s: {phase['requests']:5d} sent, {phase['refused']} refused, first token "
+        f"{ms(first['p50'])} ms (p99 {ms(first['p99'])}), a token {ms(token['p50'])} ms (p99 {ms(token['p99'])}), "
+        f"{phase['output_tokens_per_second']:.0f} tokens/s, goodput {phase['goodput']:.2f}/s"
+    )
+
+
+def ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.serving", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, for the server and the name of the result")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4, 8, 16], help="requests a second, rising")
+    parser.add_argument("--seconds", type=float, default=30, help="how long each rate is kept up (default 30)")
+    parser.add_argument("--slo-first", type=float, default=1.0, help="seconds to the first token (default 1)")
+    parser.add_argument("--slo-token", type=float, default=0.1, help="seconds a token (default 0.1)")
+    parser.add_argument("--highest-id", type=int, default=500, help="token ids of the prompts are below it")
+    parser.add_argument("--quick", action="store_true", help="two low rates of two seconds: does it work at all?")
+    parser.add_argument("--out", type=Path, help="where the result goes (default: benchmarks/results)")
+    parser.add_argument("serve", nargs="*", help="more options for nanovllm serve, after --")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rates, options.seconds = [4.0, 8.0], 2.0
+    if (len(options.rates) + 1) * options.seconds > LONGEST_RUN:
+        parser.error(f"{len(options.rates) + 1} rates of {options.seconds} s are more than {LONGEST_RUN} s")
+    options.serve = ["--device", options.device, "--kv-cache-gib", "0.05", *options.serve]
+    result, wrong = run(options)
+    out = options.out or result_path("serving", result["machine"]["device"], RESULTS)
+    if not options.quick or options.out:
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for complaint in wrong:
+        print(f"benchmarks.serving.serving: {complaint}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The stages, beside each other and Hugging Face."""

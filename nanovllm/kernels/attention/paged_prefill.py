@@ -1,0 +1,183 @@
+"""Prefill attention over the paged KV cache: chunks of many queries, of several sequences, laid end to end.
+
+Here arithmetic is the limit, not memory: a tile of R rows does 4 * R * D operations for the 4 * D bytes of a key and
+its value in 16 bits, so R operations a byte. Rows are (query, head of the KV head's group) pairs: with two query heads
+a KV head, 32 queries make 64 rows. Between the products of a tile lies the softmax, in which the tensor cores would
+have nothing to do: so programs are small, and of several on one multiprocessor one multiplies while another does that.
+
+A program finds its sequence and its queries from the lengths alone, so nobody has to wait for the GPU to say how many
+tiles there are: the grid is an upper bound and superfluous programs return. Keys beyond the tile's last query are never
+touched, and only the last tiles of keys, where the causal border runs, pay for masks. The long tiles of a sequence are
+its last ones; they come first, so that the GPU ends on short ones.
+
+A tile of keys can be fetched in two ways. By pointers: every thread computes the addresses of what it fetches and keeps
+them in registers. By TMA, the copy engine of GPUs since Hopper: where a block holds whole tiles, the keys of a head
+are a box [KEYS, D] of the matrix [slots, Hkv * D], and one instruction of one thread fetches it. Without addresses, two
+programs of 128 rows fit into the registers of a multiprocessor, and a key that was read serves twice the rows. The
+masked tiles come by pointers in any case: a box cannot leave out what lies beyond the context.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanovllm.kernels.attention.paged_tile import (
+    LOG2_E,
+    attend_tile,
+    keys_per_tile,
+    locate,
+    padded_sequences,
+    token_offsets,
+)
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How the kernel is laid out: rows and keys of a tile, warps of a program, tiles of keys in flight; whether tiles
+    come by TMA; and the most registers of a thread, if that is not the compiler's choice."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    max_registers: int | None = None
+
+
+def prefill_config(head_dim: int, element_size: int, block_size: int, hopper: bool) -> PrefillConfig:
+    """Layout for a Hopper GPU or any other: later ones have TMA too, but other tensor cores.
+
+    At a head_dim of 128 in 16 bits and by pointers a program takes 80 KiB of shared memory: 16 for its queries, and 16
+    each for K and V twice (while one tile is computed with, the next is on its way). So two fit on a multiprocessor of
+    a Hopper GPU, and one on any since Ampere. By TMA it takes 96 KiB, for twice the rows, and two fit as well. On an
+    H200 TMA was faster than pointers, and either was faster than one program with tiles of 128 x 128
+    (`benchmarks/results/kernels.h200.json`).
+    """
+    if element_size == 4:  # exact fp32 products come from the ordinary units, with all operands in registers
+        return PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2)
+    # Two programs of 256 threads leave a thread 128 registers; at a head_dim of 256 the accumulator would take them.
+    if hopper and head_dim in (64, 128) and block_size >= 64:
+        return PrefillConfig(rows=128, keys=64, num_warps=8, num_stages=2, tma=True, max_registers=128)
+    keys = keys_per_tile(head_dim, element_size, 16 * 1024)
+    # The accumulator of 64 x 256 would take all registers of four warps.
+    return PrefillConfig(rows=64, keys=keys, num_warps=4 if head_dim <= 128 else 8, num_stages=3)
+
+
+@triton.jit(
+    do_not_specialize=["first_sequence", "num_sequences", "table_stride"],
+    do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
+)
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, kv_ptr, kv_boxes, out_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
+    first_sequence, num_sequences, scale, q_stride, v_offset, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    index = tl.arange(0, SEQUENCES)
+    lengths_ptr = query_start_ptr + first_sequence + index
+    exists = index < num_sequences
+    lengths = tl.load(lengths_ptr + 1, mask=exists, other=0) - tl.load(lengths_ptr, mask=exists, other=0)
+    tiles = tl.cdiv(lengths, QUERIES)
+    tile = tl.sum(tiles) - 1 - tl.program_id(1)
+    if tile < 0:
+        return
+    sequence, begin = locate(tile, tiles, index)
+    sequence += first_sequence
+    first_query = (tile - begin) * QUERIES
+    query_start = tl.load(query_start_ptr + sequence)
+    query_len = tl.load(query_start_ptr + sequence + 1) - query_start
+    context_len = tl.load(context_len_ptr + sequence)
+    before = context_len - query_len + first_query  # keys that precede the tile's first query
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD_DIM)
+    query = first_query + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    used = ((row < QUERIES * GROUP) & (query < query_len))[:, None]
+    position = before + row // GROUP
+    token = (query_start + query).to(tl.int64)
+    q = tl.load(q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=used, other=0.0)  # [ROWS, D]
+
+    m = tl.full([ROWS], -1e30, tl.float32)
+    denom = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    token_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    table_ptr = block_table_ptr + sequence * table_stride
+    head_ptr = kv_ptr + kv_head * HEAD_DIM + dim[None, :]
+    all_see = (before + 1) // KEYS * KEYS  # every query of the tile sees these keys: no masks
+    v_slot = (v_offset // token_stride).to(tl.int32)  # where V begins in the matrix that boxes are of
+    for start in range(0, all_see, KEYS):
+        if TMA:
+            slot = tl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+            k = kv_boxes.load([slot, kv_head * HEAD_DIM])  # [KEYS, D]
+            v = kv_boxes.load([slot + v_slot, kv_head * HEAD_DIM])  # [KEYS, D]
+        else:
+            pointer = head_ptr + token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS)[:, None]
+            k = tl.load(pointer)
+            v = tl.load(pointer + v_offset)
+        m, denom, acc = attend_tile(q, k, v, None, scale, m, denom, acc, False)
+    for start in range(all_see, tl.minimum(context_len, before + QUERIES), KEYS):
+        key = start + tl.arange(0, KEYS)
+        pointer = head_ptr + token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS)[:, None]
+        in_context = (key < context_len)[:, None]  # beyond it lies anything: a NaN in V would survive p = 0
+        k = tl.load(pointer, mask=in_context, other=0.0)
+        v = tl.load(pointer + v_offset, mask=in_context, other=0.0)
+        visible = key[None, :] <= position[:, None]
+        m, denom, acc = attend_tile(q, k, v, visible, scale, m, denom, acc, True)
+
+    offset = (token * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+    out = (acc / denom[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset[:, None] + dim[None, :], out, mask=used)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_len: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    config: PrefillConfig,
+    *,
+    first_sequence: int = 0,
+) -> None:
+    """Causal attention of the sequences from `first_sequence` on, any number of queries each, into their rows of `out`.
+
+    Args:
+        q: [T, Hq, D], rows contiguous; sequence s owns the rows query_start[s] to query_start[s + 1].
+        kv: [2, num_blocks, block_size, Hkv, D], contiguous; block_size a power of two of at least 16.
+        block_table: [S, M] int32.
+        query_start: [S + 1] int32.
+        context_len: [S] int32, the keys that the last query of a sequence sees.
+        scale: what scores are multiplied with.
+        out: [T, Hq, D], contiguous.
+        config: of `prefill_config`.
+        first_sequence: sequences before it have one query each, and their tokens come first.
+
+    Raises ValueError if tiles come by TMA and a block is smaller than one.
+    """
+    _, _, block_size, num_kv_heads, head_dim = kv.shape
+    group = q.shape[1] // num_kv_heads
+    queries = config.rows // group
+    num_sequences = context_len.shape[0] - first_sequence
+    boxes = None
+    if config.tma:
+        if block_size < config.keys:
+            raise ValueError(f"a box of {config.keys} keys does not lie in one block of {block_size}")
+        # Made for every call: the launch encodes it each time anyway, and one that is kept would keep the cache alive.
+        boxes = TensorDescriptor.from_tensor(kv.view(-1, num_kv_heads * head_dim), [config.keys, head_dim])
+    # Each sequence fills its tiles but for the last one.
+    most_tiles = (q.shape[0] - first_sequence) // queries + num_sequences
+    _prefill_kernel[(num_kv_heads, most_tiles)](
+        q, kv, boxes, out, block_table, query_start, context_len,
+        first_sequence, num_sequences, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        QUERIES=queries, ROWS=config.rows, KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences),
+        TMA=config.tma, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Short operations in one kernel each."""

@@ -1,0 +1,249 @@
+"""Plain sampling in one pass over the logits: argmax(logit + temperature * noise), the noise made where it is used.
+
+In separate operations the noise alone is read and written a dozen times, 156 MB each at 256 rows of 151,936; here the
+logits are read once, in the dtype they have, and nothing else travels. A row of temperature 0 computes no noise.
+The noise is that of `sampling/gumbel.py`, bit for bit in its integers; logarithms differ by some 1e-6.
+
+What a GPU is busy with here is arithmetic, so a program goes through its part of a row tile by tile and computes a
+tile's scores only if one of them can be the best so far: a bound that takes a single logarithm says so.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.launch import overlaps_launches
+
+TILE = 512  # logits that a program, which is a single warp, looks at together
+PROGRAMS = 32 * 132  # that an H100 or H200 runs at once; the same on all GPUs, so that ranks make the same parts
+EXPONENT = tl.constexpr(32.001)
+
+
+@triton.jit
+def _mix64(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _log2(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A GPU has an instruction for the binary logarithm, exact to 2**-22; a library's logf takes ten times as long.
+    All arguments are 0 or normal numbers: with ".ftz" the others need no care."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(tl.maximum(x, 1e-30))  # NumPy warns of 0
+
+
+@triton.jit
+def _log(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    if FAST:
+        return _log2(x, FAST) * 0.6931471805599453
+    else:
+        return tl.log(x)
+
+
+@triton.jit
+def _fold(token_ids):  # type: ignore[no-untyped-def]
+    return token_ids ^ (token_ids >> 16)
+
+
+@triton.jit
+def _hash(folded, high):  # type: ignore[no-untyped-def]
+    """folded: `_fold(token_ids ^ low)`, uint32 -> `mix32(mix32(token_ids ^ low) + high)`, but for its last `_fold`."""
+    x = folded * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = _fold(x) + high
+    x = _fold(x) * 0x7FEB352D
+    return (x ^ (x >> 15)) * 0x846CA68B
+
+
+@triton.jit
+def _uniform(low, high, token_ids):  # type: ignore[no-untyped-def]
+    """The noise's uniform number, in (0, 1]; low, high: the halves of a row's key, uint32."""
+    return _number(_hash(_fold(token_ids) ^ _fold(low), high))
+
+
+@triton.jit
+def _number(x):  # type: ignore[no-untyped-def]
+    """`_hash` made a number. Of an even one "plus a half, times 2**-31" is a single multiply-add, because powers of two
+    round nothing."""
+    even = _fold(x) & 0xFFFFFFFE
+    return tl.fma(even.to(tl.float32), 2.3283064365386963e-10, 2.3283064365386963e-10)  # 2**-32
+
+
+@triton.jit
+def _gumbel(uniform, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    uniform = tl.minimum(uniform, 0.99999994)
+    # -log(1 - u): where u is small, and winners have a small u, 1 - u would round it away
+    series = 1 + uniform * (0.5 + uniform * (0.33333333 + uniform * (0.25 + uniform * (0.2 + uniform * 0.16666667))))
+    exponential = tl.where(uniform < 0.0625, uniform * series, -_log(1 - uniform, FAST))
+    return -_log(exponential, FAST)
+
+
+@triton.jit
+def _larger(a, b):  # type: ignore[no-untyped-def]
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _tile(logits_ptr, place, end):  # type: ignore[no-untyped-def]
+    return tl.load(logits_ptr + place, mask=place < end, other=float("-inf"))
+
+
+@triton.jit
+def _best_of_part(  # type: ignore[no-untyped-def]
+    logits_ptr, first, end, first_id, low, high, temperature,
+    TILE: tl.constexpr, VECTOR: tl.constexpr, NOISE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The best score of logits [first, end) of a row and its token, among equals the lowest.
+
+    Of a uniform number u the noise, -log(-log(1 - u)), is at most -log(u), so that a score is at most
+    logit + temperature * log(2) * (32 - log2(x)) with x = u * 2**32; the hash's last step, left out here, changes x by
+    at most its 65,536th part, and that the number is made odd then only lowers the score. `scale` is no less than
+    temperature * log(2), and EXPONENT larger than 32 by more than all errors of logarithms and products make. A score
+    above `best` then is above it before it is rounded, too, hence its logit - scale * log2(x) above
+    best - scale * EXPONENT; and rounding both, once each, keeps an order or makes them equal, however large the logits:
+    only what is `below` cannot win. Nothing is below or above a NaN.
+    """
+    best = float("-inf")
+    winner = 0  # of no meaning as long as nothing is finite
+    scale = temperature * 0.69314790 + 1e-37
+    lanes = tl.arange(0, VECTOR)[None, :]
+    place = first + VECTOR * tl.arange(0, TILE // VECTOR)[:, None] + lanes
+    following = _tile(logits_ptr, place, end)
+    for start in range(first, end, TILE):
+        vectors = start + VECTOR * tl.arange(0, TILE // VECTOR)[:, None]
+        logits = following.to(tl.float32)
+        following = _tile(logits_ptr, vectors + lanes + TILE, end)  # asked for a turn early
+        if NOISE:
+            # VECTOR divides all of these token ids: the ids up to the next vector differ in the lowest bits alone
+            folded = _fold((first_id + vectors).to(tl.uint32)) ^ _fold(low)
+            x = _hash(folded ^ lanes.to(tl.uint32), high)
+            at_most = tl.fma(-scale, _log2(x.to(tl.float32), FAST), logits)
+            needed = tl.fma(-scale, EXPONENT, best)
+        else:
+            at_most = logits
+            needed = best
+        below = tl.reduce(at_most, 1, _larger) < needed  # in 16 bits a thread has whole vectors
+        if tl.min(below.to(tl.int32), 0) == 0:
+            score = logits
+            if NOISE:
+                score += temperature * _gumbel(_number(x), FAST)
+            score = tl.where(score != score, float("inf"), score)  # so that the maximum shows a NaN
+            top = tl.max(score)
+            if top > best:
+                best = top
+                winner = tl.min(tl.where(score == top, first_id + vectors + lanes, 2147483647))
+    return best, winner
+
+
+@triton.jit(
+    do_not_specialize=["first_id", "tiles_of_part"],
+    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "id_ptr"],
+)
+def _best_of_part_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, score_ptr, id_ptr, first_id,
+    tiles_of_part, ROW: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, FAST: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    n = tl.program_id(0)
+    row = tl.load(rows_ptr + n)
+    temperature = tl.load(temperature_ptr + row)
+    logits_ptr += n.to(tl.int64) * ROW
+    first = tl.program_id(1) * tiles_of_part * TILE
+    end = tl.minimum(first + tiles_of_part * TILE, IDS)
+    if temperature > 0:
+        seed = tl.load(seed_ptr + row).to(tl.uint64)
+        index = (tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row)).to(tl.uint64)
+        key = _mix64(_mix64(seed) + (index + 1) * 0x9E3779B97F4A7C15)
+        low, high = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
+        best, winner = _best_of_part(logits_ptr, first, end, first_id, low, high, temperature, TILE, VECTOR, True, FAST)
+    else:
+        best, winner = _best_of_part(logits_ptr, first, end, first_id, 0, 0, 0.0, TILE, VECTOR, False, FAST)
+    part = n * tl.num_programs(1) + tl.program_id(1)
+    tl.store(score_ptr + part, best)
+    tl.store(id_ptr + part, winner)
+
+
+@triton.jit(
+    do_not_specialize=["num_parts", "row_stride"],
+    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "id_ptr"],
+)
+def _best_of_row_kernel(  # type: ignore[no-untyped-def]
+    score_ptr, id_ptr, rows_ptr, positions_ptr, token_ids_ptr, tokens_ptr, num_parts, row_stride,
+    RANKS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    n = tl.program_id(0)
+    part = tl.arange(0, PARTS)  # of all ranks
+    rank = part // num_parts
+    place = (2 * rank * tl.num_programs(0) + n) * num_parts + part % num_parts  # in [R, 2, N, parts]
+    score = tl.load(score_ptr + place, mask=rank < RANKS, other=float("-inf"))
+    ids = tl.load(id_ptr + place, mask=rank < RANKS, other=2147483647)
+    best = tl.max(score, 0)
+    winner = tl.min(tl.where(score == best, ids, 2147483647), 0)
+    finite = (best < float("inf")) & (best > float("-inf"))
+    tl.store(tokens_ptr + n, tl.where(finite, winner, -1).to(tl.int64))
+    row = tl.load(rows_ptr + n).to(tl.int64)
+    tl.store(token_ids_ptr + row * row_stride + tl.load(positions_ptr + n), tl.where(finite, winner, 0))
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    next_positions: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    num_prompt_tokens: torch.Tensor,
+    token_ids: torch.Tensor,
+    first_id: int = 0,
+    num_ids: int | None = None,
+    all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Draw a token for each row of logits, and write it where the next step looks for it.
+
+    Of several ranks each has the logits of some tokens, and they exchange the best of each part of a row.
+
+    Args:
+        logits: [N, V] of any float dtype, contiguous.
+        rows: [N] integers: the row of persistent state that each belongs to.
+        next_positions: [N] integers: where in its row the new token goes.
+        temperature: [R] float32. seeds: [R] int64. num_prompt_tokens: [R] int32.
+        token_ids: [R, L] int32, written: the new token, or 0 where it is -1.
+        first_id: the token of the first logit. num_ids: how many of the V are logits; None: all. The rest is padding.
+        all_gather: makes of each rank's tensor [...] that of all ranks [ranks, ...]; None: there is one rank.
+
+    Returns:
+        [N] int64: the tokens; -1 for a row whose largest score is not finite.
+    """
+    num_rows, width = logits.shape
+    num_tiles = triton.cdiv(width, TILE)
+    tiles_of_part = triton.cdiv(num_tiles, max(1, PROGRAMS // max(1, num_rows)))
+    num_parts = triton.cdiv(num_tiles, tiles_of_part)
+    best = rows.new_empty(2, num_rows, num_parts, dtype=torch.int32)  # the bits of the scores [N, parts], and the ids
+    tokens = rows.new_empty(num_rows, dtype=torch.int64)  # [N]
+    pdl = overlaps_launches(logits.device)
+    _best_of_part_kernel[(num_rows, num_parts)](
+        logits, rows, next_positions, temperature, seeds, num_prompt_tokens, best[0].view(torch.float32), best[1],
+        first_id, tiles_of_part, ROW=width, IDS=width if num_ids is None else num_ids, TILE=TILE,
+        VECTOR=8 if first_id % 8 == width % 8 == 0 else 1, FAST=logits.is_cuda, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    of_all = best[None] if all_gather is None else all_gather(best)  # [R, 2, N, parts]
+    _best_of_row_kernel[(num_rows,)](
+        of_all.view(torch.float32), of_all[:, 1:], rows, next_positions, token_ids, tokens, num_parts,
+        token_ids.stride(0), RANKS=len(of_all), PARTS=triton.next_power_of_2(len(of_all) * num_tiles), PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return tokens

@@ -1,0 +1,140 @@
+"""A linear layer whose weights are on their way to shared memory before its turn has come. For Hopper GPUs.
+
+`tiled_linear` asks for weights ahead of time as well, but they get no further than the L2 cache: when a tile is copied
+to shared memory is the compiler's choice, and it copies after the wait for the predecessor. This kernel is written in
+Gluon, the language below Triton, where the copies are explicit. A program walks along the inputs in steps. First it
+orders the weights of as many steps as have room, by Hopper's copy engine (TMA); then it waits for the predecessor; then
+only the input is missing, which is small. A barrier in shared memory counts the bytes of each step that have arrived.
+
+The product is W x^T, so that the 64 rows of Hopper's matrix instruction are output columns. With a gate, eight rows of
+it and eight of the up projection alternate: a thread then has both numbers of a column, and multiplies them itself.
+
+How much room a step has follows from the number of programs: see `early_tile` in `few_tokens.py`. That file also
+chooses the layers and numbers of tokens for which this kernel is used. Triton's interpreter cannot run Gluon.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
+from nanovllm.kernels.linear.few_tokens import EARLY_ROWS, EarlyTile
+from nanovllm.kernels.prefetch import prefetch
+
+X_LAYOUT, WEIGHT_LAYOUT = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
+LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are asked for to L2
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "steps"])
+def _early_linear_kernel(  # type: ignore[no-untyped-def]
+    x_desc, weight_desc, weight_ptr, bias_ptr, out_ptr, num_tokens, inputs, outputs, steps,
+    TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = HALVES * COLUMNS
+    BYTES: gl.constexpr = (ROWS + TOKENS) * INNER * 2
+    # The last tile ends with the last token: computing some twice is cheaper than copying rows that do not exist.
+    first_token = gl.maximum(gl.minimum(gl.program_id(0) * TOKENS, num_tokens - TOKENS), 0)
+    first_column = gl.program_id(1) * COLUMNS
+    part = gl.program_id(2)
+    begin = part * steps
+    w_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS // 8, HALVES, 8, INNER], weight_desc.layout)
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, INNER], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        bar, start = full.index(i), (begin + i) * INNER
+        mbarrier.expect(bar, BYTES)
+        tma.async_copy_global_to_shared(weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(i))
+    if PDL:
+        gdc_launch_dependents()
+        if REFILLS:
+            over: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [gl.num_warps(), 1], [1, 0])
+            row = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(1, over))
+            line = (begin + STAGES) * INNER + gl.arange(0, LINES, gl.SliceLayout(0, over)) * LINE
+            line = gl.where(line < (begin + steps) * INNER, line, begin * INNER)[None, :]
+            for half in gl.static_range(HALVES):
+                ahead = weight_ptr + (half * outputs + row).to(gl.int64)[:, None] * inputs + line
+                prefetch(ahead)
+        gdc_wait()
+    for i in gl.static_range(STAGES):
+        bar, start = full.index(i), (begin + i) * INNER
+        tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(i))
+
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, product)
+    for step in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        rows = w_tiles.index(stage).reshape([ROWS, INNER])
+        acc = warpgroup_mma(rows, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, (acc,))
+        if REFILLS:
+            # The product before this one is done, in all warps: its tiles can be overwritten.
+            debug_barrier()
+            free = (step + STAGES - 1) % STAGES
+            refill = (step > 0) & (step + STAGES - 1 < steps)
+            bar, start = full.index(free), (begin + step + STAGES - 1) * INNER
+            mbarrier.expect(bar, BYTES, pred=refill)
+            tma.async_copy_global_to_shared(
+                weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(free), pred=refill
+            )
+            tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
+    acc = warpgroup_mma_wait(0, (acc,))
+    debug_barrier()
+    for i in gl.static_range(STAGES):
+        mbarrier.invalidate(full.index(i))
+
+    if BIAS:
+        acc += gl.load(bias_ptr + first_column + gl.arange(0, ROWS, gl.SliceLayout(1, product))).to(gl.float32)[:, None]
+    if HALVES == 2:
+        gate, up = gl.split(gl.permute(gl.reshape(acc, [COLUMNS // 8, 2, 8, TOKENS]), (0, 2, 3, 1)))
+        acc = gl.reshape(gate / (1 + gl.exp(-gate)) * up, [COLUMNS, TOKENS])
+    written: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    result = gl.convert_layout(gl.permute(acc, (1, 0)).to(out_ptr.dtype.element_ty), written)
+    token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, written))
+    column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, written))
+    out = out_ptr + (part * num_tokens + token).to(gl.int64)[:, None] * outputs + column[None, :]
+    gl.store(out, result, mask=(token < num_tokens)[:, None])
+
+
+def early_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tile: EarlyTile,
+    gated: bool = False,
+    partial: bool = False,
+) -> torch.Tensor:
+    """x [T, in], contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
+
+    in is a multiple of 128 and the result's columns are one of 64: there are no masks for the ends of weights.
+    bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
+    partial: without bias and gate -> [S, T, out] float32, to be summed over S = tile.splits. Nothing is checked here:
+    `few_tokens` asks for this kernel only where all that is so.
+    """
+    num_tokens, inputs = x.shape
+    halves, steps = 2 if gated else 1, inputs // (tile.splits * tile.inner)
+    outputs, columns = weight.shape[0] // halves, EARLY_ROWS // halves
+    shape = (tile.splits, num_tokens, outputs) if partial else (num_tokens, outputs)
+    out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
+    x_desc = TensorDescriptor(x, [num_tokens, inputs], [inputs, 1], [tile.tokens, tile.inner], X_LAYOUT)
+    weight_desc = TensorDescriptor(
+        weight, [outputs // 8, halves, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1],
+        [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUT,
+    )  # fmt: skip
+    stages = min(tile.stages, steps)
+    pdl = overlaps_launches(x.device)
+    _early_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), outputs // columns, tile.splits)](
+        x_desc, weight_desc, weight, bias, out, num_tokens, inputs, outputs, steps,
+        TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages, REFILLS=steps > stages,
+        LINES=LINES, LINE=CACHE_LINE // x.element_size(), BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out

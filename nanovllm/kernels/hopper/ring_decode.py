@@ -1,0 +1,241 @@
+"""Decode attention that orders keys while it computes: `paged_decode` for Hopper GPUs, in Gluon, below Triton.
+
+Plan, equal shares, partial results and their merge are those of `paged_decode.py`. But its programs have one tile of
+keys on the way while they compute with another, and stop reading at the end of every sequence. Here the tiles of a
+piece go through a ring in shared memory, K and V of a tile together.
+
+*One warp orders.* It asks TMA, the copy engine, for one tile after the other, each as soon as there is a free place in
+the ring, and does not care where a sequence ends. Both sides walk along the same tiles, so that nothing but places is
+handed over, by two barriers for each: the bytes have arrived; all warps have them in registers.
+
+*Every other warp has a KV head.* The rows of its products are the query heads of that head, times the few queries of a
+sequence that verifies a draft. So nothing is reduced across warps, and what a program reads is contiguous. A tile is a
+box [HEADS, KEYS, D], though in the cache the heads of a token lie side by side: so the keys of a head are neighbours
+in shared memory, and the swizzle spreads them over all banks. A box cannot leave out what lies beyond the context:
+scores there are masked, and such values, which may be NaN, are replaced by zeros in registers.
+
+*Old tiles are ordered early*, before the predecessor has ended. Unlike a prefetch to L2 this is a read for good, so a
+tile is old only if all its keys were written by earlier steps. That holds, and they can be read:
+- These are the keys before position context_len - query_len: a sequence's queries are all its tokens of this step.
+  Except in a recording of decodes, where tokens of a row may be decodes of their own, one after the other. So a
+  sequence whose oldest new key is where the context of the one before it ends counts as having no old keys.
+- Nobody else writes to them in this step. A block that is written to has one owner: only full blocks are shared, and
+  found by others only after the step that filled them was committed; blocks that change hands do so between steps.
+- Earlier steps have ended. The first attention of a step is launched without overlap, and so is its plan: neither
+  starts before all that was launched before it has ended. Kernels behind them may start early, but not before them.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.attention.paged_decode import DecodeWorkspace, merge_pieces
+from nanovllm.kernels.attention.paged_tile import LOG2_E
+from nanovllm.kernels.hopper.ring_layout import RingLayout
+from nanovllm.kernels.launch import overlaps_launches
+
+ORDERING_REGISTERS = 24  # of a thread of the warp that orders tiles: the fewest that there are
+BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+@gluon.jit
+def _piece(piece_ptr):  # type: ignore[no-untyped-def]
+    """First tile, end, sequence, and where the tiles of that begin: as `paged_decode.plan_decode` says."""
+    plan_ptr = piece_ptr + gl.program_id(1) * 4
+    return gl.load(plan_ptr), gl.load(plan_ptr + 1), gl.load(plan_ptr + 2), gl.load(plan_ptr + 3)
+
+
+@gluon.jit
+def _order(  # type: ignore[no-untyped-def]
+    kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr, v_slot,
+    table_stride,
+    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    EARLY_TILES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Order all tiles of the piece, each as soon as its stage is free."""
+    first_head = gl.program_id(0) * HEADS
+    tile, last, sequence, begin = _piece(piece_ptr)
+    ordered = 0
+    stage = 0
+    free = 1  # a wait for the phase before the first one returns at once
+    while tile < last:
+        context_len = gl.load(context_len_ptr + sequence)
+        query_len = gl.load(query_start_ptr + sequence + 1) - gl.load(query_start_ptr + sequence)
+        old = context_len - query_len
+        old = gl.where(gl.load(context_len_ptr + gl.maximum(sequence - 1, 0)) == old, 0, old)
+        end = begin + (context_len + KEYS - 1) // KEYS
+        stop = gl.minimum(end, last)
+        table_ptr = block_table_ptr + sequence * table_stride
+        for i in range(tile, stop):
+            start = (i - begin) * KEYS
+            slot = gl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+            if PDL:  # noqa: SIM102 - one is known when the kernel is compiled
+                # To wait again is free. When the ring is full once, the other warps wait anyway.
+                if (ordered == EARLY_TILES) | (start + KEYS > old):
+                    gdc_wait()
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), free)
+            mbarrier.expect(bar, 2 * KEYS * HEADS * HEAD_DIM * 2)
+            tma.async_copy_global_to_shared(kv_desc, [first_head, slot, 0], bar, k_ring.index(stage))
+            tma.async_copy_global_to_shared(kv_desc, [first_head, slot + v_slot, 0], bar, v_ring.index(stage))
+            ordered += 1
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                free ^= 1
+        tile = stop
+        begin = end
+        sequence += 1
+
+
+@gluon.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, query_start_ptr, context_len_ptr, piece_ptr,
+    scale, q_stride,
+    NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Each warp has one KV head, whose query heads (and queries) are the 16 rows of its products."""
+    ROWS: gl.constexpr = 16
+    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
+    A: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [HEADS, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, A, 2)
+    first_head = gl.program_id(0) * HEADS
+    tile, last, sequence, begin = _piece(piece_ptr)
+
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :]
+    kv_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None]
+    query = row // GROUP
+    head = kv_head * GROUP + row % GROUP  # [HEADS, ROWS]
+    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
+    q_row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))[None, :, None]
+    q_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
+    q_dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
+    q_offset = (q_head * GROUP + q_row % GROUP) * HEAD_DIM + q_dim
+    key_of_score = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
+    key_of_v = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
+    if PDL:
+        gdc_wait()
+    stage = 0
+    phase = 0
+    while tile < last:
+        context_len = gl.load(context_len_ptr + sequence)
+        query_start = gl.load(query_start_ptr + sequence)
+        query_len = gl.load(query_start_ptr + sequence + 1) - query_start
+        end = begin + (context_len + KEYS - 1) // KEYS
+        stop = gl.minimum(end, last)
+        used = (row < QUERIES * GROUP) & (query < query_len)
+        position = (context_len - query_len + query)[:, :, None]  # query i sees the keys up to its own position
+        q_used = (q_row < QUERIES * GROUP) & (q_row // GROUP < query_len)
+        q_token = (query_start + q_row // GROUP).to(gl.int64)
+        q = gl.load(q_ptr + q_token * q_stride + q_offset, mask=q_used, other=0.0)
+        m = gl.full([HEADS, ROWS], -1e30, gl.float32, gl.SliceLayout(2, A))
+        denom = gl.zeros([HEADS, ROWS], gl.float32, gl.SliceLayout(2, A))
+        acc = gl.zeros([HEADS, ROWS, HEAD_DIM], gl.float32, A)
+        for i in range(tile, stop):
+            start = (i - begin) * KEYS
+            mbarrier.wait(full.index(stage), phase)
+            k = k_ring.index(stage).permute((0, 2, 1)).load(RIGHT)  # [HEADS, D, KEYS]
+            score = mma_v2(q, k, gl.zeros([HEADS, ROWS, KEYS], gl.float32, A))
+            v = v_ring.index(stage).load(RIGHT)  # [HEADS, KEYS, D]
+            mbarrier.arrive(empty.index(stage))
+            score = gl.where(start + key_of_score <= position, score, float("-inf"))
+            if start + KEYS > context_len:  # beyond it lies anything: a NaN in V would survive p = 0
+                v = gl.where(start + key_of_v < context_len, v, gl.zeros_like(v))
+            new_m = gl.maximum(m, gl.max(score, 2) * scale)
+            p = gl.exp2(score * scale - new_m[:, :, None])
+            repair = gl.exp2(m - new_m)
+            denom = denom * repair + gl.sum(p, 2)
+            acc = mma_v2(gl.convert_layout(p.to(v.dtype), LEFT), v, acc * repair[:, :, None])
+            m = new_m
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+        if (tile == begin) & (stop == end):
+            offset = ((query_start + query).to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
+            out = acc / denom[:, :, None]
+            gl.store(out_ptr + offset[:, :, None] + dim, out.to(out_ptr.dtype.element_ty), mask=used[:, :, None])
+        else:
+            # A piece can leave two partials: of the sequence it begins within (slot 1) and of the one it ends within.
+            slot = ((gl.program_id(1) * 2 + (tile > begin).to(gl.int32)) * QUERIES + query) * NUM_HEADS + head
+            gl.store(m_ptr + slot, m, mask=used)
+            gl.store(denom_ptr + slot, denom, mask=used)
+            gl.store(acc_ptr + slot[:, :, None] * HEAD_DIM + dim, acc, mask=used[:, :, None])
+        tile = stop
+        begin = end
+        sequence += 1
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
+)
+def _ring_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, kv_desc, out_ptr, m_ptr, denom_ptr, acc_ptr, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr,
+    scale, q_stride, v_slot, table_stride,
+    NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    EARLY_TILES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    k_ring = gl.allocate_shared_memory(kv_desc.dtype, [STAGES, HEADS, KEYS, HEAD_DIM], kv_desc.layout)
+    v_ring = gl.allocate_shared_memory(kv_desc.dtype, [STAGES, HEADS, KEYS, HEAD_DIM], kv_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_attend, (q_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, query_start_ptr,
+                       context_len_ptr, piece_ptr, scale, q_stride, NUM_KV_HEADS, HEADS, GROUP, HEAD_DIM, QUERIES,
+                       KEYS, STAGES, PDL)),
+            (_order, (kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr,
+                      piece_ptr, v_slot, table_stride, HEADS, BLOCK_SIZE, KEYS, HEAD_DIM, STAGES, EARLY_TILES, PDL)),
+        ],
+        [1],
+        [REGISTERS],
+    )  # fmt: skip
+
+
+def ring_decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_len: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    workspace: DecodeWorkspace,
+    plan: torch.Tensor,
+    layout: RingLayout,
+    overlap: bool = False,
+) -> None:
+    """As `paged_decode`, for what `ring_layout` accepts, with a plan for `layout.config`.
+
+    overlap: as there, and all keys of earlier steps are also older than the last kernel launched without overlap. If
+    several sequences are tokens of one row, written in this step, they follow each other in the order of positions.
+    """
+    _, num_blocks, block_size, num_kv_heads, head_dim = kv.shape
+    pieces, _, queries, num_heads = workspace.m.shape
+    heads, keys = layout.heads, layout.keys
+    early = overlap and overlaps_launches(q.device)
+    slots = kv.view(-1, num_kv_heads, head_dim).transpose(0, 1)  # [Hkv, slots of K and of V, D]
+    boxes = TensorDescriptor.from_tensor(slots, [heads, keys, head_dim], BOX)
+    _ring_kernel[(num_kv_heads // heads, pieces)](
+        q, boxes, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len, plan,
+        scale * LOG2_E, q.stride(0), num_blocks * block_size, block_table.stride(0),
+        NUM_KV_HEADS=num_kv_heads, HEADS=heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys, STAGES=layout.stages, REGISTERS=ORDERING_REGISTERS,
+        EARLY_TILES=layout.early_tiles, PDL=early, num_warps=heads, maxnreg=layout.max_registers, launch_pdl=early,
+    )  # fmt: skip
+    merge_pieces(out, workspace, query_start, context_len, plan, keys)

@@ -1,0 +1,1 @@
+"""Text: tokenizer, detokenizer, stop strings."""

@@ -1,0 +1,140 @@
+"""The data plane on several ranks: what the leader does, its workers do as well, each with its share of the model.
+
+Every rank keeps its own copy of what an executor remembers, and samples by itself, from logits that all have seen. So
+one message a step says all: which sequences came and went since the last one, and the plan. No tensor and no token is
+sent.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import Group, devices_of
+from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
+from nanovllm.models.loader import load_model
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.workers.executor import KnownSequence, LocalExecutor, PendingStep
+from nanovllm.workers.launched import LaunchedTeam, is_launched, own_device, own_rank, serve
+from nanovllm.workers.spawned import SpawnedTeam
+from nanovllm.workers.team import Team
+
+Change = tuple[int, Sequence[int], SamplingParams] | int  # a sequence that was added; the key of one that is gone
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank needs to make its runner. Plain data: it is sent to the workers' processes."""
+
+    path: str
+    config: EngineConfig  # resolved
+    dtype: torch.dtype | None
+
+    def make_runner(self, group: Group) -> ModelRunner:
+        c = self.config
+        loaded = load_model(
+            self.path, device=group.device, dtype=self.dtype, max_model_len=c.max_model_len,
+            load_format=c.load_format, group=group,
+        )  # fmt: skip
+        return ModelRunner(loaded, c, group.device, group=group)
+
+    def __call__(self, group: Group) -> Callable[[Any], None]:
+        """A worker's part."""
+        return Worker(LocalExecutor(self.make_runner(group)))
+
+
+class Worker:
+    """Repeats what the leader's executor does, and in the same order: a sequence that comes back to a row brings the
+    tokens of all steps that the leader had read by then, no more and no less."""
+
+    def __init__(self, executor: LocalExecutor) -> None:
+        self.executor = executor
+        self.pending: deque[tuple[int, PendingStep]] = deque()  # with their numbers
+
+    def __call__(self, message: tuple[int, list[Change], tuple[Any, ...]]) -> None:
+        num_read, changes, (step, scheduled, freed_rows) = message
+        while self.pending and self.pending[0][0] < num_read:
+            self.pending.popleft()[1].result()
+        for change in changes:
+            if isinstance(change, int):
+                self.executor.remove(change)
+            else:
+                self.executor.add(*change)
+        plan = StepPlan(step, [Scheduled(*s) for s in scheduled], freed_rows)
+        self.pending.append((step, self.executor.submit(plan)))
+
+
+@dataclass
+class ParallelStep:
+    """A step that all ranks have submitted."""
+
+    executor: "ParallelExecutor"
+    step: int
+    pending: PendingStep
+
+    def result(self) -> StepResult:
+        with self.executor.team.in_step():
+            result = self.pending.result()
+            self.executor.num_read = self.step + 1
+            return result
+
+
+@dataclass
+class ParallelExecutor:
+    """The leader's executor. Raises RuntimeError when a rank is lost; every rank has ended then."""
+
+    team: Team
+    local: LocalExecutor
+    changes: list[Change] = field(default_factory=list)  # since the last step
+    num_read: int = 0  # all steps with a smaller number were read, or given up
+
+    @classmethod
+    def start(cls, share: Share, first: torch.device) -> "ParallelExecutor":
+        """On devices from `first` on. The workers are started, or are there already, launched by somebody else; they
+        load while the leader does. A process that is itself such a worker does not return (see `launched.serve`)."""
+        size = share.config.tensor_parallel_size
+        team: Team
+        if not is_launched(size):
+            team = SpawnedTeam(devices_of(first, size), share)
+        elif own_rank() == 0:
+            team = LaunchedTeam(own_device(first))
+        else:
+            serve(share, own_device(first))
+        try:
+            team.join()
+            with team.in_step(loading=True):
+                return cls(team, LocalExecutor(share.make_runner(team.group)))
+        except BaseException:
+            team.close()
+            raise
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.local.runner
+
+    @property
+    def sequences(self) -> dict[int, KnownSequence]:
+        return self.local.sequences
+
+    def add(self, key: int, token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.local.add(key, token_ids, params)
+        self.changes.append((key, list(token_ids), params))
+
+    def remove(self, key: int) -> None:
+        self.local.remove(key)
+        self.changes.append(key)
+
+    def submit(self, plan: StepPlan) -> ParallelStep:
+        with self.team.in_step():
+            changes, self.changes = self.changes, []
+            told = plan.step, [tuple(s) for s in plan.scheduled], plan.freed_rows
+            self.team.tell((self.num_read, changes, told))
+            return ParallelStep(self, plan.step, self.local.submit(plan))
+
+    def close(self) -> None:
+        self.team.close()
+        self.local.close()

@@ -1,0 +1,1 @@
+"""The course site and the notebooks."""

@@ -1,0 +1,154 @@
+"""Build the site into build/docs/html: `make docs`. Nothing is run anew, nothing is fetched, and a warning is an error.
+
+What Sphinx reads is put together in build/docs/source: the pages of docs/, the notebooks with their stored outputs, a
+page for each source file of SHOWN and for each other one that is named, and the pages and diagrams that are made from
+the code and from what was measured (tools/docs/docs_pages.py, tools/docs/docs_diagrams.py). Links to files of the
+repository become links to their pages, and so do names of files in the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tools.docs.docs import docs_pages
+from tools.docs.docs_diagrams import DIAGRAMS
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "docs"
+SHOWN = ("stages", "nanovllm", "examples")  # whose source files all have pages
+NAMED = (*SHOWN, "tests", "tools", "benchmarks")  # whose source files have pages if something names them
+LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
+FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
+FORMULA = re.compile(r"(?<![\w`$\\])\$(?=\S)([^$`\n]+?)(?<=\S)\$(?![\w$])")
+SPELLED = {"\\min": "min", "\\max": "max", "\\sum": "Σ", "\\dots": "…", "\\,": "\u2009", "-": "−"}
+MARKER = "# NBVAL_CHECK_OUTPUT\n"
+ABOUT_MARKER = re.compile(r" The mark `# NBVAL_CHECK_OUTPUT`[^.]*\.", re.DOTALL)
+
+
+class Site:
+    """What pages refer to, and the pages of source files that this calls for."""
+
+    def __init__(self) -> None:
+        self.sources = {
+            path.relative_to(ROOT).as_posix() for package in SHOWN for path in (ROOT / package).rglob("*.py")
+        }
+
+    def page_of(self, path: str) -> str:
+        """Where a file of the repository is on the site. Raises ValueError for one that has no page."""
+        if not (ROOT / path).is_file():
+            raise ValueError(f"a page links to {path}, and there is no such file")
+        if path.startswith("notebooks/"):
+            return f"/{path}"
+        if path.endswith(".py") and path.split("/")[0] in NAMED:
+            self.sources.add(path)
+            return f"/source/{path.removesuffix('.py')}.md"
+        raise ValueError(
+            f"a page links to {path}, which is not on the site; link to {' or '.join(NAMED)}, or to a notebook"
+        )
+
+    def linked(self, text: str) -> str:
+        """Text in which what names a file of the repository leads to its page."""
+        text = LINK.sub(lambda m: f"]({self.page_of(m[1])})", text)
+        return FILE.sub(lambda m: f"[`{m[1]}`]({self.page_of(m[1])})" if (ROOT / m[1]).is_file() else m[0], text)
+
+    def notebook(self, notebook: dict[str, Any]) -> dict[str, Any]:
+        """With links, without marks that are there for the tests, and with words for who does not see the pictures."""
+        for cell in notebook["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                text = FORMULA.sub(lambda m: formula(m[1]), ABOUT_MARKER.sub("", source))
+                cell["source"] = self.linked(text)
+                continue
+            cell["source"] = source.replace(MARKER, "")
+            for output in cell.get("outputs", ()):
+                if "image/png" in output.get("data", {}):
+                    about = output.get("metadata", {}).get("image/png", {})
+                    words = about.get("alt", "The picture that the cell draws")
+                    cell["metadata"]["mystnb"] = {"image": {"alt": words}}
+        return notebook
+
+    def source_pages(self, target: Path) -> None:
+        groups: dict[str, list[str]] = {}
+        for name in sorted(self.sources):
+            code = (ROOT / name).read_text(encoding="utf-8")
+            if code.strip():
+                write(target / f"{name.removesuffix('.py')}.md", f"# `{name}`\n\n``````python\n{code}``````\n")
+                groups.setdefault(str(Path(name).parent), []).append(name.removesuffix(".py"))
+        lists = (
+            "\n".join([f"```{{toctree}}\n:caption: {g}\n:maxdepth: 1\n", *files, "```\n"])
+            for g, files in groups.items()
+        )
+        write(target / "index.md", "# Source\n\nEvery file that these pages speak of.\n\n" + "\n".join(lists))
+
+
+def formula(tex: str) -> str:
+    """A short formula as HTML, which needs no script. Raises ValueError for a command that is not known here."""
+    text = re.sub(r"\^(?:\{([^}]*)\}|(\w))", lambda m: f"<sup>{m[1] or m[2]}</sup>", tex.replace("<", "&lt;"))
+    text = re.sub(r"(?<![\w\\&<])(?<!</)[A-Za-z](?![\w>])", r"<i>\g<0></i>", text)
+    for command, sign in SPELLED.items():
+        text = text.replace(command, sign)
+    if "\\" in text:
+        raise ValueError(f"${tex}$ has a command that the site cannot show; known are {', '.join(SPELLED)}")
+    return text
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def filled(text: str) -> str:
+    """A page with what belongs in the place of its comments."""
+    text = text.replace("<!-- states -->", docs_pages.states_tables()).replace("<!-- ladder -->", docs_pages.ladder())
+    return re.sub(r"<!-- diagram: (\w+) -->\n", lambda m: DIAGRAMS[m[1]](), text)
+
+
+def prepare(source: Path) -> None:
+    """Put together all that Sphinx reads. Raises ValueError for a link that leads nowhere."""
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", source)
+    write(source / "results.md", docs_pages.results_page())
+    write(source / "api.md", docs_pages.api_page())
+    write(source / "commands.md", docs_pages.commands_page())
+    site = Site()
+    for page in source.glob("*.md"):
+        page.write_text(site.linked(filled(page.read_text(encoding="utf-8"))), encoding="utf-8")
+    for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
+        notebook = site.notebook(json.loads(path.read_text(encoding="utf-8")))
+        write(source / "notebooks" / path.name, json.dumps(notebook))
+    site.source_pages(source / "source")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.docs.docs", description="Build the site.")
+    parser.add_argument("--out", type=Path, default=BUILD, help="directory for source and html (default: build/docs)")
+    out: Path = parser.parse_args(arguments).out
+    missing = [name for name in ("sphinx", "myst_nb", "sphinx_book_theme", "PIL") if find_spec(name) is None]
+    if missing:
+        print(
+            f"docs: {', '.join(missing)} not installed: {sys.executable} -m pip install -e '.[docs,notebooks]'",
+            file=sys.stderr,
+        )
+        return 1
+    prepare(out / "source")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", out / "source", out / "html"]
+    code = subprocess.run([str(part) for part in command], cwd=ROOT, env=os.environ).returncode
+    if code == 0:
+        from tools.docs.docs_night import add_nights
+
+        add_nights(out / "html")
+        print(f"{out / 'html' / 'index.html'}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

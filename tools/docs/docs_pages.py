@@ -1,0 +1,178 @@
+"""Pages of the site that are made from the code, the measured figures, the manifest and the Makefile."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from stages.manifest import Stage, load_stages
+from tools.pictures.state_diagrams import START, Arrow, block_arrows, sequence_arrows
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH = 88  # of a signature on the site
+API = {
+    "The package": "nanovllm:LLM nanovllm:AsyncLLM nanovllm:SamplingParams nanovllm:RequestOutput "
+    "nanovllm:CompletionOutput nanovllm.outputs:RequestMetrics",
+    "Configuration": "nanovllm.config:EngineConfig nanovllm.config:Speculation",
+    "Events and recordings": "nanovllm.engine.trace:Trace nanovllm.trace_view:Recording nanovllm.trace_view:page",
+    "The engine's joints": "nanovllm.engine.engine:LLMEngine nanovllm.engine.scheduler:Scheduler "
+    "nanovllm.engine.block_manager:BlockManager nanovllm.engine.plan:Scheduled nanovllm.engine.plan:StepPlan "
+    "nanovllm.engine.plan:StepResult nanovllm.attention.interface:AttentionMetadata "
+    "nanovllm.attention.interface:AttentionBackend",
+    "The stages": "stages.core:SamplingParams stages.core:Engine stages.core:sample stages.model:Transformer "
+    "stages.checkpoint:load_model",
+}
+
+
+def signature(name: str, thing: Any) -> str:
+    """As it is written in the code, a parameter a line where it is long."""
+    [node] = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
+    result = ""
+    if isinstance(node, ast.ClassDef):
+        made = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+        fields = [ast.unparse(n) for n in node.body if isinstance(n, ast.AnnAssign)]  # of a dataclass
+        given = fields if made is None else parameters(made.args)
+    else:
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        given = parameters(node.args)
+        result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    given = [text for text in given if text not in ("self", "cls")]
+    line = f"{name}({', '.join(given)}){result}"
+    return line if len(line) <= WIDTH else "\n".join([f"{name}(", *(f"    {text}," for text in given), f"){result}"])
+
+
+def parameters(args: ast.arguments) -> list[str]:
+    def shown(arg: ast.arg, default: ast.expr | None) -> str:
+        return ast.unparse(arg) + (f" = {ast.unparse(default)}" if default else "")
+
+    plain = [*args.posonlyargs, *args.args]
+    defaults = [None] * (len(plain) - len(args.defaults)) + args.defaults
+    out = [shown(*pair) for pair in zip(plain, defaults, strict=True)]
+    if args.vararg or args.kwonlyargs:
+        out.append(f"*{ast.unparse(args.vararg) if args.vararg else ''}")
+    out += [shown(*pair) for pair in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    return out + ([f"**{ast.unparse(args.kwarg)}"] if args.kwarg else [])
+
+
+def described(name: str, thing: Any) -> str:
+    code = f"```python\n{signature(name, thing)}\n```\n"
+    text = inspect.cleandoc(thing.__doc__ or "")
+    return code + (f"\n``````text\n{text}\n``````\n" if text and not text.startswith(f"{thing.__name__}(") else "")
+
+
+def api_page() -> str:
+    """What one calls, with signatures and docstrings as they stand in the code."""
+    parts = ["# API\n\nFrom the docstrings. Shapes are in brackets: `[T, H]` is T tokens of H numbers.\n"]
+    for title, names in API.items():
+        parts.append(f"## {title}\n")
+        for module, _, name in (entry.partition(":") for entry in names.split()):
+            thing: Any = getattr(import_module(module), name)
+            file = Path(inspect.getsourcefile(thing) or "").relative_to(ROOT).as_posix()
+            parts.append(f"### {name}\n\n`from {module} import {name}`, in `{file}`:\n\n{described(name, thing)}")
+            methods = vars(thing).items() if inspect.isclass(thing) else ()
+            for method, function in methods:
+                called = function.__func__ if isinstance(function, classmethod | staticmethod) else function
+                if inspect.isfunction(called) and method[0] != "_" and called.__doc__:
+                    parts.append(f"#### {name}.{method}\n\n{described(f'{name}.{method}', called)}")
+    parts.append("### The stages' engines\n\nCalled as `Engine` says, with the options that each has:\n")
+    rows = [f"| {s.number} | [`{s.class_name}`](../{stage_file(s)}) | {code_list(s.options)} |" for s in load_stages()]
+    return "\n".join([*parts, "| stage | class | options |\n|---|---|---|", *rows, ""])
+
+
+def code_list(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "–"
+
+
+def stage_file(stage: Stage) -> str:
+    return f"stages/{stage.module_name}.py"
+
+
+def ladder() -> str:
+    """The stages, from the manifest: chapter, file, idea, and what still hurts."""
+    rows = ["| stage | the new idea | what still hurts |", "|---|---|---|"]
+    for s in load_stages():
+        chapter = f"**[{s.number}. {s.title}](../notebooks/{s.number}_{s.slug}.ipynb)**"
+        rows.append(f"| {chapter}<br>[source](../{stage_file(s)}) | {s.idea} | {s.costs} |")
+    return "\n".join(rows) + "\n"
+
+
+def make_targets() -> Iterator[tuple[str, str]]:
+    """Every target that `make help` lists, and what it does."""
+    for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"([a-z%-]+):.*## (.*)", line):
+            yield found[1].replace("%", "N"), found[2]
+
+
+def commands_page() -> str:
+    """What one can type: targets of the Makefile, and the program `nanovllm`."""
+    from nanovllm.cli import parser
+
+    rows = [f"| `make {name}` | {what} |" for name, what in make_targets()]
+    options = [
+        re.match(r"#   (\S.*?)  +(.*)", line)
+        for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()[:12]
+    ]
+    given = [f"| `{found[1]}` | {found[2]} |" for found in options if found]
+    usage = parser()
+    usage.prog = "nanovllm"
+    return "\n".join(
+        [
+            "# Commands\n\n## make\n\nEvery target does its own set-up into `.venv`. N is the number of a stage.\n",
+            "| command | what it does |\n|---|---|", *rows,
+            "\nWhat can be added, as in `make test JOBS=4`:\n\n| addition | what it does |\n|---|---|", *given,
+            "\n## nanovllm\n\nIn `.venv/bin`; `nanovllm COMMAND --help` says more of each.\n",
+            f"``````text\n{usage.format_help().strip()}\n``````\n",
+        ]
+    )  # fmt: skip
+
+
+def states_tables() -> str:
+    def table(title: str, arrows: set[Arrow]) -> str:
+        rows = [f"| {a} | {b} | {label} |" for a, b, label in sorted(arrows) if START not in (a, b)]
+        return "\n".join([f"### {title}", "", f"<!-- diagram: {title.split()[-1]} -->", "", "| from | to | by |",
+                          "|---|---|---|", *rows, ""])  # fmt: skip
+
+    return table("A sequence", sequence_arrows()) + "\n" + table("A KV block", block_arrows())
+
+
+def results_page() -> str:
+    """Every table that there are figures for."""
+    from benchmarks.engine import engine_report
+    from benchmarks.lib import report
+    from benchmarks.lib.harness import RESULTS
+
+    def section(title: str, table: str, level: int = 3) -> str:
+        return f"{'#' * level} {title}\n\n{table}"
+
+    parts = [
+        "# Results\n\nWritten from what was measured (`benchmarks/results`); nobody types a figure.\n",
+        "## The stages\n",
+    ]
+    parts.append(report.table("stages", RESULTS))
+    picture = "![Output tokens a second of Hugging Face and of stages 1 to 5 on one workload](figures/ladder.png)\n\n"
+    parts.append(section("One workload through all of them", picture + report.table("ladder", RESULTS)))
+    parts.append("## The engine\n")
+    cards = sorted({path.stem.partition(".")[2] for path in RESULTS.glob("*.*.json")})
+    for name, make in engine_report.TABLES.items():
+        for card in ("", *cards):
+            lines = make(card, RESULTS)
+            if lines and not (card and name in ("engine_cpu", "serving")):
+                title = TITLES.get(name, name.replace("_", " ")) + (f" ({card.upper()})" if card else "")
+                parts.append(section(title, "\n".join(lines) + "\n"))
+    parts.append("## Everything measured of each stage\n")
+    for path in sorted(RESULTS.glob("stage_*.json")):
+        parts.append(section(report.load(path.stem, RESULTS)["title"], report.table(path.stem, RESULTS)))
+    return "\n".join(parts)
+
+
+TITLES = {
+    "engine": "Beside vLLM", "ablations": "What each part is worth", "prefix": "Shared beginnings",
+    "mixed": "Long prompts among decodes", "engine_cpu": "On a CPU", "gpu_tests": "The tests on a GPU",
+    "serving": "The server under load",
+}  # fmt: skip

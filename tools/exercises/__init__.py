@@ -1,0 +1,1 @@
+"""Exercises, mutants, progress and the diff of a stage."""

@@ -1,0 +1,155 @@
+"""How far you are: which exercises are filled in, which of them pass, and what is next: `make progress`.
+
+    make progress                     reads exercises/ and what earlier runs have recorded: at once
+    make progress ARGS=--run          also runs the tests of every stage that has changed since, which takes a while
+    make progress ARGS=--mutants      and plants the mistakes of every stage that passes
+
+What a run found is kept in exercises/progress.json together with a digest of the file, so that an answer never
+outlives the code that it was given for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from stages.manifest import Stage, load_stages
+from tools.ctrl_c import until_ctrl_c
+from tools.exercises.exercises import ROOT, find_holes
+
+EXERCISES = ROOT / "exercises"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the tests said of one text of a stage's file."""
+
+    digest: str
+    failed: str | None  # the first test that failed
+    passed: int
+    caught: int | None = None  # mutants, of which all should be; None: not tried
+    mutants: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    stage: Stage
+    open_holes: list[str]  # names of the exercises that are still to be filled in
+    holes: int
+    written: bool  # whether the learner's file is there
+    result: Result | None  # None: never run, or the file has changed since
+
+    @property
+    def done(self) -> bool:
+        return self.written and not self.open_holes and self.result is not None and self.result.failed is None
+
+    @property
+    def next_step(self) -> str:
+        n = self.stage.number
+        if not self.written:
+            return f"read make stage-{n}-notebook, then make stage-{n}-exercise"
+        if self.open_holes:
+            return f"fill in exercise {self.open_holes[0]} in exercises/{self.stage.module_name}.py"
+        if self.result is None:
+            return f"make stage-{n}-test IMPL=exercises (or make progress ARGS=--run)"
+        if self.result.failed:
+            return f"mend {self.result.failed.split('::')[-1]}: make stage-{n}-test IMPL=exercises"
+        return "done"
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_results(directory: Path) -> dict[str, Result]:
+    """What was recorded, by the module of the stage. A file that cannot be read counts as none."""
+    try:
+        raw = json.loads((directory / "progress.json").read_text(encoding="utf-8"))
+        return {name: Result(**result) for name, result in raw.items()}
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def save_result(directory: Path, stage: Stage, result: Result) -> None:
+    results = load_results(directory) | {stage.module_name: result}
+    text = json.dumps({name: asdict(r) for name, r in results.items()}, indent=2)
+    (directory / "progress.json").write_text(text + "\n", encoding="utf-8")
+
+
+def read_progress(stage: Stage, directory: Path) -> Progress:
+    names = [
+        hole.name for hole in find_holes((ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8"))
+    ]
+    path = directory / f"{stage.module_name}.py"
+    if not path.is_file():
+        return Progress(stage, names, len(names), False, None)
+    text = path.read_text(encoding="utf-8")
+    result = load_results(directory).get(stage.module_name)
+    unfinished = [name for name in names if f'"exercise {name}: ' in text or f"'exercise {name}: " in text]
+    return Progress(
+        stage, unfinished, len(names), True, result if result and result.digest == digest_of(text) else None
+    )
+
+
+def run_stage(stage: Stage, directory: Path, *, mutants: bool) -> Result:
+    """Run the stage's tests on the learner's file, and if asked the mutants on the project's."""
+    from tools.exercises.mutants import load_mutants
+    from tools.exercises.stage_runs import run_tests, solution
+
+    text = (directory / f"{stage.module_name}.py").read_text(encoding="utf-8")
+    verdict = run_tests(stage, text)
+    caught, planted = None, load_mutants(stage.number)
+    if mutants and verdict.test is None:
+        caught = sum(run_tests(stage, mutant.apply(solution(stage))).test is not None for mutant in planted)
+    return Result(digest_of(text), verdict.test, verdict.passed, caught, len(planted))
+
+
+def show(all_progress: list[Progress], console: Console) -> None:
+    table = Table()
+    for heading in ("stage", "exercises", "tests", "mutants caught", "next"):
+        table.add_column(heading, overflow="fold")
+    for p in all_progress:
+        tests, caught = "–", "–"
+        if p.result is not None:
+            tests = f"[red]fails after {p.result.passed}[/]" if p.result.failed else f"[green]{p.result.passed} pass[/]"
+            if p.result.caught is not None:
+                caught = f"{p.result.caught} of {p.result.mutants}"
+        filled = f"{p.holes - len(p.open_holes)} of {p.holes}" if p.written else "not begun"
+        name = f"{'[green]✓[/] ' if p.done else ''}{p.stage.number} {p.stage.title}"
+        table.add_row(name, filled, tests, caught, escape(p.next_step))
+    console.print(table)
+    following = next((p for p in all_progress if not p.done), None)
+    if following is None:
+        console.print("All stages are done. On to the engine: notebook 8, and nanovllm/.")
+    else:
+        console.print(f"Next: stage {following.stage.number}: {escape(following.next_step)}")
+
+
+def main(argv: list[str] | None = None, directory: Path = EXERCISES, run: Callable[..., Result] = run_stage) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.exercises.progress", description="How far you are.")
+    parser.add_argument("--run", action="store_true", help="run the tests of what is filled in and has changed")
+    parser.add_argument("--mutants", action="store_true", help="as --run, and plant the mistakes of what passes")
+    args = parser.parse_args(argv)
+    stages, console = load_stages(), Console(highlight=False)
+    if args.run or args.mutants:
+        for stage in stages:
+            p = read_progress(stage, directory)
+            stale = p.result is None or (args.mutants and p.result.caught is None and p.result.failed is None)
+            if p.written and not p.open_holes and stale:
+                console.print(f"stage {stage.number}: running its tests")
+                save_result(directory, stage, run(stage, directory, mutants=args.mutants))
+    show([read_progress(stage, directory) for stage in stages], console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(until_ctrl_c(main))

@@ -1,0 +1,1 @@
+"""Lectures: slides, scripts, exercises."""

@@ -1,0 +1,197 @@
+"""A lecture's source taken apart: lectures/stage_N.md becomes slides with minutes, what they show, and what to say.
+
+    # Prefix caching {1 min}                        the first slide; `@minutes 45` under it says how long the lecture is
+    ## What does the second one cost? {2 min, question}
+    Markdown, and directives that show what stands elsewhere:
+    @code stages/stage_4_prefix_caching.py chained_digest
+    @picture notebooks/4_prefix_caching.ipynb "ref_counts(run.events" The counts of every block, step by step
+    |||                                             the rest of the slide is a second column
+    @say                                            from here on the script: what to say in one's own words,
+    @type                                           what to type,
+    @see                                            and what everybody should then see
+
+What a directive names is fetched by `tools/lectures/lecture_pulls.py`; this module knows only their form.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stages.manifest import Stage, load_stage
+
+ROOT = Path(__file__).resolve().parents[2]
+LECTURES = ROOT / "lectures"
+SHOWN = ("code", "hole", "picture", "output", "printed", "table", "run", "exercises")
+SCRIPT = ("say", "type", "see")
+KINDS = ("title", "plain", "question", "answer", "live")
+SLACK = 2.0  # minutes by which the slides' sum may miss the lecture's length
+
+HEADING = re.compile(r"(##?) (?P<title>.+?) \{(?P<minutes>\d+(?:\.5)?) min(?:, (?P<kind>\w+))?\}")
+DIRECTIVE = re.compile(r"@(?P<name>[a-z]+)(?: (?P<rest>.*))?")
+FENCE = re.compile(r" *(`{3,}|~{3,})")
+
+
+class LectureError(ValueError):
+    """Something is wrong with a lecture's source; the message begins with file and line."""
+
+    def __init__(self, path: Path, line: int, complaint: str) -> None:
+        name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        super().__init__(f"{name}:{line}: {complaint}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of Markdown ("text"), a column break ("|||"), a directive with its words, or a part of the script."""
+
+    kind: str
+    text: str
+    line: int
+    words: tuple[str, ...] = ()
+
+
+@dataclass
+class Slide:
+    title: str
+    minutes: float
+    kind: str  # one of KINDS; "live" is live coding
+    line: int
+    body: list[Piece] = field(default_factory=list)
+    script: list[Piece] = field(default_factory=list)
+
+
+@dataclass
+class Lecture:
+    path: Path
+    stage: Stage
+    minutes: float  # as the source promises
+    slides: list[Slide]
+
+    @property
+    def title(self) -> str:
+        return self.slides[0].title
+
+
+def lecture_paths() -> list[Path]:
+    return sorted(LECTURES.glob("stage_[0-9]*.md"))
+
+
+def lecture_of(number: int) -> Lecture:
+    """The lecture on a stage. Raises ValueError if there is none, LectureError if its source is not in order."""
+    path = LECTURES / f"stage_{load_stage(number).number}.md"
+    if not path.is_file():
+        there = ", ".join(p.stem.removeprefix("stage_") for p in lecture_paths())
+        raise ValueError(f"there is no lecture on stage {number}; there are lectures on {there}")
+    return read_lecture(path)
+
+
+def read_lecture(path: Path) -> Lecture:
+    """Raises LectureError for a heading, a directive or an order of slides that makes no sense."""
+    stage = load_stage(int(path.stem.split("_")[1]))
+    minutes = 0.0
+    slides: list[Slide] = []
+    for piece in pieces(path):
+        if piece.kind == "heading":
+            slides.append(slide_of(path, piece, first=not slides))
+        elif not slides:
+            raise LectureError(path, piece.line, "a lecture begins with '# Title {1 min}'")
+        elif piece.kind == "minutes":
+            minutes = float(piece.text)
+        elif piece.kind in SCRIPT:
+            slides[-1].script.append(piece)
+        elif slides[-1].script:
+            raise LectureError(path, piece.line, "what the slide shows comes before the script (@say, @type, @see)")
+        else:
+            slides[-1].body.append(piece)
+    lecture = Lecture(path, stage, minutes, slides)
+    check(lecture)
+    return lecture
+
+
+def slide_of(path: Path, piece: Piece, *, first: bool) -> Slide:
+    match = HEADING.fullmatch(piece.text)
+    if not match or (match[1] == "#") != first:
+        raise LectureError(
+            path, piece.line, f"{piece.text!r} is no '## Title {{2 min}}' or '## Title {{2 min, question}}'"
+        )
+    kind = "title" if first else match["kind"] or "plain"
+    if kind not in KINDS:
+        raise LectureError(path, piece.line, f"there is no kind of slide {kind!r}; there are {', '.join(KINDS[1:])}")
+    return Slide(match["title"], float(match["minutes"]), kind, piece.line)
+
+
+def split_words(text: str) -> tuple[str, ...]:
+    """Words between spaces; "double quotes" keep several together, and an apostrophe is a letter."""
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.quotes, lexer.commenters = True, '"', ""
+    return tuple(lexer)
+
+
+def pieces(path: Path) -> Iterator[Piece]:
+    """The source in order; fenced code is text whatever its lines look like."""
+    text: list[str] = []
+    kind, start, fence = "text", 1, ""
+    for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), "## end"], start=1):
+        directive = None if fence else DIRECTIVE.fullmatch(line)
+        breaks = not fence and (line == "|||" or re.match("## " if kind == "type" else "##? ", line))  # "# " comments
+        if not directive and not breaks:
+            if opened := FENCE.match(line):
+                fence = "" if fence == opened[1] else fence or opened[1]
+            text.append(line)
+            continue
+        if kind in SCRIPT or "".join(text).strip():
+            yield Piece(kind, "\n".join(text).strip(), start)
+        text, kind, start = [], "text", number + 1
+        if directive is None:
+            if line != "## end":
+                yield Piece("|||" if line == "|||" else "heading", line, number)
+            continue
+        name, rest = directive["name"], directive["rest"] or ""
+        if name in SCRIPT and not rest:
+            kind, start = name, number
+        elif name == "minutes" and re.fullmatch(r"\d+", rest):
+            yield Piece("minutes", rest, number)
+        elif name in SHOWN:
+            try:
+                yield Piece(name, rest, number, split_words(rest))
+            except ValueError as error:
+                raise LectureError(path, number, f"@{name} {rest}: {error}") from error
+        else:
+            known = ", ".join(f"@{known}" for known in (*SHOWN, *SCRIPT, "minutes"))
+            raise LectureError(path, number, f"{line!r} is no directive; there are {known}")
+    if fence:
+        raise LectureError(path, start, f"a fence {fence} is opened and never closed")
+
+
+def check(lecture: Lecture) -> None:
+    """A lecture that can be given: it lasts as long as it says, every slide has its words, questions are answered."""
+    path, slides = lecture.path, lecture.slides
+    if not slides:
+        raise LectureError(path, 1, "there is no slide")
+    total = sum(slide.minutes for slide in slides)
+    if abs(total - lecture.minutes) > SLACK:
+        raise LectureError(
+            path, 1, f"the slides take {total:g} minutes, and '@minutes {lecture.minutes:g}' is promised"
+        )
+    for slide, after in zip(slides, [*slides[1:], None], strict=True):
+        if not any(piece.kind == "say" and piece.text for piece in slide.script):
+            raise LectureError(path, slide.line, f"nothing to say (@say) about {slide.title!r}")
+        for piece in slide.script:
+            if not piece.text:
+                raise LectureError(path, piece.line, f"@{piece.kind} with nothing under it")
+        if (slide.kind == "question") != (after is not None and after.kind == "answer"):
+            raise LectureError(
+                path, slide.line, "a question slide is followed by its answer slide, and no other slide is"
+            )
+        if slide.kind == "answer" and not measured(slide):
+            raise LectureError(
+                path, slide.line, "an answer shows what was measured: @table, @output, @printed, @picture or {{...}}"
+            )
+
+
+def measured(slide: Slide) -> bool:
+    kinds = {piece.kind for piece in slide.body}
+    return bool(kinds & {"table", "output", "printed", "picture"}) or any("{{" in piece.text for piece in slide.body)

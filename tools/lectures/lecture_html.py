@@ -1,0 +1,225 @@
+"""A lecture as one HTML file: reveal.js, the theme, pictures and notes are all in it, and it asks for nothing else.
+
+On a narrow window, and where no script runs, the same file is a page to scroll, with the script under each slide.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Sequence
+
+from markdown_it import MarkdownIt
+from pygments import highlight  # type: ignore[import-untyped]
+from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
+
+from tools.lectures import lecture_pulls as pulls
+from tools.lectures.lecture import LECTURES, ROOT, Lecture, LectureError, Piece, Slide, split_words
+from tools.lectures.lecture_exercises import exercises_of
+
+REVEAL = ROOT / "assets" / "vendor" / "reveal"
+TAGS = {"question": "Guess first", "answer": "Measured", "live": "Live"}
+LARGEST, SMALLEST = 23.0, 14.0  # pixels of a slide of 1280 x 720: code is set as large as it fits
+WIDE, NARROW, TALL = 1110, 505, 540  # pixels that code has in a frame across the slide, or half of it, and its height
+INLINE = re.compile(r"\{\{(.+?)\}\}")
+TARGET = re.compile(r"\bmake ([a-z][\w-]*)")
+
+
+class Renderer:
+    """The slides of one lecture; every error names the line of its source."""
+
+    def __init__(self, lecture: Lecture) -> None:
+        self.lecture = lecture
+        self.markdown = MarkdownIt("commonmark", {"html": True, "highlight": coloured}).enable("table")
+        self.targets = re.findall(
+            r"^([a-z][\w%-]*):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
+
+    def at(self, piece: Piece, make: Callable[[], str]) -> str:
+        try:
+            return make()
+        except ValueError as error:
+            raise LectureError(self.lecture.path, piece.line, str(error)) from error
+
+    def title(self, slide: Slide) -> str:
+        return self.fill(Piece("text", slide.title, slide.line))
+
+    def fill(self, piece: Piece) -> str:
+        """The text of a piece with the figures in it."""
+        return self.at(piece, lambda: INLINE.sub(lambda m: pulls.pull_inline(split_words(m[1])), piece.text))
+
+    def commands(self, piece: Piece) -> str:
+        """Text that is typed: every make target in it must be one."""
+        text = self.fill(piece)
+        for name in TARGET.findall(text):
+            if re.sub(r"\d+", "%", name) not in self.targets:
+                raise LectureError(self.lecture.path, piece.line, f"the Makefile has no target {name}")
+        return text
+
+    def slide(self, slide: Slide, starts: float) -> str:
+        columns: list[list[str]] = [[]]
+        width = NARROW if any(piece.kind == "|||" for piece in slide.body) else WIDE
+        for piece in slide.body:
+            if piece.kind == "|||":
+                columns.append([])
+            else:
+                columns[-1].append(self.shown(piece, width))
+        bodies = [alike("\n".join(column)) for column in columns]
+        body = bodies[0]
+        if len(columns) > 1:
+            body = '<div class="columns">' + "".join(f"<div>{column}</div>" for column in bodies) + "</div>"
+        level = "h1" if slide.kind == "title" else "h2"
+        label = TAGS.get(slide.kind) or (f"Stage {self.lecture.stage.number}" if slide.kind == "title" else "")
+        tag = f'<p class="tag">{label}</p>' if label else ""
+        return (
+            f'<section class="{slide.kind}" data-timing="{slide.minutes * 60:g}">{tag}'
+            f"<{level}>{self.markdown.renderInline(self.title(slide))}</{level}>\n{body}\n"
+            f'<aside class="notes"><p><b>{clock(starts)}</b>, {slide.minutes:g} min</p>\n'
+            f"{''.join(self.said(piece) for piece in slide.script)}</aside></section>\n"
+        )
+
+    def said(self, piece: Piece) -> str:
+        if piece.kind == "type":
+            return f'<pre style="white-space: pre-wrap">{lined(self.commands(piece))}</pre>'
+        text = self.fill(piece)
+        return self.markdown.render(f"*They see:* {text}" if piece.kind == "see" else text)
+
+    def shown(self, piece: Piece, width: int) -> str:
+        if piece.kind == "text":
+            return self.markdown.render(self.fill(piece))
+        return self.at(piece, lambda: self.pulled(piece, width))
+
+    def pulled(self, piece: Piece, width: int) -> str:
+        words = list(piece.words)
+        match piece.kind, words:
+            case (("code" | "hole"), [path, name, *options]):
+                return code(pulls.pull_code(path, name, *options, opened=piece.kind == "hole"), width)
+            case "picture", [path, text, *alt] if path.endswith(".ipynb") and alt:
+                return figure(f'<img src="data:image/png;base64,{pulls.pull_png(path, text)}"', " ".join(alt))
+            case "picture", [path, *alt] if path.endswith(".svg") and alt:
+                drawing = pulls.read(path).replace(
+                    "<svg ", f'<svg role="img" aria-label="{html.escape(" ".join(alt))}" ', 1
+                )
+                return f"<figure>{drawing}</figure>"
+            case "output", [path, text, *pattern] if len(pattern) < 2:
+                return output(pulls.pull_output(path, text, *pattern), width)
+            case "printed", [name, *pattern] if len(pattern) < 2:
+                return output(pulls.pull_printed(name, *pattern), width)
+            case "table", [name, *keys]:
+                return table(pulls.pull_table(name, *keys), pulls.pull_source(name))
+            case "run", [_, *_]:
+                command = f"$ {self.commands(piece)}"
+                return f'<pre class="terminal" {fitted([command], width)}>{lined(command)}</pre>'
+            case "exercises", []:
+                items = "".join(
+                    f"<li><b>{e.name}</b> {self.markdown.renderInline(e.title)}</li>"
+                    for e in exercises_of(self.lecture.stage.number)
+                )
+                return f"<ul>{items}</ul>"
+        raise ValueError(f"@{piece.kind} does not take {piece.text!r}")
+
+
+def clock(minutes: float) -> str:
+    return f"{int(minutes):02d}:{round(60 * (minutes % 1)):02d}"
+
+
+def fitted(lines: Sequence[str], width: int) -> str:
+    """The size at which so many lines, and such long ones, fit. Raises ValueError if that is too small to read."""
+    longest = max(map(len, lines))
+    size = min(LARGEST, width / (0.605 * longest), TALL / (1.36 * len(lines)))
+    if size < SMALLEST:
+        raise ValueError(f"{len(lines)} lines of up to {longest} characters are too much for a slide; show a part")
+    return f'style="--size: {size:.1f}px"'
+
+
+def alike(column: str) -> str:
+    """Pieces of code one under the other in letters of one size: the smallest that any of them needs."""
+    sizes = re.findall(r'<pre class="code" style="--size: ([\d.]+)px"', column)
+    smallest = min(sizes, key=float, default="")
+    return re.sub(r'(<pre class="code" style="--size: )[\d.]+', rf"\g<1>{smallest}", column)
+
+
+def coloured(text: str, language: str, _attributes: str = "") -> str:
+    """Source code as coloured HTML lines, without a frame."""
+    shown: str = highlight(text, get_lexer_by_name(language or "text"), HtmlFormatter(nowrap=True))
+    return shown
+
+
+def code(pulled: pulls.Code, width: int) -> str:
+    size = fitted(pulled.lines, width)
+    lines = coloured("\n".join(pulled.lines), "python").rstrip("\n").split("\n")
+    text = "".join(
+        line(shown, plain, "mark" if i in pulled.marked else "")
+        for i, (shown, plain) in enumerate(zip(lines, pulled.lines, strict=True))
+    )
+    return f'<p class="where">{html.escape(pulled.label)}</p><pre class="code" {size}><code>{text}</code></pre>'
+
+
+def output(printed: str, width: int) -> str:
+    return f'<pre class="output" {fitted(printed.splitlines(), width)}>{lined(printed)}</pre>'
+
+
+def lined(text: str) -> str:
+    """Lines of a <pre>. Options of a command ("--checkpoint") are not broken after their hyphens."""
+    whole = r'<span style="white-space: nowrap">\g<0></span>'
+    return "".join(line(re.sub(r"--?\w+", whole, html.escape(plain)), plain) for plain in text.splitlines())
+
+
+def line(shown: str, plain: str, kind: str = "") -> str:
+    """A line of a <pre> as an element, so that on a narrow screen its continuation can stand a little further in."""
+    margin = len(plain) - len(plain.lstrip())
+    return f'<span class="{f"line {kind}".strip()}" style="--margin: {margin}ch">{shown}\n</span>'
+
+
+def figure(image: str, alt: str) -> str:
+    return f'<figure>{image} alt="{html.escape(alt)}"><figcaption>{html.escape(alt)}</figcaption></figure>'
+
+
+def table(rows: list[list[str]], source: str) -> str:
+    head, *body = ("".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) for row, tag in tags(rows))
+    lines = "".join(f"<tr>{row}</tr>" for row in body)
+    return (
+        f'<div class="scroll"><table class="measured"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{lines}</tbody></table></div>"
+        f'<p class="source">{html.escape(source)}</p>'
+    )
+
+
+def tags(rows: list[list[str]]) -> list[tuple[list[str], str]]:
+    return [(row, "td" if i else "th") for i, row in enumerate(rows)]
+
+
+def styles() -> str:
+    """Colours of code by day and by night."""
+    day = HtmlFormatter(style="friendly").get_style_defs("pre")
+    night = HtmlFormatter(style="monokai").get_style_defs('[data-theme="dark"] pre')
+    # Only the colours of tokens: the frame is the theme's
+    return "\n".join(line for line in f"{day}\n{night}".splitlines() if re.search(r"pre \.\w+ \{", line))
+
+
+def script_text(text: str) -> str:
+    """JavaScript that can stand inside an element: nothing in it ends or nests that."""
+    text = re.sub(r"\n//# sourceMappingURL=.*", "", text)
+    return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def render(lecture: Lecture) -> str:
+    """The whole file. Raises LectureError for a directive that names what is not there."""
+    renderer, parts, starts = Renderer(lecture), [], 0.0
+    for slide in lecture.slides:
+        parts.append(renderer.slide(slide, starts))
+        starts += slide.minutes
+    values = {
+        "title": html.escape(f"Stage {lecture.stage.number}: {lecture.title}"),
+        "reveal_css": (REVEAL / "reveal.css").read_text(encoding="utf-8"),
+        "theme": (LECTURES / "slides.css").read_text(encoding="utf-8") + styles(),
+        "page": (LECTURES / "page.css").read_text(encoding="utf-8"),
+        "speaker": (LECTURES / "speaker.css").read_text(encoding="utf-8"),
+        "slides": "".join(parts),
+        "reveal": script_text((REVEAL / "reveal.js").read_text(encoding="utf-8")),
+        "notes": script_text((REVEAL / "notes.js").read_text(encoding="utf-8")),
+        "start": script_text((LECTURES / "slides.js").read_text(encoding="utf-8")),
+    }
+    template = (LECTURES / "slides.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: values[m[1]], template)

@@ -1,0 +1,274 @@
+"""What slides show and do not contain: code from the stages, outputs of the notebooks, measured figures.
+
+Everything is fetched by name when the slides are built, so none of it can grow old on a slide; a name that nothing has
+any more raises ValueError, which the caller turns into an error with file and line.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import wording
+from benchmarks.lib.harness import RESULTS, gain
+from stages.manifest import load_stage
+from tools.exercises.exercises import ROOT, Hole, find_holes
+from tools.lectures.lecture_experiments import EXPERIMENTS
+from tools.lectures.lecture_words import in_words
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+MARKED_WIDTH = 100  # of a hint in the place of its solution
+
+
+@dataclass(frozen=True)
+class Code:
+    label: str  # where it stands, for the line above it
+    lines: tuple[str, ...]
+    marked: frozenset[int] = frozenset()  # indices of the lines to bring out
+
+
+def read(path: str) -> str:
+    file = ROOT / path
+    if not file.is_file():
+        raise ValueError(f"there is no file {path}")
+    return file.read_text(encoding="utf-8")
+
+
+def definition(tree: ast.Module, name: str) -> Definition:
+    """The function, class or method of that name ("allocate" or "BlockPool.allocate")."""
+    scope: Sequence[ast.stmt] = tree.body
+    found: Definition | None = None
+    for part in name.split("."):
+        found = next((node for node in scope if isinstance(node, Definition) and node.name == part), None)
+        if found is None:
+            raise ValueError(f"nothing is called {name}")
+        scope = found.body
+    assert found is not None
+    return found
+
+
+def enclosing(tree: ast.Module, line: int) -> Definition:
+    """The innermost definition around a line (counted from 1)."""
+    around = [n for n in ast.walk(tree) if isinstance(n, Definition) and n.lineno <= line <= (n.end_lineno or 0)]
+    if not around:
+        raise ValueError(f"line {line} stands in no function")
+    return max(around, key=lambda node: node.lineno)
+
+
+def name_of(tree: ast.Module, target: Definition) -> str:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and target in node.body:
+            return f"{node.name}.{target.name}"
+    return target.name
+
+
+def pull_code(path: str, name: str, *options: str, opened: bool = False) -> Code:
+    """A definition by its name, or the one around an exercise by that one's number ("4.2"), whose lines are marked.
+
+    Docstrings and the exercises' markers are left out. Options: "only" (just the exercise's lines), or "from", TEXT and
+    "to", TEXT, which stand in the first and the last line to be shown. opened=True shows the hint in place of the
+    exercise's solution.
+    """
+    text = read(path)
+    tree, lines = ast.parse(text), text.splitlines()
+    holes = find_holes(text)
+    hole = next((hole for hole in holes if hole.name == name), None)
+    if hole is None and re.fullmatch(r"\d+\.\d+", name):
+        raise ValueError(f"{path} has no exercise {name}; it has {', '.join(h.name for h in holes) or 'none'}")
+    node = enclosing(tree, hole.first + 1) if hole else definition(tree, name)
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
+    skipped = {i for h in holes for i in (*range(h.first, h.code), h.end)} | docstring_lines(node, lines)
+    shown: list[tuple[str, bool]] = []
+    for i in range(first, node.end_lineno or 0):
+        inside = hole is not None and hole.code <= i < hole.end
+        if hole is not None and opened and inside:
+            shown += [(line, True) for line in open_hole(hole)] if i == hole.code else []
+        elif i not in skipped and (inside or "only" not in options):
+            shown.append((lines[i], inside))
+    shown = cut_out(shown, options)
+    texts = textwrap.dedent("\n".join(line for line, _ in shown)).splitlines()
+    marked = frozenset(i for i, (_, inside) in enumerate(shown) if inside and "only" not in options)
+    return Code(f"{Path(path).name} · {name_of(tree, node)}", tuple(texts), marked)
+
+
+def docstring_lines(node: Definition, lines: Sequence[str]) -> set[int]:
+    """Indices of the lines of the docstrings of a definition and of those inside it, with the blank one after each."""
+    found: set[int] = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, Definition) and ast.get_docstring(inner) and len(inner.body) > 1:
+            stop = inner.body[0].end_lineno or 0
+            found |= set(range(inner.body[0].lineno - 1, stop if lines[stop].strip() else stop + 1))
+    return found
+
+
+def open_hole(hole: Hole) -> list[str]:
+    margin = " " * hole.indent
+    hint = textwrap.wrap(f"{hole.name}: {hole.hint}", MARKED_WIDTH - hole.indent - 2)
+    return [*(f"{margin}# {line}" for line in hint), f"{margin}..."]
+
+
+def cut_out(shown: list[tuple[str, bool]], options: Sequence[str]) -> list[tuple[str, bool]]:
+    match list(options):
+        case [] | ["only"]:
+            return shown
+        case ["from", first]:
+            return shown[position(shown, first, 0) :]
+        case ["to", last]:
+            return shown[: position(shown, last, 0) + 1]
+        case ["from", first, "to", last]:
+            start = position(shown, first, 0)
+            return shown[start : position(shown, last, start) + 1]
+    raise ValueError(f"{' '.join(options)!r} is neither 'only' nor 'from TEXT', 'to TEXT' or both")
+
+
+def position(shown: list[tuple[str, bool]], text: str, start: int) -> int:
+    for i, (line, _) in enumerate(shown[start:], start=start):
+        if text in line:
+            return i
+    raise ValueError(f"no line with {text!r} there")
+
+
+@cache
+def cells(path: str) -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = json.loads(read(path))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def find_cell(path: str, text: str) -> dict[str, Any]:
+    """The one code cell of a notebook that contains `text`."""
+    found = [cell for cell in cells(path) if text in "".join(cell["source"])]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} cells of {path} contain {text!r}; name one")
+    return found[0]
+
+
+def pull_png(path: str, text: str) -> str:
+    """The picture that a cell drew, as base64."""
+    data = [output["data"] for output in find_cell(path, text)["outputs"] if "data" in output]
+    pictures: list[str] = ["".join(d["image/png"]) for d in data if "image/png" in d]
+    if not pictures:
+        raise ValueError(f"the cell of {path} with {text!r} has no picture")
+    return pictures[-1].replace("\n", "")
+
+
+def pull_output(path: str, text: str, pattern: str = "") -> str:
+    """What a cell printed, without the line of the reader's guess; with a pattern, the lines that match it."""
+    printed = "".join("".join(o["text"]) for o in find_cell(path, text)["outputs"] if o["output_type"] == "stream")
+    lines = [line for line in printed.rstrip().splitlines() if not line.startswith("your guess:")]
+    return matching(lines, pattern, f"the cell of {path} with {text!r}")
+
+
+def pull_printed(name: str, pattern: str = "") -> str:
+    """What a program in lectures/experiments printed; with a pattern, the lines that match it."""
+    path = EXPERIMENTS / f"{name}.txt"
+    if not path.is_file():
+        raise ValueError(
+            f"there is no lectures/experiments/{name}.txt; run python -m tools.lectures.lecture_experiments"
+        )
+    return matching(path.read_text(encoding="utf-8").splitlines(), pattern, f"the experiment {name}")
+
+
+def matching(lines: list[str], pattern: str, who: str) -> str:
+    lines = [line for line in lines if re.search(pattern, line)]
+    if not "".join(lines).strip():
+        raise ValueError(f"{who} printed nothing" + (f" like {pattern!r}" if pattern else ""))
+    return "\n".join(lines).strip("\n")
+
+
+@cache
+def result(name: str) -> dict[str, Any]:
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        raise ValueError(f"there is no benchmarks/results/{name}.json")
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def figure(name: str, key: str) -> dict[str, Any]:
+    figures: dict[str, dict[str, Any]] = {f["key"]: f for f in result(name)["figures"]}
+    if key not in figures:
+        raise ValueError(f"{name} has no figure {key!r}; it has {', '.join(figures)}")
+    return figures[key]
+
+
+def pull_value(name: str, key: str, contender: str) -> str:
+    """A measured figure in words: "166 ms"."""
+    found = figure(name, key)
+    if contender not in found["values"]:
+        raise ValueError(f"{name} has no {contender!r}; it has {', '.join(found['values'])}")
+    return wording.with_unit(found["values"][contender]["median"], found["unit"])
+
+
+def pull_gain(name: str, key: str) -> str:
+    """How much better the stage is than its rival: "5.14×"; worse: "0.71×"."""
+    return f"{wording.number(gain(figure(name, key), result(name)['contender'], result(name)['rival']), 'times')}×"
+
+
+def pull_table(name: str, *keys: str) -> list[list[str]]:
+    """Rows of cells, the heading first: a row for each figure, a column for each contender that any of them has."""
+    figures = [figure(name, key) for key in keys or result(name)["shown"]]
+    names = list(dict.fromkeys(who for f in figures for who in f["values"]))
+    rows = [["", *names, "gain"]]
+    for f in figures:
+        both = {result(name)["contender"], result(name)["rival"]} <= f["values"].keys()
+        values = [pull_value(name, f["key"], who) if who in f["values"] else "–" for who in names]
+        rows.append([f["label"], *values, pull_gain(name, f["key"]) if both else "–"])
+    return rows
+
+
+def pull_source(name: str) -> str:
+    """Where and when a result was measured."""
+    found = result(name)
+    return f"{found['workload']}. Measured on {wording.machine(found)}."
+
+
+def pull_found(path: str, text: str, pattern: str) -> str:
+    """The pattern's first group (or all of it, if it has none) in what a cell printed."""
+    found = re.search(pattern, pull_output(path, text))
+    if not found:
+        raise ValueError(f"what the cell with {text!r} printed has nothing like {pattern!r}")
+    return found[found.re.groups and 1]
+
+
+def pull_spoken(path: str, text: str, pattern: str) -> str:
+    """The same, a number, rounded to a whole one and in words."""
+    found = pull_found(path, text, pattern).replace(",", "")
+    if not re.fullmatch(r"\d+(\.\d+)?", found):
+        raise ValueError(f"{found!r} is no number, and only numbers are spoken")
+    return in_words(round(float(found)))
+
+
+def pull_model(key: str) -> str:
+    """A whole number from the configuration of the embedded model: "4,096" for "vocab_size"."""
+    value = json.loads(read("assets/story_model/config.json")).get(key)
+    if not isinstance(value, int):
+        raise ValueError(f"the embedded model's config.json has no whole number {key!r}")
+    return f"{value:,}"
+
+
+def pull_inline(words: Sequence[str]) -> str:
+    """What stands between {{ and }}: `value stage_4 turns "stage 3"`, `gain stage_4 turns`, `stage 4 idea`, `found`
+    and `spoken` with NOTEBOOK CELL PATTERN, or `model vocab_size`."""
+    match list(words):
+        case ["value", name, key, contender]:
+            return pull_value(name, key, contender)
+        case ["gain", name, key]:
+            return pull_gain(name, key)
+        case ["found", path, text, pattern]:
+            return pull_found(path, text, pattern)
+        case ["spoken", path, text, pattern]:
+            return pull_spoken(path, text, pattern)
+        case ["model", key]:
+            return pull_model(key)
+        case ["stage", number, ("title" | "idea" | "removes" | "costs" | "showcase") as what]:
+            return str(getattr(load_stage(int(number)), what))
+    raise ValueError(
+        f"{' '.join(words)!r} is none of value, gain, found, spoken, model and stage with what belongs to them"
+    )

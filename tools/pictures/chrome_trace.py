@@ -1,0 +1,124 @@
+"""A recording in Chrome's trace format, which ui.perfetto.dev and chrome://tracing open.
+
+python -m tools.pictures.chrome_trace run.jsonl     writes run.trace.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nanovllm.trace_view.recording import Event, Recording
+
+ENGINE, REQUESTS = 1, 2  # "processes" of the picture
+
+
+def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
+    """One row for the engine's steps and one for each request; counters for queues and blocks. Times in microseconds.
+
+    A step lasts from its plan to its last token. With asynchronous scheduling it is planned while the one before runs,
+    and then counts from the end of that.
+    """
+    zero = events[0]["t"] if events else 0.0
+    span = step_times(events)
+    out: list[dict[str, Any]] = [named("process_name", ENGINE, 0, "engine"), named("thread_name", ENGINE, 0, "steps")]
+    out.append(named("process_name", REQUESTS, 0, "requests"))
+    rows: dict[tuple[Any, int], int] = {}
+    waits_since: dict[int, float] = {}
+    busy_until: dict[int, float] = {}
+    running: set[int] = set()
+    tables: dict[int, list[int]] = {}
+    tokens: dict[int, int] = {}
+    prompts: dict[int, int] = {}
+    freed_last: int | None = None
+
+    def box(name: str, pid: int, row: int, start: float, end: float, **args: Any) -> None:
+        ts, dur = round((start - zero) * 1e6, 1), round((end - start) * 1e6, 1)
+        out.append({"ph": "X", "name": name, "pid": pid, "tid": row, "ts": ts, "dur": max(0.0, dur), "args": args})
+
+    for event in events:
+        kind, t, who = event["type"], event["t"], (event["request"], event.get("choice", 0))
+        if who not in rows:
+            rows[who] = len(rows)
+            out.append(
+                named("thread_name", REQUESTS, rows[who], f"request {who[0]}" + f" choice {who[1]}" * (who[1] > 0))
+            )
+        row = rows[who]
+        if kind in ("added", "preempted"):
+            waits_since[row] = t
+            prompts[row] = event.get("prompt_tokens", prompts.get(row, 0))
+            running.discard(row)
+            if kind == "preempted":
+                out.append({"ph": "i", "s": "t", "name": kind, "pid": REQUESTS, "tid": row, "ts": (t - zero) * 1e6})
+        elif kind in ("admitted", "finished"):
+            if row in waits_since:
+                since = max(waits_since.pop(row), busy_until.get(row, zero))
+                box("waiting", REQUESTS, row, since, max(since, t))
+            running.add(row) if kind == "admitted" else running.discard(row)
+        elif kind == "scheduled":
+            start, end = span[event["step"]]
+            tokens[event["step"]] = tokens.get(event["step"], 0) + event["tokens"]
+            name = f"prefill {event['tokens']}" if event["cached"] < prompts[row] else "decode"
+            box(name, REQUESTS, row, start, end, step=event["step"], tokens=event["tokens"], cached=event["cached"])
+            busy_until[row] = end
+        elif kind == "blocks":
+            table = tables.get(row, []) + event["shared"] + event["taken"]
+            over = event["freed"] and row not in running
+            tables[row] = [] if over else [block for block in table if block not in event["freed"]]
+        if kind in ("preempted", "finished") and freed_last == row:
+            tables[row] = []  # with what was freed went its share of blocks that others hold
+        freed_last = row if kind == "blocks" and event["freed"] else None
+        if kind in ("added", "admitted", "preempted", "finished", "blocks"):
+            used = len({block for table in tables.values() for block in table})
+            values = {"running": len(running), "waiting": len(waits_since), "blocks in use": used}
+            for name, value in values.items():
+                out.append({"ph": "C", "name": name, "pid": ENGINE, "ts": (t - zero) * 1e6, "args": {name: value}})
+    for step, count in tokens.items():
+        box(f"step {step}", ENGINE, 0, *span[step], tokens=count)
+    return {"traceEvents": out, "displayTimeUnit": "ms"}
+
+
+def step_times(events: Sequence[Event]) -> dict[int, tuple[float, float]]:
+    """When each step began and ended, in seconds, so that no two overlap."""
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    for event in events:
+        if event["type"] == "scheduled":
+            began.setdefault(event["step"], event["t"])
+        elif event["type"] == "token":
+            ended[event["step"]] = event["t"]
+    times: dict[int, tuple[float, float]] = {}
+    steps = sorted(began)
+    before = float("-inf")
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        start = max(began[step], before)
+        # A chunk of a prompt gives no token: it is over when the next step is planned.
+        end = ended.get(step, began[following] if following is not None else events[-1]["t"])
+        times[step] = start, max(start, end)
+        before = times[step][1]
+    return times
+
+
+def named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.pictures.chrome_trace", description="A recording, for Perfetto."
+    )
+    parser.add_argument("recording", type=Path, help="a file that Recording.save wrote")
+    path: Path = parser.parse_args(arguments).recording
+    out = path.with_suffix(".trace.json")
+    try:
+        out.write_text(json.dumps(chrome_trace(Recording.load(path).events)), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from None
+    print(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""What the CPU and the GPU do during one decode step: `python -m tools.pictures.decode_profile --out DIRECTORY`, on
+a GPU.
+
+Writes decode_profile.CARD.json for notebook 6: stage 5, stage 6 and stage 6 compiled on the same model and batch. A
+track is "cpu" (operations of torch), "launch" (calls of the CUDA driver) or "gpu" (kernels and copies). Times under the
+profiler are too long where there is much to write down, so the time of a step without it stands beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stages.checkpoint import read_config
+from stages.core import SamplingParams, make_sequences
+from stages.model import Transformer
+from stages.stage_5_continuous_batching import ContinuousBatchingEngine
+from stages.stage_6_cuda_graphs import CUDAGraphEngine
+
+STEP = "decode step"
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ROOT / "benchmarks" / "shapes"
+SHAPE = "Qwen3-0.6B"
+RECORDINGS = ROOT / "notebooks" / "recordings"
+Event = tuple[str, str, float, float]  # track, name, start and duration in microseconds
+
+
+@contextmanager
+def decoding(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int, steps: int) -> Iterator[None]:
+    """Inside, `engine.step()` is a decode step of `batch` sequences, up to `steps` times."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(engine.vocab_size) for _ in range(prompt_tokens)] for _ in range(batch)]
+    params = SamplingParams(temperature=0, max_tokens=steps + batch + 1, ignore_eos=True)
+    limits = {"vocab_size": engine.vocab_size, "max_model_len": engine.config.max_position_embeddings}
+    sequences = make_sequences(prompts, params, **limits)
+    engine.scheduler.waiting.extend(sequences)
+    try:
+        with torch.inference_mode():
+            while not all(seq.num_output_tokens for seq in sequences):
+                engine.step()
+            yield
+    finally:
+        engine.scheduler.waiting.clear()
+        engine.scheduler.running.clear()
+        for seq in sequences:
+            engine.scheduler.release(seq)
+
+
+def synchronize(engine: ContinuousBatchingEngine) -> None:
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def step_ms(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 64, steps: int = 30) -> float:
+    """The median time of a decode step in milliseconds."""
+    times = []
+    with decoding(engine, batch, prompt_tokens, steps):
+        for _ in range(steps):
+            start = time.perf_counter()
+            engine.step()
+            synchronize(engine)
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def trace(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 64) -> list[Event]:
+    """Everything that one decode step does, in order of its start; the step begins at 0. On a CPU: its operations."""
+    with decoding(engine, batch, prompt_tokens, steps=8):
+        for _ in range(3):
+            engine.step()
+        return profiled_step(engine) if engine.device.type == "cuda" else timed_step(engine)
+
+
+def profiled_step(engine: ContinuousBatchingEngine) -> list[Event]:
+    for _ in range(2):  # the first profile sets the profiler up; the second counts
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+            torch.cuda.synchronize()
+            with record_function(STEP):
+                engine.step()
+            torch.cuda.synchronize()
+    found = profiler.events()
+    whole = next(e for e in found if e.name == STEP and e.device_type == DeviceType.CPU)
+    events = []
+    for e in found:
+        if e.name == STEP or not whole.time_range.start <= e.time_range.start < whole.time_range.end:
+            continue
+        if e.device_type == DeviceType.CUDA:
+            track = "gpu"
+        elif e.name.startswith("cu"):
+            track = "launch"
+        elif e.cpu_parent is whole:
+            track = "cpu"
+        else:
+            continue  # the inner workings of an operation
+        events.append((track, e.name[:60], e.time_range.start - whole.time_range.start, e.time_range.elapsed_us()))
+    return sorted(events, key=lambda event: event[2])
+
+
+class OperationTimer(TorchDispatchMode):
+    """Times every operation of torch in `with timer:`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self.events.append(("cpu", str(func), 1e6 * start, 1e6 * (time.perf_counter() - start)))
+        return out
+
+
+def timed_step(engine: ContinuousBatchingEngine) -> list[Event]:
+    begin = 1e6 * time.perf_counter()
+    with OperationTimer() as timer:
+        engine.step()
+    return [(track, name, start - begin, us) for track, name, start, us in timer.events]
+
+
+def record(engine: ContinuousBatchingEngine, batch: int) -> dict[str, Any]:
+    """Step time, and the trace as JSON can hold it in little room: see `unpack`."""
+    events = trace(engine, batch)
+    kinds = sorted({(track, name) for track, name, _, _ in events})
+    number = {kind: i for i, kind in enumerate(kinds)}
+    starts = [0, *(round(10 * start) for _, _, start, _ in events)]
+    rows = [
+        [number[track, name], start - before, round(10 * us)]
+        for (track, name, _, us), before, start in zip(events, starts, starts[1:], strict=False)
+    ]
+    return {
+        "step_ms": step_ms(engine, batch),
+        "graph_bytes": getattr(engine, "graph_bytes", None),
+        "kinds": kinds,
+        "events": rows,
+    }
+
+
+def unpack(kinds: list[tuple[str, str]], rows: list[tuple[int, int, int]]) -> list[Event]:
+    """rows: the number of an event's kind (track, name); its start since that of the row before; its duration. Both in
+    tenths of a microsecond."""
+    starts = accumulate(start for _, start, _ in rows)
+    return [(*kinds[kind], start / 10, us / 10) for (kind, _, us), start in zip(rows, starts, strict=True)]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A recording, with its events unpacked."""
+    recording: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for stage in recording["stages"].values():
+        stage["events"] = unpack(stage["kinds"], stage["events"])
+    return recording
+
+
+def launch_ms(repeats: int = 30) -> float:
+    """What a CPU takes at best to start every operation of a decode step of Qwen3-0.6B, attention left out.
+
+    The same list of operations on matrices so small that computing them takes no time to speak of.
+    """
+    config = read_config(SHAPES / SHAPE)
+    times = []
+    with torch.inference_mode():
+        thin = replace(config, hidden_size=16, intermediate_size=16, head_dim=8, vocab_size=32)
+        model = Transformer(replace(thin, num_attention_heads=2, num_key_value_heads=1))
+        one = torch.zeros(1, dtype=torch.int64)
+        for _ in range(repeats):
+            start = time.perf_counter()
+            model.logits(model(one, one, lambda layer, q, k, v: q))
+            times.append(1e3 * (time.perf_counter() - start))
+    return min(times)
+
+
+def busy_us(events: Sequence[Event], track: str) -> float:
+    """How long the track does something, in microseconds; what overlaps counts once."""
+    busy = end = 0.0
+    for _, _, start, us in sorted((e for e in events if e[0] == track), key=lambda e: e[2]):
+        busy += max(0.0, start + us - max(start, end))
+        end = max(end, start + us)
+    return busy
+
+
+def load_recording(directory: Path = RECORDINGS) -> dict[str, Any] | None:
+    """The recording for the notebook, and a line that says where it is from; or one that says how to make it."""
+    path = next(iter(sorted(directory.glob("decode_profile.*.json"))), None)
+    if path is None:
+        print("there is no recording of a GPU yet, and the cells that draw from it stay empty;")
+        print("on a machine with a GPU, `python -m tools.pictures.decode_profile` makes it")
+        return None
+    recording = read(path)
+    print(f"a recording: {recording['model']} on {recording['card']}, torch {recording['torch']}")
+    return recording
+
+
+def main() -> None:
+    from benchmarks.lib.harness import card_slug
+    from benchmarks.lib.random_checkpoint import random_checkpoint
+
+    parser = argparse.ArgumentParser(description="Record one decode step of stage 5 and of stage 6.")
+    parser.add_argument("--model", type=Path, help=f"checkpoint directory (default: {SHAPE} with random weights)")
+    parser.add_argument("--device", default="cuda", help="cpu only tries the code out")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RECORDINGS, help="directory for the JSON")
+    options = parser.parse_args()
+    model = options.model or random_checkpoint(SHAPE)
+    contenders: dict[str, Any] = {"stage 5": (ContinuousBatchingEngine, {}), "stage 6": (CUDAGraphEngine, {})}
+    if options.device != "cpu":
+        contenders["stage 6 compiled"] = (CUDAGraphEngine, {"compile": True})
+    stages = {}
+    for name, (engine_class, more) in contenders.items():
+        start = time.perf_counter()
+        engine = engine_class(model, device=options.device, max_num_seqs=options.batch, **more)
+        ready = time.perf_counter() - start
+        stages[name] = {"seconds_to_build": ready, **record(engine, options.batch)}
+        print(f"{name}: built in {ready:.1f} s, {stages[name]['step_ms']:.2f} ms a step")
+        del engine
+    card = torch.cuda.get_device_name() if options.device != "cpu" else "cpu"
+    recording = {
+        "card": card,
+        "torch": torch.__version__,
+        "model": SHAPE if options.model is None else model.name,
+        "batch": options.batch,
+        "stages": stages,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"decode_profile.{'cpu' if card == 'cpu' else card_slug(card)}.json"
+    path.write_text(json.dumps(recording, separators=(",", ":")) + "\n", encoding="utf-8")
+    print(f"written to {path} ({path.stat().st_size / 1e3:.0f} kB)")
+
+
+if __name__ == "__main__":
+    main()

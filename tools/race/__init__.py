@@ -1,0 +1,1 @@
+"""The race, its recordings, and the live views."""

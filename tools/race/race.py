@@ -1,0 +1,255 @@
+"""The stages and the engine on one workload, side by side: `make race`.
+
+    python -m tools.race.race [--stages 1 4 5 nanovllm] [--device cuda] [--requests 24] [--tokens 10] [--seed 0]
+    [--together]
+
+Each engine has a process of its own. They all get ready together and then run one at a time, since two engines on two
+cores measure each other; beside the one that runs, the picture shows where the earlier ones were after the same time.
+`--together` starts them all at once. This process imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from benchmarks.lib.recorder import ClockName
+from tools.ctrl_c import until_ctrl_c
+from tools.race.demo import EMBEDDED_MODEL, ROOT, describe, load_tokenizer
+from tools.race.view import Lane, Moment, finish_of, make_lanes, picture, result_table
+from tools.race.workload import Workload, choose_engines, engine_titles, make_workload
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+WORKER = [sys.executable, "-m", "tools.race.worker"]
+SIZES = {"cpu": (24, 10), "cuda": (60, 16)}  # requests, tokens: half a minute for the slowest
+FRAME = 0.1  # seconds between two pictures
+HOLD = 1.0  # seconds for which the end of a heat stays on the screen
+ALONE = "One at a time. A ghost ran before, and is where it was after the same time."
+TOGETHER = "All at once on {cores} cores: each slows the others down. For times, one at a time."
+
+
+class Racer:
+    """The process of one engine, and what it tells of itself, which goes into its lane."""
+
+    def __init__(self, lane: Lane, job: dict[str, Any]) -> None:
+        self.lane = lane
+        self.ready, self.over = threading.Event(), threading.Event()
+        self.result: dict[str, Any] | None = None
+        self.errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed by `stop`
+        self.process = subprocess.Popen(
+            WORKER,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            encoding="utf-8",
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+        )
+        self.listener = threading.Thread(target=self.listen, args=[json.dumps(job)], daemon=True)
+        self.listener.start()
+
+    def listen(self, job: str) -> None:
+        assert self.process.stdout is not None
+        self.tell(job)  # here, because it may have to wait until the process reads
+        for line in self.process.stdout:
+            message = json.loads(line)
+            if "at" in message:
+                self.lane.moments.append(Moment(*message["at"]))
+            elif "ready" in message:
+                self.ready.set()
+            else:
+                self.result = message["result"]
+        self.ready.set()
+        self.over.set()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has failed, which `check` will tell
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+
+    def go(self) -> None:
+        self.lane.mark = "live"
+        self.tell("go")
+
+    def check(self) -> None:
+        """Raises RuntimeError with the last words of a process that ended without a result."""
+        if self.over.is_set() and self.result is None:
+            self.errors.seek(0)
+            words = self.errors.read().split("\n")
+            last = next((line for line in reversed(words) if line.strip()), "without a word")
+            raise RuntimeError(f"{self.lane.title} failed: {last.strip()}")
+
+    def finish(self) -> str:
+        """What is to be said when it has come in."""
+        assert self.result is not None
+        self.lane.finish(self.result["events"], self.result["seconds"])
+        seconds, tokens = self.result["seconds"], self.lane.num_tokens
+        return f"{self.lane.title}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.listener.join()
+        for stream in (self.process.stdin, self.process.stdout, self.errors):
+            with contextlib.suppress(BrokenPipeError):
+                if stream is not None:
+                    stream.close()
+
+
+class Display:
+    """The moving picture; without a terminal, a line whenever there is something new to say."""
+
+    def __init__(self, console: Console, lanes: list[Lane], heading: Text) -> None:
+        self.console, self.lanes, self.heading = console, lanes, heading
+        self.said = ""
+        self.live: Live | None = None
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        if self.console.is_terminal:
+            with Live(console=self.console, auto_refresh=False) as self.live:
+                yield
+        else:
+            self.console.print(self.heading)
+            yield
+
+    def draw(self, t: float, footer: str) -> None:
+        if self.live is not None:
+            self.live.update(picture(self.lanes, t, self.console.width, self.heading, footer), refresh=True)
+        elif footer != self.said:
+            self.console.print(Text(footer))
+        self.said = footer
+
+    def hold(self, t: float, footer: str) -> None:
+        self.draw(t, footer)
+        if self.live is not None:
+            time.sleep(HOLD)
+
+
+def get_ready(racers: list[Racer], display: Display) -> None:
+    while waiting := [racer for racer in racers if not racer.ready.is_set()]:
+        count = "" if display.live is None else f" {len(racers) - len(waiting)} of {len(racers)} are there."
+        display.draw(0.0, f"Each loads and warms up, until all are at the start.{count}")
+        waiting[0].ready.wait(FRAME)
+    for racer in racers:
+        racer.check()
+
+
+def run_heat(racers: list[Racer], display: Display, footer: str) -> None:
+    """From the start to the last token of the last of these."""
+    start = time.perf_counter()
+    for racer in racers:
+        racer.go()
+    running = list(racers)
+    while running:
+        display.draw(time.perf_counter() - start, footer)
+        running[0].over.wait(FRAME)
+        for racer in [racer for racer in running if racer.over.is_set()]:
+            racer.check()
+            running.remove(racer)
+            said = racer.finish()
+            if not running:
+                display.hold(racer.lane.seconds or 0.0, said)
+            elif display.live is None:
+                display.draw(0.0, said)
+    for racer in racers:
+        racer.lane.mark = "ghost"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known when all have come in; `results` are those of `tools.race.worker`, by engine."""
+
+    workload: Workload
+    tokenizer: Tokenizer
+    titles: dict[str, str]
+    results: dict[str, dict[str, Any]]
+
+
+def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall") -> Outcome:
+    """Hold the race and print its table, with times by that clock.
+
+    Raises ValueError for a wrong option, and RuntimeError if an engine fails.
+    """
+    on_gpu = options.device != "cpu"
+    names = choose_engines(options.stages, on_gpu)
+    tokenizer = load_tokenizer(options.model)
+    num_requests, tokens = SIZES["cuda" if on_gpu else "cpu"]
+    workload = make_workload(
+        lambda text: tokenizer.encode(text).ids,
+        num_requests if options.requests is None else options.requests,
+        tokens if options.tokens is None else options.tokens,
+        options.seed,
+    )
+    titles = {name: engine_titles()[name] for name in names}
+    lanes = make_lanes(titles, workload.num_tokens, len(workload.prompts))
+    shared = {"model": str(options.model.resolve()), "device": options.device, "workload": asdict(workload)}
+    shared["clock"] = clock
+    rule = TOGETHER.format(cores=os.cpu_count()) if options.together else ALONE
+    heading = Text.assemble(
+        (f"{len(workload.prompts)} requests, {workload.num_tokens} tokens to generate\n", "bold"),
+        (f"{describe(options.model, options.device)}; seed {options.seed}\n{rule}", "dim"),
+    )
+    display = Display(console, lanes, heading)
+    racers: list[Racer] = []
+    try:
+        with display.shown():
+            racers += [Racer(lane, shared | {"engine": lane.engine}) for lane in lanes]
+            get_ready(racers, display)
+            if options.together:
+                run_heat(racers, display, f"All {len(racers)} are running.")
+            else:
+                for i, racer in enumerate(racers, start=1):
+                    run_heat([racer], display, f"Heat {i} of {len(racers)}: {racer.lane.title} is running.")
+    finally:
+        for racer in racers:
+            racer.stop()
+    results = {racer.lane.engine: racer.result for racer in racers if racer.result is not None}
+    finishes = [finish_of(lane, results[lane.engine]["events"], results[lane.engine]["outputs"]) for lane in lanes]
+    how = "all at once, in each other's way" if options.together else "one at a time"
+    console.print(result_table(finishes, f"\nThe result: {how}, KV memory for {workload.kv_slots} tokens"))
+    return Outcome(workload, tokenizer, titles, results)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stages", nargs="+", metavar="N", help='who takes part: "1", ..., "7", "nanovllm"')
+    parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL, help="checkpoint directory")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--requests", type=int, help="how many requests (default: 24, on a GPU 60)")
+    parser.add_argument("--tokens", type=int, help="length of a short answer (default: 10, on a GPU 16)")
+    parser.add_argument("--seed", type=int, default=0, help="which stories (default 0)")
+    parser.add_argument("--together", action="store_true", help="all at once, in each other's way")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="The stages and the engine side by side on one workload.")
+    add_options(parser)
+    try:
+        race(parser.parse_args(arguments), Console(highlight=False))
+    except (ValueError, RuntimeError) as error:
+        sys.exit(str(error))
+    print("One run, unrepeated: differences below a fifth are noise.\nMeasured with care: make ladder.")
+
+
+if __name__ == "__main__":
+    sys.exit(until_ctrl_c(main))

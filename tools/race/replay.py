@@ -1,0 +1,188 @@
+"""Recordings of the race, shown at the speed at which it happened: `make replay`.
+
+    python -m tools.race.replay [--recording DIRECTORY] [--engine stage_4] [--speed 2] [--from SECONDS] [--once]
+
+Needs neither torch nor a model. In a terminal the space bar stops and goes on, the right and left arrows go a step on
+or back, q ends it. Without one, or with --once, a single picture is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from tools.ctrl_c import until_ctrl_c
+from tools.race.recording import load, load_race
+from tools.race.replay_view import EngineShow, RaceShow, Show
+
+try:  # not on Windows: no keys there
+    import select
+    import termios
+    import tty
+except ImportError:
+    termios = None  # type: ignore[assignment]
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ROOT / "assets" / "recordings"
+FRAME = 1 / 15  # seconds between two pictures
+Key = Literal["pause", "on", "back", "quit"]
+KEYS: dict[bytes, Key] = {
+    b" ": "pause", b"q": "quit", b"\x1b[C": "on", b"\x1bOC": "on", b"\x1b[D": "back", b"\x1bOD": "back",
+}  # fmt: skip
+
+
+class Player:
+    """A clock over a show, which can be stopped, moved, and run faster or slower than the one on the wall."""
+
+    def __init__(
+        self, duration: float, *, speed: float = 1.0, start: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.duration, self.speed, self.clock = duration, speed, clock
+        self.paused = False
+        self.seek(start)
+
+    def seek(self, t: float) -> None:
+        self.base, self.since = min(max(0.0, t), self.duration), self.clock()
+
+    def position(self) -> float:
+        """Seconds of the show that have passed."""
+        if self.paused:
+            return self.base
+        return min(self.duration, self.base + self.speed * (self.clock() - self.since))
+
+    def toggle(self) -> None:
+        self.seek(self.position())
+        self.paused = not self.paused
+
+    def press(self, key: Key, show: Show) -> None:
+        """Stop or go on; or stop and go to the stop behind or before this one."""
+        if key == "pause":
+            self.toggle()
+        elif key in ("on", "back"):
+            t = self.position()
+            self.paused = True
+            if key == "on":
+                i = bisect_right(show.stops, t)
+                self.seek(show.stops[i] if i < len(show.stops) else self.duration)
+            else:
+                i = bisect_left(show.stops, t)
+                self.seek(show.stops[i - 1] if i else 0.0)
+
+
+class Keys:
+    """The keys pressed in a terminal, while `with Keys() as keys`. Where there are none to read, only time passes."""
+
+    def __init__(self) -> None:
+        self.on = termios is not None and sys.stdin.isatty()
+        self.saved: list[Any] = []
+
+    def __enter__(self) -> Self:
+        if self.on:
+            self.saved = termios.tcgetattr(sys.stdin)
+            tty.setcbreak(sys.stdin)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.on:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self.saved)
+
+    def wait(self, seconds: float) -> Key | None:
+        """The next key within so many seconds."""
+        if not self.on:
+            time.sleep(seconds)
+            return None
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        return KEYS.get(os.read(sys.stdin.fileno(), 16)) if ready else None
+
+
+def status(show: Show, player: Player, t: float, keys: bool) -> Text:
+    """Where we are in the show, how fast it goes, and what can be pressed."""
+    speed = "true speed" if player.speed == 1 else f"{player.speed:g} times true speed"
+    text = f"{t:.2f} of {show.duration:.2f} s, {'stopped' if player.paused else speed}"
+    if keys:
+        text += "   space: stop, go on   → ←: a step   q: end"
+    return Text(text, "dim")
+
+
+def play(show: Show, player: Player, console: Console, wait: Callable[[float], Key | None], *, keys: bool) -> bool:
+    """Show it from where the player is to the end; False if somebody wanted no more of it."""
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            t = player.position()
+            width, height = console.size
+            picture = show.render(t, width, height - 2)  # a line for the status, and one that stays empty
+            live.update(Group(picture, status(show, player, t, keys)), refresh=True)
+            if t >= show.duration and not player.paused:
+                return True
+            key = wait(FRAME)
+            if key == "quit":
+                return False
+            if key is not None:
+                player.press(key, show)
+
+
+def find_recording(shipped: Path = SHIPPED) -> Path:
+    """What is shown unless somebody chooses: a GPU's run, or else a CPU's."""
+    cards = sorted(d for d in shipped.glob("*") if d.is_dir() and d.name != "cpu")
+    return cards[0] if cards else shipped / "cpu"
+
+
+def make_show(directory: Path, engine: str | None) -> Show:
+    """The race, or one engine. Raises ValueError, in one line, for what cannot be shown."""
+    if engine is None:
+        return RaceShow(load_race(directory))
+    name = f"stage_{engine}" if engine.isdigit() else engine
+    known = sorted(path.name.split(".")[0] for path in directory.glob("*.jsonl.gz"))
+    if known and name not in known:
+        raise ValueError(f"--engine {engine}: {directory} has {', '.join(known)}")
+    return EngineShow(load(directory / f"{name}.jsonl.gz"))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Show a recorded race, or one engine of it.")
+    parser.add_argument(
+        "--recording", type=Path, help="directory of the files (default: of a GPU if shipped, or a CPU)"
+    )
+    parser.add_argument("--engine", metavar="NAME", help="one engine from inside: stage_4 (or 4), nanovllm")
+    parser.add_argument("--speed", type=float, default=1.0, help="2 is twice as fast, 0.1 slow motion")
+    parser.add_argument("--from", dest="start", type=float, metavar="SECONDS", help="where to begin")
+    parser.add_argument(
+        "--once", action="store_true", help="one picture (of --from, or a third of the way) and no more"
+    )
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False)
+    try:
+        if not (options.speed > 0 and math.isfinite(options.speed)):
+            raise ValueError(f"--speed must be a positive number, got {options.speed:g}")
+        show = make_show(options.recording or find_recording(), options.engine)
+        if not 0 <= (options.start or 0) <= show.duration:
+            raise ValueError(f"--from must be from 0 to {show.duration:.2f} seconds, got {options.start:g}")
+    except ValueError as error:
+        sys.exit(str(error))
+    if options.once or not console.is_terminal:
+        t = show.duration / 3 if options.start is None else options.start
+        console.print(show.render(t, console.width, console.height))
+        console.print(Text(f"{t:.2f} of {show.duration:.2f} s", "dim"))
+        show.conclude(console)
+        return
+    player = Player(show.duration, speed=options.speed, start=options.start or 0.0)
+    with Keys() as keys:
+        to_the_end = play(show, player, console, keys.wait, keys=keys.on)
+    if to_the_end:
+        show.conclude(console)
+
+
+if __name__ == "__main__":
+    sys.exit(until_ctrl_c(main))

@@ -1,0 +1,1 @@
+"""The story grammar, and the training of the embedded models."""

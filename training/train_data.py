@@ -1,0 +1,133 @@
+"""Corpus and tokenizer of the embedded model. Imports neither torch nor transformers, so workers start quickly."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from training.story_grammar import generate_story
+
+EOS: Final = "<|endoftext|>"
+EOS_ID: Final = 0
+VOCAB_SIZE: Final = 4096
+MAX_STORY_TOKENS: Final = 1000
+STORIES_PER_CHUNK: Final = 1000
+VALIDATION_INDEX: Final = 1 << 40  # stories of the validation set are numbered from here
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Stories laid end to end, each followed by `EOS_ID`; story i is `tokens[offsets[i] : offsets[i + 1]]`."""
+
+    tokens: NDArray[np.uint16]  # [T]
+    offsets: NDArray[np.int64]  # [S + 1]
+    duplicates: int = 0
+    too_long: int = 0
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each story, its end-of-text token included: [S]."""
+        return np.diff(self.offsets)
+
+
+def story_text(seed: int, index: int, held_out: bool = False) -> str:
+    """Story `index` of the corpus `seed`, whichever process asks for it."""
+    return generate_story(random.Random(seed << 48 | index), held_out).text
+
+
+def train_tokenizer(seed: int, stories: int) -> Tokenizer:
+    """Byte-level BPE over the first stories of the corpus. Every byte is in the alphabet: any text can be encoded."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((story_text(seed, index) for index in range(stories)), trainer)
+    if tokenizer.token_to_id(EOS) != EOS_ID or tokenizer.get_vocab_size() != VOCAB_SIZE:
+        raise RuntimeError(
+            f"{tokenizer.get_vocab_size()} entries instead of {VOCAB_SIZE}: the grammar has too few words"
+        )
+    return tokenizer
+
+
+_worker_tokenizer: Tokenizer | None = None
+
+
+def _start_worker(tokenizer_json: str) -> None:
+    global _worker_tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_tokenizer = Tokenizer.from_str(tokenizer_json)
+
+
+def _encode_chunk(job: tuple[int, int, int]) -> list[tuple[bytes, NDArray[np.uint16]]]:
+    """Digest and tokens (EOS included) of each story of one chunk."""
+    assert _worker_tokenizer is not None
+    seed, first, count = job
+    texts = [story_text(seed, index) for index in range(first, first + count)]
+    encodings = _worker_tokenizer.encode_batch(texts)
+    return [
+        (hashlib.blake2b(text.encode(), digest_size=12).digest(), np.array([*encoding.ids, EOS_ID], dtype=np.uint16))
+        for text, encoding in zip(texts, encodings, strict=True)
+    ]
+
+
+def build_corpus(tokenizer: Tokenizer, seed: int, num_tokens: int, processes: int) -> Corpus:
+    """Distinct stories until there are `num_tokens` tokens. The number of processes does not change the result."""
+    stories: list[NDArray[np.uint16]] = []
+    seen: set[bytes] = set()
+    total = duplicates = too_long = 0
+    jobs = ((seed, first, STORIES_PER_CHUNK) for first in range(0, num_tokens // 50 + 1, STORIES_PER_CHUNK))
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, _start_worker, (tokenizer.to_str(),)) as pool:
+        for chunk in _ordered(pool, jobs, 4 * processes):
+            for digest, story in chunk:
+                if digest in seen:
+                    duplicates += 1
+                elif len(story) > MAX_STORY_TOKENS + 1:
+                    too_long += 1
+                else:
+                    seen.add(digest)
+                    stories.append(story)
+                    total += len(story)
+            if total >= num_tokens:
+                break
+    return _join(stories, duplicates, too_long)
+
+
+def _ordered(
+    pool: multiprocessing.pool.Pool, jobs: Iterator[tuple[int, int, int]], ahead: int
+) -> Iterator[list[tuple[bytes, NDArray[np.uint16]]]]:
+    """Like `pool.imap`, but with a bounded number of jobs under way, because most of them will not be needed."""
+    pending = []
+    for job in jobs:
+        pending.append(pool.apply_async(_encode_chunk, (job,)))
+        if len(pending) >= ahead:
+            yield pending.pop(0).get()
+    for result in pending:
+        yield result.get()
+
+
+def build_validation(tokenizer: Tokenizer, seed: int, stories: int) -> Corpus:
+    """Stories about held-out combinations of name, species and object."""
+    texts = [story_text(seed, VALIDATION_INDEX + index, held_out=True) for index in range(stories)]
+    encodings = tokenizer.encode_batch(texts)
+    return _join([np.array([*encoding.ids, EOS_ID], dtype=np.uint16) for encoding in encodings])
+
+
+def _join(stories: list[NDArray[np.uint16]], duplicates: int = 0, too_long: int = 0) -> Corpus:
+    offsets = np.zeros(len(stories) + 1, dtype=np.int64)
+    np.cumsum([len(story) for story in stories], out=offsets[1:])
+    return Corpus(np.concatenate(stories), offsets, duplicates, too_long)

@@ -1,0 +1,89 @@
+"""Figures of the trained models, taken from the saved files as everybody else will load them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from training.story_grammar import check_story, opening
+from training.train_data import EOS_ID, Corpus
+from training.train_loop import IGNORED, Batches
+
+STORY_SEED = 2_000_003  # story i of the evaluation begins with opening(Random(STORY_SEED + i))
+TEMPERATURE = 0.8
+BATCH_TOKENS = 16384
+
+
+def load(directory: Path, device: torch.device) -> Any:
+    """The bf16 checkpoint, computed with in fp32."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
+
+
+@torch.no_grad()
+def compare(target: Any, draft: Any, validation: Corpus, device: torch.device) -> dict[str, float]:
+    """Validation losses (nats a token), and how well the draft foresees the target.
+
+    `agreement`: share of positions with the same argmax. `acceptance`: mean of sum(min(p, q)), which is the chance that
+    speculative sampling at temperature 1 accepts a draft token (Leviathan et al., 2023).
+    """
+    sums = torch.zeros(5, dtype=torch.float64, device=device)  # target loss, draft loss, same argmax, min(p, q), tokens
+    batches = Batches(validation, BATCH_TOKENS, 0, device)
+    for width, stories in batches.epoch(0):
+        inputs, labels = batches.load(width, stories)
+        real = labels != IGNORED  # [B, width]
+        wanted = labels[real]  # [R]
+        p: Tensor = target(input_ids=inputs, use_cache=False).logits[real].log_softmax(-1)  # [R, V]
+        q: Tensor = draft(input_ids=inputs, use_cache=False).logits[real].log_softmax(-1)  # [R, V]
+        rows = torch.arange(len(wanted), device=device)
+        sums[0] -= p[rows, wanted].double().sum()
+        sums[1] -= q[rows, wanted].double().sum()
+        sums[2] += (p.argmax(-1) == q.argmax(-1)).sum()
+        sums[3] += torch.minimum(p, q).exp().double().sum()
+        sums[4] += len(wanted)
+    target_loss, draft_loss, same, accepted = (sums[:4] / sums[4]).tolist()
+    return {
+        "target_loss": round(target_loss, 4),
+        "draft_loss": round(draft_loss, 4),
+        "agreement": round(same, 4),
+        "acceptance": round(accepted, 4),
+    }
+
+
+@torch.no_grad()
+def tell_stories(
+    target: Any, directory: Path, count: int, max_new_tokens: int, device: torch.device, batch_size: int = 200
+) -> list[dict[str, Any]]:
+    """Stories from held-out openings at temperature 0.8 without filters, each with the checker's verdict."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    openings = [opening(random.Random(STORY_SEED + index)) for index in range(count)]
+    told: list[dict[str, Any]] = []
+    torch.manual_seed(0)
+    for first in range(0, count, batch_size):
+        some = openings[first : first + batch_size]
+        prompts = [tokenizer(start.text).input_ids for start in some]
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[EOS_ID] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)  # [B, L]
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        output = target.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=TEMPERATURE,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=EOS_ID,
+            pad_token_id=EOS_ID,
+        )
+        for start, row in zip(some, output[:, longest:].tolist(), strict=True):
+            ended = EOS_ID in row
+            new = row[: row.index(EOS_ID)] if ended else row
+            text = start.text + tokenizer.decode(new)
+            problems = list(check_story(text, start.facts).problems) + ([] if ended else ["no end-of-text token"])
+            told.append({"text": text, "opening": start.text, "tokens": len(new), "problems": problems})
+    return told
