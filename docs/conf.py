@@ -23,7 +23,8 @@ pygments_dark_style = "monokai"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 # The notebooks carry their outputs, and nothing on the site is fetched from elsewhere: no widgets. Short formulas are
-# spelled out by tools/docs/docs.py; a page with another one would ask for a file that is not there, which a test notices.
+# spelled out by tools/docs/docs.py. A page with another one would ask for a file that is not
+# there, which a test notices.
 nb_render_markdown_format = "myst"  # so that tables in outputs are tables
 nb_execution_mode = "off"
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}

@@ -10,8 +10,8 @@ import pytest
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from stages.stage_6_cuda_graphs import CUDAGraphEngine
 from tests.weights import lively_qwen3
+from tools.pictures import decode_profile
 from tools.pictures.decode_profile import Event, busy_us
-from tools.pictures.pictures import decode_profile
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from stages.core import SamplingParams
 from stages.manifest import load_stage, load_stages
-from tools.race.race import demo, demo_live
+from tools.race import demo, demo_live
 from training.story_grammar import generate_story
 
 MODEL = demo.EMBEDDED_MODEL

@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks.lib import report
 from stages.manifest import load_stages
-from tools.docs.docs import ROOT, Site, docs, docs_pages, filled
+from tools.docs import docs, docs_pages
+from tools.docs.docs import ROOT, Site, filled
 from tools.docs.docs_diagrams import DIAGRAMS
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}

@@ -13,7 +13,8 @@ from stages.core import SamplingParams
 from stages.manifest import Stage, load_stages
 from tests.stage_jobs import Job, run_jobs
 from tests.weights import lively_qwen3
-from tools.exercises.exercises import ROOT, Hole, cut, exercise_source, exercises, find_holes, write_exercise
+from tools.exercises import exercises
+from tools.exercises.exercises import ROOT, Hole, cut, exercise_source, find_holes, write_exercise
 from tools.exercises.stage_runs import solution
 
 STAGES = load_stages()

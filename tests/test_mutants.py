@@ -4,7 +4,7 @@ import pytest
 
 from stages.manifest import Stage, load_stages
 from tests.stage_jobs import Job, run_jobs
-from tools.exercises.exercises import mutants
+from tools.exercises import mutants
 from tools.exercises.mutants import Mutant, load_mutants
 from tools.exercises.stage_runs import Verdict, solution
 

@@ -1,4 +1,4 @@
-"""What every file is held to: ruff, mypy, 300 lines of Python at most, and no path of somebody's machine."""
+"""What every file is held to: ruff, mypy, a largest number of lines, and no path of somebody's machine."""
 
 import re
 import subprocess
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST_FILE = 300  # lines, docstrings and all: what a reader can hold in mind
+LONGEST_FILE = 400  # lines, docstrings and all
+LONGEST_STAGE = 300  # what a reader can hold in mind
 CODE = ("stages", "nanovllm", "tools", "training", "benchmarks", "tests", "examples", "lectures", "example.py")
 
 # Home and scratch directories on Linux, macOS and Windows, in a form that does not find itself.
@@ -43,7 +44,8 @@ def too_long(paths: list[Path]) -> Iterator[str]:
         lines = path.read_text().splitlines()
         if path.parent.name == "notebooks" and path.parent.parent == ROOT:
             lines = [line for line in lines if not line.startswith("#")]  # without its prose
-        if len(lines) > LONGEST_FILE:
+        longest = LONGEST_STAGE if path.parent.name == "stages" and path.parent.parent == ROOT else LONGEST_FILE
+        if len(lines) > longest:
             yield f"{path}: {len(lines)} lines"
 
 
@@ -93,7 +95,7 @@ def test_the_length_check_bites(tmp_path: Path) -> None:
     (tmp_path / "fits.py").write_text("x = 1\n" * LONGEST_FILE)
     (tmp_path / "long.py").write_text("x = 1\n" * (LONGEST_FILE + 1))
     (tmp_path / "long.md").write_text("text\n" * 1000)
-    assert list(too_long(sorted(tmp_path.iterdir()))) == [f"{tmp_path / 'long.py'}: 301 lines"]
+    assert list(too_long(sorted(tmp_path.iterdir()))) == [f"{tmp_path / 'long.py'}: {LONGEST_FILE + 1} lines"]
 
 
 @pytest.mark.parametrize("parts", [("work", "main"), ("home", "ann", "x"), ("root", ".cache"), ("Users", "Ann", "x")])

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from stages.manifest import load_stage
+from tools.race import race, record, replay
 from tools.race.demo import EMBEDDED_MODEL, load_tokenizer
-from tools.race.race import race, record, replay
 from tools.race.recording import load_race
 from tools.race.view import Lane, Moment, draw_bar, draw_lanes, make_lanes
 from tools.race.worker import stage_options

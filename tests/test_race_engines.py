@@ -11,9 +11,9 @@ import pytest
 
 from stages.core import SamplingParams
 from stages.manifest import load_stage
+from tools.race import record, replay
 from tools.race.demo import EMBEDDED_MODEL, load_tokenizer
 from tools.race.demo_live import EngineView
-from tools.race.race import record, replay
 from tools.race.recording import load_race
 from tools.race.replay_view import EngineShow
 from tools.race.view import Moment, moments_of

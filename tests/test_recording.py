@@ -14,7 +14,7 @@ import pytest
 
 from nanovllm.trace_view import Recording as Trace
 from tests.tiny_recording import ABOUT, tiny
-from tools.race.race import replay
+from tools.race import replay
 from tools.race.recording import load, load_race, save
 
 

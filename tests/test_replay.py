@@ -14,8 +14,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.tiny_recording import tiny
+from tools.race import replay
 from tools.race.demo import EMBEDDED_MODEL, load_tokenizer
-from tools.race.race import replay
 from tools.race.recording import Recording, load_race
 from tools.race.replay_view import EngineShow, RaceShow, ReplayView, Show
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from stages.manifest import load_stages
+from tools.exercises import stage_diff
 from tools.exercises.diff_html import page
-from tools.exercises.exercises import stage_diff
 from tools.exercises.stage_compare import Pair, StageDiff, compare, facts, title
 from tools.exercises.stage_units import ROOT, Unit, count_code_lines, find, read_stage
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.engine import tensor_parallel
 from benchmarks.engine.tensor_parallel import FULL, SHAPE, name_of, num_all_reduces, showcase, where_it_goes
-from benchmarks.kernels.kernels import all_reduce
+from benchmarks.kernels import all_reduce
 from benchmarks.lib import harness, report
 from nanovllm.models.config import read_config
 from tests.stages.ranks import Threads

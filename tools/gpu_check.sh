@@ -3,7 +3,7 @@
 # Usage: OUT=results tools/gpu_check.sh [PYTHON]
 #   TESTS="tests/engine"          which tests (those of stages, engine and kernels; "" for none), by JOBS=8 processes at once
 #   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
-#   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle phases startup prefix mixed ablations roofline
+#   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle phases startup prefix mixed ablations
 #                                 speculation tensor_parallel
 #   RANKS=4                       the most GPUs for tensor_parallel; with more than one, the tests of several ranks run, too
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
@@ -65,7 +65,7 @@ from benchmarks.lib.harness import card_slug
 print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || exit 1
   "$python" -m benchmarks.kernels.kernels --out "$out/kernels.$card.json" || status=1
   for name in fused linears; do
-    "$python" -m "benchmarks.$name" --out "$out/$name.$card.json" --commit "$commit" || status=1
+    "$python" -m "benchmarks.kernels.$name" --out "$out/$name.$card.json" --commit "$commit" || status=1
   done
   experiment() { # RECORD BATCHES VARIANTS...: a decode step with these changes, beside the engine as it is
     # Those named before `ring_decode` change `paged_decode`: so the plain kernel is what to compare them with.
@@ -77,7 +77,7 @@ print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || 
   }
   mapfile -t halves < <("$python" -c 'from benchmarks.engine.half_batches import VARIANTS; print(*VARIANTS, sep="\n")')
   mapfile -t others < <("$python" -c '
-from benchmarks import decode_step, half_batches
+from benchmarks.engine import decode_step, half_batches
 elsewhere = {decode_step.BASE, decode_step.PLAIN, *decode_step.RING_VARIANTS, "merged inside", *half_batches.VARIANTS}
 print(*(name for name in decode_step.VARIANTS if name not in elsewhere), sep="\n")')
   experiment decode_step "8,384 32,384 64,850 256,850" "${others[@]}"
@@ -94,6 +94,6 @@ for benchmark in ${BENCHMARKS:-}; do
     throughput|latency|startup|prefix|tensor_parallel) if [ -n "${VLLM:-}" ]; then options+=(--vllm-path "$VLLM"); fi ;;
     ablations) if [ -n "${FLASH:-}" ]; then options+=(--flash-path "$FLASH"); fi ;;
   esac
-  "$python" -m "benchmarks.$benchmark" --out "$out" --commit "$commit" "${options[@]}" || status=1
+  "$python" -m "benchmarks.engine.$benchmark" --out "$out" --commit "$commit" "${options[@]}" || status=1
 done
 exit $status

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, run_process, vllm
-from benchmarks.kernels.kernels import all_reduce
+from benchmarks.kernels import all_reduce
 from benchmarks.lib.harness import EMBEDDED_MODEL, ROOT, Contender, Figure, Showcase, metric
 from benchmarks.lib.roofline import num_parameters
 from nanovllm.models.config import ModelConfig, read_config

@@ -6,8 +6,8 @@ bf16. Every call gets other weights, as layers do, so that none come from a cach
 graph: what a kernel hides behind the one before it is hidden here, too. The library's product has the gate behind it;
 the layers whose result may come in parts (o and down) have the norm behind them that sums these.
 
-"chosen" is what the engine takes (`nanovllm/kernels/linear/few_tokens.py`, whose borders come from here), "any GPU" what
-it takes where `early_linear` does not run, and beside them are the plausible layouts of that one; `--sweep` tries all.
+"chosen" is what the engine takes (`nanovllm/kernels/linear/few_tokens.py`, whose borders come from here), "any GPU"
+what it takes where `early_linear` does not run, and beside them are the plausible layouts of that one; `--sweep` tries all.
 """
 
 from __future__ import annotations

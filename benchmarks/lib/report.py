@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import decode_step_report, engine_report, tensor_parallel_report
-from benchmarks.kernels.kernels import kernels_report, linears_report
+from benchmarks.kernels import kernels_report, linears_report
 from benchmarks.lib import wording
 from benchmarks.lib.harness import RESULTS, ROOT, gain
-from benchmarks.serving.serving import serving_report
+from benchmarks.serving import serving_report
 from stages.manifest import load_stages
 
 ENGINE_TABLES = engine_report.TABLES | {

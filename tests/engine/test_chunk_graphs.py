@@ -88,8 +88,8 @@ def test_guesses_beside_a_prompt(
 def test_more_sequences_than_a_recording_has_room_for_are_launched(
     device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]
 ) -> None:
-    for module in ("chunk_graphs", "model_runner"):
-        monkeypatch.setattr(f"nanovllm.runner.{module}.MAX_SEQUENCES", 4)
+    for module in ("graphs.chunk_graphs", "runner.model_runner"):
+        monkeypatch.setattr(f"nanovllm.{module}.MAX_SEQUENCES", 4)
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch)
     prompts = [list(range(i, i + 5)) for i in range(1, 5)]
     for n, replayed in ((3, True), (4, False)):  # one is kept for padding

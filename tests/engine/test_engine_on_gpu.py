@@ -152,8 +152,8 @@ def compiled() -> int:
     import nanovllm.kernels as package
 
     found = 0
-    for module in pkgutil.iter_modules(package.__path__):
-        for kernel in vars(importlib.import_module(f"nanovllm.kernels.{module.name}")).values():
+    for module in pkgutil.walk_packages(package.__path__, "nanovllm.kernels."):
+        for kernel in vars(importlib.import_module(module.name)).values():
             if isinstance(kernel, triton.JITFunction) and hasattr(kernel, "device_caches"):
                 found += sum(len(caches[0]) for caches in kernel.device_caches.values())
     return found

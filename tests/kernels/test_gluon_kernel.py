@@ -23,7 +23,7 @@ def test_not_without_hopper_or_gluon(name: str, monkeypatch: pytest.MonkeyPatch)
     forget()
     kernels = [gluon_kernel(name, device) for device in devices]
     assert kernels[0] is not None and kernels[0].__name__ == name and kernels[1:] == [None] * 3
-    monkeypatch.delitem(sys.modules, f"nanovllm.kernels.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"nanovllm.kernels.hopper.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)  # an import of it fails
     forget()
     assert [gluon_kernel(name, device) for device in devices] == [None] * 4

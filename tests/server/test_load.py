@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving.serving import serving
+from benchmarks.serving import serving
 from benchmarks.serving.serving_client import Record
 from benchmarks.serving.serving_report import table
 

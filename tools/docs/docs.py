@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tools.docs.docs import docs_pages
+from tools.docs import docs_pages
 from tools.docs.docs_diagrams import DIAGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,9 @@ from rich.console import Console
 from benchmarks.lib.harness import card_slug, commit, model_name
 from benchmarks.lib.recorder import ClockName, choose_clock
 from tools.ctrl_c import until_ctrl_c
+from tools.race import race
 from tools.race.demo import ROOT
-from tools.race.race import Outcome, add_options, race
+from tools.race.race import Outcome, add_options
 from tools.race.recording import About, record, save
 from tools.race.workload import choose_engines
 
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     try:
-        save_all(race(options, console, clock_for(options)), options, console)
+        save_all(race.race(options, console, clock_for(options)), options, console)
     except (ValueError, RuntimeError) as error:
         sys.exit(str(error))
 
