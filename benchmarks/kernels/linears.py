@@ -7,7 +7,8 @@ graph: what a kernel hides behind the one before it is hidden here, too. The lib
 the layers whose result may come in parts (o and down) have the norm behind them that sums these.
 
 "chosen" is what the engine takes (`nanovllm/kernels/linear/few_tokens.py`, whose borders come from here), "any GPU"
-what it takes where `early_linear` does not run, and beside them are the plausible layouts of that one; `--sweep` tries all.
+what it takes where `early_linear` does not run, and beside them are the plausible layouts of that one;
+`--sweep` tries all.
 """
 
 from __future__ import annotations
