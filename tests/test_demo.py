@@ -164,7 +164,7 @@ def test_stage_7_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch, 
 
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:
     script = (
-        "import sys; from tools import demo, demo_live; demo_live.LENGTHS = (2, 2); demo.main(['--stage', '4']); "
+        "import sys; from tools.race import demo, demo_live; demo_live.LENGTHS = (2, 2); demo.main(['--stage', '4']); "
         "slow = {'transformers', 'matplotlib', 'pandas'} & sys.modules.keys(); assert not slow, slow"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=demo.ROOT, capture_output=True, text=True)

@@ -242,7 +242,7 @@ def test_bytes_from_a_terminal_are_keys() -> None:
 
 def test_without_torch_and_at_once() -> None:
     script = (
-        "import sys, time; from tools import replay; replay.main(['--once']); replay.main(['--engine', '4']); "
+        "import sys, time; from tools.race import replay; replay.main(['--once']); replay.main(['--engine', '4']); "
         "assert not {'torch', 'tokenizers', 'transformers'} & sys.modules.keys(); assert time.process_time() < 1.0"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=replay.ROOT, capture_output=True, text=True)

@@ -125,7 +125,7 @@ def test_a_process_that_runs_out_of_memory() -> None:
 SCRIPT = """
 import os, sys, torch
 from nanovllm import LLM
-from nanovllm.runner import parallel_executor
+from nanovllm.workers import parallel_executor
 load_model = parallel_executor.load_model
 def load(*arguments, **options):
     if os.environ["RANK"] == "1":
