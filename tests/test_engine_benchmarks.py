@@ -4,6 +4,7 @@ import argparse
 import gzip
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -168,18 +169,46 @@ def test_on_an_h200_guessing_loses_only_where_steps_are_not_replayed() -> None:
         assert times[64][name]["median"] < 1.3 * times[32][name]["median"]
 
 
-def test_every_fused_kernel_has_its_ablation(monkeypatch: pytest.MonkeyPatch) -> None:
+ABLATE = """
+import json
+from nanovllm import kernels
+from benchmarks.engine.ablations import BASE, VARIANTS
+fields = kernels.FusedKernels._fields
+gone = {}
+for name, variant in VARIANTS.items():
+    if variant.patch is not None:
+        kernels.fused_kernels = lambda device: kernels.FusedKernels(*fields)
+        variant.patch()
+        gone[name] = [field for field, kernel in kernels.fused_kernels(None)._asdict().items() if kernel is None]
+print(json.dumps(gone))
+"""
+
+
+def test_every_fused_kernel_has_its_ablation_and_every_patch_still_fits() -> None:
+    """A patch that names something that is not there any more fails, here as on a GPU."""
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", ABLATE], capture_output=True, text=True, cwd=harness.ROOT)
+    assert done.returncode == 0, done.stderr
+    gone = [set(fields) for fields in json.loads(done.stdout).values()]
     fields = kernels.FusedKernels._fields
-    everything = kernels.FusedKernels(*[lambda *_: None] * len(fields))  # type: ignore[arg-type]
-    gone = []
-    for variant in ablations.VARIANTS.values():
-        if variant.patch not in (None, ablations.compiled):
-            monkeypatch.delitem(sys.modules, "nanovllm.runner.model_runner", raising=False)
-            monkeypatch.setattr(kernels, "fused_kernels", lambda device: everything)
-            variant.patch()
-            left = kernels.fused_kernels(None)._asdict()
-            gone.append({name for name, kernel in left.items() if kernel is None})
     assert all({name} in gone for name in fields) and set(fields) in gone
+
+
+def test_an_ablation_adds_to_what_an_earlier_run_has_written(
+    results: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = json.loads((results / "ablations.json").read_text())
+    (tmp_path / "ablations.json").write_text(json.dumps(before))
+    monkeypatch.setattr(roofline, "in_a_process", roofline.roofline)
+    monkeypatch.setattr(ablations, "run_process", run_here)
+    command = ["ablations", "--quick", "--device", "cpu", "--model", str(model), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--repeats", "1", "--only", "blocks of 16"])
+    with pytest.raises(SystemExit):
+        ablations.main()
+    after = json.loads((tmp_path / "ablations.json").read_text())
+    values, added = (result["figures"][0]["values"] for result in (before, after))
+    assert values == {name: value for name, value in added.items() if name != "blocks of 16"} != added
+    assert after["failures"] == before["failures"]
 
 
 # --- the CPU table ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""What each part of the engine is worth: the headline workload and small batches with one thing at a time taken away.
+"""What each part of the engine is worth: one part is switched off at a time, and the engine is measured without it.
 
-    python -m benchmarks.engine.ablations --out DIR [--only eager --only sync] [--repeats 2] [--flash-path PATH]
+    python -m benchmarks.engine.ablations --out DIR [--only NAME --only ...] [--repeats 2] [--flash-path PATH]
 
-Every variant runs in a process of its own, and all in one run, so that they can be compared. The first is the engine as
-it is. `--flash-path` is where flash-attn can be imported from, if it is not installed.
+Every variant runs in a fresh process; the first is the engine as it is. After every process the result is written. If
+the file in --out has other variants of the same commit, card and workload, they stay in it: so the variants can be
+measured in several runs. `--flash-path` is where flash-attn can be imported from, if it is not installed.
 """
 
 import argparse
@@ -11,11 +12,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
+from itertools import zip_longest
 from typing import Any
 
 from benchmarks.engine import latency, throughput
 from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, run_process
-from benchmarks.engine.engine_worker import Engine, Repetition
+from benchmarks.engine.engine_worker import Engine, Repetition, random_prompts
 from benchmarks.lib import roofline
 from benchmarks.lib.harness import Contender, Figure, Showcase, metric
 from nanovllm.kernels import FusedKernels
@@ -63,6 +66,43 @@ def compiled() -> None:
     transformer.silu_and_mul = torch.compile(gate, dynamic=True)
 
 
+def replaced(module: str, name: str, value: Any) -> Callable[[], None]:
+    """A patch that puts `value` in the place of what `module` calls `name`."""
+
+    def patch() -> None:
+        found = import_module(f"nanovllm.{module}")
+        assert hasattr(found, name), f"nanovllm.{module} has no {name} any more"
+        setattr(found, name, value)
+
+    return patch
+
+
+def tiled_for_skinny() -> None:
+    """A patch: `tiled_linear` computes what `skinny_linear` is chosen for."""
+    choice: Any = import_module("nanovllm.kernels.linear.few_tokens")
+
+    def instead(x: Any, weight: Any, bias: Any = None, *, gated: bool = False, partial: bool = False) -> Any:
+        tile = choice.choose_tile(len(x), weight.nbytes < choice.SMALL_BYTES, gated, partial)
+        return choice.tiled_linear(x, weight, bias, tile=tile, gated=gated, partial=partial)
+
+    assert hasattr(choice, "skinny_linear")
+    choice.skinny_linear = instead
+
+
+def both(*patches: Callable[[], None]) -> Callable[[], None]:
+    def patch() -> None:
+        for each in patches:
+            each()
+
+    return patch
+
+
+# Hopper's kernels, each replaced by what other GPUs take
+NO_RING = replaced("attention.triton_backend", "ring_layout", lambda *_: None)
+NO_WARP = replaced("attention.triton_backend", "fits_warp_prefill", lambda *_: False)
+NO_EARLY = replaced("kernels.linear.few_tokens", "early_tile_tokens", lambda *_: 0)
+NO_CHUNKS = replaced("runner.model_runner", "chunk_sizes", lambda *_: [])
+
 # What is done in PyTorch instead when a fused kernel is taken away
 FUSED = {
     "sample_rows": "sampling not fused",
@@ -80,6 +120,12 @@ VARIANTS: dict[str, Variant] = {
     **{FUSED.get(k, f"without {k}"): Variant(patch=without_kernels(k)) for k in FusedKernels._fields},
     "none of these kernels": Variant(patch=without_kernels(*FusedKernels._fields)),
     "torch.compile in their place": Variant(patch=compiled),
+    "paged_decode in place of ring_decode": Variant(patch=NO_RING),
+    "paged_prefill in place of warp_prefill": Variant(patch=NO_WARP),
+    "no early_linear": Variant(patch=NO_EARLY),
+    "no kernels of Hopper's own": Variant(patch=both(NO_RING, NO_WARP, NO_EARLY)),
+    "tiled_linear in place of skinny_linear": Variant(patch=tiled_for_skinny),
+    "steps with prompts not recorded": Variant(patch=NO_CHUNKS),
     "no chunked prefill": Variant({"enable_chunked_prefill": False}),
     "no prefix cache": Variant({"enable_prefix_caching": False}),
     "blocks of 16": Variant({"kvcache_block_size": 16}),
@@ -87,25 +133,60 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def measure(engine: Engine, repeats: int, sizes: dict[str, int], small: dict[str, Any]) -> list[Repetition]:
-    """In the process of one variant: the headline workload, and small batches, where other things count."""
-    large = throughput.measure(engine, repeats, sizes)
-    few = latency.measure(engine, repeats, **small)
-    return [{**one, **other} for one, other in zip(large, few, strict=True)]
+def measure(
+    engine: Engine, repeats: int, sizes: dict[str, int], small: dict[str, Any], prompts: dict[str, Any]
+) -> list[Repetition]:
+    """In the process of one variant: the headline workload, small batches and prompts, where other parts count.
+
+    The last two take so little time that they are repeated more often.
+    """
+    found = (
+        throughput.measure(engine, repeats, sizes),
+        latency.measure(engine, **small),
+        first_token(engine, **prompts),
+    )
+    repetitions: list[Repetition] = []
+    for parts in zip_longest(*found):
+        repetitions.append({name: figures for part in parts if part for name, figures in part.items()})
+    return repetitions
 
 
-def showcase(contenders: list[Contender], limit: dict[str, Any], batches: list[int]) -> Showcase:
+def first_token(engine: Engine, repeats: int, batches: list[int], prompt_len: int, highest_id: int) -> list[Repetition]:
+    """Time to the first token of so many prompts at once."""
+    repetitions: list[Repetition] = [{} for _ in range(repeats)]
+    for batch in batches:
+        for repeat in range(-2, repeats):  # the first two are for warming up
+            prompts = random_prompts([prompt_len] * batch, 20_000 * batch + repeat, highest_id)
+            ms = 1e3 * engine.timed(prompts, [1] * batch)
+            if repeat >= 0:
+                repetitions[repeat][f"{batch} prompts"] = {"first_token_ms": ms}
+    return repetitions
+
+
+def showcase(
+    contenders: list[Contender], limit: dict[str, Any], batches: list[int], prompts: dict[str, Any]
+) -> Showcase:
     figures = [
         Figure("throughput", "throughput", "tokens/s", "higher", metric("headline", "tokens_per_second")),
         *(
             Figure(f"ms_{b}", f"time a token, batch {b}", "ms", "lower", metric(f"batch {b}", "ms_per_token"))
             for b in batches
         ),
+        *(
+            Figure(
+                f"first_{n}",
+                f"time to first token, {n} prompt{'s' * (n > 1)} of {prompts['prompt_len']}",
+                "ms",
+                "lower",
+                metric(f"{n} prompts", "first_token_ms"),
+            )
+            for n in prompts["batches"]
+        ),
     ]
     return Showcase(
         name="ablations",
-        title="One thing at a time taken away",
-        workload=f"{throughput.describe(limit)}; and batches of {' and '.join(map(str, batches))}, greedy",
+        title="What each part is worth",
+        workload=f"{throughput.describe(limit)}; and batches of {', '.join(map(str, batches))}, greedy",
         contenders=contenders,
         scenarios=[],
         figures=figures,
@@ -126,14 +207,20 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=VARIANTS, help="this variant (and others so named) only")
     options = check_options(parser.parse_args())
     names = [name for name in VARIANTS if options.only is None or name in options.only]
-    contenders = [ours(options, name, variant=name, **VARIANTS[name].options) for name in names]
     limit = roofline.in_a_process(options)
-    small: dict[str, Any] = {"batches": [1, 32], "prompt_len": 128, "num_tokens": 128, "highest_id": 10_000}
+    small: dict[str, Any] = {"repeats": 5, "batches": [1, 8, 32, 256], "prompt_len": 128, "num_tokens": 128}
+    prompts: dict[str, Any] = {"repeats": 10, "batches": [1, 16], "prompt_len": 1024}
     if options.quick:
-        small = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 4, "highest_id": 500}
-    arguments = {"repeats": options.repeats, "sizes": limit["workload"], "small": small}
-    comparison = Comparison(showcase(contenders, limit, small["batches"]), options, {"roofline": limit})
-    comparison.run(lambda contender: run_process(contender, "benchmarks.engine.ablations", arguments, options))
+        small |= {"repeats": 2, "batches": [1, 2], "prompt_len": 8, "num_tokens": 4}
+        prompts |= {"repeats": 2, "batches": [1, 2], "prompt_len": 32}
+    for sizes in (small, prompts):
+        sizes["highest_id"] = 500 if options.quick else 10_000
+    contenders = [ours(options, name, variant=name, **variant.options) for name, variant in VARIANTS.items()]
+    arguments = {"repeats": options.repeats, "sizes": limit["workload"], "small": small, "prompts": prompts}
+    comparison = Comparison(showcase(contenders, limit, small["batches"], prompts), options, {"roofline": limit})
+    comparison.run(
+        lambda contender: run_process(contender, "benchmarks.engine.ablations", arguments, options), only=names
+    )
     sys.exit(1 if comparison.failures else 0)
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from rich.console import Console
 
 from benchmarks.lib import harness
 from benchmarks.lib.harness import Contender, Showcase
+from benchmarks.lib.worker import facts
 
 SHAPE = harness.ROOT / "benchmarks" / "shapes" / "Qwen3-0.6B"
 PROCESS_SECONDS = 300  # vLLM took 136 s to start for the first time; what takes longer than this hangs
@@ -147,13 +148,22 @@ class Comparison:
         self.records: list[dict[str, Any]] = []
         self.engines: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, str] = {}
+        self.earlier_failures: dict[str, str] = {}  # in the file that is added to
         self.console = Console(width=150)
 
-    def run(self, measure: Callable[[Contender], dict[str, Any]]) -> dict[str, Any]:
-        """Call `measure` for every contender in every round (see `run_process`), write it all down and print it."""
+    def run(
+        self, measure: Callable[[Contender], dict[str, Any]], only: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        """Call `measure` for every contender in every round (see `run_process`), write it all down and print it.
+
+        only: the names of the contenders to measure. Of the others the result keeps what is in the file already.
+        """
         start = time.perf_counter()
+        contenders = [c for c in self.showcase.contenders if only is None or c.name in only]
+        if only is not None:
+            self.keep_others(only)
         for number in range(self.options.rounds):
-            for contender in harness.order_of_round(self.showcase.contenders, number):
+            for contender in harness.order_of_round(contenders, number):
                 if contender.name in self.failures:
                     continue
                 begin = time.perf_counter()
@@ -173,6 +183,23 @@ class Comparison:
         self.console.print(f"written to {write(result, self.options.out)}")
         return result
 
+    def keep_others(self, measured_now: Collection[str]) -> None:
+        """Take over the other contenders from the file that will be written, if the same was measured there."""
+        machine = facts(self.options.device)
+        path = harness.result_path(self.showcase.name, machine["device"], self.options.out)
+        if not path.is_file():
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["commit"] != commit(self.options) or found["workload"] != self.showcase.workload:
+            self.console.print(f"{path} is of another commit or workload: written anew")
+            return
+        known = {contender.name for contender in self.showcase.contenders} - set(measured_now)
+        for record in found["rounds"]:
+            if record["contender"] in known:
+                self.records.append(record | {"facts": found["machine"], "parameters": None})
+        self.engines |= {name: engine for name, engine in found["engines"].items() if name in known}
+        self.earlier_failures = {name: text for name, text in found["failures"].items() if name in known}
+
     def take(self, number: int, contender: Contender, measured: dict[str, Any]) -> None:
         common = {"contender": contender.name, "pid": measured["pid"], "facts": measured["facts"]}
         for i, scenarios in enumerate(measured["repetitions"]):
@@ -187,7 +214,7 @@ class Comparison:
         made = harness.assemble(self.showcase, self.records, self.options.model)
         made |= {
             "engines": self.engines,
-            "failures": {k: v.splitlines()[-1] for k, v in self.failures.items()},
+            "failures": self.earlier_failures | {k: v.splitlines()[-1] for k, v in self.failures.items()},
             **self.extra,
         }
         made |= {"model": {"name": harness.model_name(self.options.model)}, "commit": commit(self.options)}
