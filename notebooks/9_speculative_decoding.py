@@ -5,7 +5,7 @@
 # This chapter gets several tokens out of a step, and changes none of them. The trick is old: somebody quick proposes,
 # somebody careful checks, and checking is cheaper than writing.
 #
-# You meet it in `nanovllm`, where it is three small files: `engine/ngram.py` and `runner/draft.py` guess,
+# You meet it in `nanovllm`, where it is three small files: `engine/guesses.py` and `runner/draft.py` guess,
 # `sampling/rejection.py` decides.
 
 # %%
@@ -19,7 +19,7 @@ from benchmarks.engine.speculation import time_a_token
 from benchmarks.lib.harness import RESULTS
 from benchmarks.lib.replay import Replay, acceptance, tokens_per_step
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.ngram import NgramProposer
+from nanovllm.engine.guesses import NgramProposer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.sampling.rejection import accept_or_redraw, draw_guesses
 from nanovllm.sampling.sampler import Draws

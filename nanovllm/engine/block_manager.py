@@ -3,32 +3,12 @@
 PagedAttention (Kwon et al. 2023) for the block table; hashing full blocks for reuse as in vLLM's prefix cache.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Content:
-    """What a full, computed block holds: these tokens after that beginning. The digest only finds it.
-
-    Equal contents are the same object, so `parent` by identity stands for the whole beginning; comparing it with the
-    tokens and the salt makes a collision of digests harmless.
-    """
-
-    digest: bytes
-    parent: Content | None  # of the block before; None for the first
-    token_ids: tuple[int, ...]
-    cache_salt: str | None
-
-    def matches(self, parent: Content | None, token_ids: tuple[int, ...], cache_salt: str | None) -> bool:
-        return self.parent is parent and self.token_ids == token_ids and self.cache_salt == cache_salt
+from nanovllm.engine.sequence import Content, Sequence
 
 
 def chained_digest(parent: bytes, token_ids: list[int]) -> bytes:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.guesses import Proposer, make_proposer
 from nanovllm.engine.plan import Scheduled, StepPlan, StepResult, TokenLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.speculation import Proposer, make_proposer
 from nanovllm.engine.trace import Trace
 from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.outputs import FinishReason, SpeculationStats

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from nanovllm.outputs import FinishReason, SpeculationStats
 from nanovllm.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from nanovllm.engine.block_manager import Content
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """What a full, computed block holds: these tokens after that beginning. The digest only finds it.
+
+    Equal contents are the same object, so `parent` by identity stands for the whole beginning; comparing it with the
+    tokens and the salt makes a collision of digests harmless.
+    """
+
+    digest: bytes
+    parent: Content | None  # of the block before; None for the first
+    token_ids: tuple[int, ...]
+    cache_salt: str | None
+
+    def matches(self, parent: Content | None, token_ids: tuple[int, ...], cache_salt: str | None) -> bool:
+        return self.parent is parent and self.token_ids == token_ids and self.cache_salt == cache_salt
 
 
 class SequenceStatus(Enum):

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from nanovllm.engine import block_manager
-from nanovllm.engine.block_manager import BlockManager, Content
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Content
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ LIMIT = 3_000
 PARTS = {
     "serving": ("server/", "async_llm.py", "stream.py"),
     "several ranks": ("distributed/", "models/sharding.py", "workers/parallel_executor.py"),
-    "speculation": ("engine/ngram.py", "runner/draft.py", "sampling/rejection.py"),
+    "speculation": ("engine/guesses.py", "runner/draft.py", "sampling/rejection.py"),
     "trace view": ("trace_view/",),
     "GPU only": (
         "kernels/",

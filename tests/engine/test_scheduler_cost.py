@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.block_manager import Content
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.sequence import Content
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 
 

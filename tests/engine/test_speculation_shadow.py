@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.engine.ngram import NgramProposer
+from nanovllm.engine.guesses import NgramProposer
 from nanovllm.engine.scheduler import Scheduler
 from tests.engine.faults import Edit
 from tests.engine.helpers import long_run, make, planned, sequence

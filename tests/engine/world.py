@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.block_manager import Content
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Content, Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.seeding import derive_seed
