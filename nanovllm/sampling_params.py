@@ -13,6 +13,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (int, float)),
 }
 
+MASK64 = 2**64 - 1
 LARGEST = 1e30  # of what multiplies or divides logits: they stay finite in float32
 
 
@@ -105,3 +106,21 @@ class SamplingParams:
         possible = 0 <= self.min_tokens <= min(max_tokens, 2**31)
         check("min_tokens", possible, f"from 0 to max_tokens ({self.max_tokens}), and at most 2**31")
         check("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None for off")
+
+
+def mix64(x: int) -> int:
+    """A bijection of 64-bit integers in which every input bit flips half of the output bits (SplitMix64's finaliser:
+    Steele, Lea & Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
+    x &= MASK64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK64
+    return x ^ (x >> 31)
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The seed of choice `choice` (from 0) of a request whose seed is `seed`.
+
+    In [0, 2**63), as `SamplingParams.seed`. Choices of one request, and of requests with neighbouring seeds, are as
+    good as independent.
+    """
+    return mix64(mix64(seed) + choice + 1) >> 1

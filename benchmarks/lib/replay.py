@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from nanovllm.engine.sequence import Sequence as EngineSequence
 from nanovllm.outputs import SpeculationStats
-from nanovllm.seeding import derive_seed
+from nanovllm.sampling_params import derive_seed
 
 
 class Replay:

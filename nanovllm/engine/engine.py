@@ -15,8 +15,7 @@ from nanovllm.engine.scheduler import Committed, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.trace import OnEvent, Trace
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import RequestOutputKind, SamplingParams
-from nanovllm.seeding import derive_seed
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams, derive_seed
 
 
 class LLMEngine:

@@ -49,7 +49,7 @@ def _shift(x: Tensor, by: int, width: int) -> Tensor:
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """`nanovllm.seeding.mix64` on int64 tensors."""
+    """`nanovllm.sampling_params.mix64` on int64 tensors."""
     x = (x ^ _shift(x, 30, 64)) * MIX64[0]
     x = (x ^ _shift(x, 27, 64)) * MIX64[1]
     return x ^ _shift(x, 31, 64)

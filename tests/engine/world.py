@@ -13,8 +13,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Content, Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.seeding import derive_seed
+from nanovllm.sampling_params import SamplingParams, derive_seed
 from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor, extend, root, solo
 
 # From the tokens that will come (fewer than k before the end) and k, what to propose.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.sampling.gumbel import gumbel, random_bits, row_keys
-from nanovllm.seeding import derive_seed, mix64
+from nanovllm.sampling_params import derive_seed, mix64
 
 MASK32 = 2**32 - 1
 
