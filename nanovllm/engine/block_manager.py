@@ -33,10 +33,6 @@ class BlockManager:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.contents: list[Content | None] = [None] * num_blocks
         self.block_by_digest: dict[bytes, int] = {}
-        # Who was looked up last, until it starts or a block of its text is published. As long as it stands here it has
-        # at most the hits that it had, and needs at least as many free blocks: free hits come into use only when
-        # another sequence starts, and that one was looked up later.
-        self.watched: Sequence | None = None
 
     @property
     def num_free(self) -> int:
@@ -74,7 +70,6 @@ class BlockManager:
         for block in cached:
             self.free.pop(block, None)
             self.ref_counts[block] += 1
-        self.watched = None
         seq.block_table = list(cached)
         seq.num_published = len(cached)
         seq.content = self.contents[cached[-1]] if cached else None
@@ -85,11 +80,12 @@ class BlockManager:
         seq.block_table += taken
         return taken
 
-    def publish(self, seq: Sequence, num_computed: int) -> None:
+    def publish(self, seq: Sequence, num_computed: int) -> list[int]:
         """Make the full blocks among the first `num_computed` tokens findable. Called when a step is committed: only
-        then are the ids known and the KV written."""
+        then are the ids known and the KV written. Returns the indices of the blocks that had no findable equal yet."""
+        new: list[int] = []
         if not self.enable_prefix_caching:
-            return
+            return new
         for i in range(seq.num_published, num_computed // self.block_size):
             digest, token_ids = self._digest(seq, i), self._tokens(seq, i)
             twin = self.block_by_digest.get(digest)
@@ -100,10 +96,10 @@ class BlockManager:
                 content = Content(digest, seq.content, token_ids, seq.cache_salt)
                 self.contents[seq.block_table[i]] = content
                 self.block_by_digest[digest] = seq.block_table[i]
-                if self.watched is not None and self.watched.digests[i : i + 1] == [digest]:
-                    self.watched = None
+                new.append(i)
             seq.content = content
             seq.num_published = i + 1
+        return new
 
     def release(self, seq: Sequence, keep_cached: bool = True, num_kept: int = 0) -> list[int]:
         """Give back the blocks of `seq` but for the first `num_kept`; returns those that are free now. With

@@ -8,9 +8,8 @@ from collections.abc import Sequence as SequenceOf
 from itertools import count
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.limits import check_token_ids, length_limit
 from nanovllm.engine.plan import Executor, StepHandle, StepPlan
-from nanovllm.engine.request import Choice, Detokenizer, MakeDetokenizer, Request
+from nanovllm.engine.request import Choice, MakeDetokenizer, Request, check_token_ids, length_limit
 from nanovllm.engine.scheduler import Committed, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.trace import OnEvent, Trace
@@ -39,11 +38,25 @@ class LLMEngine:
         self.make_detokenizer = make_detokenizer
         self.trace = Trace(on_event)
         self.scheduler = Scheduler(config, self.trace)
+        self.closed = False
         self._requests: dict[str, Request] = {}
+        self._num_held = 0  # sequences that wait for the first choice of their request to compute the prompt
+        self._someone_waits = False  # the last plan had no room for a sequence
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._max_in_flight = 1 if config.async_scheduling else 0  # steps that run on while the next one is planned
         self._keys = count()
         self._seeds = random.Random(config.seed)
+
+    def check_request(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> tuple[list[int], int]:
+        """The prompt as a list of plain integers, and the number of tokens, prompt included, at which the request will
+        end with "length".
+
+        Raises ValueError (TypeError for ids that are no integers) for what could never run. Any thread may call this.
+        """
+        prompt = check_token_ids(prompt_token_ids, params, self.vocab_size)
+        if params.stop and self.make_detokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and there is none; use stop_token_ids")
+        return prompt, length_limit(len(prompt), params, self.config)
 
     def add_request(
         self,
@@ -53,45 +66,47 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
+        prompt: str | None = None,
     ) -> None:
         """Queue a request. The smaller `priority` goes first; within one, whoever was added first.
 
         Requests share cached prefixes only under the same `cache_salt`. `arrival_time` is in seconds of
-        `time.perf_counter()`, for the metrics only. Raises ValueError (TypeError for ids that are no integers) for what
-        could never run, and changes nothing then.
+        `time.perf_counter()`, for the metrics only. `prompt` is the prompt's text, for the outputs only. Raises what
+        `check_request` does, ValueError for an id that is in use, and RuntimeError once the engine is closed; and
+        changes nothing then.
         """
+        if self.closed:
+            raise RuntimeError("this engine is closed, and its memory given back: make another")
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use by a request that is not finished; choose another")
-        prompt = check_token_ids(prompt_token_ids, params, self.vocab_size)
-        limit = length_limit(len(prompt), params, self.config)
-        if params.stop and self.make_detokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and there is none; use stop_token_ids")
+        token_ids, limit = self.check_request(prompt_token_ids, params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         arrived = time.perf_counter() if arrival_time is None else arrival_time
-        request = Request(request_id, prompt, params, arrived)
+        request = Request(request_id, prompt, token_ids, params, arrived)
         for choice in range(params.n):
             key = next(self._keys)
+            detokenizer = None if self.make_detokenizer is None else self.make_detokenizer(token_ids, params)
             seq = Sequence(
                 key=key,
                 request_id=request_id,
                 choice=choice,
-                token_ids=list(prompt),
-                num_prompt_tokens=len(prompt),
+                token_ids=list(token_ids),
+                num_prompt_tokens=len(token_ids),
                 params=params.changed(seed=derive_seed(seed, choice)),
                 limit=limit,
                 eos_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
                 priority=priority,
                 arrival=key,
                 cache_salt=cache_salt,
+                read_token=None if detokenizer is None else detokenizer.append,
             )
-            detokenizer = None if self.make_detokenizer is None else self.make_detokenizer(prompt, params)
-            wanted = params.logprobs is not None
-            request.choices.append(Choice(seq, detokenizer, [] if wanted else None, 0.0 if wanted else None))
+            request.choices.append(Choice(seq, detokenizer))
         self._requests[request_id] = request
         seqs = [choice.seq for choice in request.choices]
         # Its other choices find the first one's prompt in the prefix cache, where that holds anything of it.
-        shareable = self.config.enable_prefix_caching and len(prompt) > self.scheduler.block_size
+        shareable = self.config.enable_prefix_caching and len(token_ids) > self.scheduler.block_size
         request.held = seqs[1:] if shareable else []
+        self._num_held += len(request.held)
         for seq in seqs[: len(seqs) - len(request.held)]:
             self._start(seq)
 
@@ -102,21 +117,39 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> None:
         """End a request now, wherever it is; no output of it follows. Nothing happens if there is no such request."""
-        if request_id in self._requests:
-            for choice in self._requests[request_id].choices:
-                if choice.seq.key in self.scheduler.sequences:
-                    self.scheduler.finish(choice.seq, "abort")
-                    self.executor.remove(choice.seq.key)
-            del self._requests[request_id]
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self._num_held -= len(request.held)
+        for choice in request.choices:
+            if choice.seq.key in self.scheduler.sequences:
+                self.scheduler.finish(choice.seq, "abort")
+                self.executor.remove(choice.seq.key)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something left to do, if only to take back a step whose requests have all ended."""
         return bool(self._requests or self._in_flight)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a seat in the batch. This and the next two may be read by any thread."""
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have none."""
+        return len(self.scheduler.waiting) + self._num_held
+
+    @property
+    def num_free_seats(self) -> int:
+        """Seats for sequences that come now: none as long as another one waits, which nobody overtakes."""
+        return 0 if self._someone_waits else self.config.max_num_seqs - self.num_running
+
     def step(self) -> list[RequestOutput]:
         """Submit the next step and take in the oldest one that should be finished: the same one, or with asynchronous
         scheduling the one before. Returns an output for every request that this brought something new."""
         plan = self.scheduler.schedule()
+        self._someone_waits = len(self.scheduler.waiting) > 0
         if plan.scheduled:
             self._in_flight.append((plan, self.executor.submit(plan)))
         if not self._in_flight or (plan.scheduled and len(self._in_flight) <= self._max_in_flight):
@@ -127,21 +160,21 @@ class LLMEngine:
     def _report(self, committed: list[Committed]) -> list[RequestOutput]:
         now, cumulative = time.perf_counter(), RequestOutputKind.CUMULATIVE
         changed: dict[str, Request] = {}
-        for seq, token_ids, logprobs, num_guesses, num_accepted in committed:
+        for seq, token_ids, logprobs in committed:
             request = self._requests[seq.request_id]
             choice = request.choices[seq.choice]
-            num_taken = choice.take(token_ids, logprobs)
-            for stats in (seq.speculation, self.scheduler.speculation) if num_guesses else ():
-                stats.count(num_guesses, min(num_accepted, num_taken), num_taken)  # those behind an end are surplus
-            if choice.detokenizer is not None:
-                self._check_text(seq, choice.detokenizer)
+            if logprobs is not None:
+                choice.add_logprobs(token_ids, logprobs)
             if request.first_token_time is None and token_ids:
                 request.first_token_time = now
             if request.held:  # the first choice has computed the prompt, or failed
                 for other in request.held:
                     self._start(other)
+                self._num_held -= len(request.held)
                 request.held = []
             if seq.finish_reason is not None:
+                if choice.detokenizer is not None:
+                    choice.detokenizer.finish()
                 self.executor.remove(seq.key)
             if seq.finish_reason is not None or request.params.output_kind is cumulative:
                 changed[request.request_id] = request
@@ -150,21 +183,12 @@ class LLMEngine:
                 del self._requests[request.request_id]
         return [r.output(now) for r in changed.values() if r.finished or r.params.output_kind is cumulative]
 
-    def _check_text(self, seq: Sequence, detokenizer: Detokenizer) -> None:
-        """End a choice that met a stop string, also where its last token ended it for another reason."""
-        if detokenizer.stop_reason is not None:
-            if seq.finish_reason is None:
-                self.scheduler.finish(seq, "stop")
-            if seq.finish_reason in ("stop", "length"):
-                seq.finish_reason, seq.stop_reason = "stop", detokenizer.stop_reason
-        elif seq.finish_reason is not None:
-            detokenizer.finish()
-
     def abort_all(self) -> None:
         """End every request without output and forget every cached block, also after an exception cut a step short."""
         seqs = [choice.seq for request in self._requests.values() for choice in request.choices]
         self._requests.clear()
         self._in_flight.clear()
+        self._num_held = 0
         self.scheduler.reset()
         for seq in seqs:
             self.executor.remove(seq.key)
@@ -173,6 +197,7 @@ class LLMEngine:
                 self.trace.emit("finished", seq, reason="abort")
 
     def close(self) -> None:
-        """Abort everything and release the executor."""
+        """Abort everything and release the executor. Nothing can be added afterwards. May be called twice."""
+        self.closed = True
         self.abort_all()
         self.executor.close()

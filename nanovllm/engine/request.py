@@ -1,9 +1,12 @@
-"""A request as the caller sees it: n choices, their texts and log-probabilities, and the output made of them."""
+"""A request as the caller sees it: what is accepted, its n choices with their text, and the output made of them."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from operator import index
 from typing import Protocol
 
+from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import TokenLogprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculationStats
@@ -13,15 +16,14 @@ from nanovllm.sampling_params import SamplingParams
 class Detokenizer(Protocol):
     """The text of one choice, built while its tokens come, and its stop strings."""
 
-    stop_reason: str | None  # the stop string that was met; from then on `text` is final
-
     @property
     def text(self) -> str:
         """What may be shown: an end that could become a stop string or an unfinished character is held back."""
         ...
 
-    def append(self, token_ids: list[int]) -> None:
-        """Take in new tokens. A stop string counts only where it ends behind the first `min_tokens` of them."""
+    def append(self, token_id: int) -> str | None:
+        """Take in the next token; returns the stop string that the token completes, None for none. The text is final
+        then. A stop string counts only where it ends behind the first `min_tokens` tokens."""
         ...
 
     def finish(self) -> None:
@@ -40,35 +42,24 @@ MakeDetokenizer = Callable[[list[int], SamplingParams], Detokenizer]  # of the p
 class Choice:
     seq: Sequence
     detokenizer: Detokenizer | None
-    logprobs: list[dict[int, Logprob]] | None
-    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # stays empty where none are asked for
+    cumulative_logprob: float = 0.0
 
-    def take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
-        """Take in new tokens, and say how many; those behind the one that completes a stop string are surplus."""
-        if self.detokenizer is not None:
-            # A token that ended the output stays in its ids, but is not text, unless that is asked for.
-            hidden = self.seq.finish_reason == "stop" and not self.seq.params.include_stop_str_in_output
-            shown = token_ids[:-1] if hidden else token_ids
-            for count, token in enumerate(shown, start=1):
-                self.detokenizer.append([token])
-                if self.detokenizer.stop_reason is not None and count < len(token_ids):
-                    del self.seq.token_ids[count - len(token_ids) :]
-                    token_ids, logprobs = token_ids[:count], logprobs and logprobs[:count]
-                    break
-        if self.logprobs is not None and self.cumulative_logprob is not None and logprobs is not None:
-            text = self.detokenizer.token_text if self.detokenizer is not None else lambda id: None
-            for token, found in zip(token_ids, logprobs, strict=True):
-                self.logprobs.append({id: Logprob(value, rank, text(id)) for id, (value, rank) in found.items()})
-                self.cumulative_logprob += found[token][0]
-        return len(token_ids)
+    def add_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
+        """Take in the log-probabilities of new tokens, one entry for each token."""
+        text = self.detokenizer.token_text if self.detokenizer is not None else lambda id: None
+        for token, found in zip(token_ids, logprobs, strict=True):
+            self.logprobs.append({id: Logprob(value, rank, text(id)) for id, (value, rank) in found.items()})
+            self.cumulative_logprob += found[token][0]
 
     def output(self) -> CompletionOutput:
+        wanted = self.seq.params.logprobs is not None
         return CompletionOutput(
             index=self.seq.choice,
             text="" if self.detokenizer is None else self.detokenizer.text,
             token_ids=self.seq.token_ids[self.seq.num_prompt_tokens :],
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
+            cumulative_logprob=self.cumulative_logprob if wanted else None,
+            logprobs=list(self.logprobs) if wanted else None,
             finish_reason=self.seq.finish_reason,
             stop_reason=self.seq.stop_reason,
         )
@@ -77,6 +68,7 @@ class Choice:
 @dataclass(slots=True, eq=False)
 class Request:
     request_id: str
+    prompt: str | None  # the text, where the caller gave one
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_time: float
@@ -100,4 +92,58 @@ class Request:
             speculation=SpeculationStats.total(choice.seq.speculation for choice in self.choices),
         )
         outputs = [choice.output() for choice in self.choices]
-        return RequestOutput(self.request_id, None, self.prompt_token_ids, outputs, self.finished, metrics)
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics)
+
+
+def check_token_ids(prompt_token_ids: SequenceOf[int], params: SamplingParams, vocab_size: int) -> list[int]:
+    """The prompt as a list of plain integers.
+
+    Raises ValueError for an empty prompt and for ids, or a number of logprobs, that the vocabulary does not have, and
+    TypeError for ids that are not integers.
+    """
+    try:
+        if isinstance(prompt_token_ids, bytes | bytearray):  # integers, but hardly meant as ids
+            raise TypeError("got bytes, which must be decoded to a text first")
+        prompt = list(map(index, prompt_token_ids))
+    except TypeError as error:
+        raise TypeError(f"prompt_token_ids must be integers, as a tokenizer returns them: {error}") from None
+    if not prompt:
+        raise ValueError("prompt_token_ids is empty; give at least one token, for example the model's BOS token")
+    for name, ids in ("prompt_token_ids", prompt), ("stop_token_ids", list(params.stop_token_ids)):
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+            where = f"outside the vocabulary (0 to {vocab_size - 1})"
+            raise ValueError(f"{name} contains {wrong}, which is {where}; use this model's tokenizer")
+    if params.logprobs is not None and params.logprobs > vocab_size:
+        raise ValueError(f"logprobs={params.logprobs} is more than the vocabulary has tokens ({vocab_size}); lower it")
+    return prompt
+
+
+def length_limit(num_prompt_tokens: int, params: SamplingParams, config: EngineConfig) -> int:
+    """The number of tokens, prompt included, at which the request will end with "length".
+
+    Raises ValueError, with the limit by name, for a request that could never run to that end.
+    """
+    assert config.max_model_len and config.num_kv_blocks and config.kvcache_block_size
+    prompt = f"the prompt has {num_prompt_tokens} tokens"
+    if num_prompt_tokens >= config.max_model_len:
+        raise ValueError(
+            f"{prompt}, but prompt and output together may have max_model_len={config.max_model_len}; shorten it, or "
+            f"raise max_model_len"
+        )
+    if not config.enable_chunked_prefill and num_prompt_tokens > config.max_num_batched_tokens:
+        raise ValueError(
+            f"{prompt}, more than max_num_batched_tokens={config.max_num_batched_tokens}; raise that, or set "
+            f"enable_chunked_prefill=True"
+        )
+    limit = config.max_model_len
+    if params.max_tokens is not None:
+        limit = min(limit, num_prompt_tokens + params.max_tokens)
+    slots = config.num_kv_blocks * config.kvcache_block_size
+    if limit - 1 > slots:  # the KV of the last token is never needed
+        raise ValueError(
+            f"{prompt}, so that with max_tokens={params.max_tokens} it needs {limit - 1} KV slots, but the pool has "
+            f"{slots} (num_kv_blocks={config.num_kv_blocks} of kvcache_block_size={config.kvcache_block_size}); lower "
+            f"max_tokens or max_model_len, or enlarge the KV cache"
+        )
+    return limit

@@ -28,10 +28,8 @@ class Committed(NamedTuple):
     """What a step added to a sequence; `seq.finish_reason` says whether that ended it."""
 
     seq: Sequence
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    num_guesses: int = 0  # that the step verified
-    num_accepted: int = 0  # of them, some perhaps behind the end of the sequence
+    token_ids: list[int]  # up to the one that ended the sequence
+    logprobs: list[TokenLogprobs] | None  # of each of them
 
 
 class Scheduler:
@@ -67,7 +65,12 @@ class Scheduler:
         # The plan in the making: tokens to compute for each sequence, and what is left of the token budget.
         self._planned: dict[Sequence, int] = {}
         self._budget = 0
-        self._num_needed = 0  # free blocks, by the sequence that the block manager watches
+        # The waiting sequence that was looked up last in the prefix cache, and the free blocks it needed. Forgotten
+        # when it starts, or when more of its text can be found. Until then it has at most the hits that it had, and
+        # needs at least as many free blocks: free hits come into use only when another sequence starts, and that other
+        # one was looked up later.
+        self._looked_up: Sequence | None = None
+        self._num_needed = 0
         self._guesses: dict[Sequence, list[int | None]] = {}
 
     def add(self, seq: Sequence) -> None:
@@ -123,10 +126,10 @@ class Scheduler:
             if seq.num_in_flight:
                 return
             no_seat = not self._free_rows and self.running[-1].priority <= seq.priority
-            if no_seat or (self.blocks.watched is seq and not self._may_fit(seq)):
+            if no_seat or (self._looked_up is seq and not self._may_fit(seq)):
                 return
             cached = self.blocks.find_prefix(seq)
-            self.blocks.watched, self._num_needed = seq, self.blocks.num_needed(seq.num_known, cached)
+            self._looked_up, self._num_needed = seq, self.blocks.num_needed(seq.num_known, cached)
             whole = not self.config.enable_chunked_prefill and not seq.num_preemptions
             if whole and len(cached) * self.block_size + self._budget < seq.num_known:
                 return
@@ -140,8 +143,8 @@ class Scheduler:
             self._budget -= num_tokens
 
     def _may_fit(self, seq: Sequence) -> bool:
-        """Whether to look `seq` up again, which costs as much as its beginning is long. It was looked up in vain and is
-        watched: it needs no fewer blocks than it did then. A block that victims share is counted for each of them."""
+        """Whether to look `seq` up again, which costs as much as its beginning is long. The last look-up was in vain,
+        and `seq` needs no fewer blocks now. A block that victims share is counted for each of them."""
         most = self.blocks.num_free + sum(len(v.block_table) for v in self.running if v.priority > seq.priority)
         return self._num_needed <= most
 
@@ -181,6 +184,7 @@ class Scheduler:
     def _start(self, seq: Sequence, cached: list[int]) -> None:
         """Move a sequence from waiting to running, with the blocks `cached` as its beginning."""
         self.blocks.share(seq, cached)
+        self._looked_up = None
         seq.status = SequenceStatus.RUNNING
         seq.row = heappop(self._free_rows)
         seq.num_computed = len(cached) * self.block_size
@@ -243,9 +247,8 @@ class Scheduler:
             if seq is None:  # it ended while the step was in flight: what was sampled for it is surplus
                 continue
             seq.num_in_flight -= 1
-            token_ids, logprobs = result.tokens[key] if sample else ([], None)
-            num_accepted = len(token_ids) - 1
-            token_ids, reason = self._append(seq, token_ids)
+            sampled, logprobs = result.tokens[key] if sample else ([], None)
+            token_ids, reason = self._append(seq, sampled)
             logprobs = logprobs and logprobs[: len(token_ids)]
             if reason == "error":
                 self.finish(seq, "error")
@@ -253,31 +256,50 @@ class Scheduler:
                 continue
             end = start + num_tokens
             if guesses:
+                num_accepted = min(len(sampled) - 1, len(token_ids))  # behind the end of a sequence they are surplus
+                for stats in seq.speculation, self.speculation:
+                    stats.count(len(guesses), num_accepted, len(token_ids))
                 self._roll_back(seq)
                 end = seq.num_computed
             # Without a row it was preempted after this step was planned, and its blocks are no longer its own.
             if seq.row >= 0 and end // self.block_size > seq.num_published:
-                self.blocks.publish(seq, end)
+                self._publish(seq, end)
             if sample:
                 if self.trace.on_event is not None:
                     self.trace.emit("token", seq, ids=token_ids)
                 if reason is not None:
                     self.finish(seq, reason)
-                committed.append(Committed(seq, token_ids, logprobs, len(guesses), num_accepted))
+                committed.append(Committed(seq, token_ids, logprobs))
         return committed
 
     def _append(self, seq: Sequence, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Append new tokens up to the one that ends the sequence, if one does; returns those, and why it ends."""
+        """Append new tokens up to the one that ends the sequence, if one does; returns those, and why it ends.
+
+        Only an abort ends a sequence elsewhere. Stop strings are known to whoever reads the tokens as text.
+        """
         for count, token in enumerate(token_ids, start=1):
             if token == -1:
                 return token_ids[: count - 1], "error"
             seq.token_ids.append(token)
-            if token in seq.stop_ids and seq.num_output_tokens >= seq.params.min_tokens:
+            stops = token in seq.stop_ids and seq.num_output_tokens >= seq.params.min_tokens
+            if stops:
                 seq.stop_reason = None if token in seq.eos_ids else token
+            # A token that ends the output stays in its ids, but is not text, unless that is asked for.
+            if seq.read_token is not None and (not stops or seq.params.include_stop_str_in_output):
+                stop_string = seq.read_token(token)
+                if stop_string is not None:
+                    seq.stop_reason, stops = stop_string, True
+            if stops:
                 return token_ids[:count], "stop"
             if len(seq.token_ids) >= seq.limit:
                 return token_ids[:count], "length"
         return token_ids, None
+
+    def _publish(self, seq: Sequence, num_computed: int) -> None:
+        """Make full blocks findable. Whoever waits and has the same text is worth another look-up."""
+        for i in self.blocks.publish(seq, num_computed):
+            if self._looked_up is not None and self._looked_up.digests[i : i + 1] == seq.digests[i : i + 1]:
+                self._looked_up = None
 
     def _roll_back(self, seq: Sequence) -> None:
         """Forget the guesses that were wrong: their KV, and blocks that hold nothing else. The step's last token is

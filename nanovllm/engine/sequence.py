@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -51,6 +52,8 @@ class Sequence:
     priority: int = 0  # the smaller goes first
     arrival: int = 0  # a number that grows with every sequence; kept for life, also through preemptions
     cache_salt: str | None = None
+    # Given each output token that is text; returns the stop string that the token completes, None for none.
+    read_token: Callable[[int], str | None] | None = None
 
     stop_ids: frozenset[int] = field(init=False)  # all ids that end it
 

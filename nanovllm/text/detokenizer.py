@@ -121,14 +121,15 @@ class Detokenizer:
             self._shown = ["".join(self._shown)]
         return self._shown[0] if self._shown else ""
 
-    def append(self, token_ids: Sequence[int]) -> None:
-        """Take in new tokens. A stop string counts only where it ends behind the first `min_tokens` of them."""
+    def append(self, token_id: int) -> str | None:
+        """Take in the next token; returns the stop string that has been met. One counts only where it ends behind the
+        first `min_tokens` tokens."""
         if self._stops is None:
-            self._unread += token_ids
-            return
-        for token_id in token_ids:
+            self._unread.append(token_id)
+        else:
             self._num_tokens += 1
             self._show(self._stream.feed([token_id]), self._stops)
+        return self.stop_reason
 
     def finish(self) -> None:
         """No more tokens will come: release what was held back."""

@@ -118,14 +118,14 @@ FAULTS: dict[str, list[Edit]] = {
     ],
     # The first that waits is not looked up again for nothing
     "more of its text is published, and the first is not looked up again": [
-        Edit(BlockManager, "publish", "self.watched = None", "pass")
+        Edit(Scheduler, "_publish", "self._looked_up = None", "pass")
     ],
     "the first starts with hits that were evicted while it waited": [
         Edit(
             Scheduler,
             "_admit",
             "cached = self.blocks.find_prefix(seq)",
-            "cached = self.hits = self.hits if self.blocks.watched is seq else self.blocks.find_prefix(seq)",
+            "cached = self.hits = self.hits if self._looked_up is seq else self.blocks.find_prefix(seq)",
         )
     ],
     "the first waits for more blocks than it needs": [

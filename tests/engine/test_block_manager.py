@@ -132,22 +132,18 @@ def test_only_what_was_published_is_found() -> None:
     assert blocks.find_prefix(second) == first.block_table[:2]
 
 
-def test_who_was_looked_up_is_watched_until_more_of_its_text_is_published_or_it_starts() -> None:
+def test_what_was_published_says_which_blocks_had_no_findable_equal() -> None:
     blocks = BlockManager(num_blocks=8, block_size=2)
-    other, same, waiting = sequence([9, 9, 9]), sequence([1, 2, 3, 4, 5]), sequence([1, 2, 3, 4, 6])
-    for seq in (other, same):
+    first, twin = sequence([1, 2, 3, 4, 5]), sequence([1, 2, 3, 4, 6])
+    for seq in (first, twin):
         blocks.share(seq, [])
-        blocks.grow(seq, len(seq.token_ids))
-    for num_computed in (2, 4):
-        cached, blocks.watched = blocks.find_prefix(waiting), waiting
-        blocks.publish(other, num_computed - 1)
-        blocks.publish(same, num_computed - 1)  # nothing new
-        assert blocks.watched is waiting
-        blocks.publish(same, num_computed)
-        assert blocks.watched is not waiting and blocks.find_prefix(waiting) != cached
-    blocks.watched = waiting
-    blocks.share(waiting, blocks.find_prefix(waiting))
-    assert blocks.watched is None
+        blocks.grow(seq, 5)
+    assert [blocks.publish(first, n) for n in (1, 2, 3, 5)] == [[], [0], [], [1]]
+    assert blocks.publish(twin, 5) == [] and twin.num_published == 2
+    uncached = BlockManager(num_blocks=8, block_size=2, enable_prefix_caching=False)
+    uncached.share(other := sequence([1, 2, 3]), [])
+    uncached.grow(other, 3)
+    assert uncached.publish(other, 3) == []
 
 
 def test_b2_a_shared_block_outlives_the_one_who_computed_it() -> None:

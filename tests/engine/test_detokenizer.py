@@ -51,7 +51,7 @@ def stream(tokenizer: Any, ids: Sequence[int], prompt: Sequence[int] = (), **par
     """What `text` shows after each token and at the end, as a client that streams would see it."""
     detokenizer = Detokenizer(tokenizer, prompt, SamplingParams(**params))
     for token_id in ids:
-        detokenizer.append([token_id])
+        detokenizer.append(token_id)
         yield detokenizer.text
     detokenizer.finish()
     yield detokenizer.text
@@ -80,7 +80,8 @@ def test_any_text_in_pieces_of_any_size(text: str, steps: list[tuple[int, bool]]
     detokenizer = Detokenizer(BYTE_LEVEL, [], SamplingParams())
     texts = []
     for size, look in cycle(steps):
-        detokenizer.append(ids[:size])
+        for token_id in ids[:size]:
+            detokenizer.append(token_id)
         ids = ids[size:]
         if look:
             texts.append(detokenizer.text)
@@ -186,7 +187,7 @@ def test_nothing_is_decoded_before_somebody_asks() -> None:
     meter = Meter()
     detokenizer = Detokenizer(meter, [], SamplingParams())
     for token_id in BYTE_LEVEL.encode("the quick brown fox").ids:
-        detokenizer.append([token_id])
+        detokenizer.append(token_id)
     assert meter.decoded == []
     assert detokenizer.text == "the quick brown fox"
 
@@ -226,10 +227,10 @@ def test_a_false_start_that_overlaps_the_true_one() -> None:
 def test_a_stop_string_that_begins_and_ends_inside_tokens() -> None:
     tokenizer, ids = pieces("one ST", "OP two", " three")
     detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["STOP"]))
-    detokenizer.append(ids)
+    assert [detokenizer.append(token_id) for token_id in ids] == [None, "STOP", "STOP"]
     assert detokenizer.text == "one "
     assert detokenizer.stop_reason == "STOP"
-    detokenizer.append(ids)
+    assert [detokenizer.append(token_id) for token_id in ids] == ["STOP"] * 3
     detokenizer.finish()
     assert detokenizer.text == "one "
     kept = list(stream(tokenizer, ids, stop=["STOP"], include_stop_str_in_output=True))
@@ -249,7 +250,7 @@ def test_of_several_the_first_to_be_complete_wins_however_the_text_is_cut(cuts: 
     ):
         detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=stops))
         for token_id in ids:
-            detokenizer.append([token_id])
+            detokenizer.append(token_id)
         detokenizer.finish()
         assert (detokenizer.text, detokenizer.stop_reason) == (shown, reason)
 

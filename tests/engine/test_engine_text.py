@@ -21,15 +21,15 @@ class Letters:
         self.text, self.held = "", ""
         self.stop_reason: str | None = None
 
-    def append(self, token_ids: list[int]) -> None:
-        for token in token_ids:
-            self.held += "abcdefgh"[token]
-            found = next((stop for stop in self.stops if stop in self.held), None)
-            if found is not None:
-                self.text, self.held = self.text + self.held.split(found)[0], ""
-                self.stop_reason = found
-            elif len(self.held) > 1:
-                self.text, self.held = self.text + self.held[:-1], self.held[-1]
+    def append(self, token_id: int) -> str | None:
+        assert self.stop_reason is None, "nothing is text behind a stop string"
+        self.held += "abcdefgh"[token_id]
+        self.stop_reason = next((stop for stop in self.stops if stop in self.held), None)
+        if self.stop_reason is not None:
+            self.text, self.held = self.text + self.held.split(self.stop_reason)[0], ""
+        elif len(self.held) > 1:
+            self.text, self.held = self.text + self.held[:-1], self.held[-1]
+        return self.stop_reason
 
     def finish(self) -> None:
         self.text, self.held = self.text + self.held, ""
@@ -72,9 +72,14 @@ def with_text(
     values = {"temperature": 0.0, "seed": 1, "ignore_eos": True, "max_tokens": 6} | params
     engine.add_request("a", prompt, SamplingParams(**values))
     outputs: list[RequestOutput] = []
+    events: list[dict[str, Any]] = []
+    engine.trace.on_event = events.append
     while engine.has_unfinished():
         outputs += engine.step()
     assert engine.scheduler.blocks.num_free == 32
+    last = outputs[-1].outputs[0]  # the events say the same as the output
+    assert [token for event in events if event["type"] == "token" for token in event["ids"]] == last.token_ids
+    assert [event["reason"] for event in events if event["type"] == "finished"] == [last.finish_reason]
     assert engine.scheduler.speculation == (outputs[-1].metrics.speculation or SpeculationStats())
     return outputs
 

@@ -212,6 +212,26 @@ def test_a_preempted_sequence_waits_for_its_pending_token() -> None:
     assert [(item.key, item.start, item.num_tokens) for item in scheduler.schedule().scheduled] == [(0, 0, 4)]
 
 
+def test_who_was_looked_up_is_forgotten_when_more_of_its_text_is_published_or_it_starts() -> None:
+    world = make()
+    prompts = [3, 3, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6]
+    other, same, waiting = (sequence(world, world.add(prompt)) for prompt in prompts)
+    scheduler, blocks = world.scheduler, world.scheduler.blocks
+    for seq in (other, same):
+        blocks.share(seq, [])
+        blocks.grow(seq, len(seq.token_ids))
+    for num_computed in (2, 4):
+        cached, scheduler._looked_up = blocks.find_prefix(waiting), waiting
+        scheduler._publish(other, num_computed - 1)
+        scheduler._publish(same, num_computed - 1)  # nothing new
+        assert scheduler._looked_up is waiting
+        scheduler._publish(same, num_computed)
+        assert scheduler._looked_up is None and blocks.find_prefix(waiting) != cached
+    scheduler._looked_up = waiting
+    scheduler._start(waiting, blocks.find_prefix(waiting))
+    assert scheduler._looked_up is None
+
+
 def test_nothing_is_planned_past_the_last_token() -> None:
     """With the length foreseen, as many tokens are computed as it takes, though each step is planned a step ahead."""
     computed = []
