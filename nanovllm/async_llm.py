@@ -21,8 +21,6 @@ from queue import SimpleQueue
 from typing import Any
 from uuid import uuid4
 
-from nanovllm.engine.limits import check_token_ids, length_limit
-from nanovllm.engine.request import Request
 from nanovllm.engine.trace import OnEvent
 from nanovllm.llm import LLM, Prompt, as_list
 from nanovllm.outputs import RequestOutput
@@ -64,9 +62,7 @@ class AsyncLLM:
         self._num_arriving = 0  # sequences whose request lies in the inbox
         # The step loop's own.
         self._added: dict[str, Pending] = {}  # by `key`
-        self._holding: list[Request] = []  # those whose further choices wait for the first to compute the prompt
         self._serving = True
-        self._num_stuck = 0  # sequences that the last step found no room for
         self._thread = threading.Thread(target=self._run, name="nanovllm-step-loop", daemon=True)
         self._thread.start()
         atexit.register(self._end_with_the_process)
@@ -85,7 +81,7 @@ class AsyncLLM:
         prompts = as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"generate takes one prompt and got {len(prompts)}; call it for each, they run together")
-        token_ids = self.llm._encode(prompts[0])
+        token_ids = self.llm.encode(prompts[0])
         params, salt = sampling_params or SamplingParams(), prompts[0].get("cache_salt")
         text = prompts[0].get("prompt")
         return self.add_request(request_id or uuid4().hex, token_ids, params, priority, salt, prompt=text)
@@ -106,14 +102,12 @@ class AsyncLLM:
         use, QueueFull, and EngineDead.
         """
         arrived = time.perf_counter()
-        engine = self.llm.engine
         # Here and not in the step loop, so that the caller knows at once, and others do not wait for it.
-        token_ids = check_token_ids(prompt_token_ids, params, engine.vocab_size)
-        length_limit(len(token_ids), params, engine.config)
+        token_ids, _ = self.llm.engine.check_request(prompt_token_ids, params)
         priority = index(priority)
         if not isinstance(cache_salt, str | None) or any("\ud800" <= c <= "\udfff" for c in cache_salt or ""):
             raise ValueError(f"cache_salt must be None or text that can be encoded; got {cache_salt!r}")
-        request = Pending(request_id, next(self._keys), prompt)
+        request = Pending(request_id, next(self._keys))
         with self._lock:
             self.check_health()
             if request_id in self._requests:
@@ -122,7 +116,7 @@ class AsyncLLM:
                 raise QueueFull(f"max_queue={self.max_queue} sequences are waiting already; try again later")
             self._requests[request_id] = request
             self._num_arriving += params.n
-            self._inbox.put(partial(self._add, request, token_ids, params, priority, cache_salt, arrived))
+            self._inbox.put(partial(self._add, request, token_ids, params, priority, cache_salt, arrived, prompt))
         return Stream(request, self._abort)
 
     def abort(self, request_id: str) -> None:
@@ -162,16 +156,11 @@ class AsyncLLM:
     @property
     def num_waiting(self) -> int:
         """Sequences that have no seat in the batch, each choice of a request counted."""
-        held = sum(len(request.held) for request in self._holding)
-        return self._num_arriving + len(self.llm.engine.scheduler.waiting) + held
+        return self._num_arriving + self.llm.engine.num_waiting
 
     def _is_full(self) -> bool:
-        if self.max_queue is None:
-            return False
-        scheduler = self.llm.engine.scheduler
-        # One that found no room will not be overtaken; otherwise whoever has just come may find a seat at once.
-        seats = 0 if self._num_stuck else scheduler.config.max_num_seqs - len(scheduler.running)
-        return self.num_waiting - seats >= self.max_queue
+        """Whoever has just come may find a seat in the next step, and does not count."""
+        return self.max_queue is not None and self.num_waiting - self.llm.engine.num_free_seats >= self.max_queue
 
     def _abort(self, request: Pending) -> None:
         with self._lock:
@@ -189,10 +178,7 @@ class AsyncLLM:
                 idle = not engine.has_unfinished()
                 for _ in range(max(self._inbox.qsize(), idle)):
                     self._inbox.get()()  # an idle engine sleeps here
-                outputs = engine.step()
-                self._num_stuck = len(engine.scheduler.waiting)
-                self._holding = [added for added in self._holding if added.held]
-                self._hand_out(outputs)
+                self._hand_out(engine.step())
         except BaseException as caught:
             logger.exception("the step loop has ended, and no request can be served any more")
             error = caught
@@ -203,7 +189,6 @@ class AsyncLLM:
             self._requests.clear()
             self._num_arriving = 0
         self._added.clear()
-        self._holding.clear()
         for request in left:
             request.error = EngineDead(self._refusal)
             request.error.__cause__ = error
@@ -211,21 +196,18 @@ class AsyncLLM:
         self.llm.close()
 
     def _add(self, request: Pending, token_ids: list[int], params: SamplingParams, *arguments: Any) -> None:
-        engine = self.llm.engine
         with self._lock:  # so that nobody counts it twice, or not at all
             self._num_arriving -= params.n
             try:
-                engine.add_request(request.key, token_ids, params, *arguments)
+                self.llm.engine.add_request(request.key, token_ids, params, *arguments)
             except (ValueError, TypeError) as error:
                 self._end(request, error)
                 return
-            self._holding += [added for added in [engine._requests[request.key]] if added.held]
         self._added[request.key] = request
 
     def _end(self, request: Pending, error: Exception) -> None:
         """End a request in whatever state it is."""
         self.llm.engine.abort_request(request.key)
-        self._holding = [added for added in self._holding if added.request_id != request.key]
         self._added.pop(request.key, None)
         self._forget(request)
         request.error = error

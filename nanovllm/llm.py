@@ -16,17 +16,15 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.trace import OnEvent
 from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids
-from nanovllm.models.config import DTYPES, read_config
-from nanovllm.models.loader import load_model
+from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import shard_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
-from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.tokenizer import Message, Tokenizer
-from nanovllm.workers.executor import LocalExecutor, current
-from nanovllm.workers.parallel_executor import ParallelExecutor, Share
+from nanovllm.workers import start_executor
+from nanovllm.workers.executor import RunnerSpec
 
 # A text; {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt"; or just the ids.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
@@ -60,37 +58,20 @@ class LLM:
     ) -> None:
         chosen = EngineConfig(**config)
         device = find_device(chosen.device)
-        model = EMBEDDED_MODEL if model is None else model
-        self.path = path = find_checkpoint(model, weights=chosen.load_format != "dummy")
-        model_config = read_config(path)
-        max_len, speculation = model_config.max_position_embeddings, chosen.speculation
-        if speculation is not None and speculation.method == "draft":
-            max_len = min(max_len, read_draft_config(speculation, model_config).max_position_embeddings)
-        resolved = chosen.resolve(on_gpu=device.type == "cuda", model_max_len=max_len)
-        self.tokenizer = None if skip_tokenizer_init else Tokenizer(path)
-        dtype = None if chosen.dtype == "auto" else DTYPES[chosen.dtype]
-        executor: LocalExecutor | ParallelExecutor
-        try:
-            if resolved.tensor_parallel_size > 1:
-                shard_config(model_config, resolved.tensor_parallel_size)  # refuses before a process is started
-                with current(device):
-                    executor = ParallelExecutor.start(Share(str(path), resolved, dtype), device)
-            else:
-                device, limit, load_format = numbered(device), resolved.max_model_len, chosen.load_format
-                with current(device):
-                    loaded = load_model(path, device=device, dtype=dtype, max_model_len=limit, load_format=load_format)
-                    executor = LocalExecutor(ModelRunner(loaded, resolved, device))
-        except torch.OutOfMemoryError as error:
-            remedy = "take a smaller model, or lower num_kv_blocks, max_num_batched_tokens or max_num_seqs"
-            raise ValueError(f"{device} has too little free memory for {path}: {error}; {remedy}") from error
-        runner = executor.runner
-        self.attention_backend = runner.backend.name
-        self.config = replace(resolved, num_kv_blocks=runner.num_kv_blocks)
+        self.path = find_checkpoint(EMBEDDED_MODEL if model is None else model, weights=chosen.load_format != "dummy")
+        model_config = read_config(self.path)
+        resolved = resolve(chosen, model_config, device)
+        self.tokenizer = None if skip_tokenizer_init else Tokenizer(self.path)
+
+        executor = start_executor(RunnerSpec(str(self.path), resolved), device)
+        self.attention_backend = executor.runner.backend.name
+        self.config = replace(resolved, num_kv_blocks=executor.runner.num_kv_blocks)
+
         self.engine = LLMEngine(
             executor,
             self.config,
             vocab_size=model_config.vocab_size,
-            eos_token_ids=read_eos_token_ids(path),
+            eos_token_ids=read_eos_token_ids(self.path),
             make_detokenizer=None if self.tokenizer is None else partial(Detokenizer, self.tokenizer),
             on_event=on_event,
         )
@@ -119,9 +100,10 @@ class LLM:
         try:
             for i, (request_id, prompt, p, order) in enumerate(zip(ids, batch, params, priorities, strict=True)):
                 with naming(f"prompts[{i}]"):
-                    token_ids = self._encode(prompt)
+                    token_ids, text = self.encode(prompt), prompt.get("prompt")
                     final = p.changed(output_kind=RequestOutputKind.FINAL_ONLY)
-                    self.engine.add_request(request_id, token_ids, final, order, prompt.get("cache_salt"))
+                    salt = prompt.get("cache_salt")
+                    self.engine.add_request(request_id, token_ids, final, order, salt, prompt=text)
             finished = self._run(len(batch), use_tqdm)
         except BaseException as error:
             if not isinstance(error, ValueError | TypeError):  # no refusal, but an interruption
@@ -129,8 +111,6 @@ class LLM:
             for request_id in ids:  # those that were fine
                 self.engine.abort_request(request_id)
             raise
-        for request_id, prompt in zip(ids, batch, strict=True):
-            finished[request_id].prompt = prompt.get("prompt")
         return [finished[request_id] for request_id in ids]
 
     def chat(
@@ -146,8 +126,11 @@ class LLM:
         encoded = [{"prompt_token_ids": self.tokenizer.encode_chat(c)} for c in conversations]
         return self.generate(encoded, sampling_params, use_tqdm=use_tqdm)
 
-    def _encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:
-        """The token ids of a prompt, which `add_request` checks."""
+    def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:
+        """The token ids of a prompt, which `LLMEngine.add_request` checks.
+
+        Raises TypeError for what is no prompt, and ValueError for a text that cannot be encoded.
+        """
         if unknown := sorted(prompt.keys() - PROMPT_KEYS):
             raise TypeError(f"a prompt has no key {unknown[0]!r}; supported are {', '.join(sorted(PROMPT_KEYS))}")
         for key in ("prompt", "cache_salt"):
@@ -211,9 +194,13 @@ def find_device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def numbered(device: torch.device) -> torch.device:
-    """A GPU by its number: "cuda" is the current one, and each thread has its own."""
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:
+    """Fill in the defaults that depend on model and device. Raises ValueError for what does not fit them."""
+    shard_config(model, config.tensor_parallel_size)
+    max_len, speculation = model.max_position_embeddings, config.speculation
+    if speculation is not None and speculation.method == "draft":
+        max_len = min(max_len, read_draft_config(speculation, model).max_position_embeddings)
+    return config.resolve(on_gpu=device.type == "cuda", model_max_len=max_len)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Mapping[str, Any]]:

@@ -31,7 +31,6 @@ class Pending:
 
     request_id: str  # the caller's
     key: str  # the engine's; never used twice, so that what comes late meets nobody else
-    prompt: str | None
     # The newest state of the output is all that is kept: a slow reader costs no memory, it just gets larger deltas.
     newest: deque[RequestOutput] = field(default_factory=lambda: deque(maxlen=1))
     error: Exception | None = None  # what the reader gets after that
@@ -51,7 +50,7 @@ class Pending:
                 logprobs = None if choice.logprobs is None else choice.logprobs[tokens:]
                 ids, text = choice.token_ids[tokens:], choice.text[characters:]
                 choices.append(replace(choice, token_ids=ids, text=text, logprobs=logprobs))
-        return replace(output, request_id=self.request_id, prompt=self.prompt, outputs=choices)
+        return replace(output, request_id=self.request_id, outputs=choices)
 
 
 class Stream:

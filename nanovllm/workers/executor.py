@@ -1,7 +1,7 @@
-"""The data plane behind one interface: plans go in, tokens come out, and nothing in between waits for the device.
+"""One rank in this process: plans go in, tokens come out, and nothing in between waits for the device.
 
-`LocalExecutor` drives one rank in this process. It keeps the host's copy of every sequence's tokens, so that a sequence
-that was preempted can be put back into a row without the control plane sending it again.
+An executor keeps the host's copy of every sequence's tokens, so that a preempted sequence can be put back into a
+row without the control plane sending its tokens again.
 """
 
 import gc
@@ -12,13 +12,38 @@ from typing import Any
 
 import torch
 
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.models.config import DTYPES
+from nanovllm.models.loader import load_model
 from nanovllm.runner.model_runner import ModelRunner, StepOutput
 from nanovllm.sampling_params import SamplingParams
 
 # With Python's default, the steps of a large batch collect garbage again and again, though they leave none. A full
 # collection visits all that torch has loaded, and takes as long as many decode steps.
 GC_THRESHOLD = 20_000, 10, 10
+
+
+@dataclass(frozen=True)
+class RunnerSpec:
+    """What a rank needs to make its runner. Plain data: it is sent to the workers' processes."""
+
+    path: str  # of the checkpoint's directory
+    config: EngineConfig  # resolved
+
+    def make_runner(self, device: torch.device, group: Group | None = None) -> ModelRunner:
+        """Load the model; of several ranks, which `group` joins, this rank's share of it."""
+        c = self.config
+        loaded = load_model(
+            self.path,
+            device=device,
+            dtype=DTYPES.get(c.dtype),  # None for "auto"
+            max_model_len=c.max_model_len,
+            load_format=c.load_format,
+            group=group,
+        )
+        return ModelRunner(loaded, c, device, group=group)
 
 
 @dataclass
@@ -48,7 +73,7 @@ class PendingStep:
 
 
 class LocalExecutor:
-    """One rank, in this process, whose garbage is collected less often from now on, unless that is switched off."""
+    """Drives one rank. From now on this process collects garbage less often, unless that is switched off."""
 
     def __init__(self, runner: ModelRunner) -> None:
         if gc.get_threshold()[0]:
@@ -75,3 +100,8 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` this thread's current one. PyTorch works where its tensors are, but Triton launches, and events are
     recorded, on the current device: on the first GPU, unless a thread says otherwise."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def numbered(device: torch.device) -> torch.device:
+    """A GPU by its number: "cuda" is the current one, and each thread has its own."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device

@@ -8,43 +8,21 @@ sent.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group, devices_of
 from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
-from nanovllm.models.loader import load_model
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.workers.executor import KnownSequence, LocalExecutor, PendingStep
+from nanovllm.workers.executor import KnownSequence, LocalExecutor, PendingStep, RunnerSpec
 from nanovllm.workers.launched import LaunchedTeam, is_launched, own_device, own_rank, serve
 from nanovllm.workers.spawned import SpawnedTeam
 from nanovllm.workers.team import Team
 
 Change = tuple[int, Sequence[int], SamplingParams] | int  # a sequence that was added; the key of one that is gone
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a rank needs to make its runner. Plain data: it is sent to the workers' processes."""
-
-    path: str
-    config: EngineConfig  # resolved
-    dtype: torch.dtype | None
-
-    def make_runner(self, group: Group) -> ModelRunner:
-        c = self.config
-        loaded = load_model(
-            self.path, device=group.device, dtype=self.dtype, max_model_len=c.max_model_len,
-            load_format=c.load_format, group=group,
-        )  # fmt: skip
-        return ModelRunner(loaded, c, group.device, group=group)
-
-    def __call__(self, group: Group) -> Callable[[Any], None]:
-        """A worker's part."""
-        return Worker(LocalExecutor(self.make_runner(group)))
 
 
 class Worker:
@@ -55,7 +33,7 @@ class Worker:
         self.executor = executor
         self.pending: deque[tuple[int, PendingStep]] = deque()  # with their numbers
 
-    def __call__(self, message: tuple[int, list[Change], tuple[Any, ...]]) -> None:
+    def repeat(self, message: tuple[int, list[Change], tuple[Any, ...]]) -> None:
         num_read, changes, (step, scheduled, freed_rows) = message
         while self.pending and self.pending[0][0] < num_read:
             self.pending.popleft()[1].result()
@@ -66,6 +44,11 @@ class Worker:
                 self.executor.add(*change)
         plan = StepPlan(step, [Scheduled(*s) for s in scheduled], freed_rows)
         self.pending.append((step, self.executor.submit(plan)))
+
+
+def make_worker(spec: RunnerSpec, group: Group) -> Callable[[Any], None]:
+    """In a worker's process: load its share of the model. Returns what is called with every message."""
+    return Worker(LocalExecutor(spec.make_runner(group.device, group))).repeat
 
 
 @dataclass
@@ -93,21 +76,22 @@ class ParallelExecutor:
     num_read: int = 0  # all steps with a smaller number were read, or given up
 
     @classmethod
-    def start(cls, share: Share, first: torch.device) -> "ParallelExecutor":
+    def start(cls, spec: RunnerSpec, first: torch.device) -> "ParallelExecutor":
         """On devices from `first` on. The workers are started, or are there already, launched by somebody else; they
         load while the leader does. A process that is itself such a worker does not return (see `launched.serve`)."""
-        size = share.config.tensor_parallel_size
+        size = spec.config.tensor_parallel_size
+        make = partial(make_worker, spec)
         team: Team
         if not is_launched(size):
-            team = SpawnedTeam(devices_of(first, size), share)
+            team = SpawnedTeam(devices_of(first, size), make)
         elif own_rank() == 0:
             team = LaunchedTeam(own_device(first))
         else:
-            serve(share, own_device(first))
+            serve(make, own_device(first))
         try:
             team.join()
             with team.in_step(loading=True):
-                return cls(team, LocalExecutor(share.make_runner(team.group)))
+                return cls(team, LocalExecutor(spec.make_runner(team.group.device, team.group)))
         except BaseException:
             team.close()
             raise

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nanovllm.engine.plan import StepPlan
-from nanovllm.llm import numbered
-from nanovllm.workers.executor import LocalExecutor
+from nanovllm.workers.executor import LocalExecutor, numbered
 
 
 class Current:

@@ -179,7 +179,7 @@ def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_model(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    monkeypatch.setattr("nanovllm.llm.load_model", load_model)
+    monkeypatch.setattr("nanovllm.workers.executor.load_model", load_model)
     with pytest.raises(ValueError, match=r"cpu has too little free memory for .*20\.00 GiB.*take a smaller model"):
         LLM(device="cpu")
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nanovllm import cli
 from nanovllm.distributed.group import Group, PeerLost
-from nanovllm.workers import parallel_executor
+from nanovllm.workers import executor, parallel_executor
 from nanovllm.workers.launched import LaunchedTeam
 from nanovllm.workers.spawned import SpawnedTeam
 from nanovllm.workers.team import Team, story_of
@@ -54,8 +54,8 @@ def start(monkeypatch: pytest.MonkeyPatch, leader_meets: Exception, worker_meets
     def load_model(*_: Any, **__: Any) -> None:
         raise leader_meets
 
-    monkeypatch.setattr(parallel_executor, "SpawnedTeam", lambda devices, share: team)
-    monkeypatch.setattr(parallel_executor, "load_model", load_model)
+    monkeypatch.setattr(parallel_executor, "SpawnedTeam", lambda devices, make: team)
+    monkeypatch.setattr(executor, "load_model", load_model)
     return cli.main(["generate", "x", "--device", "cpu", "--tensor-parallel-size", "2"]), team
 
 

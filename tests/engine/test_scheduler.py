@@ -226,7 +226,7 @@ def test_who_was_looked_up_is_forgotten_when_more_of_its_text_is_published_or_it
         scheduler._publish(same, num_computed - 1)  # nothing new
         assert scheduler._looked_up is waiting
         scheduler._publish(same, num_computed)
-        assert scheduler._looked_up is None and blocks.find_prefix(waiting) != cached
+        assert scheduler._looked_up is not waiting and blocks.find_prefix(waiting) != cached
     scheduler._looked_up = waiting
     scheduler._start(waiting, blocks.find_prefix(waiting))
     assert scheduler._looked_up is None

@@ -41,7 +41,7 @@ class ShadowLLM:
         self.engine = LLMEngine(executor, self.config, vocab_size=VOCAB_SIZE, eos_token_ids={EOS}, on_event=on_event)
         executor.engine = self.engine
 
-    def _encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:
+    def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:
         return prompt.get("prompt_token_ids") or [ord(letter) % VOCAB_SIZE for letter in prompt["prompt"]]
 
     def close(self) -> None:
