@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.distributed.group import TIMEOUT, Group, PeerLost, devices_of
-from nanovllm.workers.team import GRACE, Make, Team, story_of
-from nanovllm.workers.watch import BEAT, Watch, beat
+from nanovllm.workers.team import GRACE, MakeWorker, Team, failure_report
+from nanovllm.workers.watchdog import BEAT, Watchdog, beat
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LONG = timedelta(days=365)  # how long workers wait for a message: a leader may have nothing to do
@@ -68,40 +68,40 @@ class LaunchedTeam(Team):
             )
         have_served = True
         self.threads = torch.get_num_threads()  # torchrun has chosen how many
-        self._links = Links(device)
-        self.group = self._links.group
-        self.close = weakref.finalize(self, self._links.dismiss)
+        self._connections = Connections(device)
+        self.group = self._connections.group
+        self.close = weakref.finalize(self, self._connections.dismiss)
 
     def join(self) -> None:
         try:
-            self._links.join()
+            self._connections.join()
         except RuntimeError as lost:
             raise self.failed(PeerLost(str(lost)), "the ranks could not start", starting=True) from lost
         on_gpu = self.group.device.type == "cuda"
         max_step = TIMEOUT.total_seconds() if on_gpu else float("inf")
-        links = self._links
-        watch = Watch(links.spare, self.group.size, self.step, links.lose, max_step=max_step)
-        links.over = watch.over
-        threading.Thread(target=watch.run, name="nanovllm-watch", daemon=True).start()
+        connections = self._connections
+        watchdog = Watchdog(connections.spare, self.group.size, self.step, connections.lose, max_step=max_step)
+        connections.over = watchdog.over
+        threading.Thread(target=watchdog.run, name="nanovllm-watch", daemon=True).start()
 
     def _send(self, payload: bytes) -> None:
-        self._links.send(payload)
+        self._connections.send(payload)
 
     def cause_of(self, lost: PeerLost) -> str:
         deadline = time.monotonic() + (GRACE if self.group.lost is None else 0)
-        while self._links.store is not None:
+        while self._connections.store is not None:
             with suppress(RuntimeError):  # of a store that is gone as well
                 for rank in range(1, self.group.size):
-                    if self._links.store.check([f"story {rank}"]):
-                        return f"rank {rank} failed:\n{self._links.store.get(f'story {rank}').decode()}"
+                    if self._connections.store.check([f"report {rank}"]):
+                        return f"rank {rank} failed:\n{self._connections.store.get(f'report {rank}').decode()}"
             if time.monotonic() >= deadline:
                 break
             time.sleep(GRACE / 20)
         return str(lost)
 
 
-class Links:
-    """What connects a rank to the others: the store where they met, a group for tensors and one for messages."""
+class Connections:
+    """What connects a rank to the others: the store where they met, one process group for tensors, one for messages."""
 
     def __init__(self, device: torch.device) -> None:
         rank, size = own_rank(), int(os.environ["WORLD_SIZE"])
@@ -139,7 +139,7 @@ class Links:
         return payload
 
     def lose(self, rank: int, why: str) -> None:
-        """The engine has no future. Also those ranks are to leave that wait for the one that is lost."""
+        """End the engine. The ranks that wait for the lost one leave, too."""
         self.spare.set("end", "1")
         self.messages.give_up(why)
         self.group.give_up(why)
@@ -167,46 +167,46 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def serve(make: Make, device: torch.device) -> NoReturn:
-    """A worker's life: do what each message says. Leaves by SystemExit when the leader closes its engine, and with an
-    exit status of 1 when it is gone; what fails here is raised, and told to the leader."""
+def serve(make: MakeWorker, device: torch.device) -> NoReturn:
+    """A worker's life: do what each message says. Leaves by SystemExit when the leader closes its engine, and with exit
+    status 1 when the leader is gone. What fails here is raised, and reported to the leader."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the leader decides
-    links = Links(device)
+    connections = Connections(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        links.join()
-        threading.Thread(target=_beat, args=(links,), daemon=True).start()
-        do = make(links.group)
-        for message in _messages(links):
+        connections.join()
+        threading.Thread(target=_beat, args=(connections,), daemon=True).start()
+        do = make(connections.group)
+        for message in _messages(connections):
             do(message)
     except PeerLost as lost:
-        links.leave()
+        connections.leave()
         raise SystemExit(f"rank {own_rank()}: the leader or another rank is gone ({lost})") from None
     except BaseException as error:
         with suppress(RuntimeError):  # the store may be gone, too
-            if links.store is not None:
-                links.store.set(f"story {own_rank()}", story_of(error, own_rank()))
-        links.leave()
+            if connections.store is not None:
+                connections.store.set(f"report {own_rank()}", failure_report(error, own_rank()))
+        connections.leave()
         raise
-    links.leave()
+    connections.leave()
     raise SystemExit(0)
 
 
-def _beat(links: Links) -> None:
-    """And end the process where the leader has ended the engine, and nobody can tell a step that waits for it."""
+def _beat(connections: Connections) -> None:
+    """Show a pulse. End the process when the leader has ended the engine: a step that waits for it would never know."""
     status = 1
     with suppress(RuntimeError):  # the store is gone, and with it the leader
-        while not links.over.wait(BEAT):
-            beat(links.spare, own_rank())
-            if links.spare.check(["end"]):
-                status = int(links.spare.get("end"))
+        while not connections.over.wait(BEAT):
+            beat(connections.spare, own_rank())
+            if connections.spare.check(["end"]):
+                status = int(connections.spare.get("end"))
                 break
-    if not links.over.wait(GRACE):
+    if not connections.over.wait(GRACE):
         os._exit(status)
 
 
-def _messages(links: Links) -> Iterator[Any]:
-    while payload := links.receive():
+def _messages(connections: Connections) -> Iterator[Any]:
+    while payload := connections.receive():
         yield pickle.loads(payload)

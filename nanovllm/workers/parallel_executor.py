@@ -1,8 +1,8 @@
-"""The data plane on several ranks: what the leader does, its workers do as well, each with its share of the model.
+"""The data plane on several ranks: what the leader does, its workers repeat, each with its share of the model.
 
 Every rank keeps its own copy of what an executor remembers, and samples by itself, from logits that all have seen. So
-one message a step says all: which sequences came and went since the last one, and the plan. No tensor and no token is
-sent.
+one message per step says everything: which sequences came and went since the last message, and the plan. No tensor and
+no token is sent.
 """
 
 from collections import deque
@@ -26,8 +26,8 @@ Change = tuple[int, Sequence[int], SamplingParams] | int  # a sequence that was 
 
 
 class Worker:
-    """Repeats what the leader's executor does, and in the same order: a sequence that comes back to a row brings the
-    tokens of all steps that the leader had read by then, no more and no less."""
+    """Repeats what the leader's executor does, in the same order. A sequence that comes back to a row brings the tokens
+    of all steps that the leader had read by then, no more and no less."""
 
     def __init__(self, executor: LocalExecutor) -> None:
         self.executor = executor
@@ -77,8 +77,8 @@ class ParallelExecutor:
 
     @classmethod
     def start(cls, spec: RunnerSpec, first: torch.device) -> "ParallelExecutor":
-        """On devices from `first` on. The workers are started, or are there already, launched by somebody else; they
-        load while the leader does. A process that is itself such a worker does not return (see `launched.serve`)."""
+        """On devices from `first` on. Workers are started, unless torchrun has launched them already; they load while
+        the leader does. In a process that is itself a worker this does not return (see `launched.serve`)."""
         size = spec.config.tensor_parallel_size
         make = partial(make_worker, spec)
         team: Team

@@ -26,14 +26,16 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.distributed.group import HOST, TIMEOUT, Group, PeerLost
-from nanovllm.workers.team import GRACE, Make, Team, WorkerDied, story_of
-from nanovllm.workers.watch import BEAT, Step, Watch, beat
+from nanovllm.workers.team import GRACE, MakeWorker, Team, WorkerDied, failure_report
+from nanovllm.workers.watchdog import BEAT, StepStatus, Watchdog, beat
 
 FIRST_SIZE = 1 << 16  # bytes of the first segment; a longer message gets a larger one
 
 
 class SpawnedTeam(Team):
-    def __init__(self, devices: list[torch.device], make: Make) -> None:
+    """The leader's side."""
+
+    def __init__(self, devices: list[torch.device], make: MakeWorker) -> None:
         """Start the workers. `make` is found by its name in their processes, so a script that comes here needs an
         `if __name__ == "__main__":`; `join` waits for them."""
         super().__init__()
@@ -98,10 +100,10 @@ class SpawnedTeam(Team):
         except (EOFError, OSError):
             worker.join(GRACE)
             kind = WorkerDied if worker.exitcode else PeerLost  # one that left was let down by another
-            story = f"{worker.name} died (exit code {worker.exitcode})"
+            report = f"{worker.name} died (exit code {worker.exitcode})"
             if worker.exitcode == 1 and not self.group.connected:  # it did not come so far as to send its traceback
-                story += '; a script that starts ranks needs `if __name__ == "__main__":`, and has to be a file'
-            raise kind(self.group.lost or story) from None
+                report += '; a script that starts ranks needs `if __name__ == "__main__":`, and has to be a file'
+            raise kind(self.group.lost or report) from None
         if report is not None:
             raise WorkerDied(f"{worker.name} failed:\n{report}")
 
@@ -127,7 +129,7 @@ def make_store() -> Any:
     return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
-def _watch(store: dist.Store, step: Step, workers: list[BaseProcess], group: Group) -> None:
+def _watch(store: dist.Store, step: StepStatus, workers: list[BaseProcess], group: Group) -> None:
     """Kill a worker that does not go on, and so make it one that is dead. Gloo notices that; NCCL never would, and the
     leader would wait for ever."""
     on_gpu = group.device.type == "cuda"
@@ -138,7 +140,7 @@ def _watch(store: dist.Store, step: Step, workers: list[BaseProcess], group: Gro
 
     max_step = TIMEOUT.total_seconds() if on_gpu else float("inf")
     sentinels = [worker.sentinel for worker in workers]
-    Watch(store, group.size, step, lose, sentinels, max_step).run()
+    Watchdog(store, group.size, step, lose, sentinels, max_step).run()
     if on_gpu:
         connection.wait(sentinels)
         group.leave()
@@ -166,7 +168,7 @@ def _free(segments: list[SharedMemory]) -> None:
     segments.clear()
 
 
-def _work(make: Make, group: Group, port: int, pipe: Connection, threads: int) -> None:
+def _work(make: MakeWorker, group: Group, port: int, pipe: Connection, threads: int) -> None:
     """A worker's life: get ready, do what each message says, and end when the leader does or closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the leader decides
     stores: list[dist.Store] = []
@@ -183,10 +185,10 @@ def _work(make: Make, group: Group, port: int, pipe: Connection, threads: int) -
         for message in _messages(pipe):
             do(message)
     except PeerLost:
-        os._exit(0)  # somebody else has the story to tell
+        os._exit(0)  # the rank that failed reports
     except BaseException as error:
         with suppress(OSError):  # the leader may be gone, too
-            pipe.send(story_of(error, group.rank))
+            pipe.send(failure_report(error, group.rank))
         os._exit(1)
     os._exit(0)  # at once: what Python would tidy up may wait for ranks that are gone
 

@@ -1,7 +1,8 @@
-"""The ranks of one engine as the leader, rank 0, sees them: it tells all others what to do, and does the same itself.
+"""The ranks of one engine as the leader, rank 0, sees them. The leader tells the others what to do, and does the same.
 
-Two kinds: processes that the leader starts (`spawned`), and those that torchrun has started (`launched`). What they
-share is here: whatever goes wrong ends in an error at the leader, with the story of the rank that failed first.
+There are two kinds of teams: processes that the leader starts (`spawned`), and processes that torchrun has started
+(`launched`). What both share is here: whatever goes wrong ends in an error at the leader, with the report of the rank
+that failed first.
 """
 
 import pickle
@@ -18,15 +19,15 @@ from typing import Any
 import torch
 
 from nanovllm.distributed.group import Group, PeerLost
-from nanovllm.workers.watch import Step
+from nanovllm.workers.watchdog import StepStatus
 
 GRACE = 2.0  # seconds for workers to say what happened, or to leave by themselves
 
-# What the user can mend where a rank cannot start. If a worker has met it, the leader raises it as its own.
+# Errors that the user can mend, where a rank cannot start. The leader raises such an error of a worker as its own.
 MENDABLE: dict[str, type[Exception]] = {"ValueError": ValueError, "OutOfMemoryError": torch.OutOfMemoryError}
 
-# What makes a worker's part, in its process: called with its group, returns what is called with every message.
-Make = Callable[[Group], Callable[[Any], object]]
+# Called in a worker's process with the worker's group; returns what is called with every message of the leader.
+MakeWorker = Callable[[Group], Callable[[Any], object]]
 
 
 class WorkerDied(PeerLost):
@@ -37,11 +38,11 @@ class RankLost(RuntimeError, ConnectionError):
     """A rank is gone without a word. Being a ConnectionError, it costs a user of the command line one line."""
 
 
-def story_of(error: BaseException, rank: int) -> str:
-    """What a worker tells of its end: its traceback; and of a `MENDABLE` error name and text, each behind a NUL."""
-    story = "".join(traceback.format_exception(error))
+def failure_report(error: BaseException, rank: int) -> str:
+    """What a worker sends before it ends: its traceback; and of a `MENDABLE` error name and text, each behind a NUL."""
+    report = "".join(traceback.format_exception(error))
     kinds = [name for name, kind in MENDABLE.items() if isinstance(error, kind)]
-    return "\0".join([story, kinds[0], f"rank {rank}: {error}"] if kinds else [story])
+    return "\0".join([report, kinds[0], f"rank {rank}: {error}"] if kinds else [report])
 
 
 class Team(ABC):
@@ -52,7 +53,7 @@ class Team(ABC):
     threads: int  # the leader's share of the CPU
 
     def __init__(self) -> None:
-        self.step = Step()
+        self.step = StepStatus()
 
     @abstractmethod
     def join(self) -> None:
@@ -67,14 +68,14 @@ class Team(ABC):
 
     @abstractmethod
     def cause_of(self, lost: PeerLost) -> str:
-        """Why a step failed, in the words of the worker that failed first (see `story_of`), where one did."""
+        """Why a step failed: the `failure_report` of the worker that failed first, or `lost` where none failed."""
 
     def failed(self, lost: PeerLost, what: str, *, starting: bool) -> Exception:
-        """End all ranks. Returns what to raise: RuntimeError with the story of the rank that failed first; or, where a
-        `MENDABLE` error kept it from starting, that error, with the story as a note."""
-        story, *mistake = self.cause_of(lost).split("\0", 2)
+        """End all ranks. Returns what to raise: RuntimeError with the report of the rank that failed first; or, where a
+        `MENDABLE` error kept that rank from starting, that error, with the report as a note."""
+        report, *mistake = self.cause_of(lost).split("\0", 2)
         self.close()
-        error: Exception = (RuntimeError if "\n" in story else RankLost)(f"{what}: {story}")
+        error: Exception = (RuntimeError if "\n" in report else RankLost)(f"{what}: {report}")
         if starting and mistake:
             kind, message = mistake
             note, error = str(error), MENDABLE[kind](message)
@@ -87,11 +88,11 @@ class Team(ABC):
 
     @contextmanager
     def in_step(self, *, loading: bool = False) -> Iterator[None]:
-        """What all ranks do together, each with its share of the CPU's threads. Ctrl-C waits for the end of it, but not
-        for that of `loading`, which may take minutes.
+        """What all ranks do together, each with its share of the CPU's threads. Ctrl-C waits for the end of a step, but
+        not for the end of `loading`, which may take minutes.
 
-        Any failure in here ends all of them: in half a step the ranks would wait for each other, and take for an answer
-        to one question what was meant for another. That of another rank becomes what `failed` says.
+        Any failure in here ends all ranks: after half a step they would wait for each other, and mistake the answer to
+        one question for the answer to another. The failure of another rank becomes what `failed` says.
         """
         threads = torch.get_num_threads()
         with nullcontext() if loading else ctrl_c_waits():

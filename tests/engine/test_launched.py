@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.workers import launched
-from nanovllm.workers.launched import FIRST, HEAD, Links, address_towards, is_launched, own_device
+from nanovllm.workers.launched import FIRST, HEAD, Connections, address_towards, is_launched, own_device
 from tests.engine.ranks import STORY_MODEL
 from tests.stages.ranks import PROMPTLY
 
@@ -190,7 +190,7 @@ def test_messages_of_any_length_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short one behind a long one, too, and those that just fit or just do not."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    leader, worker = (Links(torch.device("cpu")) for _ in range(2))
+    leader, worker = (Connections(torch.device("cpu")) for _ in range(2))
     wire: Any = Wire()
     leader.messages = worker.messages = wire
     room = FIRST - HEAD

@@ -19,7 +19,7 @@ from nanovllm.distributed.group import Group, PeerLost
 from nanovllm.workers import executor, parallel_executor
 from nanovllm.workers.launched import LaunchedTeam
 from nanovllm.workers.spawned import SpawnedTeam
-from nanovllm.workers.team import Team, story_of
+from nanovllm.workers.team import Team, failure_report
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ class Lonely(Team):
 
 def start(monkeypatch: pytest.MonkeyPatch, leader_meets: Exception, worker_meets: Exception) -> tuple[int, Lonely]:
     """`nanovllm generate` on two ranks; its exit status, and the team, which must have ended."""
-    team = Lonely(f"rank 1 failed:\n{story_of(worker_meets, 1)}")
+    team = Lonely(f"rank 1 failed:\n{failure_report(worker_meets, 1)}")
 
     def load_model(*_: Any, **__: Any) -> None:
         raise leader_meets
@@ -88,7 +88,7 @@ def test_what_nobody_can_mend_keeps_its_traceback(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("error", [TOO_LARGE, NO_ROOM])
 def test_in_the_middle_of_the_work_it_is_no_mistake_of_the_user_s(error: Exception) -> None:
-    team = Lonely(f"rank 1 failed:\n{story_of(error, 1)}")
+    team = Lonely(f"rank 1 failed:\n{failure_report(error, 1)}")
     with pytest.raises(RuntimeError) as raised, team.in_step():
         raise PeerLost("gone")
     assert type(raised.value) is RuntimeError and str(raised.value).startswith("a rank was lost")
@@ -96,7 +96,7 @@ def test_in_the_middle_of_the_work_it_is_no_mistake_of_the_user_s(error: Excepti
 
 
 def test_the_traceback_is_in_the_note() -> None:
-    team = Lonely(f"rank 1 failed:\n{story_of(NO_ROOM, 1)}")
+    team = Lonely(f"rank 1 failed:\n{failure_report(NO_ROOM, 1)}")
     with pytest.raises(ValueError, match=r"^rank 1: no room") as raised, team.in_step(loading=True):
         raise PeerLost("gone")
     assert "rank 1 failed:\n" in raised.value.__notes__[0] and not team.close.alive
@@ -106,9 +106,9 @@ def test_a_story_left_in_the_store_says_as_much() -> None:
     """Where ranks were launched, it lies where they met."""
     team = LaunchedTeam.__new__(LaunchedTeam)
     team.group, store = Group(0, 2, CPU), dist.HashStore()
-    team._links = SimpleNamespace(store=store)  # type: ignore[assignment]
+    team._connections = SimpleNamespace(store=store)  # type: ignore[assignment]
     team.close = weakref.finalize(team, list)
-    store.set("story 1", story_of(NO_ROOM, 1))
+    store.set("report 1", failure_report(NO_ROOM, 1))
     error = team.failed(PeerLost("gone"), "the ranks could not start", starting=True)
     assert type(error) is ValueError and str(error) == f"rank 1: {NO_ROOM}"
 

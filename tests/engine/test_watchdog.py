@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.workers import watch
-from nanovllm.workers.watch import BEAT, SILENCE, Step, Watch
+from nanovllm.workers import watchdog
+from nanovllm.workers.watchdog import BEAT, SILENCE, StepStatus, Watchdog
 from tests.stages.ranks import PROMPTLY
 
 HOUR = round(3600 / BEAT)  # looks
@@ -25,11 +25,11 @@ class Store:
 
 
 def watch_for(
-    looks: int, each: Callable[[int, Step, Store], None], monkeypatch: pytest.MonkeyPatch, **options: Any
+    looks: int, each: Callable[[int, StepStatus, Store], None], monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[int, list[tuple[int, str]]]:
     """Call `each` before every look: how many there were, and who was lost."""
-    store, step, lost = Store(), Step(), list[tuple[int, str]]()
-    watcher = Watch(store, 3, step, lambda *who: lost.append(who), **options)  # type: ignore[arg-type]
+    store, step, lost = Store(), StepStatus(), list[tuple[int, str]]()
+    watcher = Watchdog(store, 3, step, lambda *who: lost.append(who), **options)  # type: ignore[arg-type]
     seen = 0
 
     def sleep(seconds: float) -> None:
@@ -40,7 +40,7 @@ def watch_for(
         if seen == looks:
             watcher.over.set()
 
-    monkeypatch.setattr(watch.time, "sleep", sleep)
+    monkeypatch.setattr(watchdog.time, "sleep", sleep)
     watcher.run()
     return seen, lost
 
@@ -48,11 +48,11 @@ def watch_for(
 def all_beat(store: Store, but: int = 0) -> None:
     for rank in (1, 2):
         if rank != but:
-            watch.beat(store, rank)  # type: ignore[arg-type]
+            watchdog.beat(store, rank)  # type: ignore[arg-type]
 
 
 def test_a_rank_without_a_pulse_in_a_step_is_lost_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def each(look: int, step: Step, store: Store) -> None:
+    def each(look: int, step: StepStatus, store: Store) -> None:
         all_beat(store, but=2 if look >= 100 else 0)
         step.under_way = True
 
@@ -65,12 +65,12 @@ def test_a_rank_without_a_pulse_in_a_step_is_lost_in_time(monkeypatch: pytest.Mo
 def test_who_has_nothing_to_do_or_loads_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for as long as single steps take: of those that are over, none was waited for."""
 
-    def idle(look: int, step: Step, store: Store) -> None: ...
+    def idle(look: int, step: StepStatus, store: Store) -> None: ...
 
-    def loading(look: int, step: Step, store: Store) -> None:
+    def loading(look: int, step: StepStatus, store: Store) -> None:
         step.under_way = step.loading = True
 
-    def one_after_the_other(look: int, step: Step, store: Store) -> None:
+    def one_after_the_other(look: int, step: StepStatus, store: Store) -> None:
         step.under_way, step.number = True, look // 4
 
     for each in (idle, loading, one_after_the_other):
@@ -78,7 +78,7 @@ def test_who_has_nothing_to_do_or_loads_may_be_silent(monkeypatch: pytest.Monkey
 
 
 def test_a_long_step_of_ranks_that_live_has_a_limit_only_where_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def each(look: int, step: Step, store: Store) -> None:
+    def each(look: int, step: StepStatus, store: Store) -> None:
         all_beat(store)
         step.under_way = True
 

@@ -1,12 +1,12 @@
-"""How the leader notices that another rank does not go on, while it waits for it.
+"""How the leader notices that a rank for which it waits does not go on.
 
 Dead: the process has ended. The operating system says so, and the leader hears it at once.
 Stopped: the process exists but does not run: a signal, a debugger, a machine that hangs. Every rank shows a pulse from
-    a thread of its own, whatever its step is about; one that shows none for `SILENCE` during a step is given up. (Not
-    while it loads: what it waits for then, like a slow disk, may well stop its threads.) Time is counted in looks of
-    the leader, so that Ctrl-Z, which stops the leader too, does no harm.
-Slow: nobody can tell a rank that computes for long from one that never ends. So there is only a limit to how long ranks
-    wait for each other, `group.TIMEOUT`: with gloo at each sum, on GPUs, where sums are queued, at each step.
+    a thread of its own, whatever its step does. A rank that shows none for `SILENCE` during a step is given up. (Not
+    while it loads: a slow disk, say, may stop its threads for a while.) Time is counted in looks of the leader, so that
+    Ctrl-Z, which stops the leader too, does no harm.
+Slow: nobody can tell a rank that computes for long from a rank that never ends. So there is only a limit to how long
+    ranks wait for each other, `group.TIMEOUT`: with gloo at each sum; on GPUs, where sums are queued, at each step.
 """
 
 import threading
@@ -23,8 +23,8 @@ SILENCE = 3.0  # seconds
 
 
 @dataclass
-class Step:
-    """What the leader is about."""
+class StepStatus:
+    """The step of the leader, as the watchdog sees it from its own thread. Set by `Team.in_step`."""
 
     number: int = 0
     under_way: bool = False
@@ -37,15 +37,15 @@ def beat(store: dist.Store, rank: int) -> None:
 
 
 @dataclass
-class Watch:
-    """The leader's look at ranks 1 to `size` - 1, in a thread that ends with the first of `sentinels`, or with `over`.
+class Watchdog:
+    """Looks after ranks 1 to `size` - 1, in a thread that ends with the first process of `sentinels`, or with `over`.
 
-    lose: called for the first rank that is given up, with the reason.
+    lose: called with the first rank that is given up, and the reason.
     """
 
     store: dist.Store
     size: int
-    step: Step
+    step: StepStatus
     lose: Callable[[int, str], None]
     sentinels: Sequence[int] = ()
     max_step: float = float("inf")  # seconds
