@@ -15,7 +15,7 @@ from nanovllm.llm import Prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, answering, error_body
-from nanovllm.server.metrics import Metrics, Watch
+from nanovllm.server.metrics import Metrics, RequestObserver
 from nanovllm.server.replies import Json, Reply, Usage
 from nanovllm.stream import Stream
 
@@ -30,7 +30,7 @@ class Generation:
         self.num_choices = num_choices  # of each prompt
         self.reply = reply
         self.usage = Usage()
-        self.watches = [Watch(metrics) for _ in streams]
+        self.observers = [RequestObserver(metrics) for _ in streams]
 
     async def whole(self) -> Json:
         """The answer in one piece."""
@@ -54,7 +54,7 @@ class Generation:
             yield self.reply.envelope([], True) | {"usage": self.usage.json()}
 
     def _choices(self, prompt: int, output: RequestOutput, streamed: bool) -> list[Json]:
-        self.watches[prompt].saw(output)
+        self.observers[prompt].saw(output)
         self.usage.add(prompt, output)
         choices = []
         for choice in output.outputs:
@@ -67,9 +67,9 @@ class Generation:
 
     async def close(self) -> None:
         """Abort what is not finished."""
-        for stream, watch in zip(self.streams, self.watches, strict=True):
+        for stream, observer in zip(self.streams, self.observers, strict=True):
             await stream.aclose()
-            watch.close()
+            observer.close()
 
 
 class EventStream(StreamingResponse):

@@ -94,7 +94,7 @@ class SpeculationCounters(Collector):
         yield by_position
 
 
-class Watch:
+class RequestObserver:
     """Sees what becomes of one request."""
 
     def __init__(self, metrics: Metrics) -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SpeculationStats
-from nanovllm.server.metrics import EACH_TOKEN, FIRST_TOKEN, Metrics, Watch
+from nanovllm.server.metrics import EACH_TOKEN, FIRST_TOKEN, Metrics, RequestObserver
 from tests.server.harness import Served, greedy, server, serving
 
 NAME = re.compile(r"^nanovllm_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", flags=re.MULTILINE)
@@ -107,11 +107,11 @@ def test_a_request_is_counted_once_by_what_ended_it(deltas: list[RequestOutput],
     async def main() -> None:
         async with serving() as llm:
             metrics = Metrics(llm)
-            watch = Watch(metrics)
+            observer = RequestObserver(metrics)
             for delta in deltas:
-                watch.saw(delta)
-            watch.close()
-            watch.close()
+                observer.saw(delta)
+            observer.close()
+            observer.close()
             found = figures(metrics.text().decode())
             counted = {name: value for name, value in found.items() if name.startswith("requests/")}
             assert counted == {f"requests/{expected}": 1}
