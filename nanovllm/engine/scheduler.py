@@ -275,28 +275,25 @@ class Scheduler:
     def _append(self, seq: Sequence, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Append new tokens up to the one that ends the sequence, if one does; returns those, and why it ends.
 
-        Only an abort ends a sequence elsewhere. Stop strings are known to whoever reads the tokens as text.
+        Apart from an abort, nothing else ends a sequence: its detokenizer is asked here for stop strings.
         """
         for count, token in enumerate(token_ids, start=1):
             if token == -1:
                 return token_ids[: count - 1], "error"
             seq.token_ids.append(token)
-            stops = token in seq.stop_ids and seq.num_output_tokens >= seq.params.min_tokens
-            if stops:
-                seq.stop_reason = None if token in seq.eos_ids else token
+            stops, stop_string = token in seq.stop_ids and seq.num_output_tokens >= seq.params.min_tokens, None
             # A token that ends the output stays in its ids, but is not text, unless that is asked for.
             if seq.read_token is not None and (not stops or seq.params.include_stop_str_in_output):
                 stop_string = seq.read_token(token)
-                if stop_string is not None:
-                    seq.stop_reason, stops = stop_string, True
-            if stops:
+            if stops or stop_string:
+                seq.stop_reason = stop_string or (None if token in seq.eos_ids else token)
                 return token_ids[:count], "stop"
             if len(seq.token_ids) >= seq.limit:
                 return token_ids[:count], "length"
         return token_ids, None
 
     def _publish(self, seq: Sequence, num_computed: int) -> None:
-        """Make full blocks findable. Whoever waits and has the same text is worth another look-up."""
+        """Make full blocks findable. A waiting sequence with the same text is worth another look-up then."""
         for i in self.blocks.publish(seq, num_computed):
             if self._looked_up is not None and self._looked_up.digests[i : i + 1] == seq.digests[i : i + 1]:
                 self._looked_up = None

@@ -120,8 +120,8 @@ def build_app(
 
 
 class Guard:
-    """Settles before a request is read who may ask, and how much a body may hold: 401 for `/v1/...` without the key, 413
-    for a body of more than `max_body_bytes`, announced or not."""
+    """Settles, before a request is read, who may ask and how much a body may hold: 401 for `/v1/...` without the key,
+    413 for a body of more than `max_body_bytes`, announced or not."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
         self.app = app
