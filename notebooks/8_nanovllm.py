@@ -106,8 +106,8 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 # | `model.py` | a model that never sees a batch | `models/transformer.py`, `layers/` |
 # | `checkpoint.py` | strict about every tensor | `models/loader.py`, `models/checkpoint.py`, `models/config.py` |
 #
-# New is what a user needs: `llm.py`, `engine/request.py` and `text/detokenizer.py` (text and stop strings),
-# `engine/limits.py` (what is refused, and how that is said), `cli.py`.
+# New is what a user needs: `llm.py`, `text/detokenizer.py` (text and stop strings),
+# `engine/request.py` (what is refused, and what comes back), `cli.py`.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -115,7 +115,7 @@ became = """
 runner/sampler runner/filters runner/penalties runner/gumbel runner/logprobs runner/model_runner runner/memory
 engine/block_manager runner/batch kernels/paged_prefill kernels/paged_decode kernels/kv_write engine/scheduler
 engine/waiting_queue engine/sequence sampling_params engine/trace models/transformer models/loader models/checkpoint
-models/config llm engine/request engine/detokenizer engine/limits cli
+models/config llm engine/request engine/detokenizer cli
 """.split()
 print(sum((ROOT / "nanovllm" / f"{name}.py").is_file() for name in became), "of", len(became), "are there")
 
