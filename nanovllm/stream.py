@@ -1,7 +1,7 @@
-"""What one caller holds of a request that others compute: a stream of deltas, fed by another thread.
+"""The output of one request as an asynchronous stream of deltas, fed by the thread of the step loop.
 
-The step loop puts the newest state of the output into `Pending` and wakes the reader's event loop; `Stream` is what
-the reader iterates over. The two are apart so that a stream which its caller lets go of is noticed.
+The step loop puts the newest state of the output into `Pending` and wakes the reader's event loop; the reader iterates
+over `Stream`. They are two objects so that a stream that its caller drops is noticed: then its request is aborted.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ class EngineDead(RuntimeError):
 
 
 class QueueFull(RuntimeError):
-    """So many requests wait already that another one would wait too long."""
+    """As many sequences wait as `max_queue` allows."""
 
 
 class RequestAborted(RuntimeError):
-    """Somebody else ended the request before it was finished."""
+    """The request was ended before it was finished, by `abort` or by a shutdown."""
 
 
 @dataclass(eq=False)

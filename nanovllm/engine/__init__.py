@@ -1,1 +1,1 @@
-"""The control plane: requests, queues, blocks and text. Plain Python; nothing here imports torch."""
+"""The control plane: requests, queues and blocks. Nothing but the standard library and xxhash, so it runs anywhere."""

@@ -103,7 +103,7 @@ class LLMEngine:
             request.choices.append(Choice(seq, detokenizer))
         self._requests[request_id] = request
         seqs = [choice.seq for choice in request.choices]
-        # Its other choices find the first one's prompt in the prefix cache, where that holds anything of it.
+        # The other choices wait for the first, if they can find its prompt in the prefix cache then.
         shareable = self.config.enable_prefix_caching and len(token_ids) > self.scheduler.block_size
         request.held = seqs[1:] if shareable else []
         self._num_held += len(request.held)
@@ -116,7 +116,7 @@ class LLMEngine:
         self.trace.emit("added", seq, prompt_tokens=seq.num_prompt_tokens)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request now, wherever it is; no output of it follows. Nothing happens if there is no such request."""
+        """End a request at once, in whatever state it is. It has no further output. An unknown id is no error."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -146,8 +146,8 @@ class LLMEngine:
         return 0 if self._someone_waits else self.config.max_num_seqs - self.num_running
 
     def step(self) -> list[RequestOutput]:
-        """Submit the next step and take in the oldest one that should be finished: the same one, or with asynchronous
-        scheduling the one before. Returns an output for every request that this brought something new."""
+        """Submit the next step, and take in the oldest step that should be finished: the same one, or with asynchronous
+        scheduling the step before. Returns an output for every request that got something new."""
         plan = self.scheduler.schedule()
         self._someone_waits = len(self.scheduler.waiting) > 0
         if plan.scheduled:

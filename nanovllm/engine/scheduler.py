@@ -35,10 +35,10 @@ class Committed(NamedTuple):
 class Scheduler:
     """Owns queues, rows and blocks. `schedule` may run one step ahead of `commit`: it reads lengths, never new tokens.
 
-    Policy. The smaller (priority, arrival) goes first. Out of blocks, the running sequence with the greatest is
-    preempted, possibly the one that asks: so the foremost always advances, and since it fits the pool alone, everything
-    ends. A waiting sequence takes a seat or blocks only from strictly worse priority, and none overtakes another within
-    its priority: nothing there waits forever.
+    Policy. The order is (priority, arrival), the smaller first. When blocks run out, the running sequence that is last
+    in order is preempted, possibly the one that needs a block. So the foremost sequence always advances; since it fits
+    the pool alone, everything ends. A waiting sequence takes a seat or blocks only from sequences of strictly worse
+    priority, and never overtakes another one of its own priority.
     """
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
@@ -93,7 +93,7 @@ class Scheduler:
         """Plan a step. With nothing in `scheduled` it need not run (and `freed_rows` waits for the next plan)."""
         self.trace.step = self._num_steps
         self._planned, self._budget, self._guesses = {}, self.config.max_num_batched_tokens, {}
-        # One that already knows its last token, or has it in flight, only awaits the commit of that token.
+        # A sequence that knows its last token, or has it in flight, only awaits the commit of that token.
         ready = [seq for seq in self.running if seq.num_known < seq.limit]
         ready.sort(key=lambda seq: seq.num_known - seq.num_computed > 1)  # decodes first; stable within each group
         for seq in ready:
@@ -111,8 +111,8 @@ class Scheduler:
         return self._finish_plan()
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> None:
-        """Grow the block table of a running sequence to `num_tokens`, if need be at the cost of whoever is last in
-        order, which may be `seq` itself."""
+        """Grow the block table of a running sequence to `num_tokens`. If need be, preempt whoever is last in order,
+        which may be `seq` itself."""
         needed = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
         while seq.row >= 0 and needed > self.blocks.num_free:
             self._preempt()
@@ -122,7 +122,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Let waiting sequences start, in order, until one does not fit."""
         while self._budget and (seq := self.waiting.peek()):
-            # Preempted with a step in flight: its next token may not be known yet, and its turn is not given away.
+            # Preempted with a step in flight: its next token may not be known yet. Its turn is not given to another.
             if seq.num_in_flight:
                 return
             no_seat = not self._free_rows and self.running[-1].priority <= seq.priority
@@ -162,8 +162,9 @@ class Scheduler:
                 self.trace.blocks(seq, taken=self.blocks.grow(seq, end + len(guesses)))
 
     def _claim_seat(self, seq: Sequence, cached: list[int]) -> bool:
-        """A row, and room for all that `seq` knows (not only its first chunk, or it would soon be in the way), if need
-        be from running ones of strictly worse priority: as few as suffice, and none if all would not."""
+        """Make sure of a row, and of blocks for all that `seq` knows: a sequence admitted for its first chunk alone
+        would soon be preempted. If need be, preempt running sequences of strictly worse priority: as few as suffice,
+        and none where all of them would not suffice. Returns whether `seq` may start."""
         shortage = self._num_needed - self.blocks.num_free
         shared = set(cached)
         users: Counter[int] = Counter()  # of a block, among the victims
@@ -195,7 +196,7 @@ class Scheduler:
         self.trace.emit("admitted", seq, cached=seq.num_computed)
 
     def _preempt(self) -> None:
-        """Take everything from the running sequence that is last in order, also its share of the plan in the making."""
+        """Take row and blocks from the running sequence that is last in order, and its share of the unfinished plan."""
         seq = self.running.pop()
         self._release(seq)
         seq.status = SequenceStatus.WAITING
@@ -244,7 +245,7 @@ class Scheduler:
         committed = []
         for key, _, start, num_tokens, sample, _, guesses in plan.scheduled:
             seq = self.sequences.get(key)
-            if seq is None:  # it ended while the step was in flight: what was sampled for it is surplus
+            if seq is None:  # the sequence ended while the step was in flight: its new token is surplus
                 continue
             seq.num_in_flight -= 1
             sampled, logprobs = result.tokens[key] if sample else ([], None)
@@ -261,7 +262,7 @@ class Scheduler:
                     stats.count(len(guesses), num_accepted, len(token_ids))
                 self._roll_back(seq)
                 end = seq.num_computed
-            # Without a row it was preempted after this step was planned, and its blocks are no longer its own.
+            # A sequence without a row was preempted after this step was planned: its blocks are no longer its own.
             if seq.row >= 0 and end // self.block_size > seq.num_published:
                 self._publish(seq, end)
             if sample:

@@ -6,7 +6,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 
 class WaitingQueue:
-    """A heap. One that is aborted stays in it until it surfaces: no operation looks at everything that waits."""
+    """A heap. An aborted sequence stays in the heap until it surfaces: no operation looks at everything that waits."""
 
     def __init__(self) -> None:
         # The order is unique, so that sequences themselves are never compared.

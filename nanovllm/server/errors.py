@@ -44,7 +44,7 @@ def error_response(error: HTTPException) -> JSONResponse:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """What the engine refuses or cannot do, as the answer to its client."""
+    """Turn what the engine refuses or cannot do into an answer to the client."""
     try:
         yield
     except QueueFull as error:
@@ -55,7 +55,7 @@ def answering() -> Iterator[None]:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Beside that: prompts and parameters that make no sense are the client's mistake."""
+    """As `answering`; prompts and parameters that make no sense become the client's mistake, too."""
     try:
         with answering():
             yield
@@ -64,7 +64,7 @@ def refusing() -> Iterator[None]:
 
 
 def bad_request(request: Request, error: Exception) -> JSONResponse:
-    """One thing that is wrong with a body, without the body."""
+    """Name one thing that is wrong with a body, without repeating the body."""
     assert isinstance(error, RequestValidationError)
     # Where a field may have several types each has its complaint; the one about more than the type tells most.
     first = min(error.errors(), key=lambda e: e["type"].endswith("_type"))

@@ -32,7 +32,7 @@ class Metrics:
             return True
 
         gauge("engine_alive", "1 while requests are served.", alive)
-        gauge("sequences_running", "Sequences that have a seat in the batch.", lambda: len(scheduler.running))
+        gauge("sequences_running", "Sequences that have a seat in the batch.", lambda: llm.llm.engine.num_running)
         gauge("sequences_waiting", "Sequences that wait for one, or were preempted.", lambda: llm.num_waiting)
         gauge(
             "kv_cache_usage_ratio",
@@ -71,7 +71,7 @@ class Metrics:
 
 
 class SpeculationCounters(Collector):
-    """The scheduler's own counts of guessed tokens, with vLLM's names; like a gauge they are read when somebody asks.
+    """The scheduler's counts of guessed tokens, with vLLM's names. As gauges, they are read when somebody asks.
 
     A draft is what one step guesses for one sequence; position 0 is its first token. Divided by `num_draft_tokens`,
     `num_accepted_tokens` gives the acceptance rate.
@@ -95,7 +95,7 @@ class SpeculationCounters(Collector):
 
 
 class RequestObserver:
-    """Sees what becomes of one request."""
+    """Counts what becomes of one request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -18,7 +18,7 @@ from nanovllm.server.options import ENGINE, check
 
 
 class Server(uvicorn.Server):
-    """Says where it is once it answers."""
+    """Prints its address once it answers."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -70,7 +70,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Not the traceback of each request that is cut short at the end: that it was, uvicorn says without it."""
+    """False for the traceback of a request that a shutdown cuts short: uvicorn tells of it in a line of its own."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
@@ -87,5 +87,5 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def model_name(model: str | None, path: Path) -> str:
-    """A hub id is a name; of a directory only the last part, as the rest is nobody's business."""
+    """What clients call the model: the hub id, or of a directory the last part, as the rest is nobody's business."""
     return model if model and not Path(model).exists() else path.resolve().name

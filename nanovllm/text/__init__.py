@@ -1,1 +1,1 @@
-"""Text: tokenizer, detokenizer, stop strings."""
+"""Text: tokenizer and chat template, detokenizer, stop strings. Nothing here imports torch."""

@@ -122,7 +122,7 @@ class SpawnedTeam(Team):
 
 
 def make_store() -> Any:
-    """Where the ranks meet: at a port that is free. Left to itself, a TCPStore listens to the whole network."""
+    """The store where the ranks meet, at a free port of this machine. By itself a TCPStore listens to the network."""
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     fd = listener.detach()  # which is the store's from now on
@@ -194,7 +194,8 @@ def _work(make: MakeWorker, group: Group, port: int, pipe: Connection, threads: 
 
 
 def _exit_with_leader(stores: list[dist.Store], rank: int) -> None:
-    """Also in the middle of a step, where nobody listens to the pipe. Until then show a pulse."""
+    """End this process with the leader, also in the middle of a step, where nobody listens to the pipe. Until then show
+    a pulse."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     with suppress(RuntimeError):  # the store is gone, and with it the leader
