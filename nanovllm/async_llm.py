@@ -116,7 +116,7 @@ class AsyncLLM:
                 raise QueueFull(f"max_queue={self.max_queue} sequences are waiting already; try again later")
             self._requests[request_id] = request
             self._num_arriving += params.n
-            self._inbox.put(partial(self._add, request, token_ids, params, priority, cache_salt, arrived, prompt))
+            self._inbox.put(partial(self._add, request, token_ids, params, priority, cache_salt, prompt, arrived))
         return Stream(request, self._abort)
 
     def abort(self, request_id: str) -> None:

@@ -65,15 +65,14 @@ class LLMEngine:
         params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
-        arrival_time: float | None = None,
         prompt: str | None = None,
+        arrival_time: float | None = None,
     ) -> None:
         """Queue a request. The smaller `priority` goes first; within one, whoever was added first.
 
-        Requests share cached prefixes only under the same `cache_salt`. `arrival_time` is in seconds of
-        `time.perf_counter()`, for the metrics only. `prompt` is the prompt's text, for the outputs only. Raises what
-        `check_request` does, ValueError for an id that is in use, and RuntimeError once the engine is closed; and
-        changes nothing then.
+        Requests share cached prefixes only under the same `cache_salt`. `prompt` is the prompt's text, for the outputs
+        only. `arrival_time` is in seconds of `time.perf_counter()`, for the metrics only. Raises what `check_request`
+        does, ValueError for an id that is in use, and RuntimeError once the engine is closed; and changes nothing then.
         """
         if self.closed:
             raise RuntimeError("this engine is closed, and its memory given back: make another")
