@@ -125,13 +125,13 @@ def test_a_process_that_runs_out_of_memory() -> None:
 SCRIPT = """
 import os, sys, torch
 from nanovllm import LLM
-from nanovllm.workers import parallel_executor
-load_model = parallel_executor.load_model
+from nanovllm.workers import executor
+load_model = executor.load_model
 def load(*arguments, **options):
     if os.environ["RANK"] == "1":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     return load_model(*arguments, **options)
-parallel_executor.load_model = load
+executor.load_model = load
 try:
     LLM(tensor_parallel_size=2, device="cpu", num_kv_blocks=8, max_model_len=64)
 except ValueError as error:
