@@ -142,8 +142,8 @@ class AsyncLLM:
         atexit.unregister(self._end_with_the_process)
 
     def _end_with_the_process(self) -> None:
-        """For a program that never calls `shutdown`: a thread in the middle of a step would turn its end into a crash.
-        One that hangs there must not keep the process, though."""
+        """For a program that never calls `shutdown`: Python would crash at its end with this thread in the middle of a
+        step. A thread that hangs there keeps the process for ten seconds at most."""
         self._inbox.put(partial(self._stop, False))
         self._thread.join(timeout=10)
 
@@ -159,7 +159,7 @@ class AsyncLLM:
         return self._num_arriving + self.llm.engine.num_waiting
 
     def _is_full(self) -> bool:
-        """Whoever has just come may find a seat in the next step, and does not count."""
+        """Whether `max_queue` sequences would still wait if the free seats were taken."""
         return self.max_queue is not None and self.num_waiting - self.llm.engine.num_free_seats >= self.max_queue
 
     def _abort(self, request: Pending) -> None:
