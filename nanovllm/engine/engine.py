@@ -187,7 +187,7 @@ class LLMEngine:
         seqs = [choice.seq for request in self._requests.values() for choice in request.choices]
         self._requests.clear()
         self._in_flight.clear()
-        self._num_held = 0
+        self._num_held, self._someone_waits = 0, False
         self.scheduler.reset()
         for seq in seqs:
             self.executor.remove(seq.key)

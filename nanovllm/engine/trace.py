@@ -1,13 +1,14 @@
 """Events: plain dicts from which pictures, metrics and replays are made. Nearly free without a listener."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
+Blocks = Collection[int]  # block numbers
 
 
 class Trace:
@@ -32,6 +33,6 @@ class Trace:
             event = {"t": time.perf_counter(), "step": self.step, "type": type, "request": seq.request_id}
             self.on_event(event | {"choice": seq.choice} | details)
 
-    def blocks(self, seq: Sequence, *, taken: list[int] = [], shared: list[int] = [], freed: list[int] = []) -> None:  # noqa: B006
+    def blocks(self, seq: Sequence, *, taken: Blocks = (), shared: Blocks = (), freed: Blocks = ()) -> None:
         if self.on_event is not None and (taken or shared or freed):
-            self.emit("blocks", seq, taken=taken, shared=shared, freed=freed)
+            self.emit("blocks", seq, taken=list(taken), shared=list(shared), freed=list(freed))

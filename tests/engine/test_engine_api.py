@@ -252,6 +252,34 @@ def test_close_in_the_middle_frees_everything() -> None:
     world.step()
     world.engine.close()
     assert world.executor.closed and not world.executor.tokens and not world.engine.has_unfinished()
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        world.add([1, 2, 3])
+    assert world.engine.closed and not world.engine.has_unfinished()
+
+
+def test_the_engine_says_how_many_run_and_wait() -> None:
+    """Choices that wait for the first one's prompt wait like all others, but take no seat from whoever comes now."""
+    world = make(seqs=2)
+    engine = world.engine
+
+    def counts() -> tuple[int, int, int]:
+        return engine.num_running, engine.num_waiting, engine.num_free_seats
+
+    id = world.add([1, 2, 3, 4, 5], n=4, ignore_eos=True)
+    assert counts() == (0, 4, 2)
+    world.step()
+    assert counts() == (1, 3, 1)
+    world.step()
+    assert counts() == (2, 2, 0)
+    world.abort(id)
+    world.step()
+    assert counts() == (0, 0, 2)
+    given_up = world.add([1, 2, 3, 4, 5], n=4)
+    world.abort(given_up)
+    assert engine.num_waiting == 0
+    world.add([1, 2, 3, 4, 5], n=4)
+    engine.abort_all()
+    assert counts() == (0, 0, 2)
 
 
 @BOTH
