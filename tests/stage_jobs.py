@@ -44,7 +44,7 @@ def run_jobs(jobs: list[Job], timeout: float) -> dict[str, Result]:
 
 def main() -> None:
     from stages.manifest import load_stage
-    from tools.exercises.stage_runs import run_tests
+    from tools.exercises.mutants import run_tests
 
     results = {}
     for job in (Job(**job) for job in json.load(sys.stdin)):

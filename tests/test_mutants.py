@@ -5,8 +5,8 @@ import pytest
 from stages.manifest import Stage, load_stages
 from tests.stage_jobs import Job, run_jobs
 from tools.exercises import mutants
-from tools.exercises.mutants import Mutant, load_mutants
-from tools.exercises.stage_runs import Verdict, solution
+from tools.exercises.exercises import solution
+from tools.exercises.mutants import Mutant, Verdict, load_mutants
 
 STAGES = load_stages()
 by_slug = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.slug)

@@ -7,9 +7,8 @@ import pytest
 
 from stages.manifest import Stage, load_stage, load_stages
 from tools.exercises import progress
-from tools.exercises.exercises import exercise_source, find_holes
+from tools.exercises.exercises import exercise_source, find_holes, solution
 from tools.exercises.progress import Result, digest_of, main, read_progress, save_result
-from tools.exercises.stage_runs import solution
 
 FOUR = load_stage(4)
 

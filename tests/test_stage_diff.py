@@ -8,9 +8,9 @@ import pytest
 
 from stages.manifest import load_stages
 from tools.exercises import stage_diff
-from tools.exercises.diff_html import page
-from tools.exercises.stage_compare import Pair, StageDiff, compare, facts, title
-from tools.exercises.stage_units import ROOT, Unit, count_code_lines, find, read_stage
+from tools.exercises.exercises import ROOT
+from tools.exercises.stage_diff import Pair, StageDiff, compare, page
+from tools.exercises.stage_units import Unit, count_code_lines, find, read_stage
 
 NUMBERS = [stage.number for stage in load_stages()]
 VOID = {"meta", "br", "hr"}
@@ -88,7 +88,7 @@ def test_a_stage_is_compared_with_the_one_it_builds_on() -> None:
 
 def test_what_is_new_gone_and_kept() -> None:
     diff = compare(5)
-    listed = dict(facts(diff))
+    listed = dict(diff.facts())
     assert {"Status", "Scheduled", "Scheduler"} <= {u.label for u in diff.added}
     assert "Scheduler: Who computes" in listed["new"] and "Scheduler.schedule" not in listed["new"]
     assert {"PagedEngine.admit", "PagedEngine.finish_batch"} <= {u.label for u in diff.removed}
@@ -109,7 +109,7 @@ def test_code_lines_are_neither_blank_nor_comment_nor_docstring() -> None:
 def test_only_changes_and_their_surroundings_are_shown() -> None:
     old = [f"line {i}" for i in range(30)]
     pair = Pair(unit(*old), unit(*old[:10], "another", *old[11:], "the end"))
-    assert title(pair) == "f (changed since stage 1)"
+    assert pair.title == "f (changed since stage 1)"
     blocks = list(pair.blocks())
     changed = [(list(b.old), list(b.new)) for b in blocks if not b.equal]
     assert changed == [([10], [10]), ([], [30])]

@@ -1,79 +1,86 @@
-"""Exercises are cut from the solution: `python -m tools.exercises.exercises 4` writes
-exercises/stage_4_prefix_caching.py.
+"""Exercises are cut from their solutions: `python -m tools.exercises.exercises 4` writes the one of stage 4.
 
-A stage file marks its holes, which is all there is to maintain:
+    4     a stage with holes: exercises/stage_4_prefix_caching.py. The stage's own tests check it.
+    4a    an exercise of the lecture on stage 4, beyond the holes. The same command checks it from the second call on.
+          The text is in lectures/exercises.md, our solution in lectures/solutions, the check in tests/lectures/checks.
+
+A solution marks its holes, which is all there is to maintain:
 
     # exercise 4.2: what to write
     #   more of the hint
+    # instead: return 0, 0
     the solution
     # end exercise
 
-`cut` replaces each solution by a NotImplementedError that carries the hint. Everything else stays, so the file imports
-from earlier stages what the solution imports, and `make stage-4-test IMPL=exercises` runs the same tests against it.
+`cut` replaces each solution by what stands after `# instead:` (a line for each line of code), and where nothing stands
+there, by a NotImplementedError that carries the hint. Everything else stays, so the learner's file imports what the
+solution imports.
 """
 
 import argparse
+import ast
+import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from stages.manifest import Stage, load_stage
 
 ROOT = Path(__file__).resolve().parents[2]
+SOLUTIONS = ROOT / "lectures" / "solutions"
+CHECKS = ROOT / "tests" / "lectures" / "checks"
 WIDTH = 120
 
-OPEN = re.compile(r"( *)# exercise (\d+\.\d+): (.+)")
-MORE = re.compile(r" *#   (.+)")
-CLOSE = re.compile(r" *# end exercise")
+HOLE = re.compile(
+    r"^(?P<indent> *)# exercise (?P<name>\d+(?:\.\d+|[a-z])): (?P<hint>.+\n(?: *#   .+\n)*)"
+    r"(?P<instead>(?: *# instead:.*\n)*)"
+    r"(?P<code>(?:(?! *# end exercise|.*# exercise).*\n)*) *# end exercise$",
+    re.MULTILINE,
+)
+MARKER = re.compile(r" *(?:.*# exercise.*|# end exercise.*)")
 
 
 @dataclass(frozen=True)
 class Hole:
-    name: str  # "4.2"
+    """An exercise in a source file. Lines are counted from 0."""
+
+    name: str  # "4.2", or "4a"
     hint: str
     indent: int
-    first: int  # index of the line with the marker
-    code: int  # index of the solution's first line
-    end: int  # index of the closing marker
+    instead: tuple[str, ...]  # code that the learner begins with; () is a NotImplementedError
+    first: int  # line of the marker that opens the hole
+    begin: int  # first line after the hint, where the learner's code stands
+    code: int  # first line of the solution
+    end: int  # line of the marker that closes the hole
 
     @property
     def num_code_lines(self) -> int:
         return self.end - self.code
 
-    @property
-    def num_lines(self) -> int:
-        return self.end - self.first
+
+def solution(stage: Stage) -> str:
+    """The source of a stage's file."""
+    return (ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8")
 
 
 def find_holes(source: str) -> list[Hole]:
-    """The exercises of a stage file in order. Raises ValueError for a marker without its partner."""
+    """The exercises of a source file in order. Raises ValueError for a marker without its partner."""
     holes: list[Hole] = []
-    lines = source.splitlines()
-    i = 0
-    while i < len(lines):
-        opened = OPEN.fullmatch(lines[i])
-        if not opened:
-            if "# exercise" in lines[i] or CLOSE.fullmatch(lines[i]):
-                raise ValueError(f"line {i + 1}: {lines[i].strip()!r} opens no exercise and closes none")
-            i += 1
-            continue
-        first, hint = i, [opened[3]]
-        i += 1
-        while i < len(lines) and (more := MORE.fullmatch(lines[i])):
-            hint.append(more[1])
-            i += 1
-        code = i
-        while i < len(lines) and not CLOSE.fullmatch(lines[i]):
-            if "# exercise" in lines[i]:
-                break
-            i += 1
-        if i == len(lines) or not CLOSE.fullmatch(lines[i]):
-            raise ValueError(f"line {first + 1}: exercise {opened[2]} has no '# end exercise'")
-        holes.append(Hole(opened[2], " ".join(hint), len(opened[1]), first, code, i))
-        i += 1
+    for match in HOLE.finditer(source):
+        first, begin, code = (source.count("\n", 0, match.start(part)) for part in ("name", "instead", "code"))
+        hint = " ".join(line.strip().removeprefix("#").strip() for line in match["hint"].splitlines())
+        instead = tuple(line.partition("# instead:")[2].removeprefix(" ") for line in match["instead"].splitlines())
+        end = code + match["code"].count("\n")
+        holes.append(Hole(match["name"], hint, len(match["indent"]), instead, first, begin, code, end))
+    paired = {line for hole in holes for line in (hole.first, hole.end)}
+    for number, line in enumerate(source.splitlines()):
+        if MARKER.fullmatch(line) and number not in paired:
+            raise ValueError(
+                f"line {number + 1}: {line.strip()!r} has no partner ('# exercise 4.2: ...', '# end exercise')"
+            )
     return holes
 
 
@@ -86,23 +93,20 @@ def cut(source: str, holes: Set[str] | None = None) -> str:
     lines = source.splitlines()
     for hole in reversed(found):
         if holes is None or hole.name in holes:
-            lines[hole.code : hole.end] = raise_statement(hole)
+            code = hole.instead if hole.instead else raise_statement(hole)
+            lines[hole.begin : hole.end] = [" " * hole.indent + line for line in code if line]
     return "\n".join(lines) + "\n"
 
 
-def raise_statement(hole: Hole) -> Iterator[str]:
-    """`raise NotImplementedError("exercise 4.2: ...")`, laid out as ruff would."""
-    margin = " " * hole.indent
+def raise_statement(hole: Hole) -> list[str]:
+    """`raise NotImplementedError("exercise 4.2: ...")`, laid out as ruff would, without the margin."""
     message = f"exercise {hole.name}: {hole.hint}"
-    line = f"{margin}raise NotImplementedError({quoted(message)})"
-    if len(line) <= WIDTH:
-        yield line
-        return
-    yield f"{margin}raise NotImplementedError("
-    pieces = textwrap.wrap(message, WIDTH - hole.indent - 8, break_long_words=False)
-    for i, piece in enumerate(pieces):
-        yield f"{margin}    {quoted(piece + (' ' if i < len(pieces) - 1 else ''))}"
-    yield f"{margin})"
+    line = f"raise NotImplementedError({quoted(message)})"
+    if hole.indent + len(line) <= WIDTH:
+        return [line]
+    *pieces, last = textwrap.wrap(message, WIDTH - hole.indent - 8, break_long_words=False)
+    strings = [*(quoted(f"{piece} ") for piece in pieces), quoted(last)]
+    return ["raise NotImplementedError(", *(f"    {string}" for string in strings), ")"]
 
 
 def quoted(text: str) -> str:
@@ -113,14 +117,17 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "\\'") + "'"
 
 
+# --- the stages' ------------------------------------------------------------------------------------------------------
+
+
 def exercise_source(stage: Stage, holes: Set[str] | None = None) -> str:
     """The learner's file: the solution of `stage` with holes, under two lines that say what to do with it."""
-    solution = ROOT / "stages" / f"{stage.module_name}.py"
     head = (
         "# Yours to finish: put your own code in the place of each NotImplementedError.\n"
-        f"# Check it: make stage-{stage.number}-test IMPL=exercises     The solution: stages/{solution.name}\n"
+        f"# Check it: make stage-{stage.number}-test IMPL=exercises     "
+        f"The solution: stages/{stage.module_name}.py\n"
     )
-    return head + cut(solution.read_text(encoding="utf-8"), holes)
+    return head + cut(solution(stage), holes)
 
 
 def holes_from(stage: Stage, checkpoint: int) -> set[str]:
@@ -128,9 +135,7 @@ def holes_from(stage: Stage, checkpoint: int) -> set[str]:
 
     Raises ValueError for a number that is no such place.
     """
-    names = [
-        hole.name for hole in find_holes((ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8"))
-    ]
+    names = [hole.name for hole in find_holes(solution(stage))]
     if not 1 <= checkpoint <= len(names) + 1:
         raise ValueError(
             f"stage {stage.number} has checkpoints 1 to {len(names) + 1}, and {checkpoint} is none of them"
@@ -138,25 +143,35 @@ def holes_from(stage: Stage, checkpoint: int) -> set[str]:
     return {name for name in names if int(name.split(".")[1]) >= checkpoint}
 
 
-def write_exercise(stage: Stage, directory: Path, *, holes: Set[str] | None = None, force: bool = False) -> Path:
-    """Write the exercise file of `stage` into `directory` (made if absent) and return its path.
+def write_stage(stage: Stage, directory: Path, *, checkpoint: int | None = None, force: bool = False) -> Path:
+    """Write the learner's file of a stage, and print its open holes with their hints. Returns the file's path.
 
-    `holes` as in `cut`. Raises FileExistsError where there is a file already, which may be somebody's work. With
-    `force` that file is kept under a new name ending in .bak.
+    With `checkpoint`, the holes before that number are filled in. Raises FileExistsError where there is a file already,
+    which may be somebody's work, unless `force` or `checkpoint` asks for a new one.
     """
-    target = directory / f"{stage.module_name}.py"
-    if target.exists():
-        if not force:
-            raise FileExistsError(
-                f"{directory.name}/{target.name} is there already, and may hold your work, so it stays as it is. "
-                f"To begin again: make stage-{stage.number}-exercise ARGS=--force "
-                f"(the old file is kept as {free_name(target).name})"
-            )
-        target.rename(free_name(target))
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "__init__.py").touch()
-    target.write_text(exercise_source(stage, holes), encoding="utf-8")
+    target, n = directory / f"{stage.module_name}.py", stage.number
+    if target.exists() and not force and checkpoint is None:
+        raise FileExistsError(
+            f"{directory.name}/{target.name} is there already, and may hold your work, so it stays as it is. "
+            f"To begin again: make stage-{n}-exercise ARGS=--force (the old file is kept as {free_name(target).name})"
+        )
+    holes = None if checkpoint is None else holes_from(stage, checkpoint)
+    write(target, exercise_source(stage, holes))
+    print(f"{directory.name}/{target.name}: {stage.title}")
+    for hole in find_holes(solution(stage)):
+        if holes is None or hole.name in holes:
+            print(textwrap.fill(f"  {hole.name}  {hole.hint}", WIDTH, subsequent_indent="       "))
+    print(f"Fill the holes, then: make stage-{n}-test IMPL=exercises")
     return target
+
+
+def write(target: Path, text: str) -> None:
+    """Write a learner's file, with the directory that it needs. A file that is there is kept as .bak."""
+    if target.exists():
+        target.rename(free_name(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    (target.parent / "__init__.py").touch()
+    target.write_text(text, encoding="utf-8")
 
 
 def free_name(target: Path) -> Path:
@@ -168,28 +183,86 @@ def free_name(target: Path) -> Path:
     return candidate
 
 
-def main(argv: list[str] | None = None) -> int:
+# --- the lectures' ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LectureExercise:
+    name: str  # "4a"
+    title: str  # what is asked for, in a line
+    text: str
+    solution: Path
+
+    @property
+    def stage(self) -> int:
+        return int(self.name[:-1])
+
+    @property
+    def check(self) -> Path:
+        return CHECKS / f"check_{self.solution.name}"
+
+    def source(self) -> str:
+        """The learner's file: the solution with its holes open, and the text in the place of its docstring."""
+        text = self.solution.read_text(encoding="utf-8")
+        docstring = ast.parse(text).body[0]
+        code = "".join(text.splitlines(keepends=True)[docstring.end_lineno :])
+        return f'"""Exercise {self.name}: {self.title}\n\n{self.text}\n"""\n{cut(code)}'
+
+
+def lecture_exercises() -> dict[str, LectureExercise]:
+    """Those of lectures/exercises.md by their names, in order. Raises ValueError for one without its one solution."""
+    page = (ROOT / "lectures" / "exercises.md").read_text(encoding="utf-8")
+    found = {}
+    for name, title, text in re.findall(r"^## (\w+): (.+)\n((?:(?!## ).*\n)*)", page, re.MULTILINE):
+        solutions = list(SOLUTIONS.glob(f"stage_{name}_*.py"))
+        if len(solutions) != 1:
+            raise ValueError(f"exercise {name} has {len(solutions)} solutions in lectures/solutions, not one")
+        found[name] = LectureExercise(name, title, text.strip(), solutions[0])
+    return found
+
+
+def run_check(exercise: LectureExercise, directory: Path) -> int:
+    """pytest on the exercise's check, with the file that lies in `directory`; pytest's exit code."""
+    import pytest  # here, so that slides can be built without it
+
+    alone = ["-c", os.devnull, f"--rootdir={CHECKS}", f"--confcutdir={CHECKS}", "-p", "no:cacheprovider"]
+    shown = ["-q", "--tb=short", "--import-mode=importlib"]
+    return int(pytest.main([str(exercise.check), f"--answers={directory}", *alone, *shown]))
+
+
+def begin_or_check(exercise: LectureExercise, directory: Path, *, force: bool) -> int:
+    """Write the learner's file and print the text, or check the file that is there. Returns an exit code."""
+    mine = directory / exercise.solution.name
+    if mine.exists() and not force:
+        return run_check(exercise, directory)
+    write(mine, exercise.source())
+    print(f"Exercise {exercise.name}: {exercise.title}\n\n{exercise.text}\n")
+    print(f"Your file: {directory.name}/{mine.name}. The same command checks it from now on.")
+    return 0
+
+
+def main(argv: list[str] | None = None, directory: Path = ROOT / "exercises") -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.exercises.exercises", description=__doc__.splitlines()[0])
-    parser.add_argument("stage", type=int, help="number of the stage")
+    parser.add_argument("name", help="4 is stage 4 with its holes; 4a is an exercise of the lecture on it")
     parser.add_argument("--force", action="store_true", help="begin again; the old file is kept as .bak")
     parser.add_argument(
-        "--checkpoint", type=int, metavar="K", help="as --force, with the exercises before number K filled in"
+        "--checkpoint", type=int, metavar="K", help="as --force, with the holes of the stage before number K filled in"
     )
+    parser.add_argument("--solution", action="store_true", help="check our solution of a lecture's exercise")
     args = parser.parse_args(argv)
     try:
-        stage = load_stage(args.stage)
-        holes = None if args.checkpoint is None else holes_from(stage, args.checkpoint)
-        written = write_exercise(stage, ROOT / "exercises", holes=holes, force=args.force or holes is not None)
+        if args.name.isdecimal():
+            write_stage(load_stage(int(args.name)), directory, checkpoint=args.checkpoint, force=args.force)
+            return 0
+        exercises = lecture_exercises()
+        if args.name not in exercises:
+            raise ValueError(f"there is no exercise {args.name!r}; there are {', '.join(exercises)}")
+        if args.solution:
+            return run_check(exercises[args.name], SOLUTIONS)
+        return begin_or_check(exercises[args.name], directory, force=args.force)
     except (ValueError, FileExistsError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{written.relative_to(ROOT)}: {stage.title}")
-    for hole in find_holes(written.read_text(encoding="utf-8")):
-        if holes is not None and hole.name not in holes:
-            continue
-        print(textwrap.fill(f"  {hole.name}  {hole.hint}", WIDTH, subsequent_indent="       "))
-    print(f"Fill the holes, then: make stage-{stage.number}-test IMPL=exercises")
-    return 0
 
 
 if __name__ == "__main__":

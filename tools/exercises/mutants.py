@@ -1,25 +1,36 @@
-"""Plausible mistakes, planted one at a time: `python -m tools.exercises.mutants 4` shows which test catches each of
-them.
+"""Plant plausible mistakes, one at a time, and show which test catches each: `python -m tools.exercises.mutants 4`.
 
-A mutant is a stage file with one replacement, listed in tests/stages/mutants/stage_N.toml. It runs through the tests of
-its stage up to the first failure. One that survives is a hole in the tests (DeMillo, Lipton & Sayward, "Hints on Test
-Data Selection", 1978).
+A mutant is a stage file with one replacement, listed in tests/stages/mutants/stage_N.toml. The tests of the stage run
+on the mutant up to the first failure. A mutant that survives is a hole in the tests (DeMillo, Lipton & Sayward, "Hints
+on Test Data Selection", 1978).
+
+`run_tests` runs the tests of a stage on any text of its file: a learner's, a text with a hole, a mutant. The text takes
+the place of the learner's file, as a package `exercises` in a temporary directory. All runs share the calling process,
+because importing torch and transformers takes longer than most of them.
 """
 
 import argparse
+import contextlib
+import importlib
+import io
+import shlex
 import sys
+import tempfile
 import tomllib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from stages.manifest import Stage, load_stage
 from tools.ctrl_c import until_ctrl_c
-from tools.exercises.stage_runs import ROOT, run_tests, solution
+from tools.exercises.exercises import ROOT, solution
 
+SECONDS_PER_TEST = 120  # some mistakes never end, and that is how they are caught
 SIDE_BY_SIDE = 120  # columns of a terminal in which names of tests are not cut up by a table
 CATALOGUE = ROOT / "tests" / "stages" / "mutants"
 
@@ -45,6 +56,48 @@ def load_mutants(stage: int) -> list[Mutant]:
     if not path.is_file():
         raise ValueError(f"stage {stage} has no catalogue of mutants ({path.relative_to(ROOT)})")
     return [Mutant(**m) for m in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]]
+
+
+@dataclass(eq=False)  # pytest keeps its plugins in sets
+class Verdict:
+    """pytest's plugin for one run: which test failed first, and what it said."""
+
+    test: str | None = None
+    message: str = ""
+    passed: int = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed += report.when == "call" and report.passed
+        if report.failed and self.test is None:
+            self.test = report.nodeid.removeprefix("tests/stages/")
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.message = crash.message if crash else str(report.longrepr)
+
+
+def run_tests(stage: Stage, source: str, target: str = "tests/stages") -> Verdict:
+    """The tests of `stage` in `target`, up to the first failure, with `source` for its file.
+
+    Raises RuntimeError with pytest's output if no test failed and yet the run did not pass: a test file that cannot be
+    imported, or no test to run.
+    """
+    verdict, output = Verdict(), io.StringIO()
+    with tempfile.TemporaryDirectory() as directory:
+        package = Path(directory) / "exercises"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / f"{stage.module_name}.py").write_text(source, encoding="utf-8")
+        for name in list(sys.modules):  # what an earlier run imported must not answer for this one
+            if name.split(".")[0] == "exercises" or name.startswith("tests.stages"):
+                del sys.modules[name]
+        importlib.invalidate_caches()
+        search_path = shlex.join([directory, str(ROOT)])  # before a real exercises/ of the learner
+        command = [target, f"--stage={stage.number}", "--impl=exercises", "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["-o", f"pythonpath={search_path}", f"--timeout={SECONDS_PER_TEST}"]
+        with contextlib.chdir(ROOT), contextlib.redirect_stdout(output):
+            code = pytest.main(command, plugins=[verdict])
+    if verdict.test is None and code != pytest.ExitCode.OK:
+        raise RuntimeError(f"pytest {shlex.join(command)} ended with {code!r}:\n{output.getvalue()}")
+    return verdict
 
 
 Row = tuple[str, str, str, str]  # of the table: mutant, mistake, who caught it, what it would look like; with markup
@@ -91,9 +144,7 @@ def report(stage: Stage, chosen: SequenceOf[str], console: Console) -> int:
         verdict = run_tests(stage, source)
         if verdict.test:
             raise RuntimeError(f"without any mutant {verdict.test} fails already: {verdict.message}")
-        for mutant in mutants:
-            if chosen and mutant.name not in chosen:
-                continue
+        for mutant in (m for m in mutants if not chosen or m.name in chosen):
             status.update(mutant.name)
             verdict = run_tests(stage, mutant.apply(source))
             survivors += verdict.test is None

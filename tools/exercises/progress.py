@@ -1,4 +1,4 @@
-"""How far you are: which exercises are filled in, which of them pass, and what is next: `make progress`.
+"""Show which exercises are filled in, which of them pass, and what to do next: `make progress`.
 
     make progress                     reads exercises/ and what earlier runs have recorded: at once
     make progress ARGS=--run          also runs the tests of every stage that has changed since, which takes a while
@@ -8,11 +8,10 @@ What a run found is kept in exercises/progress.json together with a digest of th
 outlives the code that it was given for.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from stages.manifest import Stage, load_stages
 from tools.ctrl_c import until_ctrl_c
-from tools.exercises.exercises import ROOT, find_holes
+from tools.exercises.exercises import ROOT, find_holes, solution
 
 EXERCISES = ROOT / "exercises"
 
@@ -86,24 +85,20 @@ def save_result(directory: Path, stage: Stage, result: Result) -> None:
 
 
 def read_progress(stage: Stage, directory: Path) -> Progress:
-    names = [
-        hole.name for hole in find_holes((ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8"))
-    ]
+    names = [hole.name for hole in find_holes(solution(stage))]
     path = directory / f"{stage.module_name}.py"
     if not path.is_file():
         return Progress(stage, names, len(names), False, None)
     text = path.read_text(encoding="utf-8")
+    unfinished = [name for name in names if re.search(rf"[\"']exercise {re.escape(name)}: ", text)]
     result = load_results(directory).get(stage.module_name)
-    unfinished = [name for name in names if f'"exercise {name}: ' in text or f"'exercise {name}: " in text]
-    return Progress(
-        stage, unfinished, len(names), True, result if result and result.digest == digest_of(text) else None
-    )
+    known = result if result and result.digest == digest_of(text) else None
+    return Progress(stage, unfinished, len(names), True, known)
 
 
 def run_stage(stage: Stage, directory: Path, *, mutants: bool) -> Result:
     """Run the stage's tests on the learner's file, and if asked the mutants on the project's."""
-    from tools.exercises.mutants import load_mutants
-    from tools.exercises.stage_runs import run_tests, solution
+    from tools.exercises.mutants import load_mutants, run_tests  # here, because importing pytest takes a while
 
     text = (directory / f"{stage.module_name}.py").read_text(encoding="utf-8")
     verdict = run_tests(stage, text)
@@ -135,7 +130,7 @@ def show(all_progress: list[Progress], console: Console) -> None:
 
 
 def main(argv: list[str] | None = None, directory: Path = EXERCISES, run: Callable[..., Result] = run_stage) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.exercises.progress", description="How far you are.")
+    parser = argparse.ArgumentParser(prog="python -m tools.exercises.progress", description=__doc__.splitlines()[0])
     parser.add_argument("--run", action="store_true", help="run the tests of what is filled in and has changed")
     parser.add_argument("--mutants", action="store_true", help="as --run, and plant the mistakes of what passes")
     args = parser.parse_args(argv)

@@ -1,8 +1,8 @@
 """A stage file taken apart into units: its docstring, its imports, each class's head, each function, each method.
 
-A unit has a key, by which it is recognised in another stage whatever has been moved: "make_batch", "Scheduler.preempt".
-The engine of every stage has the key "engine", since only its name changes. What a stage takes from earlier ones, by
-import or by inheritance, is followed to where it is written.
+A unit has a key, by which its counterpart in another stage is found wherever that stands: "make_batch",
+"Scheduler.preempt". The engine of every stage has the key "engine", since only its name changes. What a stage takes
+from earlier ones, by import or by inheritance, is followed to where it is written.
 """
 
 import ast
@@ -11,13 +11,12 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from stages.manifest import Stage, load_stages
+from stages.manifest import load_stage, load_stages
+from tools.exercises.exercises import solution
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCSTRING, IMPORTS, ENGINE = "docstring", "imports", "engine"
-_NOT_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
+NOT_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -54,14 +53,10 @@ class StageFile:
 @cache
 def read_stage(number: int) -> StageFile:
     """The file of stage `number`. Raises ValueError if there is no such stage."""
-    stages = {stage.number: stage for stage in load_stages()}
-    if number not in stages:
-        raise ValueError(f"there is no stage {number}; there are {', '.join(map(str, stages))}")
-    stage = stages[number]
-    path = f"stages/{stage.module_name}.py"
-    source = (ROOT / path).read_text(encoding="utf-8")
+    stage = load_stage(number)
+    source = solution(stage)
     tree = ast.parse(source)
-    by_module = {f"stages.{s.module_name}": s.number for s in stages.values()}
+    by_module = {f"stages.{s.module_name}": s.number for s in load_stages()}
     imported: dict[str, int] = {}
     relies_on: dict[str, list[str]] = {}
     for node in ast.walk(tree):
@@ -74,39 +69,37 @@ def read_stage(number: int) -> StageFile:
     keys = {node.name: ENGINE if node.name == stage.class_name else node.name for node in top}
     classes = [node for node in top if isinstance(node, ast.ClassDef)]
     bases = {keys[c.name]: [b.id for b in c.bases if isinstance(b, ast.Name)] for c in classes}
-    units = {unit.key: unit for unit in split(stage, source, tree)}
-    lines = source.splitlines()
-    return StageFile(number, path, units, keys, imported, bases, relies_on, len(lines), count_code_lines(source))
+    units = {unit.key: unit for unit in split(number, source, tree, keys)}
+    size = len(source.splitlines()), count_code_lines(source)
+    return StageFile(number, f"stages/{stage.module_name}.py", units, keys, imported, bases, relies_on, *size)
 
 
-def split(stage: Stage, source: str, tree: ast.Module) -> Iterator[Unit]:
+def split(number: int, source: str, tree: ast.Module, keys: dict[str, str]) -> Iterator[Unit]:
     """The units of a file, which together are all of its lines."""
     lines = source.splitlines()
-    starts: list[tuple[int, str, str, ast.AST]] = [(0, DOCSTRING, DOCSTRING, tree)]
     first_import = next(node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
-    starts.append((first_import.lineno - 1, IMPORTS, IMPORTS, first_import))
+    starts: list[tuple[int, str, str, ast.AST]] = [
+        (0, DOCSTRING, DOCSTRING, tree),
+        (first_import.lineno - 1, IMPORTS, IMPORTS, first_import),
+    ]
     for top in tree.body:
         if not isinstance(top, Definition):
             continue
-        key = ENGINE if top.name == stage.class_name else top.name
-        starts.append((first_line(top, lines), key, top.name, top))
+        starts.append((first_line(top, lines), keys[top.name], top.name, top))
         for method in top.body if isinstance(top, ast.ClassDef) else []:
             if isinstance(method, Definition):
-                label = f"{top.name}.{method.name}"
-                starts.append((first_line(method, lines), f"{key}.{method.name}", label, method))
-    for i, (start, key, label, node) in enumerate(starts):
-        stop = starts[i + 1][0] if i + 1 < len(starts) else len(lines)
+                names = f"{keys[top.name]}.{method.name}", f"{top.name}.{method.name}"
+                starts.append((first_line(method, lines), *names, method))
+    stops = [start for start, *_ in starts[1:]] + [len(lines)]
+    for (start, key, label, node), stop in zip(starts, stops, strict=True):
         while not lines[stop - 1].strip():
             stop -= 1
         doc = ast.get_docstring(node) if isinstance(node, Definition | ast.Module) else None
-        # A method is a unit of its own, so the head of a class mentions only what its fields and bases do
-        parts: list[ast.AST] = [node]
-        if isinstance(node, ast.ClassDef):
+        parts: list[ast.AST] = [] if key in (DOCSTRING, IMPORTS) else [node]
+        if isinstance(node, ast.ClassDef):  # a method is a unit of its own, so the head has only fields and bases
             parts = [*node.bases, *(n for n in node.body if not isinstance(n, Definition))]
-        named = [] if key in (DOCSTRING, IMPORTS) else [n for part in parts for n in ast.walk(part)]
-        names = frozenset(n.id for n in named if isinstance(n, ast.Name))
-        summary = (doc or "").split("\n")[0]
-        yield Unit(stage.number, key, label, start + 1, tuple(lines[start:stop]), summary, names)
+        mentioned = frozenset(n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name))
+        yield Unit(number, key, label, start + 1, tuple(lines[start:stop]), (doc or "").split("\n")[0], mentioned)
 
 
 def first_line(node: Definition, lines: list[str]) -> int:
@@ -122,7 +115,7 @@ def count_code_lines(source: str) -> int:
     code: set[int] = set()
     at_start = True  # of a statement: a string there is a docstring
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in _NOT_CODE:
+        if token.type in NOT_CODE:
             at_start = at_start or token.type == tokenize.NEWLINE
         elif not (at_start and token.type == tokenize.STRING):
             code.update(range(token.start[0], token.end[0] + 1))
@@ -138,16 +131,16 @@ def find(number: int, key: str) -> Unit | None:
     owner, dot, method = key.partition(".")
     if owner in file.imported:
         return find(file.imported[owner], key)
-    for base in file.bases.get(owner, []) if dot else []:
-        if found := find_in_base(file, base, method):
+    return find_in_bases(file, owner, method) if dot else None
+
+
+def find_in_bases(file: StageFile, owner: str, method: str) -> Unit | None:
+    """The method that the class `owner` inherits, which stands in `file` or in the stage of the base class."""
+    for base in file.bases.get(owner, []):
+        home = read_stage(file.imported[base]) if base in file.imported else file
+        if base in home.keys and (found := find(home.number, f"{home.keys[base]}.{method}")):
             return found
     return None
-
-
-def find_in_base(file: StageFile, base: str, method: str) -> Unit | None:
-    """The method of a base class, which stands in `file` or in the stage that it is imported from."""
-    home = read_stage(file.imported[base]) if base in file.imported else file
-    return find(home.number, f"{home.keys[base]}.{method}") if base in home.keys else None
 
 
 def reach(number: int) -> dict[tuple[int, str], Unit]:
