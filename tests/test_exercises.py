@@ -1,4 +1,4 @@
-"""The exercises: what the tool writes, and that the stages' tests notice every hole."""
+"""The exercises of stages and lectures: what the tool writes, and that tests and checks notice every hole."""
 
 import ast
 import re
@@ -14,10 +14,22 @@ from stages.manifest import Stage, load_stages
 from tests.stage_jobs import Job, run_jobs
 from tests.weights import lively_qwen3
 from tools.exercises import exercises
-from tools.exercises.exercises import ROOT, Hole, cut, exercise_source, find_holes, write_exercise
-from tools.exercises.stage_runs import solution
+from tools.exercises.exercises import (
+    SOLUTIONS,
+    Hole,
+    LectureExercise,
+    cut,
+    exercise_source,
+    find_holes,
+    lecture_exercises,
+    run_check,
+    solution,
+    write_stage,
+)
+from tools.lectures.lecture import lecture_paths, read_lecture
 
 STAGES = load_stages()
+LECTURES = lecture_exercises()
 
 HOLES = [(stage, hole) for stage in STAGES for hole in find_holes(solution(stage))]
 by_slug = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.slug)
@@ -80,6 +92,29 @@ def test_a_damaged_marker_is_an_error(text: str) -> None:
         find_holes(text)
 
 
+def test_a_hole_may_say_what_to_begin_with() -> None:
+    text = EXAMPLE.replace("    x = 2", "    # instead: if x:\n    # instead:     x += x  # yours to mend\n    x = 2")
+    text = text.replace("    pass\n", "    # instead:\n    pass\n")
+    assert (
+        cut(text)
+        == """\
+def f(x):
+    # exercise 1.1: double x, and
+    #   say "so" or 'so'.
+    if x:
+        x += x  # yours to mend
+    # end exercise
+    return x
+
+
+def g(x):
+    # exercise 1.2: nothing.
+    # end exercise
+"""
+    )
+    assert [hole.num_code_lines for hole in find_holes(text)] == [2, 1]
+
+
 def test_an_unknown_exercise_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no exercise 9.9; there are 1.1, 1.2"):
         cut(EXAMPLE, {"9.9"})
@@ -135,7 +170,7 @@ def test_the_stage_s_tests_notice_every_hole_and_pass_without(stage: Stage) -> N
 
 @by_slug
 def test_the_written_file_parses_and_is_laid_out(stage: Stage, tmp_path: Path) -> None:
-    target = write_exercise(stage, tmp_path)
+    target = write_stage(stage, tmp_path)
     tree = ast.parse(target.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree) == ast.get_docstring(ast.parse(solution(stage)))
     ruff = [sys.executable, "-m", "ruff"]
@@ -147,45 +182,84 @@ def test_the_written_file_parses_and_is_laid_out(stage: Stage, tmp_path: Path) -
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_tool_never_overwrites_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(exercises, "ROOT", tmp_path)
-    (tmp_path / "stages").symlink_to(ROOT / "stages")
+def test_the_tool_never_overwrites_work(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     target = tmp_path / "exercises" / f"{STAGES[0].module_name}.py"
-    assert exercises.main(["1"]) == 0
+    assert exercises.main(["1"], target.parent) == 0
     assert "1.1" in capsys.readouterr().out
     target.write_text("# my work")
-    assert exercises.main(["1"]) == 1
+    assert exercises.main(["1"], target.parent) == 1
     assert target.read_text() == "# my work"
     assert "make stage-1-exercise ARGS=--force" in capsys.readouterr().err
-    assert exercises.main(["1", "--force"]) == 0
+    assert exercises.main(["1", "--force"], target.parent) == 0
     assert target.with_name(f"{target.name}.bak").read_text() == "# my work"
     target.write_text("# my second try")
-    assert exercises.main(["1", "--force"]) == 0
+    assert exercises.main(["1", "--force"], target.parent) == 0
     assert {path.read_text() for path in target.parent.glob("*.bak")} == {"# my work", "# my second try"}
 
 
 def test_a_checkpoint_fills_in_what_comes_before_it_and_keeps_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(exercises, "ROOT", tmp_path)
-    (tmp_path / "stages").symlink_to(ROOT / "stages")
     stage = STAGES[3]
     names = [hole.name for hole in find_holes(solution(stage))]
     target = tmp_path / "exercises" / f"{stage.module_name}.py"
     target.parent.mkdir()
     target.write_text("# my work")
     for checkpoint in range(1, len(names) + 2):
-        assert exercises.main([str(stage.number), "--checkpoint", str(checkpoint)]) == 0
+        assert exercises.main([str(stage.number), "--checkpoint", str(checkpoint)], target.parent) == 0
         assert target.read_text(encoding="utf-8") == exercise_source(stage, set(names[checkpoint - 1 :]))
         assert re.findall(r"^  (\d\.\d)  ", capsys.readouterr().out, re.MULTILINE) == names[checkpoint - 1 :]
     assert target.with_name(f"{target.name}.bak").read_text() == "# my work"
     for checkpoint in (0, len(names) + 2):
-        assert exercises.main([str(stage.number), "--checkpoint", str(checkpoint)]) == 1
+        assert exercises.main([str(stage.number), "--checkpoint", str(checkpoint)], target.parent) == 1
         assert f"checkpoints 1 to {len(names) + 1}" in capsys.readouterr().err
 
 
 def test_a_stage_that_does_not_exist_is_named(capsys: pytest.CaptureFixture) -> None:
     assert exercises.main(["99"]) == 1
     assert "there is no stage 99" in capsys.readouterr().err
+
+
+# --- the lectures' ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", lecture_paths(), ids=lambda path: path.stem)
+def test_two_exercises_go_with_a_lecture(path: Path) -> None:
+    number = read_lecture(path).stage.number
+    mine = [exercise for name, exercise in LECTURES.items() if name.startswith(str(number))]
+    assert [exercise.name for exercise in mine] == [f"{number}a", f"{number}b"]
+    for exercise in mine:
+        assert exercise.check.is_file() and {hole.name for hole in find_holes(exercise.source())} == {exercise.name}
+        assert f"python -m tools.exercises.exercises {exercise.name}" in exercise.text
+        docstring = ast.get_docstring(ast.parse(exercise.source()))
+        assert docstring == f"Exercise {exercise.name}: {exercise.title}\n\n{exercise.text}"
+
+
+def test_an_exercise_is_handed_out_once_and_then_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[Path] = []
+
+    def check(exercise: LectureExercise, directory: Path) -> int:
+        checked.append(directory)
+        return 1
+
+    monkeypatch.setattr(exercises, "run_check", check)
+    assert exercises.main(["4b"], tmp_path) == 0
+    assert "Exercise 4b: " in capsys.readouterr().out and not checked
+    mine = tmp_path / "stage_4b_rounding_loss.py"
+    mine.write_text("# mine", encoding="utf-8")
+    assert exercises.main(["4b"], tmp_path) == 1
+    assert checked == [tmp_path] and mine.read_text(encoding="utf-8") == "# mine"
+    assert exercises.main(["4b", "--force"], tmp_path) == 0
+    assert mine.with_name(f"{mine.name}.bak").read_text(encoding="utf-8") == "# mine"
+    assert exercises.main(["9z"], tmp_path) == 1
+    assert "there is no exercise '9z'; there are" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exercise", LECTURES.values(), ids=LECTURES.keys())
+def test_the_solution_passes_and_the_starting_file_does_not(exercise: LectureExercise, tmp_path: Path) -> None:
+    assert run_check(exercise, SOLUTIONS) == pytest.ExitCode.OK
+    (tmp_path / exercise.solution.name).write_text(exercise.source(), encoding="utf-8")
+    assert run_check(exercise, tmp_path) == pytest.ExitCode.TESTS_FAILED

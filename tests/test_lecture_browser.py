@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.lectures.lecture import lecture_of, lecture_paths, read_lecture
-from tools.lectures.lecture_html import render
+from tools.lectures.slides import render
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 by_lecture = pytest.mark.parametrize("path", lecture_paths(), ids=lambda path: path.stem)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tools.exercises.exercises import ROOT, find_holes
-from tools.lectures import lecture_pulls as pulls
+from tools.lectures import pulls
 from tools.lectures.lecture import lecture_of
-from tools.lectures.lecture_words import in_words
+from tools.lectures.pulls import in_words
 from tools.pictures.three_requests import BLOCK_SIZE, three_requests
 
 NOTEBOOKS = {int(path.name[0]): f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("[1-7]_*.ipynb")}

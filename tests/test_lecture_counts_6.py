@@ -7,8 +7,8 @@ from stages.checkpoint import read_config
 from stages.stage_6_cuda_graphs import bucket_ladder
 from tests.test_lecture_counts import NO_COUNTS, text_of
 from tools.exercises.exercises import ROOT, find_holes
-from tools.lectures import lecture_pulls as pulls
-from tools.lectures.lecture_words import in_words
+from tools.lectures import pulls
+from tools.lectures.pulls import in_words
 from tools.pictures.decode_profile import RECORDINGS, SHAPE, SHAPES, busy_us, launch_ms, read
 from tools.pictures.three_requests import NUM_BLOCKS
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tools.exercises.exercises import find_holes
-from tools.lectures import lecture, lecture_pulls, slides
+from tools.lectures import lecture, pulls, slides
 from tools.lectures.lecture import ROOT, Lecture, LectureError, lecture_paths, read_lecture
-from tools.lectures.lecture_experiments import EXPERIMENTS, experiments, printed_by
-from tools.lectures.lecture_html import render
-from tools.lectures.lecture_words import in_words
+from tools.lectures.pulls import EXPERIMENTS, experiments, in_words, printed_by
+from tools.lectures.slides import render
 
 PATHS = lecture_paths()
 by_lecture = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -181,19 +180,19 @@ def test_a_damaged_source_is_an_error_with_file_and_line(
 
 def test_a_sound_source_is_none(tmp_path: Path) -> None:
     text = render(read_lecture(written(tmp_path, SMALL)))
-    assert lecture_pulls.pull_gain("stage_4", "turns") in text and 'data-timing="660"' in text
+    assert pulls.pull_gain("stage_4", "turns") in text and 'data-timing="660"' in text
 
 
 def test_code_is_the_stage_s_own_and_a_hole_hides_the_solution() -> None:
-    solved = lecture_pulls.pull_code(STAGE_4, "4.4")
-    opened = lecture_pulls.pull_code(STAGE_4, "4.4", opened=True)
+    solved = pulls.pull_code(STAGE_4, "4.4")
+    opened = pulls.pull_code(STAGE_4, "4.4", opened=True)
     source = (ROOT / STAGE_4).read_text(encoding="utf-8")
     assert all(line.strip() in source for line in solved.lines)
     assert not any("exercise" in line or '"""' in line for line in solved.lines)
     assert "for block in reversed(seq.block_table):" in solved.lines[min(solved.marked)]
     assert not any("reversed" in line for line in opened.lines) and any("4.4: lower the" in x for x in opened.lines)
     assert solved.label == "stage_4_prefix_caching.py · PrefixCachingPool.release"
-    only = lecture_pulls.pull_code(STAGE_4, "4.4", "only")
+    only = pulls.pull_code(STAGE_4, "4.4", "only")
     assert only.lines[0].startswith("for block") and len(only.lines) == len(solved.marked)
 
 
@@ -207,10 +206,10 @@ def test_what_is_spoken_and_printed() -> None:
     with pytest.raises(ValueError, match="no number to be spoken"):
         in_words(1_000_000)
     notebook = ("notebooks/1_naive.ipynb", "steps = [e")
-    assert lecture_pulls.pull_found(*notebook, r"(\S+) in all") == "1,548"
-    assert lecture_pulls.pull_spoken(*notebook, r"(\S+) in all") == "a thousand five hundred and forty-eight"
-    assert lecture_pulls.pull_printed("stage_1_no_mask", "penguin").strip().startswith("morning.")
-    assert lecture_pulls.pull_inline(["model", "vocab_size"]) == "4,096"
+    assert pulls.pull_found(*notebook, r"(\S+) in all") == "1,548"
+    assert pulls.pull_spoken(*notebook, r"(\S+) in all") == "a thousand five hundred and forty-eight"
+    assert pulls.pull_printed("stage_1_no_mask", "penguin").strip().startswith("morning.")
+    assert pulls.pull_inline(["model", "vocab_size"]) == "4,096"
 
 
 def test_every_experiment_has_its_output_stored() -> None:
@@ -251,4 +250,8 @@ def test_the_tool_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_every_lecture_is_a_stage_s() -> None:
     lectures: list[Lecture] = [read_lecture(path) for path in PATHS]
     assert 4 in {given.stage.number for given in lectures}
-    assert {path.name for path in lecture.LECTURES.glob("*.md")} == {"README.md", *(path.name for path in PATHS)}
+    assert {path.name for path in lecture.LECTURES.glob("*.md")} == {
+        "README.md",
+        "exercises.md",
+        *(path.name for path in PATHS),
+    }

@@ -6,6 +6,8 @@ from stages.stage_2_kv_cache import KVCacheEngine
 
 class SortedEngine(KVCacheEngine):
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+        # exercise 2a: a better order, and the results in the order of the requests
+        # instead: return super().generate(prompts, params)  # yours to mend
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
@@ -14,3 +16,4 @@ class SortedEngine(KVCacheEngine):
         order = sorted(range(len(prompts)), key=lambda i: (each[i].max_tokens, len(prompts[i])))
         outputs = super().generate([prompts[i] for i in order], [each[i] for i in order])
         return [tokens for _, tokens in sorted(zip(order, outputs, strict=True))]
+        # end exercise

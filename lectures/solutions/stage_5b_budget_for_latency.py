@@ -7,6 +7,7 @@ from stages.core import Event
 
 
 def longest_waits(events: SequenceOf[Event]) -> dict[int, int]:
+    # exercise 5b: the longest wait between two tokens, in tokens of work
     done = 0  # tokens that have gone through the model so far; a step's are told before its results
     at_last_token: dict[int, int] = {}
     waits: dict[int, int] = {}
@@ -19,10 +20,13 @@ def longest_waits(events: SequenceOf[Event]) -> dict[int, int]:
                 waits[request] = max(waits.get(request, 0), done - at_last_token[request])
             at_last_token[request] = done
     return waits
+    # end exercise
 
 
 def largest_budget(run: Callable[[int], list[Event]], limit: int, budgets: Iterable[int]) -> int | None:
+    # exercise 5b: the largest budget that keeps the promise
     for budget in sorted(budgets, reverse=True):
         if max(longest_waits(run(budget)).values(), default=0) <= limit:
             return budget
     return None
+    # end exercise

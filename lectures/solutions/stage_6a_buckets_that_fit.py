@@ -14,6 +14,7 @@ from stages.core import Event
 
 
 def batch_sizes(events: SequenceOf[Event]) -> Counter[int]:
+    # exercise 6a: how often a replayed step has how many sequences
     scheduled: dict[int, dict[int, int]] = {}  # step -> request -> tokens
     got: dict[int, set[int]] = {}  # step -> requests that got a token
     for event in events:
@@ -26,13 +27,17 @@ def batch_sizes(events: SequenceOf[Event]) -> Counter[int]:
         for step, work in scheduled.items()
         if set(work.values()) == {1} and work.keys() == got.get(step, set())
     )
+    # end exercise
 
 
 def padded_rows(counts: Mapping[int, int], buckets: SequenceOf[int]) -> int:
+    # exercise 6a: rows that nobody wants
     return sum(steps * (buckets[bisect_left(buckets, size)] - size) for size, steps in counts.items())
+    # end exercise
 
 
 def best_buckets(counts: Mapping[int, int], num_buckets: int, largest: int) -> list[int]:
+    # exercise 6a: the sizes with the fewest rows of padding
     # A bucket that no batch fills can be made smaller without harm, so only sizes that come are worth a thought
     sizes = sorted({size for size, steps in counts.items() if steps} | {largest})
     steps = [0, *accumulate(counts.get(size, 0) for size in sizes)]
@@ -52,3 +57,4 @@ def best_buckets(counts: Mapping[int, int], num_buckets: int, largest: int) -> l
         return min(options)
 
     return list(best(len(sizes) - 1, num_buckets - 1)[1])
+    # end exercise

@@ -16,11 +16,13 @@ from stages.stage_6_cuda_graphs import CUDAGraphEngine, Rows
 
 def advance(rows: Rows, tokens: Tensor, block_size: int) -> None:
     """From the token that each row has computed to the one that it has chosen, without asking for any value."""
+    # exercise 6b: input_ids, positions, context_lens and slots of the next token, in place
     rows.input_ids.copy_(tokens)
     rows.positions.add_(1)
     rows.context_lens.add_(1)
     block = rows.block_tables.gather(1, (rows.positions // block_size)[:, None])[:, 0]  # [b]
     rows.slots.copy_(block * block_size + rows.positions % block_size)
+    # end exercise
 
 
 class SeveralStepsEngine(CUDAGraphEngine):
@@ -30,6 +32,8 @@ class SeveralStepsEngine(CUDAGraphEngine):
 
     def decode_step(self, bucket: int) -> Tensor:
         """What is recorded: `num_steps` tokens of each row, [num_steps, b]."""
+        # exercise 6b: `num_steps` steps and all their tokens
+        # instead: return super().decode_step(bucket)  # yours to write
         rows = Rows.of(self.memory_of(self.device_memory, bucket), bucket)  # the very memory that the step reads
         chosen: list[Tensor] = []
         for step in range(self.num_steps):
@@ -37,6 +41,7 @@ class SeveralStepsEngine(CUDAGraphEngine):
                 advance(rows, chosen[-1], self.pool.block_size)
             chosen.append(super().decode_step(bucket))
         return torch.stack(chosen)
+        # end exercise
 
     def bucket_for(self, plan: list[Scheduled]) -> int | None:
         """None also where somebody samples, has fewer tokens to go than a replay gives, or gets no blocks for them."""

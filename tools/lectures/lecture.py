@@ -10,7 +10,7 @@
     @type                                           what to type,
     @see                                            and what everybody should then see
 
-What a directive names is fetched by `tools/lectures/lecture_pulls.py`; this module knows only their form.
+What a directive names is fetched by `tools/lectures/pulls.py`; this module knows only their form.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages.manifest import Stage, load_stage
+from tools.exercises.exercises import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LECTURES = ROOT / "lectures"
 SHOWN = ("code", "hole", "picture", "output", "printed", "table", "run", "exercises")
 SCRIPT = ("say", "type", "see")
@@ -73,6 +73,13 @@ class Lecture:
     @property
     def title(self) -> str:
         return self.slides[0].title
+
+    def timetable(self) -> Iterator[tuple[Slide, float]]:
+        """Every slide with the minute at which it starts."""
+        starts = 0.0
+        for slide in self.slides:
+            yield slide, starts
+            starts += slide.minutes
 
 
 def lecture_paths() -> list[Path]:

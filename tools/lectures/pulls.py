@@ -7,8 +7,11 @@ any more raises ValueError, which the caller turns into an error with file and l
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import json
 import re
+import runpy
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +23,15 @@ from benchmarks.lib import wording
 from benchmarks.lib.harness import RESULTS, gain
 from stages.manifest import load_stage
 from tools.exercises.exercises import ROOT, Hole, find_holes
-from tools.lectures.lecture_experiments import EXPERIMENTS
-from tools.lectures.lecture_words import in_words
 
+EXPERIMENTS = ROOT / "lectures" / "experiments"  # each program is beside what it printed: NAME.py and NAME.txt
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MARKED_WIDTH = 100  # of a hint in the place of its solution
+SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 @dataclass(frozen=True)
@@ -165,13 +172,23 @@ def pull_output(path: str, text: str, pattern: str = "") -> str:
     return matching(lines, pattern, f"the cell of {path} with {text!r}")
 
 
+def experiments() -> list[Path]:
+    """Small programs whose output lectures show. They print nothing that depends on the machine, such as times."""
+    return sorted(EXPERIMENTS.glob("*.py"))
+
+
+def printed_by(path: Path) -> str:
+    """What an experiment prints, run as a script within this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue()
+
+
 def pull_printed(name: str, pattern: str = "") -> str:
     """What a program in lectures/experiments printed; with a pattern, the lines that match it."""
     path = EXPERIMENTS / f"{name}.txt"
     if not path.is_file():
-        raise ValueError(
-            f"there is no lectures/experiments/{name}.txt; run python -m tools.lectures.lecture_experiments"
-        )
+        raise ValueError(f"there is no lectures/experiments/{name}.txt; run make slides ARGS=--experiments")
     return matching(path.read_text(encoding="utf-8").splitlines(), pattern, f"the experiment {name}")
 
 
@@ -243,6 +260,23 @@ def pull_spoken(path: str, text: str, pattern: str) -> str:
     if not re.fullmatch(r"\d+(\.\d+)?", found):
         raise ValueError(f"{found!r} is no number, and only numbers are spoken")
     return in_words(round(float(found)))
+
+
+def in_words(number: int) -> str:
+    """113 -> "a hundred and thirteen". Raises ValueError for what nobody says in one breath, a million and more."""
+    if not 0 <= number < 1_000_000:
+        raise ValueError(f"{number:,} is no number to be spoken; show it on the slide")
+    if number < 20:
+        return SMALL[number]
+    if number < 100:
+        tens, ones = divmod(number, 10)
+        return TENS[tens - 2] + (f"-{SMALL[ones]}" if ones else "")
+    size, name = (1000, "thousand") if number >= 1000 else (100, "hundred")
+    many, rest = divmod(number, size)
+    first = f"{'a' if many == 1 else in_words(many)} {name}"
+    if not rest:
+        return first
+    return f"{first} {'and ' if rest < 100 else ''}{in_words(rest)}"
 
 
 def pull_model(key: str) -> str:

@@ -1,60 +1,268 @@
 """Slides and run sheets of the lectures: `make slides` writes build/slides, which needs no network and no server.
 
-make slides                               every lecture, and an index
-make slides ARGS="--stage 4"              one of them
-python -m tools.lectures.slides --script 4         the run sheet: when, what to say, what to type, what everybody sees
+    make slides                               every lecture, and an index
+    make slides ARGS="--stage 4"              one of them
+    make slides ARGS="--script 4"             the run sheet: when, what to say, what to type, what everybody sees
+    make slides ARGS=--experiments            run lectures/experiments again, and store what they print
+
+A lecture is one HTML file: reveal.js, the theme, pictures and notes are all in it, and it asks for nothing else. On a
+narrow window, and where no script runs, the same file is a page to scroll, with the script under each slide.
 """
 
 from __future__ import annotations
 
 import argparse
 import html
+import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools.lectures.lecture import ROOT, Lecture, lecture_of, lecture_paths, read_lecture
-from tools.lectures.lecture_html import Renderer, clock, render
+from markdown_it import MarkdownIt
+from pygments import highlight  # type: ignore[import-untyped]
+from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 
+from tools.exercises.exercises import ROOT, lecture_exercises
+from tools.lectures import pulls
+from tools.lectures.lecture import (
+    LECTURES,
+    Lecture,
+    LectureError,
+    Piece,
+    Slide,
+    lecture_of,
+    lecture_paths,
+    read_lecture,
+    split_words,
+)
+
+REVEAL = ROOT / "assets" / "vendor" / "reveal"
 OUT = ROOT / "build" / "slides"
-WIDTH = 100
+SHEET = 87  # characters of a line of what is said, in a run sheet
+TAGS = {"question": "Guess first", "answer": "Measured", "live": "Live"}
+LARGEST, SMALLEST = 23.0, 14.0  # pixels of a slide of 1280 x 720: code is set as large as it fits
+WIDE, NARROW, TALL = 1110, 505, 540  # pixels that code has in a frame across the slide, or half of it, and its height
+INLINE = re.compile(r"\{\{(.+?)\}\}")
+TARGET = re.compile(r"\bmake ([a-z][\w-]*)")
+
+
+class Renderer:
+    """The slides of one lecture; every error names the line of its source."""
+
+    def __init__(self, lecture: Lecture) -> None:
+        self.lecture = lecture
+        self.markdown = MarkdownIt("commonmark", {"html": True, "highlight": coloured}).enable("table")
+        self.targets = re.findall(
+            r"^([a-z][\w%-]*):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
+
+    def at(self, piece: Piece, make: Callable[[], str]) -> str:
+        try:
+            return make()
+        except ValueError as error:
+            raise LectureError(self.lecture.path, piece.line, str(error)) from error
+
+    def title(self, slide: Slide) -> str:
+        return self.fill(Piece("text", slide.title, slide.line))
+
+    def fill(self, piece: Piece) -> str:
+        """The text of a piece with the figures in it."""
+        return self.at(piece, lambda: INLINE.sub(lambda m: pulls.pull_inline(split_words(m[1])), piece.text))
+
+    def commands(self, piece: Piece) -> str:
+        """Text that is typed: every make target in it must be one."""
+        text = self.fill(piece)
+        for name in TARGET.findall(text):
+            if re.sub(r"\d+", "%", name) not in self.targets:
+                raise LectureError(self.lecture.path, piece.line, f"the Makefile has no target {name}")
+        return text
+
+    def slide(self, slide: Slide, starts: float) -> str:
+        columns: list[list[str]] = [[]]
+        width = NARROW if any(piece.kind == "|||" for piece in slide.body) else WIDE
+        for piece in slide.body:
+            if piece.kind == "|||":
+                columns.append([])
+            else:
+                columns[-1].append(self.shown(piece, width))
+        bodies = [alike("\n".join(column)) for column in columns]
+        body = bodies[0]
+        if len(columns) > 1:
+            body = '<div class="columns">' + "".join(f"<div>{column}</div>" for column in bodies) + "</div>"
+        level = "h1" if slide.kind == "title" else "h2"
+        label = TAGS.get(slide.kind) or (f"Stage {self.lecture.stage.number}" if slide.kind == "title" else "")
+        tag = f'<p class="tag">{label}</p>' if label else ""
+        return (
+            f'<section class="{slide.kind}" data-timing="{slide.minutes * 60:g}">{tag}'
+            f"<{level}>{self.markdown.renderInline(self.title(slide))}</{level}>\n{body}\n"
+            f'<aside class="notes"><p><b>{clock(starts)}</b>, {slide.minutes:g} min</p>\n'
+            f"{''.join(self.said(piece) for piece in slide.script)}</aside></section>\n"
+        )
+
+    def said(self, piece: Piece) -> str:
+        if piece.kind == "type":
+            return f'<pre style="white-space: pre-wrap">{lined(self.commands(piece))}</pre>'
+        text = self.fill(piece)
+        return self.markdown.render(f"*They see:* {text}" if piece.kind == "see" else text)
+
+    def shown(self, piece: Piece, width: int) -> str:
+        if piece.kind == "text":
+            return self.markdown.render(self.fill(piece))
+        return self.at(piece, lambda: self.pulled(piece, width))
+
+    def pulled(self, piece: Piece, width: int) -> str:
+        words = list(piece.words)
+        match piece.kind, words:
+            case (("code" | "hole"), [path, name, *options]):
+                return code(pulls.pull_code(path, name, *options, opened=piece.kind == "hole"), width)
+            case "picture", [path, text, *alt] if path.endswith(".ipynb") and alt:
+                return figure(f'<img src="data:image/png;base64,{pulls.pull_png(path, text)}"', " ".join(alt))
+            case "picture", [path, *alt] if path.endswith(".svg") and alt:
+                drawing = pulls.read(path).replace(
+                    "<svg ", f'<svg role="img" aria-label="{html.escape(" ".join(alt))}" ', 1
+                )
+                return f"<figure>{drawing}</figure>"
+            case "output", [path, text, *pattern] if len(pattern) < 2:
+                return output(pulls.pull_output(path, text, *pattern), width)
+            case "printed", [name, *pattern] if len(pattern) < 2:
+                return output(pulls.pull_printed(name, *pattern), width)
+            case "table", [name, *keys]:
+                return table(pulls.pull_table(name, *keys), pulls.pull_source(name))
+            case "run", [_, *_]:
+                command = f"$ {self.commands(piece)}"
+                return f'<pre class="terminal" {fitted([command], width)}>{lined(command)}</pre>'
+            case "exercises", []:
+                mine = [e for e in lecture_exercises().values() if e.stage == self.lecture.stage.number]
+                items = (f"<li><b>{e.name}</b> {self.markdown.renderInline(e.title)}</li>" for e in mine)
+                return f"<ul>{''.join(items)}</ul>"
+        raise ValueError(f"@{piece.kind} does not take {piece.text!r}")
+
+
+def clock(minutes: float) -> str:
+    return f"{int(minutes):02d}:{round(60 * (minutes % 1)):02d}"
+
+
+def fitted(lines: Sequence[str], width: int) -> str:
+    """The size at which so many lines, and such long ones, fit. Raises ValueError if that is too small to read."""
+    longest = max(map(len, lines))
+    size = min(LARGEST, width / (0.605 * longest), TALL / (1.36 * len(lines)))
+    if size < SMALLEST:
+        raise ValueError(f"{len(lines)} lines of up to {longest} characters are too much for a slide; show a part")
+    return f'style="--size: {size:.1f}px"'
+
+
+def alike(column: str) -> str:
+    """Pieces of code one under the other in letters of one size: the smallest that any of them needs."""
+    sizes = re.findall(r'<pre class="code" style="--size: ([\d.]+)px"', column)
+    smallest = min(sizes, key=float, default="")
+    return re.sub(r'(<pre class="code" style="--size: )[\d.]+', rf"\g<1>{smallest}", column)
+
+
+def coloured(text: str, language: str, _attributes: str = "") -> str:
+    """Source code as coloured HTML lines, without a frame."""
+    shown: str = highlight(text, get_lexer_by_name(language or "text"), HtmlFormatter(nowrap=True))
+    return shown
+
+
+def code(pulled: pulls.Code, width: int) -> str:
+    size = fitted(pulled.lines, width)
+    lines = coloured("\n".join(pulled.lines), "python").rstrip("\n").split("\n")
+    text = "".join(
+        line(shown, plain, "mark" if i in pulled.marked else "")
+        for i, (shown, plain) in enumerate(zip(lines, pulled.lines, strict=True))
+    )
+    return f'<p class="where">{html.escape(pulled.label)}</p><pre class="code" {size}><code>{text}</code></pre>'
+
+
+def output(printed: str, width: int) -> str:
+    return f'<pre class="output" {fitted(printed.splitlines(), width)}>{lined(printed)}</pre>'
+
+
+def lined(text: str) -> str:
+    """Lines of a <pre>. Options of a command ("--checkpoint") are not broken after their hyphens."""
+    whole = r'<span style="white-space: nowrap">\g<0></span>'
+    return "".join(line(re.sub(r"--?\w+", whole, html.escape(plain)), plain) for plain in text.splitlines())
+
+
+def line(shown: str, plain: str, kind: str = "") -> str:
+    """A line of a <pre> as an element, so that on a narrow screen its continuation can stand a little further in."""
+    margin = len(plain) - len(plain.lstrip())
+    return f'<span class="{f"line {kind}".strip()}" style="--margin: {margin}ch">{shown}\n</span>'
+
+
+def figure(image: str, alt: str) -> str:
+    return f'<figure>{image} alt="{html.escape(alt)}"><figcaption>{html.escape(alt)}</figcaption></figure>'
+
+
+def table(rows: list[list[str]], source: str) -> str:
+    def row(cells: list[str], tag: str) -> str:
+        return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+
+    body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows[1:])
+    return (
+        f'<div class="scroll"><table class="measured"><thead><tr>{row(rows[0], "th")}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+        f'<p class="source">{html.escape(source)}</p>'
+    )
+
+
+def code_colours() -> str:
+    """Colours of code by day and by night."""
+    day = HtmlFormatter(style="friendly").get_style_defs("pre")
+    night = HtmlFormatter(style="monokai").get_style_defs('[data-theme="dark"] pre')
+    # Only the colours of tokens: the frame is the theme's
+    return "\n".join(line for line in f"{day}\n{night}".splitlines() if re.search(r"pre \.\w+ \{", line))
+
+
+def script(path: Path) -> str:
+    """JavaScript that can stand inside an element: nothing in it ends or nests that."""
+    text = re.sub(r"\n//# sourceMappingURL=.*", "", path.read_text(encoding="utf-8"))
+    return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """A template of lectures/ with the values in the place of their names."""
+    text = (LECTURES / template).read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: values[m[1]], text)
+
+
+def render(lecture: Lecture) -> str:
+    """The whole file. Raises LectureError for a directive that names what is not there."""
+    renderer = Renderer(lecture)
+    styles = {name: (LECTURES / f"{name}.css").read_text(encoding="utf-8") for name in ("slides", "page", "speaker")}
+    values = {
+        "title": html.escape(f"Stage {lecture.stage.number}: {lecture.title}"),
+        "reveal_css": (REVEAL / "reveal.css").read_text(encoding="utf-8"),
+        "theme": styles["slides"] + code_colours(),
+        "page": styles["page"],
+        "speaker": styles["speaker"],
+        "slides": "".join(renderer.slide(slide, starts) for slide, starts in lecture.timetable()),
+        "reveal": script(REVEAL / "reveal.js"),
+        "notes": script(REVEAL / "notes.js"),
+        "start": script(LECTURES / "slides.js"),
+    }
+    return filled("slides.html", values)
 
 
 def run_sheet(lecture: Lecture) -> Iterator[str]:
     """The timed script, line by line, for a second screen or for paper."""
-    renderer, starts = Renderer(lecture), 0.0
-    total = sum(slide.minutes for slide in lecture.slides)
-    yield f"Stage {lecture.stage.number}: {lecture.title} ({len(lecture.slides)} slides, {total:g} minutes)"
-    for number, slide in enumerate(lecture.slides, start=1):
+    renderer = Renderer(lecture)
+    number, total = len(lecture.slides), sum(slide.minutes for slide in lecture.slides)
+    yield f"Stage {lecture.stage.number}: {lecture.title} ({number} slides, {total:g} minutes)"
+    for number, (slide, starts) in enumerate(lecture.timetable(), start=1):
         kind = "" if slide.kind in ("plain", "title") else f" [{slide.kind}]"
         yield f"\n{clock(starts)}  {number}. {renderer.title(slide)}{kind}, {slide.minutes:g} min"
-        starts += slide.minutes
         for piece in slide.script:
-            text = renderer.commands(piece) if piece.kind == "type" else renderer.fill(piece)
-            for i, line in enumerate(laid_out(text, keep=piece.kind == "type")):
+            if piece.kind == "type":
+                lines = renderer.commands(piece).splitlines()
+            else:
+                paragraphs = renderer.fill(piece).split("\n\n")
+                lines = [line for p in paragraphs for line in textwrap.wrap(p, SHEET, break_on_hyphens=False)]
+            for i, line in enumerate(lines):
                 yield f"       {piece.kind.upper() if i == 0 else '':5} {line}".rstrip()
-    yield f"\n{clock(starts)}  The end."
-
-
-def laid_out(text: str, *, keep: bool) -> Iterator[str]:
-    for paragraph in text.splitlines() if keep else text.split("\n\n"):
-        yield from [paragraph] if keep else textwrap.wrap(paragraph, WIDTH - 13, break_on_hyphens=False)
-
-
-def index(lectures: list[Lecture]) -> str:
-    items = "".join(
-        f'<li><a href="{lecture.path.stem}.html">Stage {lecture.stage.number}: {html.escape(lecture.title)}</a>, '
-        f"{lecture.minutes:g} minutes, {len(lecture.slides)} slides</li>"
-        for lecture in lectures
-    )
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        '<meta name="color-scheme" content="light dark"><title>Lectures</title><link rel="icon" href="data:,">'
-        "<style>body{font:18px/1.7 sans-serif;max-width:44em;margin:2em auto;padding:0 1em}</style>"
-        f"<h1>Lectures</h1><ul>{items}</ul><p>In a lecture: S opens the speaker view, D switches between day and "
-        "night, F fills the screen, Esc shows all slides.</p></html>\n"
-    )
+    yield f"\n{clock(total)}  The end."
 
 
 def build(lectures: list[Lecture], out: Path) -> list[Path]:
@@ -64,7 +272,12 @@ def build(lectures: list[Lecture], out: Path) -> list[Path]:
     for lecture in lectures:
         written.append(out / f"{lecture.path.stem}.html")
         written[-1].write_text(render(lecture), encoding="utf-8")
-    (out / "index.html").write_text(index([read_lecture(path) for path in lecture_paths()]), encoding="utf-8")
+    items = "".join(
+        f'<li><a href="{lecture.path.stem}.html">Stage {lecture.stage.number}: {html.escape(lecture.title)}</a>, '
+        f"{lecture.minutes:g} minutes, {len(lecture.slides)} slides</li>"
+        for lecture in map(read_lecture, lecture_paths())
+    )
+    (out / "index.html").write_text(filled("index.html", {"lectures": items}), encoding="utf-8")
     return written
 
 
@@ -74,16 +287,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--stage", type=int, help="only the lecture on this stage")
     parser.add_argument("--script", type=int, metavar="STAGE", help="print the run sheet of a lecture instead")
+    parser.add_argument("--experiments", action="store_true", help="run lectures/experiments again instead")
     parser.add_argument("--out", type=Path, default=OUT, help="directory to write to (default: build/slides)")
     options = parser.parse_args(arguments)
     try:
-        if options.script is not None:
+        if options.experiments:
+            for path in pulls.experiments():
+                path.with_suffix(".txt").write_text(pulls.printed_by(path), encoding="utf-8")
+        elif options.script is not None:
             print("\n".join(run_sheet(lecture_of(options.script))))
-            return 0
-        one = options.stage is not None
-        lectures = [lecture_of(options.stage)] if one else [read_lecture(path) for path in lecture_paths()]
-        for path in build(lectures, options.out):
-            print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
+        else:
+            one = options.stage is not None
+            lectures = [lecture_of(options.stage)] if one else [read_lecture(path) for path in lecture_paths()]
+            for path in build(lectures, options.out):
+                print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
