@@ -12,17 +12,23 @@ JOBS ?= 2
 ARGS ?=
 
 RUN := .venv/bin/python
-ENGINE_BENCHMARKS := throughput latency startup prefix mixed idle ablations
 STAMP := .venv/setup.json
 SETUP = "$(PYTHON)" tools/setup_env.py --torch "$(TORCH)" $(if $(SYSTEM_SITE),--system-site)
+# Installs what the extras named after it need; with everything there already it does nothing, and needs no network.
+EXTRAS := $(RUN) tools/setup_env.py --extras
+# Processes that share the tests, where pytest-xdist is installed.
 SHARE = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf %s '-n $(JOBS)')
+# Plugins that take seconds to start, and that the tests of a stage do not need.
 QUICK_START := -p no:nbval -p no:schemathesis
+ENGINE_BENCHMARKS := throughput latency startup prefix mixed idle ablations
 LINTED = $(wildcard stages nanovllm tools training benchmarks tests notebooks examples lectures example.py)
 
 unexport VIRTUAL_ENV PYTHONHOME
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-gpu models ladder bench bench-cpu bench-check report docs slides doctor progress notebooks race record replay lint format clean FORCE
+
+# --- set up and test --------------------------------------------------------------------------------------------------
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { sub(/%/, "N", $$1); printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +54,8 @@ test-gpu: $(STAMP) ## the tests that need a CUDA GPU
 models: $(STAMP) ## fetch and convert SmolLM2-135M-Instruct, once (needs the network)
 	$(RUN) -m tools.make_models
 
+# --- one stage: N is its number --------------------------------------------------------------------------------------
+
 stage-%-test: $(STAMP) FORCE ## test stage N (IMPL=exercises tests your own exercises/ instead)
 	$(RUN) -m pytest tests/stages --stage $* --impl $(IMPL) $(QUICK_START) $(ARGS)
 
@@ -68,6 +76,8 @@ stage-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in stage N and show 
 
 stage-%-demo: $(STAMP) FORCE ## a live view of stage N in the terminal: blocks, queues, text
 	$(RUN) -m tools.race.demo --stage $* $(ARGS)
+
+# --- show and measure ------------------------------------------------------------------------------------------------
 
 race: $(STAMP) ## the stages and the engine on one workload, lane by lane (ARGS="--device cuda" on a GPU)
 	$(RUN) -m tools.race.race $(ARGS)
@@ -95,10 +105,14 @@ bench-check: $(STAMP) ## compare a fresh quick measurement with the recorded one
 report: $(STAMP) ## write the tables of the README from benchmarks/results
 	$(RUN) -m benchmarks.lib.report $(ARGS)
 
-docs: $(STAMP) ## build the course site into build/docs/html, offline (needs the extra `docs`)
-	$(RUN) -m tools.docs.docs $(ARGS)
+# --- the course ------------------------------------------------------------------------------------------------------
 
-slides: $(STAMP) ## slides of the lectures into build/slides, offline (ARGS="--stage 4" one, "--script 4" its run sheet)
+docs: $(STAMP) ## build the course site into build/docs/html
+	$(EXTRAS) docs notebooks
+	$(RUN) -m tools.docs.build $(ARGS)
+
+slides: $(STAMP) ## slides of the lectures into build/slides (ARGS="--stage 4" one, "--script 4" its run sheet)
+	$(EXTRAS) slides
 	$(RUN) -m tools.lectures.slides $(ARGS)
 
 doctor: $(STAMP) ## what is the matter with this machine (GPU, memory, ports, leftovers), and what to do about it
@@ -109,6 +123,8 @@ progress: $(STAMP) ## which of your exercises are filled in and pass, and what i
 
 notebooks: $(STAMP) ## run the notebooks' sources again and store their outputs
 	$(RUN) -m tools.docs.notebooks $(ARGS)
+
+# --- keep it in order ------------------------------------------------------------------------------------------------
 
 lint: $(STAMP) ## ruff and mypy, as the tests run them
 	$(RUN) -m ruff check $(LINTED)

@@ -1,4 +1,4 @@
-"""How Sphinx builds the site. `make docs` (tools/docs/docs.py) prepares what it reads, and calls it."""
+"""How Sphinx builds the site. `make docs` (tools/docs/build.py) prepares what it reads, and calls it."""
 
 project = "nanovllm"
 author = "the nanovllm authors, under the MIT license"
@@ -23,8 +23,8 @@ pygments_dark_style = "monokai"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 # The notebooks carry their outputs, and nothing on the site is fetched from elsewhere: no widgets. Short formulas are
-# spelled out by tools/docs/docs.py. A page with another one would ask for a file that is not
-# there, which a test notices.
+# spelled out by tools/docs/build.py. A page with another one would ask for a file that is not there, which a test
+# notices.
 nb_render_markdown_format = "myst"  # so that tables in outputs are tables
 nb_execution_mode = "off"
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}

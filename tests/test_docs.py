@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks.lib import report
 from stages.manifest import load_stages
-from tools.docs import docs, docs_pages
-from tools.docs.docs import ROOT, Site, filled
-from tools.docs.docs_diagrams import DIAGRAMS
+from tools.docs import build, pages
+from tools.docs.build import ROOT, Site, filled
+from tools.docs.diagrams import DIAGRAMS
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
 
@@ -131,7 +131,7 @@ def test_every_stage_of_the_manifest_has_a_chapter_a_row_and_a_term() -> None:
 
 def test_every_target_of_the_makefile_is_on_the_page_of_commands() -> None:
     targets = re.findall(r"^([a-z][\w%-]*):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    page = docs_pages.commands_page()
+    page = pages.commands_page()
     assert len(targets) > 20
     for name in targets:
         assert f"| `make {name.replace('%', 'N')}` |" in page
@@ -146,14 +146,14 @@ def test_signatures_stand_as_they_are_written() -> None:
             self, first: list[int], second: str = "so long that it needs a line of its own, it and the first"
         ) -> None: ...
 
-    assert docs_pages.signature("f", short) == "f(a: int, *, b: str = 'x', **rest: object) -> None"
-    assert docs_pages.signature("Made", Made).splitlines()[1] == "    first: list[int],"
-    page = docs_pages.api_page()
+    assert pages.signature("f", short) == "f(a: int, *, b: str = 'x', **rest: object) -> None"
+    assert pages.signature("Made", Made).splitlines()[1] == "    first: list[int],"
+    page = pages.api_page()
     assert "SamplingParams(" in page and "#### LLM.generate\n" in page and "self" not in re.findall(r"\((\w+)", page)
 
 
 def test_results_have_a_table_of_every_stage_that_was_measured() -> None:
-    page = docs_pages.results_page()
+    page = pages.results_page()
     for path in (ROOT / "benchmarks" / "results").glob("stage_*.json"):
         assert f"### {report.load(path.stem, path.parent)['title']}\n\n|" in page
 
@@ -167,12 +167,12 @@ def test_short_formulas_are_spelled_out() -> None:
         "`$HOME` and `$(which python)` stay"
     )
     with pytest.raises(ValueError, match="cannot show"):
-        docs.formula(r"\frac{1}{2}")
+        build.formula(r"\frac{1}{2}")
 
 
-def test_pictures_by_night_keep_their_colours_and_lose_their_white() -> None:
+def test_dark_pictures_keep_their_colours_and_lose_their_white() -> None:
     numpy = pytest.importorskip("numpy")
-    by_night = pytest.importorskip("tools.docs.docs_night", reason="Pillow is not installed").by_night
+    darkened = pytest.importorskip("tools.docs.dark_pictures", reason="Pillow is not installed").darkened
     day = {
         "white": (1, 1, 1),
         "black": (0, 0, 0),
@@ -180,7 +180,7 @@ def test_pictures_by_night_keep_their_colours_and_lose_their_white() -> None:
         "sky": (0.34, 0.71, 0.91),
         "pale": (0.78, 0.87, 0.93),
     }
-    night = dict(zip(day, by_night(numpy.array([list(day.values())], dtype=float))[0], strict=True))
+    night = dict(zip(day, darkened(numpy.array([list(day.values())], dtype=float))[0], strict=True))
     light = {name: colour.mean() for name, colour in night.items()}
     assert light["white"] < 0.1 and light["black"] > 0.9
     assert light["white"] < light["pale"] < light["blue"] < light["sky"], "dark and light blue mean what they meant"
@@ -192,12 +192,14 @@ def test_diagrams_can_be_read_to_somebody_and_hold_no_empty_line(name: str) -> N
     svg = DIAGRAMS[name]()
     assert re.search(r'aria-label="[^"]{20,}"', svg) and "\n\n" not in svg
     assert ElementTree.fromstring(svg) is not None
+    for page in re.findall(r'href="source/(.+?)\.html"', svg):
+        assert (ROOT / f"{page}.py").is_file(), f"the diagram {name} links to {page}"
 
 
 def test_the_states_that_are_drawn_are_those_of_the_code() -> None:
-    for name, arrows in (("sequence", docs_pages.sequence_arrows()), ("block", docs_pages.block_arrows())):
+    for name, arrows in (("sequence", pages.sequence_arrows()), ("block", pages.block_arrows())):
         drawn = DIAGRAMS[name]().count('class="arrow"')
-        assert drawn == len({arrow[:2] for arrow in arrows if docs_pages.START not in arrow[:2]})
+        assert drawn == len({arrow[:2] for arrow in arrows if pages.START not in arrow[:2]})
 
 
 def test_the_check_bites(tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_the_check_bites(tmp_path: Path) -> None:
     find_spec("sphinx_book_theme") is None, reason="the extras `docs` and `notebooks` are not installed"
 )
 def test_the_site(tmp_path: Path) -> None:
-    assert docs.main(["--out", str(tmp_path)]) == 0
+    assert build.main(["--out", str(tmp_path)]) == 0
     assert (tmp_path / "html" / "notebooks" / "4_prefix_caching.html").exists()
     assert list(complaints(tmp_path / "html")) == []
     for page in (tmp_path / "html").rglob("*.html"):

@@ -62,6 +62,8 @@ def test_make_alone_is_help() -> None:
         (["stage-2-notebook"], ".venv/bin/python -m jupyterlab notebooks/2_*.ipynb"),
         (["stage-2-notebook", "ARGS=--allow-root"], ".venv/bin/python -m jupyterlab notebooks/2_*.ipynb --allow-root"),
         (["stage-5-mutants"], ".venv/bin/python -m tools.exercises.mutants 5"),
+        (["docs"], ".venv/bin/python tools/setup_env.py --extras docs notebooks"),
+        (["slides"], ".venv/bin/python tools/setup_env.py --extras slides"),
     ],
 )
 def test_a_target_runs_its_command_in_the_projects_own_environment(target: list[str], command: str) -> None:
@@ -109,6 +111,21 @@ def test_setting_up_twice_does_nothing(reused: Path) -> None:
     """Also without the options of the first time, as a later `make test` runs it."""
     done = run(sys.executable, "tools/setup_env.py", cwd=reused, **OFFLINE)
     assert (done.returncode, done.stdout) == (0, ".venv is up to date\n")
+
+
+def test_extras_that_are_there_are_left_alone(reused: Path) -> None:
+    done = run(sys.executable, "tools/setup_env.py", "--extras", "slides", cwd=reused, PIP_CONFIG_FILE="no-such-file")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+def test_an_extra_that_cannot_be_installed_is_named(reused: Path) -> None:
+    text = (reused / "pyproject.toml").read_text()
+    (reused / "pyproject.toml").write_text(text.replace("slides = [", 'slides = ["no-such-package-anywhere", '))
+    done = run(sys.executable, "tools/setup_env.py", "--extras", "slides", cwd=reused, **OFFLINE)
+    (reused / "pyproject.toml").write_text(text)
+    assert done.returncode == 1 and done.stdout == "installing what is missing: no-such-package-anywhere\n"
+    assert done.stderr.splitlines()[-1].endswith("could not be (is there a network?): no-such-package-anywhere")
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Make `.venv` ready: what `make setup` runs, with the Python that the environment is to be made from.
 
     python3 tools/setup_env.py [--torch "torch==2.13.0"] [--system-site]
+    .venv/bin/python tools/setup_env.py --extras docs notebooks
 
 Without `--system-site` everything is installed into `.venv`: first torch exactly as asked for, then the project with
 the extras below. With it, whatever this Python already has (a CUDA torch above all) is reused, only what is missing is
 installed, and a machine without network works with what there is. `.venv/setup.json` remembers how the environment
-was made and from which `pyproject.toml`, so that doing it again costs nothing. Needs only the standard library.
+was made and from which `pyproject.toml`, so that doing it again costs nothing. `--extras` adds to an environment what
+these extras need and it lacks; where nothing is missing, the network is not used. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import time
 import venv
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -91,13 +94,12 @@ def site_packages() -> Path:
     return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
 
 
-def requirements() -> tuple[list[str], list[str]]:
-    """The project's own requirements, and those of the extras that development uses."""
+def requirements(extras: Sequence[str] = ()) -> list[str]:
+    """The requirements of these extras, or without any the project's own. Raises KeyError for an unknown extra."""
     import tomllib  # here, so that an older Python gets as far as the message that it is too old
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [line for extra in EXTRAS for line in project["optional-dependencies"][extra]]
-    return project["dependencies"], extras
+    return [line for name in extras for line in project["optional-dependencies"][name]] or project["dependencies"]
 
 
 def missing(wanted: list[str]) -> list[str]:
@@ -118,21 +120,24 @@ def install_everything(torch: str) -> None:
         sys.exit("setup: pip failed, see above; once its complaint is met, `make clean` and `make setup` start afresh")
 
 
+def add_missing(wanted: list[str]) -> list[str]:
+    """Install those requirements that `.venv` does not meet, and never another torch. Returns what is still missing."""
+    lacking = missing(wanted)
+    if to_install := [line for line in lacking if not line.startswith(("torch", "triton"))]:
+        print("installing what is missing:", ", ".join(to_install), flush=True)
+        pins = VENV / "reused.txt"
+        kept = {name: version_in_venv(name) for name in ("torch", "triton")}
+        pins.write_text("".join(f"{name}=={version}\n" for name, version in kept.items() if version))
+        pip_install("--retries", "1", "--timeout", "15", "--constraint", pins, *to_install)
+        lacking = missing(wanted)
+    return lacking
+
+
 def install_missing() -> None:
-    """Add to a reused installation only what it lacks, and never another torch."""
-    core, extras = requirements()
-    pins = VENV / "reused.txt"
-    reused = {name: version_in_venv(name) for name in ("torch", "triton")}
-    pins.write_text("".join(f"{name}=={version}\n" for name, version in reused.items() if version))
-    quick = ("--retries", "1", "--timeout", "15", "--constraint", pins)
-    for wanted in (core, extras):
-        lacking = [line for line in missing(wanted) if not line.startswith(("torch", "triton"))]
-        if lacking:
-            print("installing what is missing:", ", ".join(lacking), flush=True)
-            pip_install(*quick, *lacking)
-    if still := missing(core):
+    """Add to a reused installation only what it lacks."""
+    if still := add_missing(requirements()):
         sys.exit(f"setup: {sys.executable} lacks these, and they could not be installed: {', '.join(still)}")
-    if still := missing(extras):
+    if still := add_missing(requirements(EXTRAS)):
         print(f"setup: going on without {', '.join(still)}: the targets that use them will say so")
     (site_packages() / "a_nanovllm.pth").write_text(f"{ROOT}\n")  # sorts before the others: this checkout comes first
     if find_spec("setuptools"):  # which also writes the `nanovllm` script; too old a one fails, and it goes without
@@ -143,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--torch", default="torch==2.13.0", help="arguments for the pip install that brings torch")
     parser.add_argument("--system-site", action="store_true", help="reuse the packages that this Python has")
+    parser.add_argument("--extras", nargs="+", metavar="NAME", help="only add what these extras of the project need")
     options = parser.parse_args()
     if not SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
         version = sys.version.split()[0]
@@ -151,6 +157,10 @@ def main() -> None:
     if options.system_site and find_spec("torch") is None:
         sys.exit(f"setup: SYSTEM_SITE=1 reuses the torch of {sys.executable}, which has none; leave SYSTEM_SITE out")
 
+    if options.extras:
+        if still := add_missing(requirements(options.extras)):
+            sys.exit(f"setup: not installed, and could not be (is there a network?): {', '.join(still)}")
+        return
     started = time.monotonic()
     found = reuse_of_venv()
     # A reused environment stays one when a later target only finds that pyproject.toml has changed.

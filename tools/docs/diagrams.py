@@ -1,4 +1,4 @@
-"""The diagrams of the site: boxes and arrows as SVG in the page's own colours, light or dark, legible on a phone."""
+"""The diagrams of the site: boxes and arrows as SVG, in the page's own colours (light or dark), legible on a phone."""
 
 from __future__ import annotations
 
@@ -105,15 +105,15 @@ def life_of_a_request() -> str:
         "answered": Box(275, 8, "RequestOutput", source("outputs")),
         "control": Box(4, 66, "control plane: plain Python, no tensors", kind="band", width=392, height=172, indent=88),
         "engine": Box(15, 96, "engine", source("engine/engine")),
-        "text": Box(275, 96, "detokenizer", source("engine/detokenizer")),
+        "text": Box(275, 96, "detokenizer", source("text/detokenizer")),
         "waiting": Box(15, 184, "waiting queue", source("engine/waiting_queue")),
         "scheduler": Box(145, 184, "scheduler", source("engine/scheduler")),
         "blocks": Box(275, 184, "block manager", source("engine/block_manager")),
         "data": Box(4, 288, "data plane: only tensors", kind="band", width=392, height=232),
-        "executor": Box(145, 318, "executor", source("runner/executor")),
+        "executor": Box(145, 318, "executor", source("workers/executor")),
         "batch": Box(15, 390, "batch", source("runner/batch")),
         "runner": Box(145, 390, "model runner", source("runner/model_runner")),
-        "sampler": Box(275, 390, "sampler", source("runner/sampler")),
+        "sampler": Box(275, 390, "sampler", source("sampling/sampler")),
         "model": Box(145, 466, "transformer", source("models/transformer")),
         "attention": Box(275, 466, "attention,\nKV cache", source("attention/interface")),
     }

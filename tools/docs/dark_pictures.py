@@ -1,8 +1,8 @@
-"""The site's pictures by night: what is drawn on white once more for a dark page.
+"""Draw the site's pictures once more for readers who see it in dark mode.
 
-Dimming a white picture leaves a grey box, and inverting it turns light blue into dark, of which the text speaks. So
-only what has no colour changes places, white for the page and black for ink; strong colours stay, a little lighter; and
-pale ones, which stood for little on white, stand for little on black.
+The pictures are drawn on white. Dimming a white picture leaves a grey box. Inverting it turns light blue into dark,
+and the text speaks of light blue. So only what has no colour is inverted: white becomes the page, black becomes ink.
+Strong colours stay, a little lighter. Pale colours stand out as little from the dark page as they did from white.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ COLOURS = 64
 IMAGE = re.compile(r'<img\b[^>]*\bsrc="([^"]*_images/[^"]+)\.png"[^>]*>')
 
 
-def by_night(rgb: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """rgb [height, width, 3] from 0 to 1, drawn on white -> the same for a dark page."""
+def darkened(rgb: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """A picture for a dark page: rgb [height, width, 3] from 0 to 1, drawn on white -> the same shape."""
     high, low = rgb.max(-1, keepdims=True), rgb.min(-1, keepdims=True)  # [height, width, 1]
     plain = PAGE + (INK - PAGE) * (1 - (high + low) / 2)
     share = np.clip((high - low) / FULL, 0, 1)  # of colour, the rest is white
@@ -32,11 +32,11 @@ def by_night(rgb: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return plain * (1 - weight) + (colour * (1 - LIGHTER) + LIGHTER) * weight
 
 
-def write_night(path: Path, target: Path) -> None:
+def write_darkened(path: Path, target: Path) -> None:
     with Image.open(path) as image:
         rgb = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
-    night = Image.fromarray((by_night(rgb).clip(0, 1) * 255).round().astype(np.uint8))
-    night.quantize(COLOURS, dither=Image.Dither.NONE).save(target, optimize=True)
+    dark = Image.fromarray((darkened(rgb).clip(0, 1) * 255).round().astype(np.uint8))
+    dark.quantize(COLOURS, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
 def with_class(tag: str, name: str) -> str:
@@ -45,10 +45,10 @@ def with_class(tag: str, name: str) -> str:
     return tag.replace("<img", f'<img class="{name}"', 1)
 
 
-def add_nights(html: Path) -> None:
-    """For each picture of the built site another one, and both on every page that shows it: the theme hides one."""
+def add_dark_pictures(html: Path) -> None:
+    """Write a dark picture beside each one of the built site, and put both on every page: the theme hides one."""
     for path in sorted((html / "_images").glob("*.png")):
-        write_night(path, path.with_suffix(".night.png"))
+        write_darkened(path, path.with_suffix(".dark.png"))
     for page in html.rglob("*.html"):
         if "_static" in page.parts:
             continue
@@ -56,7 +56,7 @@ def add_nights(html: Path) -> None:
         both = IMAGE.sub(
             lambda m: (
                 with_class(m[0], "only-light")
-                + with_class(m[0].replace(f"{m[1]}.png", f"{m[1]}.night.png"), "only-dark")
+                + with_class(m[0].replace(f"{m[1]}.png", f"{m[1]}.dark.png"), "only-dark")
             ),
             text,
         )

@@ -1,8 +1,8 @@
-"""Build the site into build/docs/html: `make docs`. Nothing is run anew, nothing is fetched, and a warning is an error.
+"""Build the site into build/docs/html: `make docs`. No notebook is run, nothing is fetched, and a warning is an error.
 
-What Sphinx reads is put together in build/docs/source: the pages of docs/, the notebooks with their stored outputs, a
-page for each source file of SHOWN and for each other one that is named, and the pages and diagrams that are made from
-the code and from what was measured (tools/docs/docs_pages.py, tools/docs/docs_diagrams.py). Links to files of the
+Sphinx reads what is put together in build/docs/source: the pages of docs/, the notebooks with their stored outputs, a
+page for each source file of SHOWN and for each other source file that a page names, and the pages and diagrams that are
+made from the code and from what was measured (tools/docs/pages.py, tools/docs/diagrams.py). Links to files of the
 repository become links to their pages, and so do names of files in the text.
 """
 
@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tools.docs import docs_pages
-from tools.docs.docs_diagrams import DIAGRAMS
+from tools.docs import pages
+from tools.docs.diagrams import DIAGRAMS
+from tools.docs.pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "docs"
 SHOWN = ("stages", "nanovllm", "examples")  # whose source files all have pages
 NAMED = (*SHOWN, "tests", "tools", "benchmarks")  # whose source files have pages if something names them
@@ -35,7 +33,7 @@ ABOUT_MARKER = re.compile(r" The mark `# NBVAL_CHECK_OUTPUT`[^.]*\.", re.DOTALL)
 
 
 class Site:
-    """What pages refer to, and the pages of source files that this calls for."""
+    """Turns names of files into links, and collects the source files that need a page."""
 
     def __init__(self) -> None:
         self.sources = {
@@ -61,7 +59,7 @@ class Site:
         return FILE.sub(lambda m: f"[`{m[1]}`]({self.page_of(m[1])})" if (ROOT / m[1]).is_file() else m[0], text)
 
     def notebook(self, notebook: dict[str, Any]) -> dict[str, Any]:
-        """With links, without marks that are there for the tests, and with words for who does not see the pictures."""
+        """The notebook for the site: with links, without the marks of the tests, each picture with a text instead."""
         for cell in notebook["cells"]:
             source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
@@ -107,18 +105,18 @@ def write(path: Path, text: str) -> None:
 
 
 def filled(text: str) -> str:
-    """A page with what belongs in the place of its comments."""
-    text = text.replace("<!-- states -->", docs_pages.states_tables()).replace("<!-- ladder -->", docs_pages.ladder())
+    """A page with tables and diagrams in the place of the comments that name them."""
+    text = text.replace("<!-- states -->", pages.states_tables()).replace("<!-- ladder -->", pages.ladder())
     return re.sub(r"<!-- diagram: (\w+) -->\n", lambda m: DIAGRAMS[m[1]](), text)
 
 
 def prepare(source: Path) -> None:
-    """Put together all that Sphinx reads. Raises ValueError for a link that leads nowhere."""
+    """Write everything that Sphinx reads into `source`. Raises ValueError for a link that leads nowhere."""
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT / "docs", source)
-    write(source / "results.md", docs_pages.results_page())
-    write(source / "api.md", docs_pages.api_page())
-    write(source / "commands.md", docs_pages.commands_page())
+    write(source / "results.md", pages.results_page())
+    write(source / "api.md", pages.api_page())
+    write(source / "commands.md", pages.commands_page())
     site = Site()
     for page in source.glob("*.md"):
         page.write_text(site.linked(filled(page.read_text(encoding="utf-8"))), encoding="utf-8")
@@ -129,24 +127,17 @@ def prepare(source: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.docs.docs", description="Build the site.")
+    parser = argparse.ArgumentParser(prog="python -m tools.docs.build", description="Build the site.")
     parser.add_argument("--out", type=Path, default=BUILD, help="directory for source and html (default: build/docs)")
     out: Path = parser.parse_args(arguments).out
-    missing = [name for name in ("sphinx", "myst_nb", "sphinx_book_theme", "PIL") if find_spec(name) is None]
-    if missing:
-        print(
-            f"docs: {', '.join(missing)} not installed: {sys.executable} -m pip install -e '.[docs,notebooks]'",
-            file=sys.stderr,
-        )
-        return 1
     prepare(out / "source")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", out / "source", out / "html"]
-    code = subprocess.run([str(part) for part in command], cwd=ROOT, env=os.environ).returncode
+    code = subprocess.run([str(part) for part in command], cwd=ROOT).returncode
     if code == 0:
-        from tools.docs.docs_night import add_nights
+        from tools.docs.dark_pictures import add_dark_pictures  # here, because only a whole build needs Pillow
 
-        add_nights(out / "html")
-        print(f"{out / 'html' / 'index.html'}")
+        add_dark_pictures(out / "html")
+        print(out / "html" / "index.html")
     return code
 
 
