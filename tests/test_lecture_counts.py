@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tools.exercises.exercises import ROOT, find_holes
+from tools import ROOT
+from tools.exercises.exercises import find_holes
 from tools.lectures import pulls
 from tools.lectures.lecture import lecture_of
 from tools.lectures.pulls import in_words

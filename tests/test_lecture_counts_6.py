@@ -6,7 +6,8 @@ import re
 from stages.checkpoint import read_config
 from stages.stage_6_cuda_graphs import bucket_ladder
 from tests.test_lecture_counts import NO_COUNTS, text_of
-from tools.exercises.exercises import ROOT, find_holes
+from tools import ROOT
+from tools.exercises.exercises import find_holes
 from tools.lectures import pulls
 from tools.lectures.pulls import in_words
 from tools.pictures.decode_profile import RECORDINGS, SHAPE, SHAPES, busy_us, launch_ms, read

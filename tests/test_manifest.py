@@ -9,7 +9,7 @@ import pytest
 
 from stages.core import Engine
 from stages.manifest import Stage, load_stage, load_stages
-from tools.exercises.exercises import ROOT
+from tools import ROOT
 
 STAGES = load_stages()
 by_slug = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.slug)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from stages.manifest import load_stages
+from tools import ROOT
 from tools.exercises import stage_diff
-from tools.exercises.exercises import ROOT
 from tools.exercises.stage_diff import Pair, StageDiff, compare, page
 from tools.exercises.stage_units import Unit, count_code_lines, find, read_stage
 

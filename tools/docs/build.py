@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tools import ROOT
 from tools.docs import pages
 from tools.docs.diagrams import DIAGRAMS
-from tools.docs.pages import ROOT
 
 BUILD = ROOT / "build" / "docs"
 SHOWN = ("stages", "nanovllm", "examples")  # whose source files all have pages

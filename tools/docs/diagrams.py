@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tools import ROOT
 from tools.pictures.state_diagrams import BLOCK_STATES, START, Arrow, block_arrows, sequence_arrows
 
 SPREAD = 7.0  # between the two arrows of a pair, each from its middle
@@ -133,38 +134,9 @@ def life_of_a_request() -> str:
 
 
 def overlap() -> str:
-    """Synchronous and asynchronous scheduling, as bars on two rows each."""
-    boxes: dict[str, Box] = {}
-    plan, step, commit, y = 50, 82, 26, 30
-    for title, asynchronous in (
-        ("synchronous: the GPU waits for the host", False),
-        ("asynchronous: it never does", True),
-    ):
-        boxes[title] = Box(4, y - 26, title, kind="band", width=392, height=88)
-        free = 44.0  # when the host is free
-        done = 0.0  # when the GPU is
-        ends: list[float] = []
-        for n in range(4 if asynchronous else 3):
-            if asynchronous and n >= 2:  # step n - 2 is committed when n - 1 has been submitted
-                free = max(free, ends[n - 2])
-                boxes[f"{y} commit {n}"] = Box(free, y, f"c{n - 1}", width=commit - 2, height=24, kind="host")
-                free += commit
-            if max(free + plan, done) + step > 394:
-                break
-            boxes[f"{y} plan {n}"] = Box(free, y, f"plan {n + 1}", width=plan - 2, height=24, kind="host")
-            free += plan
-            begins = max(free, done)
-            boxes[f"{y} step {n}"] = Box(begins, y + 32, f"step {n + 1}", width=step - 2, height=24, kind="device")
-            done = begins + step
-            ends.append(done)
-            if not asynchronous:
-                boxes[f"{y} commit {n}"] = Box(done, y, f"c{n + 1}", width=commit - 2, height=24, kind="host")
-                free = done + commit
-        for i, who in enumerate(("host", "GPU")):
-            boxes[f"{y} {who}"] = Box(6, y + 32 * i, who, width=36, height=24, kind="bare")
-        y += 100
-    alt = "Synchronously a step is planned after the one before it was committed; asynchronously while that one runs."
-    return diagram("overlap", alt, boxes, [], (400, 200))
+    """Synchronous and asynchronous scheduling as bars. Inside the page, the drawing takes the colours of the page."""
+    drawing = (ROOT / "docs" / "figures" / "overlap.svg").read_text(encoding="utf-8")
+    return f'<figure class="diagram">{drawing.strip()}</figure>\n'
 
 
 def labelled(arrows: set[Arrow]) -> dict[tuple[str, str], list[str]]:

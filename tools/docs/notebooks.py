@@ -1,5 +1,4 @@
-"""Run the notebooks' sources and keep what they print: `python -m tools.docs.notebooks [0 1 ...]` writes
-notebooks/*.ipynb.
+"""Run the notebooks' sources and store their outputs: `python -m tools.docs.notebooks [0 1 ...]` writes *.ipynb.
 
 notebooks/N_*.py (jupytext's percent format) is what people edit and review; the .ipynb beside it is that text with the
 outputs of one run. A second run on the same machine differs in timings and in nothing else: cell ids come from the
@@ -18,7 +17,8 @@ from typing import Any
 import jupytext
 import nbformat
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools import ROOT
+
 NOTEBOOKS = ROOT / "notebooks"
 CELL_TIMEOUT = 60  # seconds; a cell is meant to take less than half of that on two cores
 METADATA = {

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from stages.manifest import Stage, load_stages
+from tools import ROOT
 from tools.pictures.state_diagrams import START, Arrow, block_arrows, sequence_arrows
 
-ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 88  # of a signature on the site
 API = {
     "The package": "nanovllm:LLM nanovllm:AsyncLLM nanovllm:SamplingParams nanovllm:RequestOutput "

@@ -19,6 +19,7 @@ solution imports.
 
 import argparse
 import ast
+import itertools
 import os
 import re
 import sys
@@ -28,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.manifest import Stage, load_stage
+from tools import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SOLUTIONS = ROOT / "lectures" / "solutions"
 CHECKS = ROOT / "tests" / "lectures" / "checks"
 WIDTH = 120
@@ -111,10 +112,7 @@ def raise_statement(hole: Hole) -> list[str]:
 
 def quoted(text: str) -> str:
     """A string literal, double-quoted unless that would need escapes."""
-    text = text.replace("\\", "\\\\")
-    if '"' not in text:
-        return f'"{text}"'
-    return "'" + text.replace("'", "\\'") + "'"
+    return repr(text) if '"' in text else f'"{repr(text)[1:-1]}"'
 
 
 # --- the stages' ------------------------------------------------------------------------------------------------------
@@ -176,11 +174,8 @@ def write(target: Path, text: str) -> None:
 
 def free_name(target: Path) -> Path:
     """target.bak, or target.2.bak and so on: no earlier work is ever overwritten."""
-    candidate, n = target.with_name(f"{target.name}.bak"), 1
-    while candidate.exists():
-        n += 1
-        candidate = target.with_name(f"{target.name}.{n}.bak")
-    return candidate
+    endings = itertools.chain([".bak"], (f".{n}.bak" for n in itertools.count(2)))
+    return next(path for ending in endings if not (path := target.with_name(target.name + ending)).exists())
 
 
 # --- the lectures' ----------------------------------------------------------------------------------------------------

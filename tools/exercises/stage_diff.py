@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stages.manifest import Stage, load_stage
-from tools.exercises.exercises import ROOT
+from tools import ROOT
 from tools.exercises.stage_units import DOCSTRING, IMPORTS, StageFile, Unit, find, find_in_bases, reach, read_stage
 
 CONTEXT = 3  # unchanged lines shown around a change

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages.manifest import Stage, load_stage
-from tools.exercises.exercises import ROOT
+from tools import ROOT
 
 LECTURES = ROOT / "lectures"
 SHOWN = ("code", "hole", "picture", "output", "printed", "table", "run", "exercises")

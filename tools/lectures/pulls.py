@@ -1,7 +1,7 @@
-"""What slides show and do not contain: code from the stages, outputs of the notebooks, measured figures.
+"""Fetch what slides show from where it is: code of the stages, outputs of the notebooks, measured figures.
 
-Everything is fetched by name when the slides are built, so none of it can grow old on a slide; a name that nothing has
-any more raises ValueError, which the caller turns into an error with file and line.
+Everything is fetched by its name when the slides are built, so a slide never shows an old version. A name that does not
+exist raises ValueError. The caller turns that into an error with file and line.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from typing import Any
 from benchmarks.lib import wording
 from benchmarks.lib.harness import RESULTS, gain
 from stages.manifest import load_stage
-from tools.exercises.exercises import ROOT, Hole, find_holes
+from tools import ROOT
+from tools.exercises.exercises import Hole, find_holes
+from tools.exercises.stage_units import Definition
 
 EXPERIMENTS = ROOT / "lectures" / "experiments"  # each program is beside what it printed: NAME.py and NAME.txt
-Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-MARKED_WIDTH = 100  # of a hint in the place of its solution
+HINT_WIDTH = 100  # characters of a line of a hint, where a slide shows the hint instead of the solution
 SMALL = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -36,9 +37,9 @@ TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 @dataclass(frozen=True)
 class Code:
-    label: str  # where it stands, for the line above it
+    label: str  # file and name, for the line above the code
     lines: tuple[str, ...]
-    marked: frozenset[int] = frozenset()  # indices of the lines to bring out
+    marked: frozenset[int] = frozenset()  # indices of the lines to highlight
 
 
 def read(path: str) -> str:
@@ -48,48 +49,34 @@ def read(path: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def definition(tree: ast.Module, name: str) -> Definition:
-    """The function, class or method of that name ("allocate" or "BlockPool.allocate")."""
-    scope: Sequence[ast.stmt] = tree.body
-    found: Definition | None = None
-    for part in name.split("."):
-        found = next((node for node in scope if isinstance(node, Definition) and node.name == part), None)
-        if found is None:
-            raise ValueError(f"nothing is called {name}")
-        scope = found.body
-    assert found is not None
+def definitions(tree: ast.AST, prefix: str = "") -> dict[str, Definition]:
+    """The functions, classes and methods of a file by their names: "allocate", "BlockPool.allocate"."""
+    found: dict[str, Definition] = {}
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Definition):
+            found[prefix + node.name] = node
+            found |= definitions(node, f"{prefix}{node.name}.")
     return found
 
 
-def enclosing(tree: ast.Module, line: int) -> Definition:
-    """The innermost definition around a line (counted from 1)."""
-    around = [n for n in ast.walk(tree) if isinstance(n, Definition) and n.lineno <= line <= (n.end_lineno or 0)]
-    if not around:
-        raise ValueError(f"line {line} stands in no function")
-    return max(around, key=lambda node: node.lineno)
-
-
-def name_of(tree: ast.Module, target: Definition) -> str:
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and target in node.body:
-            return f"{node.name}.{target.name}"
-    return target.name
-
-
 def pull_code(path: str, name: str, *options: str, opened: bool = False) -> Code:
-    """A definition by its name, or the one around an exercise by that one's number ("4.2"), whose lines are marked.
+    """The definition of that name. An exercise's number ("4.2") gives the definition around it, its lines marked.
 
     Docstrings and the exercises' markers are left out. Options: "only" (just the exercise's lines), or "from", TEXT and
     "to", TEXT, which stand in the first and the last line to be shown. opened=True shows the hint in place of the
     exercise's solution.
     """
     text = read(path)
-    tree, lines = ast.parse(text), text.splitlines()
-    holes = find_holes(text)
+    lines, holes, named = text.splitlines(), find_holes(text), definitions(ast.parse(text))
     hole = next((hole for hole in holes if hole.name == name), None)
     if hole is None and re.fullmatch(r"\d+\.\d+", name):
         raise ValueError(f"{path} has no exercise {name}; it has {', '.join(h.name for h in holes) or 'none'}")
-    node = enclosing(tree, hole.first + 1) if hole else definition(tree, name)
+    if hole:  # the innermost definition around it
+        around = {n: node for n, node in named.items() if node.lineno <= hole.first < (node.end_lineno or 0)}
+        name = max(around, key=lambda n: around[n].lineno)
+    elif name not in named:
+        raise ValueError(f"nothing is called {name}")
+    node = named[name]
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
     skipped = {i for h in holes for i in (*range(h.first, h.code), h.end)} | docstring_lines(node, lines)
     shown: list[tuple[str, bool]] = []
@@ -102,7 +89,7 @@ def pull_code(path: str, name: str, *options: str, opened: bool = False) -> Code
     shown = cut_out(shown, options)
     texts = textwrap.dedent("\n".join(line for line, _ in shown)).splitlines()
     marked = frozenset(i for i, (_, inside) in enumerate(shown) if inside and "only" not in options)
-    return Code(f"{Path(path).name} · {name_of(tree, node)}", tuple(texts), marked)
+    return Code(f"{Path(path).name} · {name}", tuple(texts), marked)
 
 
 def docstring_lines(node: Definition, lines: Sequence[str]) -> set[int]:
@@ -117,7 +104,7 @@ def docstring_lines(node: Definition, lines: Sequence[str]) -> set[int]:
 
 def open_hole(hole: Hole) -> list[str]:
     margin = " " * hole.indent
-    hint = textwrap.wrap(f"{hole.name}: {hole.hint}", MARKED_WIDTH - hole.indent - 2)
+    hint = textwrap.wrap(f"{hole.name}: {hole.hint}", HINT_WIDTH - hole.indent - 2)
     return [*(f"{margin}# {line}" for line in hint), f"{margin}..."]
 
 

@@ -24,7 +24,8 @@ from pygments import highlight  # type: ignore[import-untyped]
 from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 
-from tools.exercises.exercises import ROOT, lecture_exercises
+from tools import ROOT
+from tools.exercises.exercises import lecture_exercises
 from tools.lectures import pulls
 from tools.lectures.lecture import (
     LECTURES,
