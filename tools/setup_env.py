@@ -1,4 +1,4 @@
-"""Make `.venv` ready: what `make setup` runs, with the Python that the environment is to be made from.
+"""Make `.venv` ready: `make setup` runs this with the Python from which the environment is made.
 
     python3 tools/setup_env.py [--torch "torch==2.13.0"] [--system-site]
     .venv/bin/python tools/setup_env.py --extras docs notebooks
@@ -64,7 +64,7 @@ def pip_install(*arguments: str | Path) -> bool:
 
 
 def reuse_of_this_python() -> str:
-    """What goes into `.venv` as a .pth file so that it sees this Python's packages.
+    """The text of a .pth file by which `.venv` finds the packages of this Python.
 
     `venv --system-site-packages` would show the packages of the Python *below* a virtual environment, never those of
     the environment itself, which is where a CUDA torch usually lies. `addsitedir` (rather than a plain path) honours
@@ -76,14 +76,15 @@ def reuse_of_this_python() -> str:
 
 
 def reuse_of_venv() -> str | None:
-    """The same text as it stands in `.venv`, or None where it is an environment of its own or not there at all."""
+    """The text of that file in `.venv`. None if `.venv` reuses no other Python, or does not exist."""
     pth = site_packages() / REUSE if python_in_venv().exists() else None
     return pth.read_text() if pth and pth.exists() else None
 
 
 def create(reuse: str | None) -> None:
     print(f"making {VENV.name} with Python {sys.version.split()[0]}", flush=True)
-    with_pip = reuse is None or find_spec("pip") is None  # a reused pip is there at once, and Debian may have no other
+    # A reused pip is there at once, and a Python of Debian may have no ensurepip
+    with_pip = reuse is None or find_spec("pip") is None
     venv.create(VENV, with_pip=with_pip, clear=True, symlinks=os.name != "nt")
     if reuse is not None:
         (site_packages() / REUSE).write_text(reuse)
@@ -139,8 +140,8 @@ def install_missing() -> None:
         sys.exit(f"setup: {sys.executable} lacks these, and they could not be installed: {', '.join(still)}")
     if still := add_missing(requirements(EXTRAS)):
         print(f"setup: going on without {', '.join(still)}: the targets that use them will say so")
-    (site_packages() / "a_nanovllm.pth").write_text(f"{ROOT}\n")  # sorts before the others: this checkout comes first
-    if find_spec("setuptools"):  # which also writes the `nanovllm` script; too old a one fails, and it goes without
+    (site_packages() / "a_nanovllm.pth").write_text(f"{ROOT}\n")  # its name sorts first, so its packages come first
+    if find_spec("setuptools"):  # writes the `nanovllm` script; with too old a setuptools there is none
         pip_install("--quiet", "--quiet", "--no-deps", "--no-build-isolation", "--editable", ".")
 
 
@@ -163,7 +164,7 @@ def main() -> None:
         return
     started = time.monotonic()
     found = reuse_of_venv()
-    # A reused environment stays one when a later target only finds that pyproject.toml has changed.
+    # An environment that reuses another Python goes on doing so when only pyproject.toml has changed.
     reuse = reuse_of_this_python() if options.system_site else found
     pyproject = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     wanted = {"torch": options.torch, "reuse": reuse, "pyproject": pyproject}

@@ -22,8 +22,8 @@ from tools.docs import pages
 from tools.docs.diagrams import DIAGRAMS
 
 BUILD = ROOT / "build" / "docs"
-SHOWN = ("stages", "nanovllm", "examples")  # whose source files all have pages
-NAMED = (*SHOWN, "tests", "tools", "benchmarks")  # whose source files have pages if something names them
+SHOWN = ("stages", "nanovllm", "examples")  # every source file in these folders has a page
+NAMED = (*SHOWN, "tests", "tools", "benchmarks")  # a source file in these has a page if a page names the file
 LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
 FORMULA = re.compile(r"(?<![\w`$\\])\$(?=\S)([^$`\n]+?)(?<=\S)\$(?![\w$])")
@@ -41,7 +41,7 @@ class Site:
         }
 
     def page_of(self, path: str) -> str:
-        """Where a file of the repository is on the site. Raises ValueError for one that has no page."""
+        """The address on the site of a file of the repository. Raises ValueError for a file without a page."""
         if not (ROOT / path).is_file():
             raise ValueError(f"a page links to {path}, and there is no such file")
         if path.startswith("notebooks/"):
@@ -54,12 +54,12 @@ class Site:
         )
 
     def linked(self, text: str) -> str:
-        """Text in which what names a file of the repository leads to its page."""
+        """The text with a link wherever it names a file of the repository."""
         text = LINK.sub(lambda m: f"]({self.page_of(m[1])})", text)
         return FILE.sub(lambda m: f"[`{m[1]}`]({self.page_of(m[1])})" if (ROOT / m[1]).is_file() else m[0], text)
 
     def notebook(self, notebook: dict[str, Any]) -> dict[str, Any]:
-        """The notebook for the site: with links, without the marks of the tests, each picture with a text instead."""
+        """The notebook for the site: with links, without the marks for the tests, with a text for each picture."""
         for cell in notebook["cells"]:
             source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
@@ -89,7 +89,7 @@ class Site:
 
 
 def formula(tex: str) -> str:
-    """A short formula as HTML, which needs no script. Raises ValueError for a command that is not known here."""
+    """A short TeX formula as HTML, which needs no script. Raises ValueError for a command that is not in SPELLED."""
     text = re.sub(r"\^(?:\{([^}]*)\}|(\w))", lambda m: f"<sup>{m[1] or m[2]}</sup>", tex.replace("<", "&lt;"))
     text = re.sub(r"(?<![\w\\&<])(?<!</)[A-Za-z](?![\w>])", r"<i>\g<0></i>", text)
     for command, sign in SPELLED.items():

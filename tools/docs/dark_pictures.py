@@ -15,10 +15,10 @@ import numpy.typing as npt
 from PIL import Image
 
 PAGE, INK = np.array([0x12, 0x12, 0x12]) / 255, np.array([0xE6, 0xE9, 0xEF]) / 255  # of the theme
-FULL = 0.5  # chroma from which on a colour is a strong one
-PALE = 1.9  # how much sooner than on white a pale colour fades
-LIGHTER = 0.2
-COLOURS = 64
+FULL = 0.5  # a colour with at least this chroma is a strong one
+PALE = 1.9  # exponent: the larger, the weaker pale colours become
+LIGHTER = 0.2  # share of white that is added to a strong colour
+COLOURS = 64  # of the palette of a dark picture
 IMAGE = re.compile(r'<img\b[^>]*\bsrc="([^"]*_images/[^"]+)\.png"[^>]*>')
 
 
@@ -26,7 +26,7 @@ def darkened(rgb: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """A picture for a dark page: rgb [height, width, 3] from 0 to 1, drawn on white -> the same shape."""
     high, low = rgb.max(-1, keepdims=True), rgb.min(-1, keepdims=True)  # [height, width, 1]
     plain = PAGE + (INK - PAGE) * (1 - (high + low) / 2)
-    share = np.clip((high - low) / FULL, 0, 1)  # of colour, the rest is white
+    share = np.clip((high - low) / FULL, 0, 1)  # of colour; the rest of the pixel is white
     colour = np.clip((rgb - (1 - share)) / np.maximum(share, 1e-3), 0, 1)
     weight = share**PALE
     return plain * (1 - weight) + (colour * (1 - LIGHTER) + LIGHTER) * weight

@@ -9,7 +9,7 @@ from html import escape
 from tools import ROOT
 from tools.pictures.state_diagrams import BLOCK_STATES, START, Arrow, block_arrows, sequence_arrows
 
-SPREAD = 7.0  # between the two arrows of a pair, each from its middle
+SPREAD = 7.0  # distance of each of two opposite arrows from the line between the boxes' middles
 HEAD = (
     '<defs><marker id="{name}-tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
     'orient="auto-start-reverse"><path d="M0 0 8 4 0 8z"/></marker></defs>'
@@ -18,7 +18,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Box:
-    """x, y: of the upper left corner. link: where a click leads, from the page that shows the diagram."""
+    """A box with a text. x, y: the upper left corner. link: where a click leads, relative to the diagram's page."""
 
     x: float
     y: float
@@ -36,7 +36,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Line:
-    """An arrow between two boxes. at: where its label stands, as a share of the way."""
+    """An arrow between two boxes. at: where the label is, as a share of the arrow's length."""
 
     start: str
     end: str
@@ -45,7 +45,7 @@ class Line:
 
 
 def border(box: Box, dx: float, dy: float) -> float:
-    """How far from its middle one leaves a box in the direction (dx, dy), which has length 1."""
+    """The distance from a box's middle to its border in the direction (dx, dy), a vector of length 1."""
     return min(
         (box.width / 2 + 2) / abs(dx) if dx else float("inf"), (box.height / 2 + 2) / abs(dy) if dy else float("inf")
     )
@@ -85,7 +85,7 @@ def draw_box(box: Box) -> str:
 
 
 def diagram(name: str, alt: str, boxes: Mapping[str, Box], lines: Sequence[Line], size: tuple[int, int]) -> str:
-    """One figure of HTML without an empty line, as a page of Markdown can hold it."""
+    """The diagram as HTML. It has no empty line, which would end it inside a page of Markdown."""
     pairs = {(line.start, line.end) for line in lines}
     parts = [draw_box(box) for box in boxes.values()]
     parts += [draw_line(name, boxes, line, (line.end, line.start) in pairs) for line in lines]

@@ -38,13 +38,13 @@ def sources(numbers: list[int] | None = None) -> list[Path]:
 
 
 def as_text(notebook: Any) -> str:
-    """A notebook as the .py file it belongs to, outputs left out."""
+    """A notebook as the text of its .py file, without outputs."""
     text: str = jupytext.writes(notebook, fmt="py:percent")
     return text
 
 
 def from_source(path: Path) -> Any:
-    """The .py file as a notebook without outputs, with ids that depend on nothing but its text."""
+    """The .py file as a notebook without outputs. Cell ids depend only on the text."""
     notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
     notebook.metadata = nbformat.from_dict(METADATA)
     seen: dict[str, int] = {}
@@ -57,11 +57,11 @@ def from_source(path: Path) -> Any:
 
 
 def execute(notebook: Any) -> Any:
-    """Run every cell with the Python that runs this, in the notebooks' directory; outputs are stored in place."""
+    """Run every cell with this very Python, in the notebooks' directory, and store the outputs in `notebook`."""
     from nbclient import NotebookClient
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as fast as two on a model this small
-    # A source tree that is not installed must be found as well; a kernel inherits the environment
+    # The kernel inherits the environment, and must find a source tree that is not installed
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     client = NotebookClient(
         notebook,

@@ -15,7 +15,7 @@ from stages.manifest import Stage, load_stages
 from tools import ROOT
 from tools.pictures.state_diagrams import START, Arrow, block_arrows, sequence_arrows
 
-WIDTH = 88  # of a signature on the site
+WIDTH = 88  # characters of the longest line of a signature
 API = {
     "The package": "nanovllm:LLM nanovllm:AsyncLLM nanovllm:SamplingParams nanovllm:RequestOutput "
     "nanovllm:CompletionOutput nanovllm.outputs:RequestMetrics",
@@ -31,7 +31,7 @@ API = {
 
 
 def signature(name: str, thing: Any) -> str:
-    """As it is written in the code, a parameter a line where it is long."""
+    """The signature of a function or class as in the code. A long one has one parameter per line."""
     [node] = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
     result = ""
     if isinstance(node, ast.ClassDef):
@@ -67,7 +67,7 @@ def described(name: str, thing: Any) -> str:
 
 
 def api_page() -> str:
-    """What one calls, with signatures and docstrings as they stand in the code."""
+    """The page of the public classes and functions, with signatures and docstrings from the code."""
     parts = ["# API\n\nFrom the docstrings. Shapes are in brackets: `[T, H]` is T tokens of H numbers.\n"]
     for title, names in API.items():
         parts.append(f"## {title}\n")
@@ -94,7 +94,7 @@ def stage_file(stage: Stage) -> str:
 
 
 def ladder() -> str:
-    """The stages, from the manifest: chapter, file, idea, and what still hurts."""
+    """The table of the stages, from the manifest: chapter, file, idea, and what still hurts."""
     rows = ["| stage | the new idea | what still hurts |", "|---|---|---|"]
     for s in load_stages():
         chapter = f"**[{s.number}. {s.title}](../notebooks/{s.number}_{s.slug}.ipynb)**"
@@ -110,7 +110,7 @@ def make_targets() -> Iterator[tuple[str, str]]:
 
 
 def commands_page() -> str:
-    """What one can type: targets of the Makefile, and the program `nanovllm`."""
+    """The page of commands: the targets of the Makefile, and the program `nanovllm`."""
     from nanovllm.cli import parser
 
     rows = [f"| `make {name}` | {what} |" for name, what in make_targets()]
@@ -142,7 +142,7 @@ def states_tables() -> str:
 
 
 def results_page() -> str:
-    """Every table that there are figures for."""
+    """The page of results: every table for which figures were recorded."""
     from benchmarks.engine import engine_report
     from benchmarks.lib import report
     from benchmarks.lib.harness import RESULTS

@@ -86,7 +86,7 @@ def find_holes(source: str) -> list[Hole]:
 
 
 def cut(source: str, holes: Set[str] | None = None) -> str:
-    """`source` with the named holes open; None opens all, an empty set none. Raises ValueError for an unknown name."""
+    """`source` with the named holes open, or all for None. Raises ValueError for an unknown name."""
     found = find_holes(source)
     unknown = (holes or set()) - {hole.name for hole in found}
     if unknown:
@@ -129,9 +129,9 @@ def exercise_source(stage: Stage, holes: Set[str] | None = None) -> str:
 
 
 def holes_from(stage: Stage, checkpoint: int) -> set[str]:
-    """The holes that are still open when one comes to number `checkpoint`; after the last one, none.
+    """The holes from number `checkpoint` on. One more than the number of holes is the finished file, without holes.
 
-    Raises ValueError for a number that is no such place.
+    Raises ValueError for any other number.
     """
     names = [hole.name for hole in find_holes(solution(stage))]
     if not 1 <= checkpoint <= len(names) + 1:
@@ -164,7 +164,7 @@ def write_stage(stage: Stage, directory: Path, *, checkpoint: int | None = None,
 
 
 def write(target: Path, text: str) -> None:
-    """Write a learner's file, with the directory that it needs. A file that is there is kept as .bak."""
+    """Write a learner's file, and make its directory if needed. An older file is kept as .bak."""
     if target.exists():
         target.rename(free_name(target))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ class LectureExercise:
 
 
 def lecture_exercises() -> dict[str, LectureExercise]:
-    """Those of lectures/exercises.md by their names, in order. Raises ValueError for one without its one solution."""
+    """The exercises of lectures/exercises.md by name, in order. Raises ValueError unless each has one solution."""
     page = (ROOT / "lectures" / "exercises.md").read_text(encoding="utf-8")
     found = {}
     for name, title, text in re.findall(r"^## (\w+): (.+)\n((?:(?!## ).*\n)*)", page, re.MULTILINE):
@@ -217,7 +217,7 @@ def lecture_exercises() -> dict[str, LectureExercise]:
 
 
 def run_check(exercise: LectureExercise, directory: Path) -> int:
-    """pytest on the exercise's check, with the file that lies in `directory`; pytest's exit code."""
+    """Run pytest on the exercise's check, with the learner's file in `directory`. Returns pytest's exit code."""
     import pytest  # here, so that slides can be built without it
 
     alone = ["-c", os.devnull, f"--rootdir={CHECKS}", f"--confcutdir={CHECKS}", "-p", "no:cacheprovider"]

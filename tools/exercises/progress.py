@@ -4,8 +4,8 @@
     make progress ARGS=--run          also runs the tests of every stage that has changed since, which takes a while
     make progress ARGS=--mutants      and plants the mistakes of every stage that passes
 
-What a run found is kept in exercises/progress.json together with a digest of the file, so that an answer never
-outlives the code that it was given for.
+What a run found is kept in exercises/progress.json together with a digest of the file. A result whose digest is not
+that of the file is ignored.
 """
 
 import argparse
@@ -31,12 +31,12 @@ EXERCISES = ROOT / "exercises"
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests said of one text of a stage's file."""
+    """What the tests found in one version of a learner's file."""
 
     digest: str
     failed: str | None  # the first test that failed
     passed: int
-    caught: int | None = None  # mutants, of which all should be; None: not tried
+    caught: int | None = None  # how many mutants the tests catch; None if they were not run
     mutants: int = 0
 
 
@@ -71,7 +71,7 @@ def digest_of(text: str) -> str:
 
 
 def load_results(directory: Path) -> dict[str, Result]:
-    """What was recorded, by the module of the stage. A file that cannot be read counts as none."""
+    """The recorded results by the name of the stage's module. A damaged record counts as none."""
     try:
         raw = json.loads((directory / "progress.json").read_text(encoding="utf-8"))
         return {name: Result(**result) for name, result in raw.items()}
@@ -98,7 +98,7 @@ def read_progress(stage: Stage, directory: Path) -> Progress:
 
 
 def run_stage(stage: Stage, directory: Path, *, mutants: bool) -> Result:
-    """Run the stage's tests on the learner's file, and if asked the mutants on the project's."""
+    """Run the stage's tests on the learner's file and, if asked, on the mutants of the project's file."""
     from tools.exercises.mutants import load_mutants, run_tests  # here, because importing pytest takes a while
 
     text = (directory / f"{stage.module_name}.py").read_text(encoding="utf-8")

@@ -36,7 +36,7 @@ OLD, NEW = "on #4a1f24", "on #163d24"
 
 @dataclass(frozen=True)
 class Block:
-    """Lines `old` became lines `new`: equal (with `skipped` such lines left out before), or at least one is changed."""
+    """Lines `old` became lines `new`. They are equal or changed. `skipped` equal lines before them are left out."""
 
     equal: bool
     old: range  # indices into the unit's lines
@@ -46,7 +46,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Pair:
-    """A unit of the stage and what it was before; one of them is None where something is new or gone."""
+    """A unit of the stage and its counterpart before. `old` is None for a new unit, `new` for one that is gone."""
 
     old: Unit | None
     new: Unit | None
@@ -79,8 +79,8 @@ class StageDiff:
     file: StageFile
     before: StageFile | None
     pairs: list[Pair]  # everything new or changed, in the order of the file
-    removed: list[Unit]  # what the stage before consisted of, and this one does not
-    kept: dict[str, int]  # names of earlier stages that this one uses, and where they stand
+    removed: list[Unit]  # units of the stage before that this stage no longer uses
+    kept: dict[str, int]  # names that this stage uses from earlier stages -> the stage that defines them
 
     @property
     def title(self) -> str:
@@ -96,7 +96,7 @@ class StageDiff:
         return [pair.new for pair in self.pairs if pair.new and pair.old and pair.new.key not in (DOCSTRING, IMPORTS)]
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """The summary for terminal and HTML: pairs of a heading and a text, one item a line."""
+        """The summary, as headings and texts with one item per line."""
         file, before = self.file, self.before
         yield "the idea", self.stage.idea
         yield "removes", self.stage.removes
@@ -125,7 +125,7 @@ def compare(number: int) -> StageDiff:
     stage, file = load_stage(number), read_stage(number)
     if number == 1:
         return StageDiff(stage, file, None, [Pair(None, unit) for unit in file.units.values()], [], {})
-    base = int(stage.needs[0].removeprefix("stage "))  # the one before, save for stage 7, which leaves stage 6 aside
+    base = int(stage.needs[0].removeprefix("stage "))  # the one before; but stage 7 builds on stage 5
     pairs = [Pair(counterpart(file, unit, base), unit) for unit in file.units.values()]
     now, replaced = reach(number), {(pair.old.stage, pair.old.key) for pair in pairs if pair.old}
     before = [unit for where, unit in sorted(reach(base).items()) if where not in now and where not in replaced]
@@ -141,7 +141,7 @@ def in_order(units: Iterable[Unit]) -> list[Unit]:
 
 
 def counterpart(file: StageFile, unit: Unit, base: int) -> Unit | None:
-    """What `unit` was in stage `base`: the unit of that name, or for a method the one it overrides."""
+    """The unit of stage `base` that `unit` replaces: the one with that key, or for a method the one it overrides."""
     owner, _, method = unit.key.partition(".")
     if found := find(base, unit.key) or (method and find_in_bases(file, owner, method)):
         return found
@@ -195,7 +195,7 @@ def columns(pair: Pair) -> RenderableType:
 
 
 def one_column(pair: Pair) -> RenderableType:
-    """The same where there is no room for two columns: what is gone, then what came in its place."""
+    """The pair for a narrow terminal: old lines, then the new lines in their place."""
     assert pair.old is not None and pair.new is not None
     table = code_table(signs=True)
     old, new = coloured(pair.old), coloured(pair.new)
@@ -235,7 +235,7 @@ def section(pair: Pair) -> str:
         old, new = side("old", pair.old, block.old), side("new", pair.new, block.new)
         if block.skipped:
             blocks.append(f'<div class="gap">⋯ {block.skipped} lines the same</div>')
-        if pair.old is None or pair.new is None:  # not coloured: all of it is new, or all of it is gone
+        if pair.old is None or pair.new is None:  # not coloured, since all lines are new or all are gone
             only = side("", pair.new, block.new) if pair.new else side("", pair.old, block.old)
             blocks.append(f'<div class="block single">{only}</div>')
         elif block.old or block.new:

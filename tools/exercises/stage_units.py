@@ -33,7 +33,7 @@ class Unit:
 
     @property
     def owner(self) -> str:
-        """Key of the class of a method; of anything else, its own."""
+        """The key of a method's class. Any other unit owns itself."""
         return self.key.split(".")[0]
 
 
@@ -42,8 +42,8 @@ class StageFile:
     number: int
     path: str  # relative to the repository
     units: dict[str, Unit]  # by key, in the order of the file
-    keys: dict[str, str]  # what the file's top-level names have as keys: all the same but for the engine
-    imported: dict[str, int]  # names that come from an earlier stage's file, and which
+    keys: dict[str, str]  # top-level names -> their keys, which differ only for the engine
+    imported: dict[str, int]  # names imported from an earlier stage's file -> the number of that stage
     bases: dict[str, list[str]]  # key of a class -> names of its bases
     relies_on: dict[str, list[str]]  # other files of stages/ -> the names taken from them
     num_lines: int
@@ -124,7 +124,7 @@ def count_code_lines(source: str) -> int:
 
 
 def find(number: int, key: str) -> Unit | None:
-    """What a reader of stage `number` finds under `key`: in its file, or where that imports or inherits it from."""
+    """The unit that stage `number` has under `key`: in its own file, or where the file imports or inherits it from."""
     file = read_stage(number)
     if key in file.units:
         return file.units[key]

@@ -1,4 +1,4 @@
-"""A lecture's source taken apart: lectures/stage_N.md becomes slides with minutes, what they show, and what to say.
+"""Read a lecture: lectures/stage_N.md becomes slides, each with its minutes, what it shows and what to say.
 
     # Prefix caching {1 min}                        the first slide; `@minutes 45` under it says how long the lecture is
     ## What does the second one cost? {2 min, question}
@@ -10,7 +10,7 @@
     @type                                           what to type,
     @see                                            and what everybody should then see
 
-What a directive names is fetched by `tools/lectures/pulls.py`; this module knows only their form.
+`tools/lectures/pulls.py` fetches what a directive names. This module knows only the form of a directive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LECTURES = ROOT / "lectures"
 SHOWN = ("code", "hole", "picture", "output", "printed", "table", "run", "exercises")
 SCRIPT = ("say", "type", "see")
 KINDS = ("title", "plain", "question", "answer", "live")
-SLACK = 2.0  # minutes by which the slides' sum may miss the lecture's length
+SLACK = 2.0  # minutes by which all slides together may be shorter or longer than the lecture
 
 HEADING = re.compile(r"(##?) (?P<title>.+?) \{(?P<minutes>\d+(?:\.5)?) min(?:, (?P<kind>\w+))?\}")
 DIRECTIVE = re.compile(r"@(?P<name>[a-z]+)(?: (?P<rest>.*))?")
@@ -36,7 +36,7 @@ FENCE = re.compile(r" *(`{3,}|~{3,})")
 
 
 class LectureError(ValueError):
-    """Something is wrong with a lecture's source; the message begins with file and line."""
+    """A mistake in a lecture's source. The message begins with file and line."""
 
     def __init__(self, path: Path, line: int, complaint: str) -> None:
         name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
@@ -45,7 +45,7 @@ class LectureError(ValueError):
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of Markdown ("text"), a column break ("|||"), a directive with its words, or a part of the script."""
+    """Lines of Markdown ("text"), a column break ("|||"), a directive with its words, or a part of the script."""
 
     kind: str
     text: str
@@ -67,7 +67,7 @@ class Slide:
 class Lecture:
     path: Path
     stage: Stage
-    minutes: float  # as the source promises
+    minutes: float  # as `@minutes` promises
     slides: list[Slide]
 
     @property
@@ -87,7 +87,7 @@ def lecture_paths() -> list[Path]:
 
 
 def lecture_of(number: int) -> Lecture:
-    """The lecture on a stage. Raises ValueError if there is none, LectureError if its source is not in order."""
+    """The lecture on a stage. Raises ValueError if there is none, LectureError for a mistake in its source."""
     path = LECTURES / f"stage_{load_stage(number).number}.md"
     if not path.is_file():
         there = ", ".join(p.stem.removeprefix("stage_") for p in lecture_paths())
@@ -96,7 +96,7 @@ def lecture_of(number: int) -> Lecture:
 
 
 def read_lecture(path: Path) -> Lecture:
-    """Raises LectureError for a heading, a directive or an order of slides that makes no sense."""
+    """The lecture in that file. Raises LectureError for a mistake in a heading, a directive or the order of slides."""
     stage = load_stage(int(path.stem.split("_")[1]))
     minutes = 0.0
     slides: list[Slide] = []
@@ -131,14 +131,14 @@ def slide_of(path: Path, piece: Piece, *, first: bool) -> Slide:
 
 
 def split_words(text: str) -> tuple[str, ...]:
-    """Words between spaces; "double quotes" keep several together, and an apostrophe is a letter."""
+    """The words of a directive. Spaces separate them, "double quotes" join them, and an apostrophe is a letter."""
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.quotes, lexer.commenters = True, '"', ""
     return tuple(lexer)
 
 
 def pieces(path: Path) -> Iterator[Piece]:
-    """The source in order; fenced code is text whatever its lines look like."""
+    """The pieces of the source in order. Fenced code is text, whatever its lines look like."""
     text: list[str] = []
     kind, start, fence = "text", 1, ""
     for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), "## end"], start=1):
@@ -174,7 +174,7 @@ def pieces(path: Path) -> Iterator[Piece]:
 
 
 def check(lecture: Lecture) -> None:
-    """A lecture that can be given: it lasts as long as it says, every slide has its words, questions are answered."""
+    """Raise LectureError unless the minutes add up, every slide has something to say, and every question an answer."""
     path, slides = lecture.path, lecture.slides
     if not slides:
         raise LectureError(path, 1, "there is no slide")

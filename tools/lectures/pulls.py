@@ -93,7 +93,7 @@ def pull_code(path: str, name: str, *options: str, opened: bool = False) -> Code
 
 
 def docstring_lines(node: Definition, lines: Sequence[str]) -> set[int]:
-    """Indices of the lines of the docstrings of a definition and of those inside it, with the blank one after each."""
+    """Indices of the docstring lines of a definition and of those inside it, with the blank line after each."""
     found: set[int] = set()
     for inner in ast.walk(node):
         if isinstance(inner, Definition) and ast.get_docstring(inner) and len(inner.body) > 1:
@@ -153,7 +153,7 @@ def pull_png(path: str, text: str) -> str:
 
 
 def pull_output(path: str, text: str, pattern: str = "") -> str:
-    """What a cell printed, without the line of the reader's guess; with a pattern, the lines that match it."""
+    """What a cell printed, without the line of the reader's guess. With a pattern: only the lines that match it."""
     printed = "".join("".join(o["text"]) for o in find_cell(path, text)["outputs"] if o["output_type"] == "stream")
     lines = [line for line in printed.rstrip().splitlines() if not line.startswith("your guess:")]
     return matching(lines, pattern, f"the cell of {path} with {text!r}")
@@ -172,7 +172,7 @@ def printed_by(path: Path) -> str:
 
 
 def pull_printed(name: str, pattern: str = "") -> str:
-    """What a program in lectures/experiments printed; with a pattern, the lines that match it."""
+    """What a program in lectures/experiments printed. With a pattern: only the lines that match it."""
     path = EXPERIMENTS / f"{name}.txt"
     if not path.is_file():
         raise ValueError(f"there is no lectures/experiments/{name}.txt; run make slides ARGS=--experiments")
@@ -203,7 +203,7 @@ def figure(name: str, key: str) -> dict[str, Any]:
 
 
 def pull_value(name: str, key: str, contender: str) -> str:
-    """A measured figure in words: "166 ms"."""
+    """A measured figure with its unit: "166 ms"."""
     found = figure(name, key)
     if contender not in found["values"]:
         raise ValueError(f"{name} has no {contender!r}; it has {', '.join(found['values'])}")
@@ -211,12 +211,12 @@ def pull_value(name: str, key: str, contender: str) -> str:
 
 
 def pull_gain(name: str, key: str) -> str:
-    """How much better the stage is than its rival: "5.14×"; worse: "0.71×"."""
+    """How many times better the stage is than its rival: "5.14×", or "0.71×" where the stage is worse."""
     return f"{wording.number(gain(figure(name, key), result(name)['contender'], result(name)['rival']), 'times')}×"
 
 
 def pull_table(name: str, *keys: str) -> list[list[str]]:
-    """Rows of cells, the heading first: a row for each figure, a column for each contender that any of them has."""
+    """Rows of cells, the heading first: one row per figure, one column per contender of any of these figures."""
     figures = [figure(name, key) for key in keys or result(name)["shown"]]
     names = list(dict.fromkeys(who for f in figures for who in f["values"]))
     rows = [["", *names, "gain"]]
@@ -234,7 +234,7 @@ def pull_source(name: str) -> str:
 
 
 def pull_found(path: str, text: str, pattern: str) -> str:
-    """The pattern's first group (or all of it, if it has none) in what a cell printed."""
+    """What the pattern's first group matches in what a cell printed (the whole match, if the pattern has no group)."""
     found = re.search(pattern, pull_output(path, text))
     if not found:
         raise ValueError(f"what the cell with {text!r} printed has nothing like {pattern!r}")
@@ -242,7 +242,7 @@ def pull_found(path: str, text: str, pattern: str) -> str:
 
 
 def pull_spoken(path: str, text: str, pattern: str) -> str:
-    """The same, a number, rounded to a whole one and in words."""
+    """The number that `pull_found` finds, rounded to a whole number and in words."""
     found = pull_found(path, text, pattern).replace(",", "")
     if not re.fullmatch(r"\d+(\.\d+)?", found):
         raise ValueError(f"{found!r} is no number, and only numbers are spoken")
@@ -250,7 +250,7 @@ def pull_spoken(path: str, text: str, pattern: str) -> str:
 
 
 def in_words(number: int) -> str:
-    """113 -> "a hundred and thirteen". Raises ValueError for what nobody says in one breath, a million and more."""
+    """A number as one says it: 113 -> "a hundred and thirteen". Raises ValueError for a million and more."""
     if not 0 <= number < 1_000_000:
         raise ValueError(f"{number:,} is no number to be spoken; show it on the slide")
     if number < 20:

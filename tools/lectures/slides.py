@@ -41,16 +41,16 @@ from tools.lectures.lecture import (
 
 REVEAL = ROOT / "assets" / "vendor" / "reveal"
 OUT = ROOT / "build" / "slides"
-SHEET = 87  # characters of a line of what is said, in a run sheet
+SHEET = 87  # characters of a line in a run sheet
 TAGS = {"question": "Guess first", "answer": "Measured", "live": "Live"}
-LARGEST, SMALLEST = 23.0, 14.0  # pixels of a slide of 1280 x 720: code is set as large as it fits
-WIDE, NARROW, TALL = 1110, 505, 540  # pixels that code has in a frame across the slide, or half of it, and its height
+LARGEST, SMALLEST = 23.0, 14.0  # pixels of a letter of code, on a slide of 1280 x 720 pixels
+WIDE, NARROW, TALL = 1110, 505, 540  # pixels for code: the width on a whole slide, in one of two columns; the height
 INLINE = re.compile(r"\{\{(.+?)\}\}")
 TARGET = re.compile(r"\bmake ([a-z][\w-]*)")
 
 
 class Renderer:
-    """The slides of one lecture; every error names the line of its source."""
+    """Turns the slides of one lecture into HTML. Every error names file and line of the lecture's source."""
 
     def __init__(self, lecture: Lecture) -> None:
         self.lecture = lecture
@@ -69,11 +69,11 @@ class Renderer:
         return self.fill(Piece("text", slide.title, slide.line))
 
     def fill(self, piece: Piece) -> str:
-        """The text of a piece with the figures in it."""
+        """The text of a piece, with the measured figures in the place of {{...}}."""
         return self.at(piece, lambda: INLINE.sub(lambda m: pulls.pull_inline(split_words(m[1])), piece.text))
 
     def commands(self, piece: Piece) -> str:
-        """Text that is typed: every make target in it must be one."""
+        """What is to be typed. Raises LectureError for a make target that the Makefile does not have."""
         text = self.fill(piece)
         for name in TARGET.findall(text):
             if re.sub(r"\d+", "%", name) not in self.targets:
@@ -146,7 +146,7 @@ def clock(minutes: float) -> str:
 
 
 def fitted(lines: Sequence[str], width: int) -> str:
-    """The size at which so many lines, and such long ones, fit. Raises ValueError if that is too small to read."""
+    """The letter size at which these lines fit, as a style. Raises ValueError if that is too small to read."""
     longest = max(map(len, lines))
     size = min(LARGEST, width / (0.605 * longest), TALL / (1.36 * len(lines)))
     if size < SMALLEST:
@@ -155,7 +155,7 @@ def fitted(lines: Sequence[str], width: int) -> str:
 
 
 def alike(column: str) -> str:
-    """Pieces of code one under the other in letters of one size: the smallest that any of them needs."""
+    """A column in which all pieces of code have one letter size, the smallest that any of them needs."""
     sizes = re.findall(r'<pre class="code" style="--size: ([\d.]+)px"', column)
     smallest = min(sizes, key=float, default="")
     return re.sub(r'(<pre class="code" style="--size: )[\d.]+', rf"\g<1>{smallest}", column)
@@ -188,7 +188,7 @@ def lined(text: str) -> str:
 
 
 def line(shown: str, plain: str, kind: str = "") -> str:
-    """A line of a <pre> as an element, so that on a narrow screen its continuation can stand a little further in."""
+    """A line of a <pre> as an element of its own, so that on a narrow screen the rest of a broken line is indented."""
     margin = len(plain) - len(plain.lstrip())
     return f'<span class="{f"line {kind}".strip()}" style="--margin: {margin}ch">{shown}\n</span>'
 
@@ -210,7 +210,7 @@ def table(rows: list[list[str]], source: str) -> str:
 
 
 def code_colours() -> str:
-    """Colours of code by day and by night."""
+    """The style sheet for the colours of code, in light and dark mode."""
     day = HtmlFormatter(style="friendly").get_style_defs("pre")
     night = HtmlFormatter(style="monokai").get_style_defs('[data-theme="dark"] pre')
     # Only the colours of tokens: the frame is the theme's
@@ -218,7 +218,7 @@ def code_colours() -> str:
 
 
 def script(path: Path) -> str:
-    """JavaScript that can stand inside an element: nothing in it ends or nests that."""
+    """JavaScript that can stand inside a <script> element: nothing in it closes the element."""
     text = re.sub(r"\n//# sourceMappingURL=.*", "", path.read_text(encoding="utf-8"))
     return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
@@ -230,7 +230,7 @@ def filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def render(lecture: Lecture) -> str:
-    """The whole file. Raises LectureError for a directive that names what is not there."""
+    """A lecture as one HTML file. Raises LectureError for a directive that names what is not there."""
     renderer = Renderer(lecture)
     styles = {name: (LECTURES / f"{name}.css").read_text(encoding="utf-8") for name in ("slides", "page", "speaker")}
     values = {
@@ -267,7 +267,7 @@ def run_sheet(lecture: Lecture) -> Iterator[str]:
 
 
 def build(lectures: list[Lecture], out: Path) -> list[Path]:
-    """Write a file for each lecture, and an index of all there are."""
+    """Write one file per lecture, and an index of all lectures. Returns the paths of the files."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for lecture in lectures:
