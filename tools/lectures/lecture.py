@@ -20,6 +20,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from stages.manifest import Stage, load_stage
 from tools import ROOT
@@ -175,28 +176,26 @@ def pieces(path: Path) -> Iterator[Piece]:
 
 def check(lecture: Lecture) -> None:
     """Raise LectureError unless the minutes add up, every slide has something to say, and every question an answer."""
-    path, slides = lecture.path, lecture.slides
+
+    def complain(line: int, complaint: str) -> NoReturn:
+        raise LectureError(lecture.path, line, complaint)
+
+    slides, promised = lecture.slides, lecture.minutes
     if not slides:
-        raise LectureError(path, 1, "there is no slide")
+        complain(1, "there is no slide")
     total = sum(slide.minutes for slide in slides)
-    if abs(total - lecture.minutes) > SLACK:
-        raise LectureError(
-            path, 1, f"the slides take {total:g} minutes, and '@minutes {lecture.minutes:g}' is promised"
-        )
+    if abs(total - promised) > SLACK:
+        complain(1, f"the slides take {total:g} minutes, and '@minutes {promised:g}' is promised")
     for slide, after in zip(slides, [*slides[1:], None], strict=True):
         if not any(piece.kind == "say" and piece.text for piece in slide.script):
-            raise LectureError(path, slide.line, f"nothing to say (@say) about {slide.title!r}")
+            complain(slide.line, f"nothing to say (@say) about {slide.title!r}")
         for piece in slide.script:
             if not piece.text:
-                raise LectureError(path, piece.line, f"@{piece.kind} with nothing under it")
+                complain(piece.line, f"@{piece.kind} with nothing under it")
         if (slide.kind == "question") != (after is not None and after.kind == "answer"):
-            raise LectureError(
-                path, slide.line, "a question slide is followed by its answer slide, and no other slide is"
-            )
+            complain(slide.line, "a question slide is followed by its answer slide, and no other slide is")
         if slide.kind == "answer" and not measured(slide):
-            raise LectureError(
-                path, slide.line, "an answer shows what was measured: @table, @output, @printed, @picture or {{...}}"
-            )
+            complain(slide.line, "an answer shows what was measured: @table, @output, @printed, @picture or {{...}}")
 
 
 def measured(slide: Slide) -> bool:
