@@ -3,12 +3,12 @@
 A recording costs what it costs, at every start. So real engines take a ladder, and few of them ever fit it.
 """
 
-from bisect import bisect_left
+import bisect
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from functools import cache
-from itertools import accumulate
 
 from stages.core import Event
 
@@ -32,7 +32,7 @@ def batch_sizes(events: SequenceOf[Event]) -> Counter[int]:
 
 def padded_rows(counts: Mapping[int, int], buckets: SequenceOf[int]) -> int:
     # exercise 6a: rows that nobody wants
-    return sum(steps * (buckets[bisect_left(buckets, size)] - size) for size, steps in counts.items())
+    return sum(steps * (buckets[bisect.bisect_left(buckets, size)] - size) for size, steps in counts.items())
     # end exercise
 
 
@@ -40,14 +40,14 @@ def best_buckets(counts: Mapping[int, int], num_buckets: int, largest: int) -> l
     # exercise 6a: the sizes with the fewest rows of padding
     # A bucket that no batch fills can be made smaller without harm, so only sizes that come are worth a thought
     sizes = sorted({size for size, steps in counts.items() if steps} | {largest})
-    steps = [0, *accumulate(counts.get(size, 0) for size in sizes)]
-    rows = [0, *accumulate(counts.get(size, 0) * size for size in sizes)]
+    steps = [0, *itertools.accumulate(counts.get(size, 0) for size in sizes)]
+    rows = [0, *itertools.accumulate(counts.get(size, 0) * size for size in sizes)]
 
     def between(below: int, bucket: int) -> int:
         """Padding of the batches above `below` in this bucket, both given as indices; -1 is below all."""
         return sizes[bucket] * (steps[bucket + 1] - steps[below + 1]) - (rows[bucket + 1] - rows[below + 1])
 
-    @cache
+    @functools.cache
     def best(last: int, left: int) -> tuple[int, tuple[int, ...]]:
         """The least padding up to sizes[last], which is recorded, with `left` recordings below it."""
         options: list[tuple[int, tuple[int, ...]]] = [(between(-1, last), (sizes[last],))]

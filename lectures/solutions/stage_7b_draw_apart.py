@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stages import stage_7_tensor_parallel as stage_7
 from stages.core import Sequence, gumbel, sample
-from stages.stage_7_tensor_parallel import best_of, winners
 
 
 class Gathering(Protocol):
@@ -42,5 +42,5 @@ def draw_apart(logits: Tensor, group: Gathering, seqs: SequenceOf[Sequence], voc
         if seq.params.temperature > 0:
             noise = F.pad(gumbel(seq, vocab_size), (0, group.size * width - vocab_size))
             scores[i] += seq.params.temperature * noise[group.rank * width : (group.rank + 1) * width]
-    return winners(group.all_gather(best_of(scores, group.rank, vocab_size)))
+    return stage_7.winners(group.all_gather(stage_7.best_of(scores, group.rank, vocab_size)))
     # end exercise
