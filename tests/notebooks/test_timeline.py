@@ -50,7 +50,7 @@ def test_recomputing_is_told_from_new_work() -> None:
     assert phases(emit.events) == [["prefill", "again"], ["waiting", "waiting", "prefill", "again"]]
     timeline = read_events(emit.events)
     assert timeline.tokens_in_step == {1: 3, 2: 4, 3: 3, 4: 4}
-    assert [(life.finished, life.computed, len(life.token_times)) for life in timeline.lives] == [(2, 4, 2), (4, 4, 2)]
+    assert [(life.finished, life.length, len(life.token_times)) for life in timeline.lives] == [(2, 4, 2), (4, 4, 2)]
 
 
 def test_chunks_decodes_and_a_seat_without_work() -> None:
@@ -124,13 +124,13 @@ def shared_blocks() -> list[Event]:
 
 
 def test_blocks_are_those_held_while_the_step_runs() -> None:
-    first, second, third = read_events(shared_blocks(), block_size=2).blocks
+    first, second, third = read_events(shared_blocks()).blocks
     assert first.holders == {0: [0], 1: [0]}  # block 2 was taken before step 2, not before step 1
-    assert first.last == {}
+    assert not first.writers.keys() - first.holders.keys()
     assert second.holders == {0: [0, 1], 1: [0], 2: [1]}
     assert third.holders == {0: [1], 2: [1]}
-    assert third.last == {1: 0}  # free, with what request 0 left in it
-    assert second.filled == {0: 2, 1: 1, 2: 2}
+    assert third.writers == {0: 0, 1: 0, 2: 1}  # block 1 is free, with what request 0 left in it
+    assert second.filled(2) == {0: 2, 1: 1, 2: 2}
 
 
 def test_the_first_step_may_be_number_0() -> None:
@@ -143,10 +143,10 @@ def test_the_first_step_may_be_number_0() -> None:
     emit("added", 1, prompt_tokens=2)
     emit.step = 1
     emit.run(0, 1, 2)
-    timeline = read_events(emit.events, block_size=4)
+    timeline = read_events(emit.events)
     assert phases(emit.events) == [["prefill", "decode"], ["waiting"]]
     assert timeline.tokens_in_step == {0: 2, 1: 1}
-    assert [(b.step, b.holders, b.filled) for b in timeline.blocks] == [(0, {0: [0]}, {0: 2}), (1, {0: [0]}, {0: 3})]
+    assert [(b.step, b.holders, b.filled(4)) for b in timeline.blocks] == [(0, {0: [0]}, {0: 2}), (1, {0: [0]}, {0: 3})]
     assert [held_tokens(timeline, step) for step in (0, 1)] == [{0: 2}, {0: 3}]
 
 
@@ -186,8 +186,8 @@ def test_choices_of_a_request_are_lives_of_their_own() -> None:
 def test_a_shared_block_counts_once() -> None:
     use = slot_use(shared_blocks(), block_size=2)
     assert use[:2] == [SlotUse(1, reserved=4, used=3), SlotUse(2, reserved=6, used=5)]
-    timeline = read_events(shared_blocks(), block_size=2)
-    assert held_tokens(timeline, 2) == {0: 3, 1: 2}
+    timeline = read_events(shared_blocks())
+    assert held_tokens(timeline, 2, block_size=2) == {0: 3, 1: 2}
 
 
 def test_a_block_is_as_full_as_its_fullest_holder_made_it() -> None:
@@ -200,7 +200,7 @@ def test_a_block_is_as_full_as_its_fullest_holder_made_it() -> None:
     emit.blocks(1, shared=(0,))
     emit.step = 1
     emit.run(0, 3, 0)
-    assert read_events(emit.events, block_size=2).blocks[0].filled == {0: 2, 1: 1}
+    assert read_events(emit.events).blocks[0].filled(2) == {0: 2, 1: 1}
 
 
 def test_a_rectangle_is_as_large_as_it_is_told() -> None:

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from stages.core import Event
 from tools.pictures.style import BLACK, STYLE, WIDTH, Picture, colour_of, label_steps, legend_below, new_picture
-from tools.pictures.timeline import Tables, read_events
+from tools.pictures.timeline import read_events
 
 COUNT_COLOURS = ("#F4F4F4", "#9ECAE9", "#3182BD", "#08306B")  # nobody, one, two, three and more
 COUNT_WORDS = ("0: free", "1", "2: shared", "3 or more")
@@ -29,19 +29,9 @@ class Holding:
 
 def holdings(events: Sequence[Event], step: int) -> list[Holding]:
     """Everybody who holds blocks while `step` runs, in the order in which they took them."""
-    tables = Tables()
-    lengths: dict[int, int] = {}
-    started = False  # what moves after the step began belongs to the next one
-    for event in events:
-        request = event["request"]
-        if event["type"] == "scheduled":
-            if event["step"] > step:
-                break
-            started = event["step"] == step
-            lengths[request] = event["cached"] + event["tokens"]
-        elif not started:
-            tables.hear(request, event)
-    return [Holding(request, table, lengths.get(request, 0)) for request, table in tables.of.items()]
+    timeline = read_events(events)
+    blocks = next(blocks for blocks in timeline.blocks if blocks.step == step)
+    return [Holding(timeline.lives[i].request, table, blocks.lengths[i]) for i, table in blocks.tables.items()]
 
 
 def pool_slots(
@@ -105,8 +95,9 @@ def ref_counts(
     timeline = read_events(events)
     picture, axes = new_picture(1.5 + 0.2 * num_blocks, title)
     for column, blocks in enumerate(timeline.blocks):
+        holders = blocks.holders
         for block in range(num_blocks):
-            count = len(blocks.holders.get(block, []))
+            count = len(holders.get(block, []))
             colour = COUNT_COLOURS[min(count, 3)]
             axes.barh(block, 1, left=column, height=1, facecolor=colour, edgecolor="white", linewidth=0.6)
             if count:

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from stages.core import Event
 from tools.pictures.plots import lines, prefix_tree, time_per_token, waste
 from tools.pictures.style import BLACK, BLUE, SKY, VERMILION, Picture, colour_of, label_steps, legend_below, new_picture
-from tools.pictures.timeline import Life, Span, Timeline, held_tokens, read_events, slot_use, token_times
+from tools.pictures.timeline import Life, Span, held_tokens, read_events, slot_use, token_times
 
 __all__ = [
     "block_map",
@@ -34,19 +34,6 @@ PHASE_STYLE: dict[str, tuple[str, dict[str, Any]]] = {
     "idle": ("has a seat, computes nothing", {"facecolor": "#E0E0E0", "hatch": "....", "edgecolor": "#909090"}),
     "waiting": ("waiting", {"facecolor": "#C8C8C8"}),
 }
-
-
-def life_names(timeline: Timeline, names: Sequence[str] | None) -> list[str]:
-    """A name for every row: the request's (and its choice's, where there are several), primed if an earlier `generate`
-    call had a request of that number."""
-    seen: dict[tuple[int, int], int] = {}
-    labels = []
-    many = any(life.choice for life in timeline.lives)
-    for life in timeline.lives:
-        who = life.request, life.choice
-        again = seen[who] = seen.get(who, -1) + 1
-        labels.append((names[life.request] if names else str(life.request)) + f".{life.choice}" * many + "′" * again)
-    return labels
 
 
 def swimlane(
@@ -84,7 +71,7 @@ def swimlane(
             if span.tokens:
                 write_tokens(axes, span, left[span.step], width[span.step], row, scale)
         mark_ends(axes, life, row, left, width, scale)
-    axes.set_yticks(range(len(timeline.lives)), life_names(timeline, names))
+    axes.set_yticks(range(len(timeline.lives)), timeline.state.labels(names))
     axes.set_ylim(len(timeline.lives) - 0.4, -0.6)
     axes.set_xlim(0, scale * 1.01)
     axes.set_ylabel("request")
@@ -145,7 +132,7 @@ def work_map(
     axes.text(life.prompt_tokens, 0.2, " the prompt ends here", fontsize=9, va="bottom")
     axes.set_ylim(len(spans) + 0.6, 0.4)
     axes.set_yticks([n for n in range(1, len(spans) + 1) if n == 1 or n % 5 == 0])
-    axes.set_xlim(0, until or life.computed)
+    axes.set_xlim(0, until or computed)
     axes.set_xlabel("position in the text [tokens]")
     axes.set_ylabel("step of this request")
     words = {phase: text for phase, (text, _) in PHASE_STYLE.items()} | {"read": "read from the cache"}
@@ -166,18 +153,20 @@ def block_map(
     remember=True also shows, pale, the free blocks that still hold what a request left in them (stage 4 and up).
     """
     timeline = read_events(events)
-    labels = life_names(timeline, names)
+    labels = timeline.state.labels(names)
     picture, axes = new_picture(1.6 + 0.19 * num_blocks, title)
     some_shared = False
     for column, blocks in enumerate(timeline.blocks):
-        for block, lives in blocks.holders.items():
+        holders = blocks.holders
+        for block, lives in holders.items():
             shared = len(lives) > 1
             some_shared |= shared
             style: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if shared else {"edgecolor": "none"}
             owner = lives[0]
             axes.barh(block, 1, left=column, height=0.86, facecolor=colour_of(owner), linewidth=0, **style)
         if remember:
-            for block, life in blocks.last.items():
+            for block in blocks.writers.keys() - holders.keys():
+                life = blocks.writers[block]
                 axes.barh(block, 1, left=column, height=0.86, facecolor=colour_of(life), alpha=0.22, linewidth=0)
     axes.set_ylim(num_blocks - 0.4, -0.6)
     axes.set_xlim(0, len(timeline.blocks))
@@ -206,12 +195,12 @@ def cache_growth(
 
     With `block_size` (stages 3 and up), or `reserved` slots (stage 2's rectangle), also what was set aside for them.
     """
-    timeline = read_events(events, block_size)
+    timeline = read_events(events)
     picture, axes = new_picture(3.3, title)
-    held = [held_tokens(timeline, step) for step in timeline.steps]
+    held = [held_tokens(timeline, step, block_size) for step in timeline.steps]
     edges = list(range(len(timeline.steps) + 1))
     bottom = [0] * len(timeline.steps)
-    for i, label in enumerate(life_names(timeline, names)):
+    for i, label in enumerate(timeline.state.labels(names)):
         top = [low + at.get(i, 0) for low, at in zip(bottom, held, strict=True)]
         axes.stairs(top, edges, baseline=bottom, fill=True, facecolor=colour_of(i), label=f"request {label}")
         bottom = top
