@@ -34,6 +34,7 @@ class EngineState:
         self.tables: dict[int, list[int]] = {}  # sequence -> its blocks, in order
         self.owners: dict[int, list[int]] = {}  # block -> the sequences that hold it
         self.writers: dict[int, int] = {}  # block -> the sequence that took it last to write it
+        self.changed: set[int] = set()  # sequences whose tables the latest event changed
         self._numbers: dict[tuple[Any, int], int] = {}  # name -> the latest sequence of that name
 
     def hear(self, event: Event) -> int:
@@ -43,6 +44,7 @@ class EngineState:
             self._numbers[name] = len(self.names)
             self._add(name, event.get("prompt_tokens", 0))
         sequence = self._numbers[name]
+        self.changed = set()
         if kind == "admitted":
             self.status[sequence] = "running"
         elif kind == "scheduled":
@@ -55,6 +57,7 @@ class EngineState:
             for block in event["freed"]:
                 for owner in list(self.owners.get(block, ())):
                     self._drop(owner, block)
+            self.changed.add(sequence)
             for block in event["shared"] + event["taken"]:
                 self.tables.setdefault(sequence, []).append(block)
                 self.owners.setdefault(block, []).append(sequence)
@@ -75,6 +78,7 @@ class EngineState:
         self.computed[sequence] = max(self.computed[sequence], cached + tokens)
 
     def _drop(self, sequence: int, block: int) -> None:
+        self.changed.add(sequence)
         for holding, key, value in ((self.tables, sequence, block), (self.owners, block, sequence)):
             holding[key].remove(value)
             if not holding[key]:

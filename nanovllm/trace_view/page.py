@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
+from nanovllm.trace_view.engine_state import EngineState
 from nanovllm.trace_view.recording import Event, Recording
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PLACE = "{{trace}}"
+KEPT = ("step", "type", "tokens", "cached", "ids", "text", "reason", "taken")  # what the page needs of an event
 
 
 def page(recording: Recording, decode: Callable[[list[int]], str] | None = None) -> str:
@@ -17,17 +21,57 @@ def page(recording: Recording, decode: Callable[[list[int]], str] | None = None)
 
     decode: makes text of token ids; without it the page shows the ids.
     """
-    events = recording.events if decode is None else with_texts(recording.events, decode)
+    data = json.dumps(page_data(recording, decode), separators=(",", ":"))
     # "<" could end the script element that carries the data; "\u003c" is the same in JSON, and cannot.
-    data = json.dumps({"about": recording.about, "events": events}, separators=(",", ":")).replace("<", "\\u003c")
-    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data)
+    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data.replace("<", "\\u003c"))
 
 
-def with_texts(events: list[Event], decode: Callable[[list[int]], str]) -> list[Event]:
+def page_data(recording: Recording, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+    """What the script of the page draws.
+
+    steps: of each its number, time, tokens by phase, and how many blocks are in use while it runs.
+    events: those of the recording. Each has the number of its sequence. What it changes is in it: `status` of its
+    sequence, and `tables`, from a sequence to [how many of its blocks stay, the blocks that follow them].
+    """
+    state = EngineState()
+    steps: dict[int, dict[str, Any]] = {}
+    shown: dict[int, list[int]] = {}  # tables, as the page knows them by now
+    events, num_blocks = [], 0
+    for event in recording.events if decode is None else with_texts(recording.events, decode):
+        step = event["step"]
+        if event["type"] == "scheduled" and step not in steps:
+            steps[step] = {"step": step, "t": event["t"] - recording.events[0]["t"], "used": len(state.owners)}
+            steps[step] |= {"prefill": 0, "decode": 0, "again": 0}
+        sequence = state.hear(event)
+        num_blocks = max([num_blocks, *(block + 1 for block in event.get("taken", []) + event.get("shared", []))])
+        told = {name: event[name] for name in KEPT if name in event} | {"sequence": sequence}
+        if event["type"] == "scheduled":
+            told["phase"] = state.phases[sequence]
+            steps[step][told["phase"]] += event["tokens"]
+        elif event["type"] in ("added", "admitted", "preempted", "finished"):
+            told["status"] = state.status[sequence]
+        if state.changed:
+            told["tables"] = {}
+            for changed in state.changed:
+                old, new = shown.get(changed, []), state.tables.get(changed, [])
+                kept = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False))))
+                told["tables"][changed] = [kept, *new[kept:]]
+                shown[changed] = list(new)
+        events.append(told)
+    return {
+        "about": recording.about,
+        "num_blocks": recording.about.get("num_blocks") or num_blocks,
+        "names": state.labels(),
+        "prompt_tokens": state.prompt_tokens,
+        "steps": list(steps.values()),
+        "events": events,
+    }
+
+
+def with_texts(events: Iterable[Event], decode: Callable[[list[int]], str]) -> Iterator[Event]:
     """The events, where each `token` has the `text` that it adds; half a character waits for its other half."""
     so_far: dict[tuple[object, int], list[int]] = {}
     shown: dict[tuple[object, int], int] = {}
-    out = []
     for event in events:
         who = event["request"], event.get("choice", 0)
         if event["type"] == "added":
@@ -37,5 +81,4 @@ def with_texts(events: list[Event], decode: Callable[[list[int]], str]) -> list[
             whole = decode(so_far[who]).rstrip("\ufffd")
             event = event | {"text": whole[shown.get(who, 0) :]}
             shown[who] = max(shown.get(who, 0), len(whole))
-        out.append(event)
-    return out
+        yield event

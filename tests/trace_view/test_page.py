@@ -51,7 +51,7 @@ def script_says(text: str, expression: str) -> Any:
     """The value of a JavaScript expression in terms of `trace`, the data as the page's own script reads it."""
     data, script = Parts(text).scripts
     assert NODE is not None
-    program = f"{script}\nconst trace = readTrace({data});\nconsole.log(JSON.stringify({expression}));"
+    program = f"{script}\nconst trace = {data};\nconsole.log(JSON.stringify({expression}));"
     done = subprocess.run([NODE, "-"], input=program, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -77,7 +77,8 @@ def test_the_data_is_in_the_page_and_cannot_leave_its_element() -> None:
     events = [event | {"request": evil} for event in crowded().events]
     scripts = Parts(page(Recording(events, title=evil))).scripts
     assert len(scripts) == 2
-    assert json.loads(scripts[0]) == {"about": {"title": evil}, "events": events}
+    data = json.loads(scripts[0])
+    assert data["about"] == {"title": evil} and data["names"] == [evil + "′" * i for i in range(12)]
 
 
 def test_half_a_character_waits_for_its_other_half() -> None:
@@ -90,24 +91,24 @@ def test_half_a_character_waits_for_its_other_half() -> None:
     assert [event["text"] for event in json.loads(data)["events"][1:]] == ["caf", "", "é", "!"]
 
 
-SHOWN = """trace.steps.map(step => {
-  const s = stateAt(trace, step);
+SHOWN = """trace.steps.map(({step}, i) => {
+  const s = stateAt(trace, i);
   return {step, table: s.table, status: s.status, share: [...s.share],
-    tokens: [...s.tokens].map(([i, t]) => [i, t.length])};
+    tokens: s.tokens.map((t, i) => [i, t.length])};
 })"""
 
 
 @needs_node
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_every_step_shows_what_the_timeline_of_the_notebooks_shows(asynchronous: bool) -> None:
-    """Two readers of the same events, written apart: the page's and the notebooks'."""
+    """The script puts together again what was taken apart for it."""
     recording = crowded(asynchronous)
     events: list[Event] = recording.events
     timeline = read_events(events)
     text = page(recording)
     steps = script_says(text, SHOWN)
     assert [s["step"] for s in steps] == timeline.steps
-    names = script_says(text, "trace.lives.map(life => life.name)")
+    names = script_says(text, "trace.names")
     assert names == [life.request for life in timeline.lives]
     for shown, blocks in zip(steps, timeline.blocks, strict=True):
         holders: dict[int, list[int]] = {}
@@ -130,7 +131,7 @@ def test_every_step_shows_what_the_timeline_of_the_notebooks_shows(asynchronous:
 @needs_node
 def test_the_overview_counts_tokens_and_blocks() -> None:
     recording = crowded()
-    rows = script_says(page(recording), "trace.overview")
+    rows = script_says(page(recording), "trace.steps")
     timeline = read_events(recording.events)
     assert {r["step"]: r["prefill"] + r["decode"] + r["again"] for r in rows} == timeline.tokens_in_step
     assert [r["used"] for r in rows] == [len(b.holders) for b in timeline.blocks]
@@ -148,8 +149,8 @@ def test_a_second_run_of_a_stage_is_another_life() -> None:
         ):
             events.append({"t": float(step), "step": step, "type": type, "request": 0} | details)
     text = page(Recording(events))
-    assert script_says(text, "trace.lives.map(life => life.name)") == ["0", "0′"]
-    assert script_says(text, "trace.numBlocks") == 0
+    assert script_says(text, "trace.names") == ["0", "0′"]
+    assert script_says(text, "trace.num_blocks") == 0
 
 
 @needs_node
@@ -171,7 +172,7 @@ def test_wrong_guesses_give_back_only_the_end_of_a_table() -> None:
     ends = [blocks(2, [], [], [1]), event("finished", 2, reason="length")]
     for end in (ends, ends[::-1]):
         text = page(Recording([*events, *end, event("scheduled", 3, tokens=1, cached=6)]))
-        assert script_says(text, "trace.steps.map(s => stateAt(trace, s).table[0])") == [[0, 1, 2], [0, 1], []]
+        assert script_says(text, "trace.steps.map((_, i) => stateAt(trace, i).table[0])") == [[0, 1, 2], [0, 1], []]
 
 
 @pytest.mark.slow

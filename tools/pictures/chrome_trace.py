@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nanovllm.trace_view.engine_state import EngineState
 from nanovllm.trace_view.recording import Event, Recording
 
 ENGINE, REQUESTS = 1, 2  # "processes" of the picture
@@ -26,54 +27,38 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
     span = step_times(events)
     out: list[dict[str, Any]] = [named("process_name", ENGINE, 0, "engine"), named("thread_name", ENGINE, 0, "steps")]
     out.append(named("process_name", REQUESTS, 0, "requests"))
-    rows: dict[tuple[Any, int], int] = {}
+    state = EngineState()
     waits_since: dict[int, float] = {}
-    busy_until: dict[int, float] = {}
     running: set[int] = set()
-    tables: dict[int, list[int]] = {}
+    busy_until: dict[int, float] = {}
     tokens: dict[int, int] = {}
-    prompts: dict[int, int] = {}
-    freed_last: int | None = None
 
     def box(name: str, pid: int, row: int, start: float, end: float, **args: Any) -> None:
         ts, dur = round((start - zero) * 1e6, 1), round((end - start) * 1e6, 1)
         out.append({"ph": "X", "name": name, "pid": pid, "tid": row, "ts": ts, "dur": max(0.0, dur), "args": args})
 
     for event in events:
-        kind, t, who = event["type"], event["t"], (event["request"], event.get("choice", 0))
-        if who not in rows:
-            rows[who] = len(rows)
-            out.append(
-                named("thread_name", REQUESTS, rows[who], f"request {who[0]}" + f" choice {who[1]}" * (who[1] > 0))
-            )
-        row = rows[who]
+        kind, t = event["type"], event["t"]
+        row = state.hear(event)
+        if kind == "added":
+            request, choice = state.names[row]
+            out.append(named("thread_name", REQUESTS, row, f"request {request}" + f" choice {choice}" * (choice > 0)))
         if kind in ("added", "preempted"):
             waits_since[row] = t
-            prompts[row] = event.get("prompt_tokens", prompts.get(row, 0))
-            running.discard(row)
             if kind == "preempted":
                 out.append({"ph": "i", "s": "t", "name": kind, "pid": REQUESTS, "tid": row, "ts": (t - zero) * 1e6})
-        elif kind in ("admitted", "finished"):
-            if row in waits_since:
-                since = max(waits_since.pop(row), busy_until.get(row, zero))
-                box("waiting", REQUESTS, row, since, max(since, t))
-            running.add(row) if kind == "admitted" else running.discard(row)
+        elif kind in ("admitted", "finished") and row in waits_since:
+            since = max(waits_since.pop(row), busy_until.get(row, zero))
+            box("waiting", REQUESTS, row, since, max(since, t))
         elif kind == "scheduled":
             start, end = span[event["step"]]
             tokens[event["step"]] = tokens.get(event["step"], 0) + event["tokens"]
-            name = f"prefill {event['tokens']}" if event["cached"] < prompts[row] else "decode"
+            name = f"{state.phases[row]} {event['tokens']}".removesuffix(" 1")
             box(name, REQUESTS, row, start, end, step=event["step"], tokens=event["tokens"], cached=event["cached"])
             busy_until[row] = end
-        elif kind == "blocks":
-            table = tables.get(row, []) + event["shared"] + event["taken"]
-            over = event["freed"] and row not in running
-            tables[row] = [] if over else [block for block in table if block not in event["freed"]]
-        if kind in ("preempted", "finished") and freed_last == row:
-            tables[row] = []  # with what was freed went its share of blocks that others hold
-        freed_last = row if kind == "blocks" and event["freed"] else None
         if kind in ("added", "admitted", "preempted", "finished", "blocks"):
-            used = len({block for table in tables.values() for block in table})
-            values = {"running": len(running), "waiting": len(waits_since), "blocks in use": used}
+            running.add(row) if state.status[row] == "running" else running.discard(row)
+            values = {"running": len(running), "waiting": len(waits_since), "blocks in use": len(state.owners)}
             for name, value in values.items():
                 out.append({"ph": "C", "name": name, "pid": ENGINE, "ts": (t - zero) * 1e6, "args": {name: value}})
     for step, count in tokens.items():
