@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,24 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from nanovllm.trace_view.recording import add_texts
 from stages.core import SamplingParams
 from stages.manifest import load_stage, load_stages
-from tools.race import demo, demo_live
+from tools.race import demo, live
+from tools.race.workload import EMBEDDED_MODEL, ROOT, Workload, demo_workload, load_tokenizer
 from training.story_grammar import generate_story
 
-MODEL = demo.EMBEDDED_MODEL
+MODEL = EMBEDDED_MODEL
 STAGES = [stage for stage in load_stages() if stage.number not in demo.NEEDS_A_GPU]
+
+
+def workload_of(tokenizer: Any, lengths: tuple[int, ...]) -> Workload:
+    return demo_workload(lambda text: tokenizer.encode(text).ids, lengths)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return demo.load_tokenizer(MODEL)
+    return load_tokenizer(MODEL)
 
 
 def console(width: int = 100, **options: Any) -> tuple[Console, io.StringIO]:
@@ -51,19 +58,19 @@ def test_every_stage_tells_a_story_of_its_own(tokenizer: Any) -> None:
     demo.tell_stories(screen, STAGES, tokenizer, MODEL, "cpu", 6)
     printed = out.getvalue()
     for stage in STAGES:
-        workload = demo.story_workload(tokenizer, stage.number, 6)
-        [expected] = stage.engine_class()(str(MODEL)).generate(workload.prompts, workload.params)
+        prompt, params = demo.story_request(tokenizer, stage.number, 6)
+        [expected] = stage.engine_class()(str(MODEL)).generate([prompt], params)
         part = printed.split(f"Stage {stage.number}: {stage.title}")[1].split("What still hurts")[0]
-        story = tokenizer.decode(workload.prompts[0] + expected)
+        story = tokenizer.decode(prompt + expected)
         assert " ".join(story.split()) in " ".join(part.split())
         assert "tokens/s" in part
 
 
 def test_the_race_runs_every_stage_on_the_same_requests(tokenizer: Any) -> None:
-    workload = demo.race_workload(tokenizer, (3, 9, 4, 2))
+    workload = workload_of(tokenizer, (3, 9, 4, 2))
     assert workload.prompts[0] == workload.prompts[1] != workload.prompts[2]
     screen, out = console()
-    demo.race(screen, STAGES, workload, MODEL, "cpu", 512)
+    demo.compare(screen, STAGES, workload, MODEL, "cpu")
     for stage in STAGES:
         [line] = [line for line in out.getvalue().splitlines() if f"{stage.number} {stage.title}" in line]
         assert "yes" in line and "×" in line
@@ -80,30 +87,30 @@ def test_the_race_tells_when_a_stage_changes_the_text(tokenizer: Any, monkeypatc
 
     monkeypatch.setattr(demo, "build", Constant)
     screen, out = console()
-    demo.race(screen, STAGES[:3], demo.race_workload(tokenizer, (2, 3)), MODEL, "cpu", 512)
+    demo.compare(screen, STAGES[:3], workload_of(tokenizer, (2, 3)), MODEL, "cpu")
     assert [line.split()[-2] for line in out.getvalue().splitlines() if "×" in line] == ["yes", "yes", "NO"]
 
 
 def test_the_stages_of_the_race_have_the_same_memory(tokenizer: Any) -> None:
-    workload = demo.race_workload(tokenizer, (30, 8, 8))
+    workload = workload_of(tokenizer, (30, 8, 8))
     longest = len(workload.prompts[0]) + 30
-    options = [demo.engine_options(stage, workload, 4 * longest) for stage in STAGES]
+    options = [replace(workload, kv_slots=4 * longest).stage_options(stage) for stage in STAGES]
     assert options[0] == {} and options[1] == {"max_num_seqs": 4}
-    assert all(o == {"num_blocks": 4 * longest // 16, "block_size": 16} for o in options[2:])
+    assert all(o == {"num_blocks": 4 * longest // 16, "block_size": 16, "max_num_seqs": 16} for o in options[2:])
 
 
 def test_the_view_follows_the_engine(tokenizer: Any) -> None:
     """In every step the picture shows what the engine's own queues and pool say."""
     stage = load_stage(5)
-    workload = demo.race_workload(tokenizer, (20, 30, 10, 12))
-    view = demo_live.EngineView("title", [p.max_tokens for p in workload.params], 16, tokenizer.decode)
+    workload = workload_of(tokenizer, (20, 30, 10, 12))
+    view, with_text = live.EngineView(workload, 16), add_texts(tokenizer.decode)
     seen: set[str] = set()
 
     def on_event(event: dict[str, Any]) -> None:
         if event["type"] == "scheduled":  # all that this step takes, preempts and admits has been told by now
             tables = {seq.request: seq.block_table for seq in engine.scheduler.running}
-            assert view.tables == tables
-            running = [i for i, r in enumerate(view.requests) if r.status == "running"]
+            assert view.state.tables == tables
+            running = [i for i, status in enumerate(view.state.status) if status == "running"]
             assert running == sorted(tables)
             counts = engine.pool.ref_counts
             cells = view.block_map().plain.split()
@@ -112,25 +119,26 @@ def test_the_view_follows_the_engine(tokenizer: Any) -> None:
             assert all(cells[block] == "°" for block in named if view.keeps and counts[block] == 0)
             assert [cell == "*" for cell in cells] == [n > 1 for n in counts]
             seen.update(cells)
-        view.on_event(event)
+        view.on_event(with_text(event))
 
-    engine = demo.build(stage, MODEL, "cpu", on_event, num_blocks=16, block_size=16)
-    outputs = engine.generate(workload.prompts, workload.params)
+    engine = live.build(stage, MODEL, "cpu", on_event, {"num_blocks": 16, "block_size": 16})
+    outputs = live.generate(engine, workload)
     assert {"A", "*", "°"} <= seen
     assert [request.ids for request in view.requests] == outputs
-    assert {request.status for request in view.requests} == {"finished"} and not view.tables
-    assert sum(request.preemptions for request in view.requests) > 0
+    assert [request.text for request in view.requests] == [tokenizer.decode(ids) for ids in outputs]
+    assert set(view.state.status) == {"finished"} and not view.state.tables
+    assert view.preemptions > 0
     assert view.generated == sum(map(len, outputs))
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_one_stage_live(number: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal the picture moves; into a file one is printed while requests still run."""
-    monkeypatch.setattr(demo_live, "LENGTHS", (4, 9, 3, 2))
-    monkeypatch.setattr(demo_live, "PACE", 0.0)
+    monkeypatch.setattr(live, "LENGTHS", (4, 9, 3, 2))
+    monkeypatch.setattr(live, "PACE", 0.0)
     for terminal in (False, True):
         screen, out = console(force_terminal=terminal)
-        demo_live.show(screen, load_stage(number), tokenizer, MODEL, "cpu")
+        live.show(screen, load_stage(number), tokenizer, MODEL, "cpu")
         assert "4 requests, 18 tokens in" in out.getvalue()
         assert out.getvalue().count("counters") == 1 or terminal
         assert ("\x1b[" in out.getvalue()) == terminal
@@ -138,9 +146,9 @@ def test_one_stage_live(number: int, tokenizer: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_the_view_of_stage_6_counts_replays_and_their_padding(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_live, "LENGTHS", (4, 9, 5))
+    monkeypatch.setattr(live, "LENGTHS", (4, 9, 5))
     screen, out = console()
-    demo_live.show(screen, load_stage(6), tokenizer, MODEL, "cpu")
+    live.show(screen, load_stage(6), tokenizer, MODEL, "cpu")
     said = " ".join(out.getvalue().split())
     # A prompt in step 1; then 3 steps of three in the bucket of four, 1 of two, and 4 of one
     assert "8 of the steps were replays, in recordings for 1, 2, 4, 8, 16 sequences." in said
@@ -155,7 +163,7 @@ def test_stage_7_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch, 
     """In the first line, before torch is there to be asked; so it is held here to what the stage does."""
     parameters = inspect.signature(load_stage(7).engine_class()).parameters
     assert parameters["tensor_parallel_size"].default == demo.RANKS
-    monkeypatch.setattr(demo_live, "show", lambda *_: None)
+    monkeypatch.setattr(demo, "show", lambda *_: None)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     for number, where in ((5, "on one CPU thread, float32"), (7, "on 2 ranks, each on one CPU thread, float32")):
         demo.main(["--stage", str(number)])
@@ -164,10 +172,10 @@ def test_stage_7_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch, 
 
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:
     script = (
-        "import sys; from tools.race import demo, demo_live; demo_live.LENGTHS = (2, 2); demo.main(['--stage', '4']); "
+        "import sys; from tools.race import demo, live; live.LENGTHS = (2, 2); demo.main(['--stage', '4']); "
         "slow = {'transformers', 'matplotlib', 'pandas'} & sys.modules.keys(); assert not slow, slow"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=demo.ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("nanovllm, qwen3, 8 layers")
 

@@ -13,11 +13,17 @@ from rich.console import Console
 
 from stages.manifest import load_stage
 from tools.race import race, record, replay
-from tools.race.demo import EMBEDDED_MODEL, load_tokenizer
+from tools.race.lanes import Lane, Moment, draw_bar, draw_lanes, make_lanes
 from tools.race.recording import load_race
-from tools.race.view import Lane, Moment, draw_bar, draw_lanes, make_lanes
-from tools.race.worker import stage_options
-from tools.race.workload import Workload, choose_engines, engine_titles, make_workload
+from tools.race.workload import (
+    EMBEDDED_MODEL,
+    Workload,
+    choose_engines,
+    engine_titles,
+    load_tokenizer,
+    longest,
+    race_workload,
+)
 
 # Stands in for an engine: generates "tokens" for 200 ms and writes down when it began and when it was over.
 FAKE = """
@@ -47,7 +53,7 @@ print(json.dumps({"result": result}), flush=True)
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
-    return make_workload(encode, 3, 2, seed=0)
+    return race_workload(encode, 3, 2, seed=0)
 
 
 def encode(text: str) -> list[int]:
@@ -64,22 +70,22 @@ def screen(**options: Any) -> tuple[Console, io.StringIO]:
 
 
 def test_two_in_three_share_a_beginning_and_few_are_long() -> None:
-    made = make_workload(str.split, 24, 10, seed=1)  # type: ignore[arg-type]  # words will do for tokens
+    made = race_workload(str.split, 24, 10, seed=1)  # type: ignore[arg-type]  # words will do for tokens
     shared = [prompt for i, prompt in enumerate(made.prompts) if i % 3 != 2]
     assert len({tuple(prompt[:60]) for prompt in shared}) == 1 and len({tuple(prompt) for prompt in shared}) == 16
     others = {tuple(prompt[:10]) for i, prompt in enumerate(made.prompts) if i % 3 == 2}
     assert len(others) == 8 and tuple(shared[0][:10]) not in others
     assert [i for i, n in enumerate(made.max_tokens) if n == 60] == [1, 6, 11, 16, 21]
     assert all(5 <= n <= 10 for n in made.max_tokens if n != 60)
-    assert made.kv_slots % 16 == 0 and 0 <= made.kv_slots - 3 * made.longest < 3 * 16
+    assert made.kv_slots % 16 == 0 and 0 <= made.kv_slots - 3 * longest(made.prompts, made.max_tokens) < 3 * 16
 
 
 def test_a_workload_is_a_function_of_its_seed() -> None:
-    first, again, other = (make_workload(str.split, 6, 4, seed) for seed in (3, 3, 4))  # type: ignore[arg-type]
+    first, again, other = (race_workload(str.split, 6, 4, seed) for seed in (3, 3, 4))  # type: ignore[arg-type]
     assert first == again != other
     for requests, tokens in ((0, 4), (4, 0)):
         with pytest.raises(ValueError, match="must be at least 1, got 0"):
-            make_workload(encode, requests, tokens, 0)
+            race_workload(encode, requests, tokens, 0)
 
 
 def test_who_takes_part() -> None:
@@ -91,10 +97,10 @@ def test_who_takes_part() -> None:
 
 
 def test_all_have_the_same_memory(workload: Workload) -> None:
-    assert stage_options(load_stage(1), workload) == {}
-    assert stage_options(load_stage(2), workload) == {"max_num_seqs": 3}
+    assert workload.stage_options(load_stage(1)) == {}
+    assert workload.stage_options(load_stage(2)) == {"max_num_seqs": 3}
     for number in (3, 4, 5):
-        assert stage_options(load_stage(number), workload) == {
+        assert workload.stage_options(load_stage(number)) == {
             "num_blocks": workload.kv_slots // 16, "block_size": 16, "max_num_seqs": 16,
         }  # fmt: skip
 
@@ -204,9 +210,9 @@ def test_a_race_is_kept_as_it_was(fake: None, tmp_path: Path, capsys: pytest.Cap
     assert f"2 recordings of {sum(p.stat().st_size for p in tmp_path.iterdir()) / 1000:.0f} kB" in said
     first, second = load_race(tmp_path)
     assert (first.engine, second.engine) == ("stage_2", "nanovllm") and first.title == engine_titles()["stage_2"]
-    assert first.about.commit == {"hash": "abc", "modified": False} and first.about.model == "assets/story_model"
-    assert first.about.machine["clock"] == "cpu", "on one CPU thread its own time is kept, as in the benchmarks"
-    assert [len(tokens) for tokens in first.tokens] == first.about.workload.max_tokens
+    assert first.race.commit == {"hash": "abc", "modified": False} and first.race.model == "assets/story_model"
+    assert first.race.machine["clock"] == "cpu", "on one CPU thread its own time is kept, as in the benchmarks"
+    assert [len(tokens) for tokens in first.tokens] == first.race.workload.max_tokens
     replay.main(["--recording", str(tmp_path)])
     assert "RECORDING  none, 20" in capsys.readouterr().out
 

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
+from nanovllm.trace_view.recording import add_texts
 from stages.core import SamplingParams
 from stages.manifest import load_stage
 from tools.race import record, replay
-from tools.race.demo import EMBEDDED_MODEL, load_tokenizer
-from tools.race.demo_live import EngineView
+from tools.race.lanes import Moment, moments_of
+from tools.race.live import EngineView
 from tools.race.recording import load_race
-from tools.race.replay_view import EngineShow
-from tools.race.view import Moment, moments_of
-from tools.race.worker import Log, as_a_stage, run
-from tools.race.workload import Workload, make_workload
+from tools.race.replay import EngineShow
+from tools.race.worker import Log, NanovllmRunner, run
+from tools.race.workload import EMBEDDED_MODEL, Workload, load_tokenizer, race_workload
 
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
-    return make_workload(lambda text: tokenizer.encode(text).ids, 3, 2, seed=0)
+    return race_workload(lambda text: tokenizer.encode(text).ids, 3, 2, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +58,23 @@ def test_an_engine_tells_all_from_its_start(engine: str, workload: Workload, exp
     times = [e["t"] for e in events]
     assert times[0] >= 0 and times == sorted(times) and times[-1] <= result["seconds"]
     assert known[-1][1:] == (workload.num_tokens, 3)
-    view = EngineView("title", workload.max_tokens, workload.num_blocks, lambda _: "")
-    for event in events:
+    view = EngineView(workload, workload.num_blocks)
+    for event in map(add_texts(str), events):
         view.on_event(event)
-    assert [request.ids for request in view.requests] == expected and not view.tables
+    assert [request.ids for request in view.requests] == expected and not view.state.tables
 
 
-def test_the_engine_speaks_as_a_stage_does() -> None:
-    said = {"t": 0.5, "step": 8, "type": "token", "request": "12", "choice": 0, "ids": [5]}
-    token = {"t": 0.5, "step": 2, "type": "token", "request": 2, "ids": [5]}
-    assert as_a_stage(said, first=10, first_step=7) == [token]
-    assert as_a_stage(said | {"type": "added", "step": 3}, 10, 7)[0]["step"] == 0, "before the first step"
-    for kind in ("finished", "preempted"):
-        first, second = as_a_stage(said | {"type": kind}, 10, 7)
-        assert first == token | {"type": kind}
-        assert second == {"t": 0.5, "step": 2, "type": "blocks", "request": 2, "taken": [], "shared": [], "freed": []}
+def test_the_engine_counts_as_a_stage_does(monkeypatch: pytest.MonkeyPatch, workload: Workload) -> None:
+    """From its own first request and step, whatever the warm-up has used up."""
+    monkeypatch.setattr("nanovllm.LLM", lambda *_, **__: None, raising=False)
+    log = Log(lambda _: None, "wall")
+    runner = NanovllmRunner("model", "cpu", workload, log)
+    event = {"t": 0.5, "step": 6, "type": "token", "request": "9", "choice": 0, "ids": [5]}
+    runner.on_event(event)
+    log.start()
+    for told in ({"request": "12", "step": 8}, {"request": "10", "step": 3}):
+        runner.on_event(event | told)
+    assert [(e["request"], e["step"], e["ids"]) for e in log.events] == [(2, 2, [5]), (0, 0, [5])]
 
 
 def test_progress_is_told_now_and_then_and_events_are_all_kept() -> None:
@@ -108,8 +110,8 @@ def test_real_engines_race_on_a_gpu(tmp_path: Path) -> None:
     recordings = load_race(tmp_path)
     assert [r.engine for r in recordings] == ["stage_1", "stage_6", "nanovllm"]
     for recording in recordings:
-        assert [len(tokens) for tokens in recording.tokens] == recording.about.workload.max_tokens
-        assert recording.about.machine["clock"] == "wall" and recording.about.card not in ("", "cpu")
+        assert [len(tokens) for tokens in recording.tokens] == recording.race.workload.max_tokens
+        assert recording.race.machine["clock"] == "wall" and recording.race.card not in ("", "cpu")
         show = EngineShow(recording)
         show.seek(show.duration)
-        assert {request.status for request in show.view.requests} == {"finished"} and not show.view.tables
+        assert set(show.view.state.status) == {"finished"} and not show.view.state.tables

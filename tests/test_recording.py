@@ -12,30 +12,30 @@ from typing import Any
 
 import pytest
 
-from nanovllm.trace_view import Recording as Trace
-from tests.tiny_recording import ABOUT, tiny
+from nanovllm.trace_view import Recording
+from tests.tiny_recording import RACE, tiny
 from tools.race import replay
-from tools.race.recording import load, load_race, save
+from tools.race.recording import EngineRun, load_race
 
 
 def test_a_recording_comes_back_as_it_was(tmp_path: Path) -> None:
     made = tiny()
-    path = save(made, tmp_path)
+    path = made.save(tmp_path)
     assert path == tmp_path / "stage_4.jsonl.gz" and list(tmp_path.iterdir()) == [path]
-    assert load(path) == made
+    assert EngineRun.load(path) == made
     assert made.tokens == [[7, 8, 9], [10, 7]]
     before = path.read_bytes()
     assert before[4:8] == bytes(4), "gzip's header has no date of its own"
-    assert save(load(path), tmp_path).read_bytes() == before
-    assert load(path).about.source == "NVIDIA H100 80GB HBM3, 2026-11-28, commit abc123"
+    assert EngineRun.load(path).save(tmp_path).read_bytes() == before
+    assert EngineRun.load(path).race.source == "NVIDIA H100 80GB HBM3, 2026-11-28, commit abc123"
 
 
 def test_unpacked_it_is_a_trace_for_the_page(tmp_path: Path) -> None:
     made = tiny()
     unpacked = tmp_path / "run.jsonl"
-    unpacked.write_bytes(gzip.decompress(save(made, tmp_path).read_bytes()))
-    trace = Trace.load(unpacked)
-    assert trace.events == made.events
+    unpacked.write_bytes(gzip.decompress(made.save(tmp_path).read_bytes()))
+    trace = Recording.load(unpacked)
+    assert trace.events == made.events == Recording.load(made.save(tmp_path)).events
     assert (trace.about["title"], trace.about["num_blocks"], trace.about["block_size"]) == ("4 Prefix caching", 4, 16)
 
 
@@ -86,14 +86,15 @@ DAMAGE: dict[Callable[[Path], object], str] = {
     a_later_version: "has format 2, and this code reads format 1",
     Path.unlink: "holds no recording",
     lambda path: path.write_bytes(b"plain text"): "is no gzip file",
-    lambda path: path.write_bytes(gzip.compress(b"[1, 2]\n")): "is no recording of the race",
-    lambda path: path.write_bytes(gzip.compress(b"")): "is no recording of the race",
+    lambda path: path.write_bytes(gzip.compress(b"[1, 2]\n")): "is no recording with events",
+    lambda path: path.write_bytes(gzip.compress(b"")): "is no recording with events",
+    lambda path: Recording(tiny().events).save(path): "is no recording of the race",
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_cannot_be_shown_is_said_in_one_line(damage: Callable[[Path], object], tmp_path: Path) -> None:
-    damage(save(tiny(), tmp_path))
+    damage(tiny().save(tmp_path))
     with pytest.raises(SystemExit) as refused:
         replay.main(["--recording", str(tmp_path)])
     assert DAMAGE[damage] in str(refused.value) and str(tmp_path) in str(refused.value)
@@ -102,8 +103,8 @@ def test_what_cannot_be_shown_is_said_in_one_line(damage: Callable[[Path], objec
 
 
 def test_recordings_of_two_races_are_not_mixed(tmp_path: Path) -> None:
-    save(tiny(), tmp_path)
-    save(replace(tiny("nanovllm", "nanovllm"), about=replace(ABOUT, made="2026-11-29")), tmp_path)
+    tiny().save(tmp_path)
+    replace(tiny("nanovllm", "nanovllm"), race=replace(RACE, made="2026-11-29")).save(tmp_path)
     with pytest.raises(ValueError, match=r"nanovllm\.jsonl\.gz is not of the same race as stage_4"):
         load_race(tmp_path)
 

@@ -6,7 +6,6 @@ import io
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,15 +14,16 @@ from rich.console import Console
 
 from tests.tiny_recording import tiny
 from tools.race import replay
-from tools.race.demo import EMBEDDED_MODEL, load_tokenizer
-from tools.race.recording import Recording, load_race
-from tools.race.replay_view import EngineShow, RaceShow, ReplayView, Show
+from tools.race.live import EngineView
+from tools.race.recording import EngineRun, load_race
+from tools.race.replay import EngineShow, RaceShow, Show
+from tools.race.workload import EMBEDDED_MODEL, ROOT, load_tokenizer
 
 CPU = replay.SHIPPED / "cpu"
 
 
 @pytest.fixture(scope="module")
-def shipped() -> list[Recording]:
+def shipped() -> list[EngineRun]:
     return load_race(CPU)
 
 
@@ -39,7 +39,7 @@ def concluded(show: Show) -> str:
     return out.getvalue()
 
 
-def test_a_long_queue_pushes_no_other_out(shipped: list[Recording]) -> None:
+def test_a_long_queue_pushes_no_other_out(shipped: list[EngineRun]) -> None:
     [naive] = [r for r in shipped if r.engine == "stage_1"]
     for width in (80, 120):
         seen = drawn(EngineShow(naive), naive.seconds / 3, width, 24)
@@ -67,15 +67,15 @@ def test_the_run_on_a_gpu_has_all_of_its_tokens() -> None:
     """In half precision, where stories may part company at a near-tie."""
     recordings = load_race(replay.find_recording())
     assert [r.engine for r in recordings] == [f"stage_{n}" for n in range(1, 7)]
-    wanted = recordings[0].about.workload.max_tokens
+    wanted = recordings[0].race.workload.max_tokens
     assert all([len(tokens) for tokens in r.tokens] == wanted for r in recordings)
-    assert all("NVIDIA" in r.about.source for r in recordings)
+    assert all("NVIDIA" in r.race.source for r in recordings)
 
 
-def test_every_engine_is_there_with_all_of_its_tokens(shipped: list[Recording]) -> None:
+def test_every_engine_is_there_with_all_of_its_tokens(shipped: list[EngineRun]) -> None:
     assert [r.engine for r in shipped] == [*(f"stage_{n}" for n in range(1, 6)), "nanovllm"]
     assert sum(path.stat().st_size for path in CPU.iterdir()) < 300_000
-    wanted = shipped[0].about.workload.max_tokens
+    wanted = shipped[0].race.workload.max_tokens
     for recording in shipped:
         assert [len(tokens) for tokens in recording.tokens] == wanted
         assert recording.tokens == shipped[0].tokens  # greedy, float32: every engine tells the same stories
@@ -83,31 +83,33 @@ def test_every_engine_is_there_with_all_of_its_tokens(shipped: list[Recording]) 
         assert times == sorted(times) and times[0] >= 0 and times[-1] <= recording.seconds
 
 
-def test_its_texts_are_those_of_its_tokens(shipped: list[Recording]) -> None:
+def test_its_texts_are_those_of_its_tokens(shipped: list[EngineRun]) -> None:
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
     for recording in shipped:
         show = EngineShow(recording)
         show.seek(show.duration)
-        assert show.view.stories == [tokenizer.decode(tokens) for tokens in recording.tokens]
+        assert [request.text for request in show.view.requests] == [
+            tokenizer.decode(tokens) for tokens in recording.tokens
+        ]
 
 
-def test_the_engines_end_with_nothing_left_over(shipped: list[Recording]) -> None:
+def test_the_engines_end_with_nothing_left_over(shipped: list[EngineRun]) -> None:
     for recording in shipped:
         show = EngineShow(recording)
         show.seek(show.duration)
-        assert show.view.generated == recording.about.workload.num_tokens
-        assert {request.status for request in show.view.requests} == {"finished"} and not show.view.tables
+        assert show.view.generated == recording.race.workload.num_tokens
+        assert set(show.view.state.status) == {"finished"} and not show.view.state.tables
         assert [request.ids for request in show.view.requests] == recording.tokens
-        assert f"{recording.about.workload.num_tokens} tokens in {recording.seconds:.2f} s" in concluded(show)
+        assert f"{recording.race.workload.num_tokens} tokens in {recording.seconds:.2f} s" in concluded(show)
 
 
-def test_the_table_has_the_figures_of_the_files(shipped: list[Recording]) -> None:
+def test_the_table_has_the_figures_of_the_files(shipped: list[EngineRun]) -> None:
     lines = [line.split() for line in concluded(RaceShow(shipped)).splitlines() if re.match(r" *\d ", line)]
     order = sorted(shipped, key=lambda r: r.seconds)
     assert len(lines) == len(order)
     for place, (line, recording) in enumerate(zip(lines, order, strict=True), start=1):
         title = recording.title.split()
-        num_tokens, slowest = recording.about.workload.num_tokens, order[-1].seconds
+        num_tokens, slowest = recording.race.workload.num_tokens, order[-1].seconds
         first: dict[int, float] = {}
         for e in recording.events:
             if e["type"] == "token":
@@ -124,18 +126,18 @@ def test_the_table_has_the_figures_of_the_files(shipped: list[Recording]) -> Non
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_every_picture_fits_and_says_that_it_is_a_recording(width: int, shipped: list[Recording]) -> None:
-    about = shipped[0].about
+def test_every_picture_fits_and_says_that_it_is_a_recording(width: int, shipped: list[EngineRun]) -> None:
+    race = shipped[0].race
     shows: list[Show] = [RaceShow(shipped), *map(EngineShow, shipped)]
     for show in shows:
         for part in (0.0, 0.3, 1.0):
             lines = drawn(show, part * show.duration, width, 22).splitlines()
-            assert lines[0].strip().startswith(f"RECORDING  {about.card}, {about.made}")
+            assert lines[0].strip().startswith(f"RECORDING  {race.card}, {race.made}")
             assert len(lines) <= 22 and max(map(cell_len, lines)) <= width
             assert "…" not in "".join(line for line in lines if "/" not in line), "a figure is cut off"
 
 
-def test_lanes_show_what_had_been_generated_by_then(shipped: list[Recording]) -> None:
+def test_lanes_show_what_had_been_generated_by_then(shipped: list[EngineRun]) -> None:
     show = RaceShow(shipped)
     for t in (0.0, 0.5, 1.0, 2.5, 7.0, show.duration):
         picture = drawn(show, t)
@@ -143,7 +145,7 @@ def test_lanes_show_what_had_been_generated_by_then(shipped: list[Recording]) ->
             [line] = [line for line in picture.splitlines() if recording.title in line]
             so_far = sum(len(e["ids"]) for e in recording.events if e["type"] == "token" and e["t"] <= t)
             done = sum(e["type"] == "finished" and e["t"] <= t for e in recording.events)
-            assert f" {so_far}/{recording.about.workload.num_tokens} " in line
+            assert f" {so_far}/{recording.race.workload.num_tokens} " in line
             assert f" {done}/{len(recording.tokens)} " in line
             assert line.endswith(f" {min(t, recording.seconds):.2f}")
 
@@ -153,12 +155,12 @@ def test_a_late_token_does_not_turn_back_the_step() -> None:
     recording = tiny()
     events = recording.events
     late = [*events[:5], events[6], events[5], *events[7:]]
-    view = ReplayView(replace(recording, events=late))
+    view = EngineView(recording.race.workload, recording.num_blocks)
     steps = []
     for e in late:
         view.on_event(e)
         steps.append(view.step)
-    assert steps == sorted(steps) and view.stories == ["once upon é", "”once"]
+    assert steps == sorted(steps) and [request.text for request in view.requests] == ["once upon é", "”once"]
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
@@ -245,6 +247,6 @@ def test_without_torch_and_at_once() -> None:
         "import sys, time; from tools.race import replay; replay.main(['--once']); replay.main(['--engine', '4']); "
         "assert not {'torch', 'tokenizers', 'transformers'} & sys.modules.keys(); assert time.process_time() < 1.0"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=replay.ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("RECORDING") == 2 and "same text" in done.stdout

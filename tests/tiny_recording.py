@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.race.recording import About, Recording, record
+from tools.race.recording import EngineRun, Race
 from tools.race.workload import Workload
 
 WORDS = {7: "once", 8: " upon", 9: " é", 10: "”"}
 WORKLOAD = Workload(0, [[1, 2, 3], [1, 2]], [3, 2], kv_slots=64)
-ABOUT = About(
+RACE = Race(
     made="2026-11-28",
     machine={"device": "NVIDIA H100 80GB HBM3", "processor": "some CPU", "clock": "wall"},
     commit={"hash": "abc123", "modified": False},
@@ -27,7 +27,7 @@ def event(t: float, step: int, kind: str, request: int, **details: Any) -> dict[
     return {"t": t, "step": step, "type": kind, "request": request} | details
 
 
-def tiny(engine: str = "stage_4", title: str = "4 Prefix caching", slower: float = 1.0) -> Recording:
+def tiny(engine: str = "stage_4", title: str = "4 Prefix caching", slower: float = 1.0) -> EngineRun:
     events = [
         event(0.0, 0, "added", 0, prompt_tokens=3),
         event(0.0, 0, "added", 1, prompt_tokens=2),
@@ -47,4 +47,4 @@ def tiny(engine: str = "stage_4", title: str = "4 Prefix caching", slower: float
         event(0.6, 3, "blocks", 1, taken=[], shared=[], freed=[1]),
     ]
     events = [e | {"t": e["t"] * slower} for e in events]
-    return record(engine, title, {"events": events, "seconds": 0.65 * slower}, ABOUT, decode)
+    return EngineRun.from_result(engine, title, {"events": events, "seconds": 0.65 * slower}, RACE, decode)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from nanovllm.trace_view.engine_state import EngineState
-from nanovllm.trace_view.recording import Event, Recording
+from nanovllm.trace_view.recording import Recording, add_texts
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PLACE = "{{trace}}"
@@ -37,7 +37,7 @@ def page_data(recording: Recording, decode: Callable[[list[int]], str] | None) -
     steps: dict[int, dict[str, Any]] = {}
     shown: dict[int, list[int]] = {}  # tables, as the page knows them by now
     events, num_blocks = [], 0
-    for event in recording.events if decode is None else with_texts(recording.events, decode):
+    for event in recording.events if decode is None else map(add_texts(decode), recording.events):
         step = event["step"]
         if event["type"] == "scheduled" and step not in steps:
             steps[step] = {"step": step, "t": event["t"] - recording.events[0]["t"], "used": len(state.owners)}
@@ -66,19 +66,3 @@ def page_data(recording: Recording, decode: Callable[[list[int]], str] | None) -
         "steps": list(steps.values()),
         "events": events,
     }
-
-
-def with_texts(events: Iterable[Event], decode: Callable[[list[int]], str]) -> Iterator[Event]:
-    """The events, where each `token` has the `text` that it adds; half a character waits for its other half."""
-    so_far: dict[tuple[object, int], list[int]] = {}
-    shown: dict[tuple[object, int], int] = {}
-    for event in events:
-        who = event["request"], event.get("choice", 0)
-        if event["type"] == "added":
-            so_far[who], shown[who] = [], 0
-        elif event["type"] == "token":
-            so_far[who] = so_far.get(who, []) + event["ids"]
-            whole = decode(so_far[who]).rstrip("\ufffd")
-            event = event | {"text": whole[shown.get(who, 0) :]}
-            shown[who] = max(shown.get(who, 0), len(whole))
-        yield event

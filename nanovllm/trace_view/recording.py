@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +35,27 @@ class Recording:
         self.events.append(event)
 
     def save(self, path: str | Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all; packed if its name ends in .gz. The same recording gives the same bytes."""
+        path = Path(path)
         lines = [{"nanovllm_trace": FORMAT, **self.about}, *self.events]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        Path(path).write_text(text, encoding="utf-8")
+        text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
+        part = path.with_name(path.name + ".part")
+        part.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
-        """Raises ValueError, with the number of the line, for a file that is no recording or is damaged."""
+        """Raises ValueError, in one line with what to do, for a file that is no recording or is damaged."""
+        path = Path(path)
+        content = path.read_bytes()
+        try:
+            lines = (gzip.decompress(content) if path.suffix == ".gz" else content).decode().splitlines()
+        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError):
+            kind = "gzip file" if path.suffix == ".gz" else "text"
+            raise ValueError(f"{path} is no {kind}, or is cut short or damaged; record the run again") from None
         about: dict[str, Any] = {}
         events: list[Event] = []
-        for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        for number, text in enumerate(lines, start=1):
             try:
                 line = json.loads(text)
             except json.JSONDecodeError as error:
@@ -53,10 +65,32 @@ class Recording:
                     break
                 about = line
             elif not isinstance(line, dict) or not line.keys() >= set(NEEDED):
-                raise ValueError(f"{path}, line {number}: an event has {', '.join(NEEDED)}; got {text[:60]}")
+                wanted = f"an event has {', '.join(NEEDED)}, unlike {text[:60]}"
+                raise ValueError(f"{path}, line {number}: {wanted}; record the run again")
             else:
                 events.append(line)
-        else:
-            if events:
-                return cls(events, **about)
-        raise ValueError(f"{path} is no recording with events; write one with Recording.save")
+        if not events:
+            raise ValueError(f"{path} is no recording with events; record the run again")
+        return cls(events, **about)
+
+
+def add_texts(decode: Callable[[list[int]], str]) -> Callable[[Event], Event]:
+    """A function for the events of a run, in their order: each `token` gets the `text` that it adds to its sequence.
+
+    Half a character waits for its other half.
+    """
+    so_far: dict[tuple[object, int], list[int]] = {}
+    shown: dict[tuple[object, int], int] = {}
+
+    def with_text(event: Event) -> Event:
+        who = event["request"], event.get("choice", 0)
+        if event["type"] == "added":
+            so_far[who], shown[who] = [], 0
+        elif event["type"] == "token":
+            so_far[who] = so_far.get(who, []) + event["ids"]
+            whole = decode(so_far[who]).rstrip("\ufffd")
+            event = event | {"text": whole[shown.get(who, 0) :]}
+            shown[who] = max(shown.get(who, 0), len(whole))
+        return event
+
+    return with_text

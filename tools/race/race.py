@@ -31,9 +31,17 @@ from rich.text import Text
 
 from benchmarks.lib.recorder import ClockName
 from tools.ctrl_c import until_ctrl_c
-from tools.race.demo import EMBEDDED_MODEL, ROOT, describe, load_tokenizer
-from tools.race.view import Lane, Moment, finish_of, make_lanes, picture, result_table
-from tools.race.workload import Workload, choose_engines, engine_titles, make_workload
+from tools.race.lanes import Lane, Moment, finish_of, make_lanes, picture, result_table
+from tools.race.workload import (
+    EMBEDDED_MODEL,
+    ROOT,
+    Workload,
+    choose_engines,
+    describe_model,
+    engine_titles,
+    load_tokenizer,
+    race_workload,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -195,7 +203,7 @@ def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall
     names = choose_engines(options.stages, on_gpu)
     tokenizer = load_tokenizer(options.model)
     num_requests, tokens = SIZES["cuda" if on_gpu else "cpu"]
-    workload = make_workload(
+    workload = race_workload(
         lambda text: tokenizer.encode(text).ids,
         num_requests if options.requests is None else options.requests,
         tokens if options.tokens is None else options.tokens,
@@ -208,7 +216,7 @@ def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall
     rule = TOGETHER.format(cores=os.cpu_count()) if options.together else ALONE
     heading = Text.assemble(
         (f"{len(workload.prompts)} requests, {workload.num_tokens} tokens to generate\n", "bold"),
-        (f"{describe(options.model, options.device)}; seed {options.seed}\n{rule}", "dim"),
+        (f"{describe_model(options.model, options.device)}; seed {options.seed}\n{rule}", "dim"),
     )
     display = Display(console, lanes, heading)
     racers: list[Racer] = []

@@ -18,10 +18,9 @@ from benchmarks.lib.harness import card_slug, commit, model_name
 from benchmarks.lib.recorder import ClockName, choose_clock
 from tools.ctrl_c import until_ctrl_c
 from tools.race import race
-from tools.race.demo import ROOT
 from tools.race.race import Outcome, add_options
-from tools.race.recording import About, record, save
-from tools.race.workload import choose_engines
+from tools.race.recording import EngineRun, Race
+from tools.race.workload import ROOT, choose_engines
 
 BUILD = ROOT / "build" / "recordings"
 
@@ -35,7 +34,7 @@ def clock_for(options: argparse.Namespace) -> ClockName:
 def save_all(outcome: Outcome, options: argparse.Namespace, console: Console) -> Path:
     """Write a file an engine, and return the directory."""
     machine = next(iter(outcome.results.values()))["machine"]
-    about = About(
+    held = Race(
         made=datetime.date.today().isoformat(),
         machine=machine,
         # A copy of the working tree has no git to ask, so it can be told
@@ -47,8 +46,8 @@ def save_all(outcome: Outcome, options: argparse.Namespace, console: Console) ->
     directory = options.out or BUILD / ("cpu" if machine["device"] == "cpu" else card_slug(machine["device"]))
     total = 0
     for engine, result in outcome.results.items():
-        made = record(engine, outcome.titles[engine], result, about, outcome.tokenizer.decode)
-        total += save(made, directory).stat().st_size
+        run = EngineRun.from_result(engine, outcome.titles[engine], result, held, outcome.tokenizer.decode)
+        total += run.save(directory).stat().st_size
     console.print(f"{len(outcome.results)} recordings of {total / 1000:.0f} kB in all, in {directory}")
     console.print(f'To see them: make replay ARGS="--recording {directory}"')
     return directory

@@ -14,18 +14,21 @@ import os
 import sys
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from nanovllm.trace_view.recording import Event
 from tools.ctrl_c import until_ctrl_c
-from tools.race.recording import load, load_race
-from tools.race.replay_view import EngineShow, RaceShow, Show
+from tools.race.lanes import draw_lanes, finish_of, make_lanes, result_table
+from tools.race.live import EngineView
+from tools.race.recording import SUFFIX, EngineRun, Race, load_race
+from tools.race.workload import ROOT
 
 try:  # not on Windows: no keys there
     import select
@@ -34,13 +37,111 @@ try:  # not on Windows: no keys there
 except ImportError:
     termios = None  # type: ignore[assignment]
 
-ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "assets" / "recordings"
 FRAME = 1 / 15  # seconds between two pictures
+STRIDE = 0.1  # seconds from one picture of the race to the next, when it is gone through by hand
+CLOCKS = {"wall": "wall-clock times", "cpu": "times are CPU time of the one thread"}
 Key = Literal["pause", "on", "back", "quit"]
 KEYS: dict[bytes, Key] = {
     b" ": "pause", b"q": "quit", b"\x1b[C": "on", b"\x1bOC": "on", b"\x1b[D": "back", b"\x1bOD": "back",
 }  # fmt: skip
+
+
+class Show(Protocol):
+    """A picture for every time from 0 to its duration. On each it says that it is a recording, of what and of when.
+
+    `stops` are the times, ascending, at which a step by hand may rest."""
+
+    duration: float
+    stops: Sequence[float]
+
+    def render(self, t: float, width: int, height: int) -> RenderableType: ...
+
+    def conclude(self, console: Console) -> None:
+        """What is printed below the last picture."""
+        ...
+
+
+def badge(race: Race) -> Text:
+    """The line that no picture goes without."""
+    return Text.assemble((" RECORDING ", "bold white on red"), " ", (race.source, "bold"), overflow="ellipsis")
+
+
+def describe(race: Race) -> str:
+    together = ", all at once" if race.together else ", one at a time"
+    return f"{len(race.workload.prompts)} requests, {race.workload.num_tokens} tokens, {race.model}{together}"
+
+
+def clock_of(race: Race) -> str:
+    return CLOCKS.get(race.machine.get("clock", "wall"), "")
+
+
+class RaceShow:
+    """All engines of a recorded race, drawn at the same time since their start, however they were run."""
+
+    def __init__(self, runs: Sequence[EngineRun]) -> None:
+        self.runs, self.race = runs, runs[0].race
+        workload = self.race.workload
+        self.lanes = make_lanes({r.engine: r.title for r in runs}, workload.num_tokens, len(workload.prompts))
+        for lane, run in zip(self.lanes, runs, strict=True):
+            lane.finish(run.events, run.seconds)
+        self.duration = max(run.seconds for run in runs)
+        self.stops: Sequence[float] = [STRIDE * i for i in range(1, int(self.duration / STRIDE) + 1)]
+
+    def render(self, t: float, width: int, height: int) -> RenderableType:
+        in_order = sorted((lane.seconds, i) for i, lane in enumerate(self.lanes) if lane.seconds is not None)
+        for place, (seconds, i) in enumerate(in_order, start=1):
+            self.lanes[i].mark = f"#{place}" if seconds <= t else ""
+        return Group(badge(self.race), Text(describe(self.race), "dim"), "", draw_lanes(self.lanes, t, width))
+
+    def conclude(self, console: Console) -> None:
+        pairs = zip(self.lanes, self.runs, strict=True)
+        finishes = [finish_of(lane, run.events, run.tokens) for lane, run in pairs]
+        race = self.race
+        console.print(result_table(finishes, f"\nThe result, recorded on {race.source}"))
+        console.print(f"{describe(race)}; KV memory for {race.workload.kv_slots} tokens; {clock_of(race)}.")
+
+
+class EngineShow:
+    """One recorded engine from inside: queues, counters, blocks, texts, as `make stage-N-demo` shows them."""
+
+    def __init__(self, run: EngineRun) -> None:
+        self.run = run
+        self.duration = run.seconds
+        self.stops: Sequence[float] = step_times(run.events)
+        self.reset()
+
+    def reset(self) -> None:
+        self.view, self.position = EngineView(self.run.race.workload, self.run.num_blocks), 0
+
+    def seek(self, t: float) -> None:
+        """Let the view see all events up to time t."""
+        until = bisect_right(self.run.events, t, key=lambda event: event["t"])
+        if until < self.position:
+            self.reset()
+        for event in self.run.events[self.position : until]:
+            self.view.on_event(event)
+        self.position = until
+
+    def render(self, t: float, width: int, height: int) -> RenderableType:
+        self.seek(t)
+        self.view.now = t
+        heading = Text(f"{self.run.title}: {t:.2f} s", "bold")
+        return Group(badge(self.run.race), self.view.render(heading, width, height - 1))
+
+    def conclude(self, console: Console) -> None:
+        self.seek(self.duration)
+        generated, seconds, race = self.view.generated, self.run.seconds, self.run.race
+        console.print(
+            f"\n{self.run.title}, recorded on {race.source}: {generated} tokens in {seconds:.2f} s, "
+            f"{generated / seconds:,.0f} tokens/s; {clock_of(race)}."
+        )
+
+
+def step_times(events: Sequence[Event]) -> list[float]:
+    """When each step has been planned: the time of its last `scheduled` event."""
+    times = {event["step"]: event["t"] for event in events if event["type"] == "scheduled"}
+    return sorted(times.values())
 
 
 class Player:
@@ -144,10 +245,10 @@ def make_show(directory: Path, engine: str | None) -> Show:
     if engine is None:
         return RaceShow(load_race(directory))
     name = f"stage_{engine}" if engine.isdigit() else engine
-    known = sorted(path.name.split(".")[0] for path in directory.glob("*.jsonl.gz"))
+    known = sorted(path.name.split(".")[0] for path in directory.glob(f"*{SUFFIX}"))
     if known and name not in known:
         raise ValueError(f"--engine {engine}: {directory} has {', '.join(known)}")
-    return EngineShow(load(directory / f"{name}.jsonl.gz"))
+    return EngineShow(EngineRun.load(directory / f"{name}{SUFFIX}"))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.lib.recorder import CLOCKS, ClockName
 from benchmarks.lib.worker import facts, synchronize
-from stages.manifest import Stage, load_stage
+from stages.manifest import load_stage
 from tools.race.workload import BLOCK_SIZE, NANOVLLM, Workload
 
 REPORT_EVERY = 0.04  # seconds; oftener than the picture is drawn, and too seldom to be felt
@@ -74,8 +74,7 @@ class Runner(Protocol):
 class StageRunner:
     def __init__(self, number: int, model: str, device: str, workload: Workload, log: Log) -> None:
         stage = load_stage(number)
-        options = stage_options(stage, workload)
-        self.engine = stage.engine_class()(model, device=device, on_event=log, **options)
+        self.engine = stage.engine_class()(model, device=device, on_event=log, **workload.stage_options(stage))
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
         from stages.core import SamplingParams
@@ -90,23 +89,17 @@ class StageRunner:
             self.engine.close()
 
 
-def stage_options(stage: Stage, workload: Workload) -> dict[str, int]:
-    """The same KV memory for every stage: as blocks, or as rows that could each hold the longest request."""
-    if "num_blocks" in stage.options:
-        limits = {"num_blocks": workload.num_blocks, "block_size": BLOCK_SIZE, "max_num_seqs": workload.max_num_seqs}
-    else:
-        limits = {"max_num_seqs": max(1, min(workload.max_num_seqs, workload.kv_slots // workload.longest))}
-    return {name: value for name, value in limits.items() if name in stage.options}
-
-
 class NanovllmRunner:
-    """The engine, which numbers its requests over all calls; here they count from 0, as a stage's do."""
+    """The engine. It numbers requests and steps over all calls; here they count from the race's own, as a stage's do.
+
+    That is requests from 0 and steps from 1.
+    """
 
     def __init__(self, model: str, device: str, workload: Workload, log: Log) -> None:
         from nanovllm import LLM
 
         self.log = log
-        self.first = self.first_step = 0
+        self.first_request = self.first_step = 0
         self.llm = LLM(
             model,
             device=device,
@@ -118,11 +111,10 @@ class NanovllmRunner:
         )
 
     def on_event(self, event: Event) -> None:
+        request, step = int(event["request"]), event["step"]
         if not self.log.listening:
-            self.first, self.first_step = int(event["request"]) + 1, event["step"] + 1
-            return
-        for told in as_a_stage(event, self.first, self.first_step):
-            self.log(told)
+            self.first_request, self.first_step = request + 1, step + 1
+        self.log(event | {"request": request - self.first_request, "step": max(0, step - self.first_step + 1)})
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
         from nanovllm import SamplingParams
@@ -133,17 +125,6 @@ class NanovllmRunner:
 
     def close(self) -> None:
         self.llm.close()
-
-
-def as_a_stage(event: Event, first: int, first_step: int) -> list[Event]:
-    """What a stage would have said: requests count from 0 and steps from 1, and a sequence that lets go of its blocks
-    says so. The engine names the blocks that are free now, and is silent if others still hold them all."""
-    told = {name: value for name, value in event.items() if name != "choice"}
-    told |= {"request": int(event["request"]) - first, "step": max(0, event["step"] + 1 - first_step)}
-    if event["type"] not in ("preempted", "finished"):
-        return [told]
-    when_and_who = {name: told[name] for name in ("t", "step", "request")}
-    return [told, when_and_who | {"type": "blocks", "taken": [], "shared": [], "freed": []}]
 
 
 def make_runner(engine: str, model: str, device: str, workload: Workload, log: Log) -> Runner:

@@ -1,18 +1,28 @@
-"""What every engine of the race has to do, and which engines there are. Imports no torch."""
+"""What the engines of a race or a demo have to do, with which memory, and which engines there are. Imports no torch."""
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stages.manifest import load_stages
+from stages.manifest import Stage, load_stages
 from training.story_grammar import generate_story, opening
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+EMBEDDED_MODEL = ROOT / "assets" / "story_model"
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 16
 LONG_EVERY, LONG = 5, 6  # every fifth answer is six times as long: what a static batch waits for
 LONGEST_AT_ONCE = 3  # the KV memory, in requests of the longest kind
+DEMO_KV_SLOTS = 512  # little, so that blocks run out and the stages have to cope
 NANOVLLM = "nanovllm"
 # How the paragraphs of many stories begin. Each makes one story go on in a way of its own, without any dice.
 BEGINNINGS = (
@@ -20,11 +30,12 @@ BEGINNINGS = (
     "When the tables stood ready,", "The moon rose,", "On the first of October", "Round the bend", "A cheeky magpie",
     "The path grew slippery,", "A stranger", "Night fell,", "One windy day", "All at once",
 )  # fmt: skip
+Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests as token ids, each with the number of tokens it gets, and the limits that every engine keeps to.
+    """Requests as token ids, each with the most tokens that it gets, and the limits that every engine keeps to.
 
     kv_slots: KV memory in tokens. max_num_seqs: how many sequences may share a step.
     """
@@ -41,12 +52,17 @@ class Workload:
         return sum(self.max_tokens)
 
     @property
-    def longest(self) -> int:
-        return longest(self.prompts, self.max_tokens)
-
-    @property
     def num_blocks(self) -> int:
         return self.kv_slots // BLOCK_SIZE
+
+    def stage_options(self, stage: Stage) -> dict[str, int]:
+        """The same KV memory for every stage: as blocks, or as rows that could each hold the longest request."""
+        if "num_blocks" in stage.options:
+            limits = {"num_blocks": self.num_blocks, "block_size": BLOCK_SIZE, "max_num_seqs": self.max_num_seqs}
+        else:
+            num_rows = self.kv_slots // longest(self.prompts, self.max_tokens)
+            limits = {"max_num_seqs": max(1, min(self.max_num_seqs, num_rows))}
+        return {name: value for name, value in limits.items() if name in stage.options}
 
 
 def longest(prompts: list[list[int]], max_tokens: list[int]) -> int:
@@ -54,7 +70,7 @@ def longest(prompts: list[list[int]], max_tokens: list[int]) -> int:
     return max(len(prompt) + n for prompt, n in zip(prompts, max_tokens, strict=True))
 
 
-def make_workload(encode: Callable[[str], list[int]], num_requests: int, tokens: int, seed: int) -> Workload:
+def race_workload(encode: Encode, num_requests: int, tokens: int, seed: int) -> Workload:
     """Two in three requests go on with a half-told story, each in its own way; the others open a story of their own.
 
     tokens: of the longest of the short answers; the long ones get six times as many. Raises ValueError for a size that
@@ -70,7 +86,7 @@ def make_workload(encode: Callable[[str], list[int]], num_requests: int, tokens:
     num_continued = 0
     for i in range(num_requests):
         if i % 3 == 2:
-            text = opening(rng).text + "\n\n"
+            text = story_opening(rng)
         else:
             way = num_continued % len(BEGINNINGS)
             if way == 0:
@@ -81,6 +97,18 @@ def make_workload(encode: Callable[[str], list[int]], num_requests: int, tokens:
         max_tokens.append(LONG * tokens if i % LONG_EVERY == 1 else rng.randint((tokens + 1) // 2, tokens))
     blocks_of_longest = -(-longest(prompts, max_tokens) // BLOCK_SIZE)
     return Workload(seed, prompts, max_tokens, LONGEST_AT_ONCE * blocks_of_longest * BLOCK_SIZE)
+
+
+def demo_workload(encode: Encode, lengths: tuple[int, ...]) -> Workload:
+    """One half-told story that goes on in several ways; every third request opens a story of its own."""
+    half_told = encode(half_a_story(random.Random(13)))
+    prompts = [encode(story_opening(random.Random(100 + i))) if i % 3 == 2 else half_told for i in range(len(lengths))]
+    return Workload(13, prompts, list(lengths), DEMO_KV_SLOTS)
+
+
+def story_opening(rng: random.Random) -> str:
+    """The first paragraph of a story that the model has not seen."""
+    return opening(rng).text + "\n\n"
 
 
 def half_a_story(rng: random.Random) -> str:
@@ -107,3 +135,22 @@ def choose_engines(names: list[str] | None, on_gpu: bool) -> list[str]:
     if unknown := sorted(chosen - set(known)):
         raise ValueError(f"--stages: there is no {unknown[0]}; there are {', '.join(known)}")
     return [name for name in known if name in chosen]
+
+
+def load_tokenizer(model: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint directory. Ends the program, in one line, where there is none."""
+    from tokenizers import Tokenizer
+
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        sys.exit(f"--model {model}: there is no tokenizer.json in it, so it is no checkpoint that can tell a story")
+    return Tokenizer.from_file(str(file))
+
+
+def describe_model(model: Path, device: str, ranks: int = 1) -> str:
+    """Its size and where it runs, in half a line."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    where = "on one CPU thread, float32" if device == "cpu" else f"on {device}"
+    if ranks > 1:  # each has a thread, or a GPU
+        where = f"on {ranks} ranks, each {where}" if device == "cpu" else f"{where} with {ranks} ranks"
+    return f"{config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']}, {where}"
