@@ -25,7 +25,7 @@ from stages.core import SamplingParams
 from stages.manifest import load_stages
 from stages.stage_1_naive import NaiveEngine, attend_to_all
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
-from tools.pictures.pictures import swimlane
+from tools.pictures.steps import swimlane
 from tools.pictures.three_requests import (
     NAMES,
     STORY_MODEL,

@@ -14,7 +14,8 @@ import torch
 from stages.core import SamplingParams, make_sequences, sample
 from stages.model import Attention
 from stages.stage_1_naive import NaiveEngine, attend_to_all
-from tools.pictures.pictures import lines, swimlane, time_per_token, token_times, work_map
+from tools.pictures.plots import lines, time_per_token
+from tools.pictures.steps import swimlane, work_map
 from tools.pictures.three_requests import (
     NAMES,
     STORY_MODEL,
@@ -26,6 +27,7 @@ from tools.pictures.three_requests import (
     source,
     three_requests,
 )
+from tools.pictures.timeline import token_times
 
 tokenizer = load_tokenizer()
 prompts, params = three_requests()

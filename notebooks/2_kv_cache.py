@@ -14,7 +14,9 @@ import torch
 from stages.core import SamplingParams
 from stages.stage_1_naive import NaiveEngine
 from stages.stage_2_kv_cache import KVCache, KVCacheEngine
-from tools.pictures.pictures import cache_growth, lines, swimlane, time_per_token, token_times, work_map
+from tools.pictures.blocks import cache_growth
+from tools.pictures.plots import lines, time_per_token
+from tools.pictures.steps import swimlane, work_map
 from tools.pictures.three_requests import (
     NAMES,
     STORY_MODEL,
@@ -26,6 +28,7 @@ from tools.pictures.three_requests import (
     source,
     three_requests,
 )
+from tools.pictures.timeline import token_times
 
 tokenizer = load_tokenizer()
 prompts, params = three_requests()

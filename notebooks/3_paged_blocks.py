@@ -13,8 +13,8 @@ import json
 from stages.core import SamplingParams, Sequence
 from stages.stage_2_kv_cache import KVCacheEngine
 from stages.stage_3_paged_blocks import BlockPool, PagedEngine, PagedKVCache, slots_of
-from tools.pictures.blocks import holdings, pool_slots
-from tools.pictures.pictures import block_map, cache_growth, slot_use, swimlane, waste
+from tools.pictures.blocks import block_map, cache_growth, holdings, pool_slots, waste
+from tools.pictures.steps import swimlane
 from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,
@@ -29,6 +29,7 @@ from tools.pictures.three_requests import (
     source,
     three_requests,
 )
+from tools.pictures.timeline import slot_use
 
 prompts, params = three_requests()
 

@@ -19,8 +19,9 @@ from stages import stage_4_prefix_caching as stage_4
 from stages.core import SamplingParams
 from stages.stage_3_paged_blocks import PagedEngine
 from stages.stage_4_prefix_caching import Content, PrefixCachingEngine, PrefixCachingPool, chained_digest
-from tools.pictures.blocks import bars, ref_counts
-from tools.pictures.pictures import block_map, prefix_tree, swimlane
+from tools.pictures.blocks import block_map, prefix_tree, ref_counts
+from tools.pictures.plots import bars
+from tools.pictures.steps import swimlane
 from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,

@@ -18,8 +18,9 @@ from unittest.mock import patch
 from stages.core import SamplingParams
 from stages.stage_4_prefix_caching import PrefixCachingEngine, PrefixCachingPool
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Scheduled, Scheduler
-from tools.pictures.blocks import bars, seats
-from tools.pictures.pictures import block_map, swimlane
+from tools.pictures.blocks import block_map
+from tools.pictures.plots import bars
+from tools.pictures.steps import seats, swimlane
 from tools.pictures.three_requests import (
     BLOCK_SIZE,
     LOTTE,

@@ -37,9 +37,9 @@ from stages.stage_7_tensor_parallel import (
     cut,
     winners,
 )
-from tools.pictures.blocks import bars
-from tools.pictures.pictures import swimlane
+from tools.pictures.plots import bars
 from tools.pictures.ranks import decode_ms, held, layer_flow, listen_in, wire
+from tools.pictures.steps import swimlane
 from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,

@@ -22,8 +22,9 @@ from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
-from tools.pictures.blocks import bars
-from tools.pictures.pictures import block_map, swimlane
+from tools.pictures.blocks import block_map
+from tools.pictures.plots import bars
+from tools.pictures.steps import swimlane
 from tools.pictures.three_requests import (
     BLOCK_SIZE,
     LOTTE,

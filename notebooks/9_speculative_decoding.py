@@ -23,9 +23,8 @@ from nanovllm.engine.guesses import NgramProposer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.sampling.rejection import accept_or_redraw, draw_guesses
 from nanovllm.sampling.sampler import Draws
-from tools.pictures.blocks import bars
-from tools.pictures.pictures import swimlane
-from tools.pictures.plots import lines
+from tools.pictures.plots import bars, lines
+from tools.pictures.steps import swimlane
 from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,

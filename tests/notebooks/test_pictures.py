@@ -9,17 +9,9 @@ if find_spec("matplotlib") is None:
     pytest.skip("matplotlib is not installed: make setup", allow_module_level=True)
 
 from stages.manifest import load_stage
-from tools.pictures.pictures import (
-    block_map,
-    cache_growth,
-    lines,
-    prefix_tree,
-    slot_use,
-    swimlane,
-    time_per_token,
-    waste,
-    work_map,
-)
+from tools.pictures.blocks import block_map, cache_growth, prefix_tree, waste
+from tools.pictures.plots import lines, time_per_token
+from tools.pictures.steps import swimlane, work_map
 from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,
@@ -32,6 +24,7 @@ from tools.pictures.three_requests import (
     record,
     three_requests,
 )
+from tools.pictures.timeline import slot_use
 
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": SEATS,

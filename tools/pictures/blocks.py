@@ -1,21 +1,99 @@
-"""Pictures of notebooks 3 to 5: the slots of the pool, reference counts, seats in the batch; and bars."""
+"""Pictures of KV memory: which block holds what, what lies in its slots, what is shared, what is set aside in vain."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
 from stages.core import Event
-from tools.pictures.style import BLACK, STYLE, WIDTH, Picture, colour_of, label_steps, legend_below, new_picture
-from tools.pictures.timeline import read_events
+from tools.pictures.style import (
+    BLACK,
+    BLUE,
+    VERMILION,
+    Picture,
+    colour_of,
+    label_steps,
+    legend_below,
+    new_picture,
+)
+from tools.pictures.timeline import SlotUse, held_tokens, read_events, slot_use
 
 COUNT_COLOURS = ("#F4F4F4", "#9ECAE9", "#3182BD", "#08306B")  # nobody, one, two, three and more
 COUNT_WORDS = ("0: free", "1", "2: shared", "3 or more")
+
+
+def block_map(
+    events: Sequence[Event],
+    num_blocks: int,
+    *,
+    names: Sequence[str] | None = None,
+    title: str = "Which block holds what",
+    remember: bool = False,
+) -> Picture:
+    """Which request holds which block in which step. Hatched: shared by two or more.
+
+    remember=True also shows, pale, the free blocks that still hold what a request left in them (stage 4 and up).
+    """
+    timeline = read_events(events)
+    labels = timeline.state.labels(names)
+    picture, axes = new_picture(1.6 + 0.19 * num_blocks, title)
+    some_shared = False
+    for column, blocks in enumerate(timeline.blocks):
+        holders = blocks.holders
+        for block, lives in holders.items():
+            shared = len(lives) > 1
+            some_shared |= shared
+            style: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if shared else {"edgecolor": "none"}
+            owner = lives[0]
+            axes.barh(block, 1, left=column, height=0.86, facecolor=colour_of(owner), linewidth=0, **style)
+        if remember:
+            for block in blocks.writers.keys() - holders.keys():
+                life = blocks.writers[block]
+                axes.barh(block, 1, left=column, height=0.86, facecolor=colour_of(life), alpha=0.22, linewidth=0)
+    axes.set_ylim(num_blocks - 0.4, -0.6)
+    axes.set_xlim(0, len(timeline.blocks))
+    axes.set_yticks(range(0, num_blocks, 1 if num_blocks <= 10 else 2 if num_blocks <= 24 else 8))
+    axes.set_ylabel("block")
+    axes.set_xlabel("step")
+    label_steps(axes, len(timeline.blocks))
+    handles = [Patch(facecolor=colour_of(i), label=f"request {label}") for i, label in enumerate(labels)]
+    if some_shared:
+        handles.append(Patch(facecolor="#808080", hatch="////", edgecolor="white", label="shared by several"))
+    if remember:
+        handles.append(Patch(facecolor="#808080", alpha=0.25, label="free, contents kept"))
+    legend_below(axes, handles, columns=3)
+    return picture
+
+
+def ref_counts(
+    events: Sequence[Event], num_blocks: int, *, title: str = "How many sequences own each block"
+) -> Picture:
+    """The reference count of every block in every step: how many hold it."""
+    timeline = read_events(events)
+    picture, axes = new_picture(1.5 + 0.2 * num_blocks, title)
+    for column, blocks in enumerate(timeline.blocks):
+        holders = blocks.holders
+        for block in range(num_blocks):
+            count = len(holders.get(block, []))
+            colour = COUNT_COLOURS[min(count, 3)]
+            axes.barh(block, 1, left=column, height=1, facecolor=colour, edgecolor="white", linewidth=0.6)
+            if count:
+                ink = BLACK if count == 1 else "white"
+                axes.text(column + 0.5, block, str(count), ha="center", va="center", fontsize=9, color=ink)
+    axes.set_xlim(0, len(timeline.blocks))
+    axes.set_ylim(num_blocks - 0.5, -0.5)
+    axes.set_yticks(range(0, num_blocks, 1 if num_blocks <= 10 else 2))
+    axes.set_xlabel("step")
+    axes.set_ylabel("block")
+    label_steps(axes, len(timeline.blocks))
+    shades = zip(COUNT_COLOURS, COUNT_WORDS, strict=True)
+    legend_below(axes, [Patch(facecolor=shade, edgecolor="#909090", label=word) for shade, word in shades], columns=4)
+    return picture
 
 
 @dataclass(frozen=True)
@@ -88,111 +166,136 @@ def draw_slots(axes: Axes, holding: Holding, index: int, block_size: int) -> Non
             axes.text(offset + 0.5, block, str(position), ha="center", va="center", fontsize=8, bbox=box)
 
 
-def ref_counts(
-    events: Sequence[Event], num_blocks: int, *, title: str = "How many sequences own each block"
+def cache_growth(
+    events: Sequence[Event],
+    *,
+    block_size: int | None = None,
+    reserved: int | None = None,
+    names: Sequence[str] | None = None,
+    title: str = "What the cache holds",
 ) -> Picture:
-    """The reference count of every block in every step: how many hold it."""
-    timeline = read_events(events)
-    picture, axes = new_picture(1.5 + 0.2 * num_blocks, title)
-    for column, blocks in enumerate(timeline.blocks):
-        holders = blocks.holders
-        for block in range(num_blocks):
-            count = len(holders.get(block, []))
-            colour = COUNT_COLOURS[min(count, 3)]
-            axes.barh(block, 1, left=column, height=1, facecolor=colour, edgecolor="white", linewidth=0.6)
-            if count:
-                ink = BLACK if count == 1 else "white"
-                axes.text(column + 0.5, block, str(count), ha="center", va="center", fontsize=9, color=ink)
-    axes.set_xlim(0, len(timeline.blocks))
-    axes.set_ylim(num_blocks - 0.5, -0.5)
-    axes.set_yticks(range(0, num_blocks, 1 if num_blocks <= 10 else 2))
-    axes.set_xlabel("step")
-    axes.set_ylabel("block")
-    label_steps(axes, len(timeline.blocks))
-    shades = zip(COUNT_COLOURS, COUNT_WORDS, strict=True)
-    legend_below(axes, [Patch(facecolor=shade, edgecolor="#909090", label=word) for shade, word in shades], columns=4)
-    return picture
+    """Tokens with keys and values in the cache, step by step, stacked by request.
 
-
-def bars(
-    groups: Mapping[str, Sequence[float]], labels: Sequence[object], *, xlabel: str, ylabel: str, title: str
-) -> Picture:
-    """A bar for each label in each group; the height stands on it. For figures along an axis without a scale."""
-    picture, axes = new_picture(3.2, title)
-    width = 0.8 / len(groups)
-    for i, (group, heights) in enumerate(groups.items()):
-        left = [n - 0.4 + (i + 0.5) * width for n in range(len(labels))]
-        hatch = ("", "////", "....")[i % 3]
-        drawn = axes.bar(left, heights, width, color=colour_of(i), hatch=hatch, edgecolor="white", label=group)
-        axes.bar_label(drawn, fmt="%.0f", fontsize=9, padding=2)
-    axes.set_xticks(range(len(labels)), [str(label) for label in labels])
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.margins(y=0.1)
-    if len(groups) > 1:
-        legend_below(axes, axes.get_legend_handles_labels()[0])
-    return picture
-
-
-def taken_seats(events: Sequence[Event]) -> list[dict[int, tuple[int, bool]]]:
-    """For each step: seat -> (life, whether it computes in this step). Whoever is admitted takes the lowest free seat
-    and leaves it when finished or preempted."""
-    timeline = read_events(events)
-    seats: dict[int, int] = {}
-    steps = []
-    for step in timeline.steps:
-        busy = {i: s.tokens > 0 for i, life in enumerate(timeline.lives) for s in life.spans
-                if s.step == step and s.phase != "waiting"}  # fmt: skip
-        seats = {seat: i for seat, i in seats.items() if i in busy}
-        for i in sorted(busy.keys() - set(seats.values())):
-            seats[next(n for n in range(len(timeline.lives)) if n not in seats)] = i
-        steps.append({seat: (i, busy[i]) for seat, i in seats.items()})
-    return steps
-
-
-def seats(
-    runs: Mapping[str, Sequence[Event]], num_seats: int, *, title: str = "Who sits in which seat of the batch"
-) -> Picture:
-    """Who sits in which seat in which step: a panel for each run (label -> events), on one axis of steps.
-
-    The number in a box is the request's. Hatched: an empty seat, until the run is over.
+    With `block_size` (stages 3 and up), or `reserved` slots (stage 2's rectangle), also what was set aside for them.
     """
-    with rc_context(STYLE):
-        picture = Picture(figsize=(WIDTH, 1.1 + (0.7 + 0.3 * num_seats) * len(runs)), layout="constrained")
-        panels = picture.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    picture.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    taken = {label: taken_seats(events) for label, events in runs.items()}
-    longest = max(map(len, taken.values()))
-    for axes, (label, steps) in zip(panels, taken.items(), strict=True):
-        for seat in range(num_seats):
-            draw_seat(axes, seat, [step.get(seat) for step in steps], longest)
-        axes.set_title(f"{label}: {len(steps)} steps", loc="left", fontsize=11)
-        axes.set_ylim(num_seats - 0.5, -0.5)
-        axes.set_yticks(range(num_seats))
-        axes.set_ylabel("seat")
-    panels[-1].set_xlim(0, longest)
-    panels[-1].set_xlabel("step")
-    label_steps(panels[-1], longest)
-    empty = Patch(facecolor="white", edgecolor="#909090", hatch="////", label="empty seat")
-    idle = Patch(facecolor="#707070", alpha=0.35, label="taken, computes nothing in this step")
-    legend_below(panels[-1], [empty, idle])
+    timeline = read_events(events)
+    picture, axes = new_picture(3.3, title)
+    held = [held_tokens(timeline, step, block_size) for step in timeline.steps]
+    edges = list(range(len(timeline.steps) + 1))
+    bottom = [0] * len(timeline.steps)
+    for i, label in enumerate(timeline.state.labels(names)):
+        top = [low + at.get(i, 0) for low, at in zip(bottom, held, strict=True)]
+        axes.stairs(top, edges, baseline=bottom, fill=True, facecolor=colour_of(i), label=f"request {label}")
+        bottom = top
+    if block_size is not None or reserved is not None:
+        use = slot_use(events, block_size=block_size, reserved=reserved)
+        axes.stairs([u.reserved for u in use], edges, color=BLACK, linewidth=2, label="set aside")
+    axes.set_xlim(0, len(timeline.steps))
+    axes.set_ylim(0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("KV cache [tokens]")
+    label_steps(axes, len(timeline.steps))
+    legend_below(axes, axes.get_legend_handles_labels()[0], columns=4)
     return picture
 
 
-def draw_seat(axes: Axes, seat: int, sitting: Sequence[tuple[int, bool] | None], longest: int) -> None:
-    """One row, in pieces in which nothing changes."""
-    start = 0
-    named = None
-    for end in range(1, len(sitting) + 1):
-        if end < len(sitting) and sitting[end] == sitting[start]:
-            continue
-        now = sitting[start]
-        style: dict[str, Any] = {"facecolor": "white", "edgecolor": "#909090", "hatch": "////"}
-        if now is not None:
-            style = {"facecolor": colour_of(now[0]), "edgecolor": "white", "alpha": 1.0 if now[1] else 0.35}
-        axes.barh(seat, end - start, left=start, align="center", height=0.8, linewidth=0.6, **style)
-        if now is not None and now[1] and now[0] != named and (end - start) / longest > 0.012:
-            named = now[0]
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
-            axes.text((start + end) / 2, seat, str(named), ha="center", va="center", fontsize=9, bbox=box)
-        start = end
+def waste(
+    runs: Mapping[str, Sequence[SlotUse]], *, title: str = "KV memory set aside, averaged over the run"
+) -> Picture:
+    """For each run (label -> `slot_use(...)`), the share of the reserved slots that held a token, and the rest."""
+    picture, axes = new_picture(1.5 + 0.5 * len(runs), title)
+    for row, use in enumerate(runs.values()):
+        used = 100 * sum(u.used for u in use) / sum(u.reserved for u in use)
+        axes.barh(row, used, color=BLUE, height=0.6)
+        axes.barh(row, 100 - used, left=used, height=0.6, facecolor="white", edgecolor=VERMILION, hatch="////")
+        label: dict[str, Any] = {"va": "center", "ha": "center", "fontsize": 10, "fontweight": "bold"}
+        axes.text(used / 2, row, f"{used:.0f} %", color="white", **label)
+        if used < 88:
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+            axes.text((100 + used) / 2, row, f"{100 - used:.0f} %", color=BLACK, bbox=box, **label)
+    axes.set_yticks(range(len(runs)), list(runs))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("share of the slots set aside [%]")
+    empty = Patch(facecolor="white", edgecolor=VERMILION, hatch="////", label="empty")
+    legend_below(axes, [Patch(color=BLUE, label="holds a token"), empty])
+    return picture
+
+
+def prefix_tree(
+    prompts: Sequence[Sequence[int]],
+    block_size: int,
+    decode: Callable[[list[int]], str],
+    *,
+    names: Sequence[str] | None = None,
+    title: str = "Which beginnings are the same",
+) -> Picture:
+    """The prompts cut into blocks, equal beginnings drawn once. Only full blocks (solid frames) can be shared."""
+    root = Node(())
+    for i, prompt in enumerate(prompts):
+        node = root
+        for start in range(0, len(prompt), block_size):
+            tokens = tuple(prompt[start : start + block_size])
+            key = tokens if len(tokens) == block_size else (*tokens, -1 - i)  # a partly filled block has one owner
+            node = node.children.setdefault(key, Node(tokens, depth=start // block_size))
+            node.owners.append(i)
+    num_rows = place(root, 0)
+    nodes = list(descendants(root))
+    picture, axes = new_picture(0.5 + 0.95 * num_rows, title)
+    for node in nodes:
+        for child in node.children.values():
+            axes.plot([node.depth + 0.92, child.depth], [node.row, child.row], color="#707070", linewidth=1.5, zorder=0)
+        draw_block(axes, node, block_size, decode, [names[i] if names else str(i) for i in node.owners])
+    axes.set_xlim(-0.05, 1 + max(node.depth for node in nodes))
+    axes.set_ylim(num_rows - 0.45, -0.6)
+    axes.axis("off")
+    return picture
+
+
+@dataclass
+class Node:
+    """A block's worth of tokens after a certain beginning."""
+
+    tokens: tuple[int, ...]
+    owners: list[int] = field(default_factory=list)  # prompts that pass through it
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    depth: int = 0
+    row: float = 0.0
+
+
+def place(node: Node, row: int) -> int:
+    """Give every leaf a row of its own, and a parent the middle of its children; returns the next free row."""
+    first = row
+    for child in node.children.values():
+        row = place(child, row)
+    row = max(row, first + 1)
+    node.row = (first + row - 1) / 2
+    return row
+
+
+def descendants(node: Node) -> Iterator[Node]:
+    for child in node.children.values():
+        yield child
+        yield from descendants(child)
+
+
+def draw_block(
+    axes: Axes, node: Node, block_size: int, decode: Callable[[list[int]], str], owners: Sequence[str]
+) -> None:
+    full, shared = len(node.tokens) == block_size, len(owners) > 1
+    axes.add_patch(
+        FancyBboxPatch(
+            (node.depth, node.row - 0.4),
+            0.92,
+            0.8,
+            boxstyle="round,pad=0,rounding_size=0.04",
+            facecolor="#FFF3D6" if shared else "white",
+            edgecolor=BLACK if full else "#707070",
+            linewidth=2.4 if shared else 1.2,
+            linestyle="-" if full else "--",
+        )
+    )
+    text = textwrap.wrap(decode(list(node.tokens)).replace("\n", "¶ "), 18, max_lines=3, placeholder=" …")
+    axes.text(node.depth + 0.04, node.row - 0.31, "\n".join(text), fontsize=9, va="top")
+    label = f"{', '.join(owners)}: {len(node.tokens)} tokens"
+    axes.text(node.depth + 0.04, node.row + 0.29, label, fontsize=9, va="center", fontweight="bold")

@@ -1,31 +1,30 @@
-"""Every picture of the notebooks, drawn from the events of an engine (`on_event`)."""
+"""Pictures of a run step by step: who runs when, what a step computes, who sits in which seat of the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from stages.core import Event
-from tools.pictures.plots import lines, prefix_tree, time_per_token, waste
-from tools.pictures.style import BLACK, BLUE, SKY, VERMILION, Picture, colour_of, label_steps, legend_below, new_picture
-from tools.pictures.timeline import Life, Span, held_tokens, read_events, slot_use, token_times
-
-__all__ = [
-    "block_map",
-    "cache_growth",
-    "lines",
-    "prefix_tree",
-    "slot_use",
-    "swimlane",
-    "time_per_token",
-    "token_times",
-    "waste",
-    "work_map",
-]
+from tools.pictures.style import (
+    BLACK,
+    BLUE,
+    SKY,
+    STYLE,
+    VERMILION,
+    WIDTH,
+    Picture,
+    colour_of,
+    label_steps,
+    legend_below,
+    new_picture,
+)
+from tools.pictures.timeline import Life, Span, read_events
 
 PHASE_STYLE: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill": ("prefill: the prompt, for the first time", {"facecolor": BLUE}),
@@ -140,77 +139,65 @@ def work_map(
     return picture
 
 
-def block_map(
-    events: Sequence[Event],
-    num_blocks: int,
-    *,
-    names: Sequence[str] | None = None,
-    title: str = "Which block holds what",
-    remember: bool = False,
+def seats(
+    runs: Mapping[str, Sequence[Event]], num_seats: int, *, title: str = "Who sits in which seat of the batch"
 ) -> Picture:
-    """Which request holds which block in which step. Hatched: shared by two or more.
+    """Who sits in which seat in which step: a panel for each run (label -> events), on one axis of steps.
 
-    remember=True also shows, pale, the free blocks that still hold what a request left in them (stage 4 and up).
+    The number in a box is the request's. Hatched: an empty seat, until the run is over.
     """
-    timeline = read_events(events)
-    labels = timeline.state.labels(names)
-    picture, axes = new_picture(1.6 + 0.19 * num_blocks, title)
-    some_shared = False
-    for column, blocks in enumerate(timeline.blocks):
-        holders = blocks.holders
-        for block, lives in holders.items():
-            shared = len(lives) > 1
-            some_shared |= shared
-            style: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if shared else {"edgecolor": "none"}
-            owner = lives[0]
-            axes.barh(block, 1, left=column, height=0.86, facecolor=colour_of(owner), linewidth=0, **style)
-        if remember:
-            for block in blocks.writers.keys() - holders.keys():
-                life = blocks.writers[block]
-                axes.barh(block, 1, left=column, height=0.86, facecolor=colour_of(life), alpha=0.22, linewidth=0)
-    axes.set_ylim(num_blocks - 0.4, -0.6)
-    axes.set_xlim(0, len(timeline.blocks))
-    axes.set_yticks(range(0, num_blocks, 1 if num_blocks <= 10 else 2 if num_blocks <= 24 else 8))
-    axes.set_ylabel("block")
-    axes.set_xlabel("step")
-    label_steps(axes, len(timeline.blocks))
-    handles = [Patch(facecolor=colour_of(i), label=f"request {label}") for i, label in enumerate(labels)]
-    if some_shared:
-        handles.append(Patch(facecolor="#808080", hatch="////", edgecolor="white", label="shared by several"))
-    if remember:
-        handles.append(Patch(facecolor="#808080", alpha=0.25, label="free, contents kept"))
-    legend_below(axes, handles, columns=3)
+    with rc_context(STYLE):
+        picture = Picture(figsize=(WIDTH, 1.1 + (0.7 + 0.3 * num_seats) * len(runs)), layout="constrained")
+        panels = picture.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    picture.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    taken = {label: taken_seats(events) for label, events in runs.items()}
+    longest = max(map(len, taken.values()))
+    for axes, (label, steps) in zip(panels, taken.items(), strict=True):
+        for seat in range(num_seats):
+            draw_seat(axes, seat, [step.get(seat) for step in steps], longest)
+        axes.set_title(f"{label}: {len(steps)} steps", loc="left", fontsize=11)
+        axes.set_ylim(num_seats - 0.5, -0.5)
+        axes.set_yticks(range(num_seats))
+        axes.set_ylabel("seat")
+    panels[-1].set_xlim(0, longest)
+    panels[-1].set_xlabel("step")
+    label_steps(panels[-1], longest)
+    empty = Patch(facecolor="white", edgecolor="#909090", hatch="////", label="empty seat")
+    idle = Patch(facecolor="#707070", alpha=0.35, label="taken, computes nothing in this step")
+    legend_below(panels[-1], [empty, idle])
     return picture
 
 
-def cache_growth(
-    events: Sequence[Event],
-    *,
-    block_size: int | None = None,
-    reserved: int | None = None,
-    names: Sequence[str] | None = None,
-    title: str = "What the cache holds",
-) -> Picture:
-    """Tokens with keys and values in the cache, step by step, stacked by request.
-
-    With `block_size` (stages 3 and up), or `reserved` slots (stage 2's rectangle), also what was set aside for them.
-    """
+def taken_seats(events: Sequence[Event]) -> list[dict[int, tuple[int, bool]]]:
+    """For each step: seat -> (life, whether it computes in this step). Whoever is admitted takes the lowest free seat
+    and leaves it when finished or preempted."""
     timeline = read_events(events)
-    picture, axes = new_picture(3.3, title)
-    held = [held_tokens(timeline, step, block_size) for step in timeline.steps]
-    edges = list(range(len(timeline.steps) + 1))
-    bottom = [0] * len(timeline.steps)
-    for i, label in enumerate(timeline.state.labels(names)):
-        top = [low + at.get(i, 0) for low, at in zip(bottom, held, strict=True)]
-        axes.stairs(top, edges, baseline=bottom, fill=True, facecolor=colour_of(i), label=f"request {label}")
-        bottom = top
-    if block_size is not None or reserved is not None:
-        use = slot_use(events, block_size=block_size, reserved=reserved)
-        axes.stairs([u.reserved for u in use], edges, color=BLACK, linewidth=2, label="set aside")
-    axes.set_xlim(0, len(timeline.steps))
-    axes.set_ylim(0)
-    axes.set_xlabel("step")
-    axes.set_ylabel("KV cache [tokens]")
-    label_steps(axes, len(timeline.steps))
-    legend_below(axes, axes.get_legend_handles_labels()[0], columns=4)
-    return picture
+    seats: dict[int, int] = {}
+    steps = []
+    for step in timeline.steps:
+        busy = {i: s.tokens > 0 for i, life in enumerate(timeline.lives) for s in life.spans
+                if s.step == step and s.phase != "waiting"}  # fmt: skip
+        seats = {seat: i for seat, i in seats.items() if i in busy}
+        for i in sorted(busy.keys() - set(seats.values())):
+            seats[next(n for n in range(len(timeline.lives)) if n not in seats)] = i
+        steps.append({seat: (i, busy[i]) for seat, i in seats.items()})
+    return steps
+
+
+def draw_seat(axes: Axes, seat: int, sitting: Sequence[tuple[int, bool] | None], longest: int) -> None:
+    """One row, in pieces in which nothing changes."""
+    start = 0
+    named = None
+    for end in range(1, len(sitting) + 1):
+        if end < len(sitting) and sitting[end] == sitting[start]:
+            continue
+        now = sitting[start]
+        style: dict[str, Any] = {"facecolor": "white", "edgecolor": "#909090", "hatch": "////"}
+        if now is not None:
+            style = {"facecolor": colour_of(now[0]), "edgecolor": "white", "alpha": 1.0 if now[1] else 0.35}
+        axes.barh(seat, end - start, left=start, align="center", height=0.8, linewidth=0.6, **style)
+        if now is not None and now[1] and now[0] != named and (end - start) / longest > 0.012:
+            named = now[0]
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
+            axes.text((start + end) / 2, seat, str(named), ha="center", va="center", fontsize=9, bbox=box)
+        start = end
