@@ -12,12 +12,12 @@ import hashlib
 import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal
 
 from benchmarks.lib.workloads import Request
+from nanovllm.trace_view.engine_state import EngineState
 
 ClockName = Literal["cpu", "wall"]
 CLOCKS: dict[ClockName, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
@@ -36,38 +36,25 @@ class CallRecorder:
         self.block_size = block_size
         self.token_times: list[list[float]] = [[] for _ in requests]
         self.preemptions = 0
-        self.finished: set[int] = set()
-        self.tables: dict[int, list[int]] = {}  # the blocks that each sequence holds at the moment
-        self.holders: Counter[int] = Counter()  # how many sequences hold a block
+        self.state = EngineState()
+        self.held_at_end: dict[int, int] = {}  # blocks of a stage's sequences that are over and will free them next
         self.most_at_once = 0  # sequences with KV memory of their own
         self.peak_slots = 0  # tokens' worth of memory in use, shared blocks counted once
         self.reserved_slots = 0  # summed over the sequences, each at its end
 
     def on_event(self, event: dict[str, Any]) -> None:
-        request = event["request"]
-        if event["type"] == "token":
+        kind, request = event["type"], event["request"]
+        if kind == "token":
             self.token_times[request] += [self.clock()] * len(event["ids"])
-        elif event["type"] == "preempted":
-            self.preemptions += 1
-        elif event["type"] == "finished":
-            self.finished.add(request)
-        elif event["type"] == "blocks":
-            new = event["taken"] + event["shared"]
-            if new:
-                self.tables[request] = self.tables.get(request, []) + new
-                self.holders.update(new)
-            else:
-                self.give_back(request)
-            self.most_at_once = max(self.most_at_once, len(self.tables))
-            self.peak_slots = max(self.peak_slots, len(self.holders) * self.block_size)
-
-    def give_back(self, request: int) -> None:
-        table = self.tables.pop(request)
-        for block in table:
-            self.holders[block] -= 1
-        self.holders += Counter()  # drops those that nobody holds any more
-        if request in self.finished:
-            self.reserved_slots += len(table) * self.block_size
+        elif kind != "scheduled":  # neither of these two moves blocks, and they come in every step
+            self.preemptions += kind == "preempted"
+            if kind == "finished":
+                self.held_at_end[request] = len(self.state.tables.get(request, ()))
+            self.state.hear(event)
+            if kind == "blocks":
+                self.reserved_slots += self.held_at_end.pop(request, 0) * self.block_size
+                self.most_at_once = max(self.most_at_once, len(self.state.tables))
+                self.peak_slots = max(self.peak_slots, len(self.state.owners) * self.block_size)
 
     def on_rectangle(self, rows: int, length: int) -> None:
         """A contiguous cache of `rows` sequences of `length` tokens each, which all hold it to the end."""
