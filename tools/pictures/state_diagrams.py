@@ -1,9 +1,7 @@
-"""State diagrams of a sequence and of a KV block, found out from the code rather than drawn beside it.
+"""What becomes of a sequence and of a KV block, found out from the code: `docs/architecture.md` shows it.
 
-    python -m tools.pictures.state_diagrams            mermaid text, as GitHub and the docs show it
-
-The engine runs without a model on a few requests that share, wait, are preempted and end in every way there is;
-whatever state then follows another is an arrow. The states of a sequence are those of `SequenceStatus`; those of a
+The engine runs without a model on a few requests that share, wait, are preempted and end in every way there is.
+Whatever state then follows another is an arrow. The states of a sequence are those of `SequenceStatus`; those of a
 block are what its reference count and its findable content say.
 """
 
@@ -16,7 +14,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.plan import StepPlan, StepResult, TokenLogprobs
+from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,10 +25,11 @@ BAD, EOS, PLAIN = -1, 2, 1  # tokens of the executor below
 
 
 class Tokens:
-    """An executor without a model: each request's first token of its prompt says how it ends."""
+    """An executor without a model: the first token of a request's prompt says how the request ends."""
 
     def __init__(self) -> None:
         self.first: dict[int, int] = {}
+        self.step = StepResult({})
 
     def add(self, key: int, token_ids: Sequence[int], params: SamplingParams) -> None:
         self.first[key] = token_ids[0]
@@ -38,22 +37,18 @@ class Tokens:
     def remove(self, key: int) -> None:
         self.first.pop(key, None)
 
-    def submit(self, plan: StepPlan) -> Handle:
+    def submit(self, plan: StepPlan) -> Tokens:
         ends = {3: EOS, 4: BAD if plan.step > 6 else PLAIN}
-        tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]]
-        tokens = {item.key: ([ends.get(self.first[item.key], PLAIN)], None) for item in plan.scheduled if item.sample}
-        return Handle(StepResult(tokens))
+        self.step = StepResult(
+            {i.key: ([ends.get(self.first[i.key], PLAIN)], None) for i in plan.scheduled if i.sample}
+        )
+        return self
+
+    def result(self) -> StepResult:
+        return self.step
 
     def close(self) -> None:
         self.first.clear()
-
-
-class Handle:
-    def __init__(self, value: StepResult) -> None:
-        self.value = value
-
-    def result(self) -> StepResult:
-        return self.value
 
 
 def drive(watch: Callable[[LLMEngine], None]) -> None:
@@ -138,34 +133,3 @@ def block_state(blocks: BlockManager, block: int) -> str:
     if users == 2:
         return BLOCK_STATES[4] if findable else "shared"
     return BLOCK_STATES[2 * users + findable]
-
-
-def mermaid(arrows: set[Arrow], states: Sequence[str]) -> str:
-    """A state diagram. Raises ValueError if one of the states never occurred, or one that is not listed did."""
-    reached = {name for arrow in arrows for name in arrow[:2]} - {START}
-    if reached != set(states):
-        raise ValueError(f"the run reached {sorted(reached)}, and there are {sorted(states)}; let `drive` do more")
-    keys = {name: f"s{i}" for i, name in enumerate(states)} | {START: START}
-    lines = ["stateDiagram-v2", *(f"    {keys[name]} : {name}" for name in states)]
-    labels: dict[tuple[str, str], list[str]] = {}
-    for start, end, label in sorted(
-        arrows, key=lambda a: (*(("", *states).index(n.strip("[*]")) for n in a[:2]), a[2])
-    ):
-        labels.setdefault((start, end), []).append(label)
-    for (start, end), words in labels.items():
-        text = ", ".join(filter(None, words))
-        lines.append(f"    {keys[start]} --> {keys[end]}" + (f" : {text}" if text else ""))
-    return "\n".join(lines) + "\n"
-
-
-def diagrams() -> dict[str, str]:
-    """Title -> mermaid text."""
-    return {
-        "A sequence": mermaid(sequence_arrows(), [status.value for status in SequenceStatus]),
-        "A KV block": mermaid(block_arrows(), BLOCK_STATES),
-    }
-
-
-if __name__ == "__main__":
-    for title, text in diagrams().items():
-        print(f"%% {title}\n{text}")
