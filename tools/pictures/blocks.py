@@ -1,4 +1,4 @@
-"""Pictures of KV memory: which block holds what, what lies in its slots, what is shared, what is set aside in vain."""
+"""Pictures of KV memory: which block holds what, what its slots hold, what is shared, what is reserved and unused."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Holding:
 
 
 def holdings(events: Sequence[Event], step: int) -> list[Holding]:
-    """Everybody who holds blocks while `step` runs, in the order in which they took them."""
+    """Every sequence that holds blocks while `step` runs, in the order in which they took their first."""
     timeline = read_events(events)
     blocks = next(blocks for blocks in timeline.blocks if blocks.step == step)
     return [Holding(timeline.lives[i].request, table, blocks.lengths[i]) for i, table in blocks.tables.items()]
@@ -254,7 +254,7 @@ def prefix_tree(
 
 @dataclass
 class Node:
-    """A block's worth of tokens after a certain beginning."""
+    """One block of tokens and the blocks that follow it in some prompt."""
 
     tokens: tuple[int, ...]
     owners: list[int] = field(default_factory=list)  # prompts that pass through it

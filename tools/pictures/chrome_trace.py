@@ -18,10 +18,10 @@ ENGINE, REQUESTS = 1, 2  # "processes" of the picture
 
 
 def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
-    """One row for the engine's steps and one for each request; counters for queues and blocks. Times in microseconds.
+    """The events in Chrome's format: a row for the engine's steps, one per sequence, counters for queues and blocks.
 
-    A step lasts from its plan to its last token. With asynchronous scheduling it is planned while the one before runs,
-    and then counts from the end of that.
+    Times are in microseconds. A step lasts from its plan to its last token. With asynchronous scheduling a step is
+    planned while the step before it runs, and is drawn from the end of that step.
     """
     zero = events[0]["t"] if events else 0.0
     span = step_times(events)
@@ -80,7 +80,7 @@ def step_times(events: Sequence[Event]) -> dict[int, tuple[float, float]]:
     before = float("-inf")
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         start = max(began[step], before)
-        # A chunk of a prompt gives no token: it is over when the next step is planned.
+        # A chunk of a prompt gives no token: the step is over when the next step is planned.
         end = ended.get(step, began[following] if following is not None else events[-1]["t"])
         times[step] = start, max(start, end)
         before = times[step][1]

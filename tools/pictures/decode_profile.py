@@ -1,9 +1,10 @@
-"""What the CPU and the GPU do during one decode step: `python -m tools.pictures.decode_profile --out DIRECTORY`, on
-a GPU.
+"""What the CPU and the GPU do during one decode step, recorded on a GPU for notebook 6.
 
-Writes decode_profile.CARD.json for notebook 6: stage 5, stage 6 and stage 6 compiled on the same model and batch. A
-track is "cpu" (operations of torch), "launch" (calls of the CUDA driver) or "gpu" (kernels and copies). Times under the
-profiler are too long where there is much to write down, so the time of a step without it stands beside them.
+    python -m tools.pictures.decode_profile --out DIRECTORY
+
+Writes decode_profile.CARD.json: stage 5, stage 6 and stage 6 compiled on the same model and batch. A track is "cpu"
+(operations of torch), "launch" (calls of the CUDA driver) or "gpu" (kernels and copies). The profiler makes a step with
+many operations slower, so the time of a step without the profiler is recorded too.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Event = tuple[str, str, float, float]  # track, name, start and duration in micr
 
 @contextmanager
 def decoding(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int, steps: int) -> Iterator[None]:
-    """Inside, `engine.step()` is a decode step of `batch` sequences, up to `steps` times."""
+    """Within the context, `engine.step()` is a decode step of `batch` sequences, up to `steps` times."""
     rng = random.Random(0)
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(prompt_tokens)] for _ in range(batch)]
     params = SamplingParams(temperature=0, max_tokens=steps + batch + 1, ignore_eos=True)
@@ -132,7 +133,7 @@ def timed_step(engine: ContinuousBatchingEngine) -> list[Event]:
 
 
 def record(engine: ContinuousBatchingEngine, batch: int) -> dict[str, Any]:
-    """Step time, and the trace as JSON can hold it in little room: see `unpack`."""
+    """The step time, and the trace packed so that its JSON is small (`unpack` undoes it)."""
     events = trace(engine, batch)
     kinds = sorted({(track, name) for track, name, _, _ in events})
     number = {kind: i for i, kind in enumerate(kinds)}
@@ -150,8 +151,11 @@ def record(engine: ContinuousBatchingEngine, batch: int) -> dict[str, Any]:
 
 
 def unpack(kinds: list[tuple[str, str]], rows: list[tuple[int, int, int]]) -> list[Event]:
-    """rows: the number of an event's kind (track, name); its start since that of the row before; its duration. Both in
-    tenths of a microsecond."""
+    """The events of a packed trace.
+
+    kinds: (track, name). rows: number of the kind, start after the start of the row before, duration; both times are in
+    tenths of a microsecond.
+    """
     starts = accumulate(start for _, start, _ in rows)
     return [(*kinds[kind], start / 10, us / 10) for (kind, _, us), start in zip(rows, starts, strict=True)]
 
@@ -165,9 +169,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def launch_ms(repeats: int = 30) -> float:
-    """What a CPU takes at best to start every operation of a decode step of Qwen3-0.6B, attention left out.
+    """The least time in milliseconds that a CPU needs to start every operation of a decode step of Qwen3-0.6B.
 
-    The same list of operations on matrices so small that computing them takes no time to speak of.
+    Attention is left out. The operations run on matrices so small that computing them takes almost no time.
     """
     config = read_config(SHAPES / SHAPE)
     times = []
@@ -183,7 +187,7 @@ def launch_ms(repeats: int = 30) -> float:
 
 
 def busy_us(events: Sequence[Event], track: str) -> float:
-    """How long the track does something, in microseconds; what overlaps counts once."""
+    """How long the track is busy, in microseconds; events that overlap count once."""
     busy = end = 0.0
     for _, _, start, us in sorted((e for e in events if e[0] == track), key=lambda e: e[2]):
         busy += max(0.0, start + us - max(start, end))
@@ -192,7 +196,7 @@ def busy_us(events: Sequence[Event], track: str) -> float:
 
 
 def load_recording(directory: Path = RECORDINGS) -> dict[str, Any] | None:
-    """The recording for the notebook, and a line that says where it is from; or one that says how to make it."""
+    """The recording for the notebook, or None. Prints where it is from, or how to make it."""
     path = next(iter(sorted(directory.glob("decode_profile.*.json"))), None)
     if path is None:
         print("there is no recording of a GPU yet, and the cells that draw from it stay empty;")

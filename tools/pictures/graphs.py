@@ -22,12 +22,12 @@ WAITING = "#D0D0D0"
 
 
 def is_wait(name: str) -> bool:
-    """The CPU does nothing but wait for the GPU."""
+    """Whether the CPU only waits for the GPU in a call of this name."""
     return "Synchronize" in name
 
 
 def buckets(ladder: Sequence[int], *, title: str = "Which recording serves which batch") -> Picture:
-    """For each batch size the rows that are computed: those that are wanted, and those that only fill the bucket."""
+    """How many rows each batch size computes: its sequences, and the padding up to its bucket."""
     picture, axes = new_picture(3.2, title)
     sizes = range(1, ladder[-1] + 1)
     padded = [next(bucket for bucket in ladder if bucket >= size) for size in sizes]

@@ -38,7 +38,9 @@ def lines(
 
 
 def time_per_token(runs: Mapping[str, Sequence[Event]], *, title: str = "Time for a new token") -> Picture:
-    """For each run (label -> events of requests with prompts of different lengths) the time of a token, by length."""
+    """The time per token against the length of the text, a curve for each run.
+
+    runs: label -> events of requests whose prompts have different lengths."""
     curves: dict[str, tuple[list[float], list[float]]] = {}
     for label, events in runs.items():
         points = token_times(events)
@@ -50,7 +52,7 @@ def time_per_token(runs: Mapping[str, Sequence[Event]], *, title: str = "Time fo
 def bars(
     groups: Mapping[str, Sequence[float]], labels: Sequence[object], *, xlabel: str, ylabel: str, title: str
 ) -> Picture:
-    """A bar for each label in each group; the height stands on it. For figures along an axis without a scale."""
+    """A bar for each label in each group, with its height written on it."""
     picture, axes = new_picture(3.2, title)
     width = 0.8 / len(groups)
     for i, (group, heights) in enumerate(groups.items()):

@@ -39,7 +39,7 @@ def matrices(c: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def held_by(name: str, c: ModelConfig, rank: int, ranks: int) -> tuple[range, range]:
-    """Which rows and columns of a layer's matrix the stage gives to a rank: the numbers of what it cuts out."""
+    """Which rows and columns of a layer's matrix the stage gives to a rank."""
     rows, columns = matrices(c)[name]
     numbers = torch.arange(rows * columns).view(rows, columns)
     part = cut(f"layers.0.{name}.weight", numbers, c, rank, ranks)
@@ -72,7 +72,7 @@ def held(c: ModelConfig, ranks: int, *, title: str | None = None) -> Picture:
 
 
 def draw_matrix(axes: Axes, name: str, c: ModelConfig, ranks: int, x: int, y: int) -> int:
-    """The matrix and, beside it, the copies of what several ranks hold; returns where they end."""
+    """Draw the matrix and, beside it, copies of what several ranks hold. Returns where they end."""
     rows, columns = matrices(c)[name]
     parts = [held_by(name, c, rank, ranks) for rank in range(ranks)]
     copies = [parts[:rank].count(part) for rank, part in enumerate(parts)]  # 0 for who is the first to hold a part
@@ -92,7 +92,7 @@ def draw_matrix(axes: Axes, name: str, c: ModelConfig, ranks: int, x: int, y: in
 
 
 def layer_flow(c: ModelConfig, ranks: int) -> Picture:
-    """One token on its way through a layer: what every rank computes, with its sizes, and where they must meet."""
+    """One token on its way through a layer: what every rank computes, with its sizes, and where they add up."""
     share = share_of(c, ranks)
     q, kv = share.num_attention_heads * c.head_dim, share.num_key_value_heads * c.head_dim
     boxes = {
@@ -132,7 +132,7 @@ def layer_flow(c: ModelConfig, ranks: int) -> Picture:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A collective: what every rank put in, and how long the leader was in it, waiting included."""
+    """One collective: what every rank put in, and how long the leader was in the call, waiting included."""
 
     kind: str  # all_reduce or all_gather
     shape: tuple[int, ...]

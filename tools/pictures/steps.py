@@ -84,7 +84,7 @@ def swimlane(
 
 
 def write_tokens(axes: Axes, span: Span, left: float, width: float, row: int, scale: float) -> None:
-    """How many tokens the box stands for, where there is room; a prompt's box always says it. Above: cache hits."""
+    """Write into the box how many tokens it stands for, where there is room, and above it the hits in the cache."""
     fits = width / scale > (0.05 if span.phase == "again" else 0.015 * max(2, len(str(span.tokens))))
     if span.tokens > 1 and (fits or (span.phase == "prefill" and width / scale > 0.012)):
         rotation = 0 if fits else 90
@@ -169,8 +169,10 @@ def seats(
 
 
 def taken_seats(events: Sequence[Event]) -> list[dict[int, tuple[int, bool]]]:
-    """For each step: seat -> (life, whether it computes in this step). Whoever is admitted takes the lowest free seat
-    and leaves it when finished or preempted."""
+    """For each step: seat -> (life, whether it computes in this step).
+
+    A sequence that is admitted takes the lowest free seat, and leaves it when it is finished or preempted.
+    """
     timeline = read_events(events)
     seats: dict[int, int] = {}
     steps = []
@@ -185,7 +187,7 @@ def taken_seats(events: Sequence[Event]) -> list[dict[int, tuple[int, bool]]]:
 
 
 def draw_seat(axes: Axes, seat: int, sitting: Sequence[tuple[int, bool] | None], longest: int) -> None:
-    """One row, in pieces in which nothing changes."""
+    """Draw one seat: a box for each stretch of steps in which nothing changes."""
     start = 0
     named = None
     for end in range(1, len(sitting) + 1):

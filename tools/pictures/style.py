@@ -1,7 +1,7 @@
 """How the pictures of the notebooks look.
 
 Colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart; hatching and labels say
-the same once more. Figures are 7 inches wide with type of 10 points and more: legible at half the width of a page.
+the same again. Figures are 7 inches wide with type of 10 points and more, so they are legible at half that width.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ STYLE = {
     "figure.constrained_layout.h_pad": 0.07, "figure.constrained_layout.w_pad": 0.07,
 }  # fmt: skip
 WIDTH = 7.0  # inches
-SHOWN_DPI, STORED_DPI = 90, 150  # dots for each of the page's, so that text is sharp on fine screens and projectors
-COLOURS = 64  # of a stored picture: flat areas and the edges of letters need no more, and it is a third of the bytes
+SHOWN_DPI, STORED_DPI = 90, 150  # stored finer than shown, so that text is sharp on fine screens and projectors
+COLOURS = 64  # of a stored picture: enough for flat areas and edges of letters, at a third of the bytes
 
 
 class Picture(Figure):
-    """A figure that notebooks show by themselves; the same picture gives the same bytes."""
+    """A figure that a notebook shows without further calls; the same picture gives the same bytes."""
 
     def png(self) -> bytes:
         from PIL import Image
@@ -41,7 +41,7 @@ class Picture(Figure):
         return stored.getvalue()
 
     def alt(self) -> str:
-        """What to say of the picture to who does not see it: its title, and what its axes are."""
+        """The picture in words, for readers who cannot see it: its title and its axes."""
         axes = self.axes[-1]
         title = self.get_suptitle() or axes.get_title(loc="left")
         across, down = axes.get_xlabel(), axes.get_ylabel()

@@ -1,4 +1,4 @@
-"""The three requests that open every notebook, and the few things that all notebooks need beside pictures.
+"""The three requests that open every notebook, and what else all notebooks need beside pictures.
 
 A and B begin with the same 50 tokens (three blocks of 16 and a bit) and then go different ways; C is short and comes
 last. They want 8, 24 and 16 tokens. Two of them can run at a time, so that somebody always has to wait.
@@ -48,7 +48,7 @@ NAMES = tuple(request.name for request in THREE)
 
 @dataclass(frozen=True)
 class Run:
-    """What an engine generated, and everything it said on the way."""
+    """What an engine generated, and all events on the way."""
 
     outputs: list[list[int]]
     events: list[Event]
@@ -131,14 +131,14 @@ def show_table(name: str, results: Path) -> Any:
 
 
 def list_exercises(number: int) -> None:
-    """Print the holes that `make stage-N-exercise` leaves, with their hints, as the stage's file has them."""
+    """Print the exercises of a stage with their hints, as its file has them."""
     stage = load_stage(number)
     for hole in find_holes((ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8")):
         print(textwrap.fill(hole.hint, 100, initial_indent=f"{hole.name}  ", subsequent_indent="     "))
 
 
 def compare(guess: float | None, measured: float, unit: str) -> None:
-    """Print a prediction beside the measurement. It is no examination: None is an answer too."""
+    """Print a prediction beside the measurement. A guess of None is allowed."""
     if guess is None:
         print(f"your guess:  none yet\nmeasured:    {measured:,.4g} {unit}")
         return

@@ -136,9 +136,9 @@ def read_events(events: Sequence[Event]) -> Timeline:
 
 
 def token_times(events: Sequence[Event]) -> list[tuple[int, float]]:
-    """For each request the length of its prompt and the milliseconds from a token to the next, at their shortest.
+    """For each request the length of its prompt, and the shortest time between two of its tokens in milliseconds.
 
-    The shortest, since whatever else a machine does only ever makes it longer.
+    The shortest, because everything else that a machine does can only make it longer.
     """
     lives = [life for life in read_events(events).lives if len(life.token_times) > 1]
     gaps = [min(after - before for before, after in itertools.pairwise(life.token_times)) for life in lives]

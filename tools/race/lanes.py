@@ -33,7 +33,7 @@ class Moment(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """How a lane stands at some time: rates are tokens a second."""
+    """How far a lane is at some time. `now` and `mean` are rates in tokens per second."""
 
     tokens: int
     finished: int
@@ -69,12 +69,12 @@ class Lane:
         return self.moments[i - 1] if i else Moment(0.0, 0, 0)
 
     def finish(self, events: Sequence[dict[str, Any]], seconds: float) -> None:
-        """Replace what was heard on the way by what is known in the end."""
+        """Replace the moments that were reported on the way by those of all events."""
         self.moments, self.seconds = moments_of(events), seconds
 
 
 def moments_of(events: Sequence[dict[str, Any]]) -> list[Moment]:
-    """A moment for every event that changes one of its numbers. Times of the events count from the start."""
+    """A moment for every event with new tokens or a finished request. Times of the events count from the start."""
     moments, tokens, finished = [], 0, 0
     for event in events:
         if event["type"] == "token":
@@ -93,7 +93,7 @@ def make_lanes(titles: dict[str, str], num_tokens: int, num_requests: int) -> li
 
 
 def colour_of(engine: str) -> str:
-    """The same in every race, whoever else takes part."""
+    """The engine's colour, the same in every race."""
     known = list(engine_titles())
     return COLOURS[known.index(engine) % len(COLOURS)] if engine in known else "default"
 
@@ -136,7 +136,7 @@ def draw_lanes(lanes: Sequence[Lane], t: float, width: int) -> Table:
 
 
 def draw_bar(share: float, width: int, colour: str, *, ghost: bool) -> Text:
-    """A bar that grows by eighths of a character. A ghost's is grey in itself, for those who see no colours."""
+    """A bar that grows by eighths of a character. A ghost's bar has a character of its own."""
     whole, eighths = divmod(round(share * width * 8), 8)
     full = GHOST if ghost else FULL
     part = (GHOST if eighths >= 4 else "") if ghost else PARTS[eighths]
@@ -169,7 +169,9 @@ def finish_of(lane: Lane, events: Sequence[dict[str, Any]], tokens: list[list[in
 
 
 def result_table(finishes: Sequence[Finish], title: str) -> Table:
-    """Sorted by time, each against the slowest. Texts are compared with those of the first lane, request by request."""
+    """The final table, fastest first, each against the slowest.
+
+    Texts are compared with those of the first lane, request by request."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("#", "engine", "seconds", "tokens/s", "1st token", "speed", "same text"):
         table.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=True)

@@ -188,7 +188,7 @@ class EngineView:
 
 
 def build(stage: Stage, model: Path, device: str, on_event: Callable[[Event], None], options: dict[str, int]) -> Any:
-    """The stage's engine, warmed up by two tokens that nobody sees."""
+    """The stage's engine, warmed up by two tokens of which `on_event` hears nothing."""
     from stages.core import SamplingParams
 
     listeners: list[Callable[[Event], None]] = []
@@ -200,7 +200,7 @@ def build(stage: Stage, model: Path, device: str, on_event: Callable[[Event], No
 
 
 def generate(engine: Any, workload: Workload) -> list[list[int]]:
-    """The texts of a demo: drawn at random, each from a seed of its own, and all of the length that is wanted."""
+    """Sample the texts of a demo: one seed per request, and exactly as many tokens as wanted."""
     from stages.core import SamplingParams
 
     params = [SamplingParams(TEMPERATURE, n, ignore_eos=True, seed=i) for i, n in enumerate(workload.max_tokens)]
@@ -209,7 +209,7 @@ def generate(engine: Any, workload: Workload) -> list[list[int]]:
 
 
 def watch_replays(engine: Any, replayed: list[tuple[int, int]]) -> None:
-    """From now on note the sequences and the bucket of each step that stage 6 replays; no event tells of that."""
+    """Note the number of sequences and the bucket of each step that stage 6 replays from now on."""
     replay = engine.replay
 
     def noted(bucket: int, batch: list[Any]) -> list[int]:

@@ -3,8 +3,9 @@
     python -m tools.race.race [--stages 1 4 5 nanovllm] [--device cuda] [--requests 24] [--tokens 10] [--seed 0]
     [--together]
 
-Each engine has a process of its own. They all get ready together and then run one at a time, since two engines on two
-cores measure each other; beside the one that runs, the picture shows where the earlier ones were after the same time.
+Each engine has a process of its own. They all get ready together and then run one at a time, because two engines on
+two cores slow each other down. Beside the engine that runs, the picture shows how far the earlier ones were after the
+same time.
 `--together` starts them all at once. This process imports no torch.
 """
 
@@ -55,7 +56,7 @@ TOGETHER = "All at once on {cores} cores: each slows the others down. For times,
 
 
 class Racer:
-    """The process of one engine, and what it tells of itself, which goes into its lane."""
+    """The process of one engine. What the process reports goes into the engine's lane."""
 
     def __init__(self, lane: Lane, job: dict[str, Any]) -> None:
         self.lane = lane
@@ -100,7 +101,7 @@ class Racer:
         self.tell("go")
 
     def check(self) -> None:
-        """Raises RuntimeError with the last words of a process that ended without a result."""
+        """Raises RuntimeError, with the last line of its errors, if the process ended without a result."""
         if self.over.is_set() and self.result is None:
             self.errors.seek(0)
             words = self.errors.read().split("\n")
@@ -108,7 +109,7 @@ class Racer:
             raise RuntimeError(f"{self.lane.title} failed: {last.strip()}")
 
     def finish(self) -> str:
-        """What is to be said when it has come in."""
+        """Complete the lane with the result. Returns a line that says how fast the engine was."""
         assert self.result is not None
         self.lane.finish(self.result["events"], self.result["seconds"])
         seconds, tokens = self.result["seconds"], self.lane.num_tokens
@@ -164,7 +165,7 @@ def get_ready(racers: list[Racer], display: Display) -> None:
 
 
 def run_heat(racers: list[Racer], display: Display, footer: str) -> None:
-    """From the start to the last token of the last of these."""
+    """Start these racers together and draw them until the last one has its last token."""
     start = time.perf_counter()
     for racer in racers:
         racer.go()
@@ -186,7 +187,7 @@ def run_heat(racers: list[Racer], display: Display, footer: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known when all have come in; `results` are those of `tools.race.worker`, by engine."""
+    """The outcome of a race. `results` are those of `tools.race.worker`, by engine."""
 
     workload: Workload
     tokenizer: Tokenizer
@@ -195,7 +196,7 @@ class Outcome:
 
 
 def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall") -> Outcome:
-    """Hold the race and print its table, with times by that clock.
+    """Hold the race, measure by `clock`, and print the table.
 
     Raises ValueError for a wrong option, and RuntimeError if an engine fails.
     """

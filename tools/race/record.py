@@ -1,4 +1,4 @@
-"""The race, kept in files that `make replay` shows on any machine: `make record`.
+"""Hold the race and keep it in files that `make replay` shows on any machine: `make record`.
 
     python -m tools.race.record [--out DIRECTORY] [--commit HASH] [the options of tools.race.race]
 
@@ -26,13 +26,16 @@ BUILD = ROOT / "build" / "recordings"
 
 
 def clock_for(options: argparse.Namespace) -> ClockName:
-    """The clock of the benchmarks: on one CPU thread its own time, which a busy machine hardly changes."""
+    """Which clock to measure by.
+
+    It is the CPU time where one thread computes, since a busy machine hardly changes it, and else the clock on the wall.
+    """
     several_processes = options.together or "stage_7" in choose_engines(options.stages, options.device != "cpu")
     return "wall" if several_processes else choose_clock(options.device, threads=1)
 
 
 def save_all(outcome: Outcome, options: argparse.Namespace, console: Console) -> Path:
-    """Write a file an engine, and return the directory."""
+    """Write one file per engine. Returns the directory."""
     machine = next(iter(outcome.results.values()))["machine"]
     held = Race(
         made=datetime.date.today().isoformat(),

@@ -33,7 +33,7 @@ class Race:
 
     @property
     def card(self) -> str:
-        """What computed: the GPU, or the CPU by its name."""
+        """The name of the GPU or CPU that computed."""
         on_cpu = self.machine["device"] == "cpu"
         return str(self.machine["processor"] if on_cpu else self.machine["device"])
 
@@ -58,7 +58,7 @@ class EngineRun:
     def from_result(
         cls, engine: str, title: str, result: dict[str, Any], race: Race, decode: Callable[[list[int]], str]
     ) -> EngineRun:
-        """result: what `tools.race.worker` says of the run."""
+        """From the result that `tools.race.worker` reports."""
         events = list(map(add_texts(decode), result["events"]))
         uses_blocks = any(event["type"] == "blocks" for event in events)
         num_blocks = race.workload.num_blocks if uses_blocks else 0
@@ -84,7 +84,7 @@ class EngineRun:
 
     @classmethod
     def load(cls, path: Path) -> EngineRun:
-        """Raises ValueError, in one line that names the file, if it is missing, damaged or of another version."""
+        """Read a file. Raises ValueError, in one line, if it is missing, damaged or of another version."""
         if not path.is_file():
             raise ValueError(f"{path} does not exist; write it again with make record")
         try:

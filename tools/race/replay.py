@@ -1,4 +1,4 @@
-"""Recordings of the race, shown at the speed at which it happened: `make replay`.
+"""Show recordings of the race at the speed at which it happened: `make replay`.
 
     python -m tools.race.replay [--recording DIRECTORY] [--engine stage_4] [--speed 2] [--from SECONDS] [--once]
 
@@ -63,7 +63,7 @@ class Show(Protocol):
 
 
 def badge(race: Race) -> Text:
-    """The line that no picture goes without."""
+    """The first line of every picture: that it is a recording, and of what."""
     return Text.assemble((" RECORDING ", "bold white on red"), " ", (race.source, "bold"), overflow="ellipsis")
 
 
@@ -145,7 +145,7 @@ def step_times(events: Sequence[Event]) -> list[float]:
 
 
 class Player:
-    """A clock over a show, which can be stopped, moved, and run faster or slower than the one on the wall."""
+    """A clock for a show. It can be stopped, moved, and run at another speed than real time."""
 
     def __init__(
         self, duration: float, *, speed: float = 1.0, start: float = 0.0, clock: Callable[[], float] = time.monotonic
@@ -168,7 +168,7 @@ class Player:
         self.paused = not self.paused
 
     def press(self, key: Key, show: Show) -> None:
-        """Stop or go on; or stop and go to the stop behind or before this one."""
+        """Pause or go on; or pause and move to the next or previous of the show's stops."""
         if key == "pause":
             self.toggle()
         elif key in ("on", "back"):
@@ -183,7 +183,7 @@ class Player:
 
 
 class Keys:
-    """The keys pressed in a terminal, while `with Keys() as keys`. Where there are none to read, only time passes."""
+    """The keys pressed in a terminal, within `with Keys() as keys`. Without a terminal `wait` only waits."""
 
     def __init__(self) -> None:
         self.on = termios is not None and sys.stdin.isatty()
@@ -209,7 +209,7 @@ class Keys:
 
 
 def status(show: Show, player: Player, t: float, keys: bool) -> Text:
-    """Where we are in the show, how fast it goes, and what can be pressed."""
+    """The line below the picture: the time, the speed, and the keys."""
     speed = "true speed" if player.speed == 1 else f"{player.speed:g} times true speed"
     text = f"{t:.2f} of {show.duration:.2f} s, {'stopped' if player.paused else speed}"
     if keys:
@@ -218,7 +218,7 @@ def status(show: Show, player: Player, t: float, keys: bool) -> Text:
 
 
 def play(show: Show, player: Player, console: Console, wait: Callable[[float], Key | None], *, keys: bool) -> bool:
-    """Show it from where the player is to the end; False if somebody wanted no more of it."""
+    """Show it from where the player is to the end. Returns False if a key ended it."""
     with Live(console=console, auto_refresh=False) as live:
         while True:
             t = player.position()
@@ -235,7 +235,7 @@ def play(show: Show, player: Player, console: Console, wait: Callable[[float], K
 
 
 def find_recording(shipped: Path = SHIPPED) -> Path:
-    """What is shown unless somebody chooses: a GPU's run, or else a CPU's."""
+    """The recording to show by default: a GPU's if one is shipped, or else a CPU's."""
     cards = sorted(d for d in shipped.glob("*") if d.is_dir() and d.name != "cpu")
     return cards[0] if cards else shipped / "cpu"
 

@@ -1,8 +1,8 @@
-"""A CUDA graph for people without a GPU: operations of torch are written down once, and carried out again on demand.
+"""A stand-in for a CUDA graph without a GPU: it records operations of torch once and runs them again on demand.
 
-It has the two properties that matter. What was a number when it was recorded stays that number for ever: only the
-contents of tensors can change from one replay to the next. And whoever asks for the value of a tensor while recording
-is refused, as a GPU would have to stop and answer. It saves no time: every operation is launched again from Python.
+It has the two properties that matter. A Python number keeps the value that it had during the recording: only the
+contents of tensors change from one replay to the next. And asking for the value of a tensor while recording is an
+error, because a GPU would have to stop and answer. It saves no time: Python launches every operation again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ASK_FOR_A_VALUE = (aten.item.default, aten._local_scalar_dense.default, aten.is_
 
 
 class Tape(TorchDispatchMode):
-    """What happens in `with tape:` is recorded. Every intermediate result keeps its place in memory."""
+    """Records the operations within `with tape:`. Every intermediate result keeps its place in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tape(TorchDispatchMode):
 
     @torch.inference_mode()
     def play(self) -> None:
-        """Carry everything out again, each result into the memory of the old one."""
+        """Run all operations again, and write each result into the memory of the old one."""
         for func, args, kwargs, out in self.calls:
             for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or done in place
@@ -43,7 +43,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeGraph:
-    """In the place of `CUDAGraph` in stage 6: replay() gives what the function would give now."""
+    """Takes the place of `CUDAGraph` in stage 6: replay() returns what the function would return now."""
 
     def __init__(self, function: Callable[[], Tensor]) -> None:
         self.tape = Tape()

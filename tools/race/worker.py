@@ -1,7 +1,8 @@
-"""One engine of the race, in a process that does nothing else: `python -m tools.race.worker`.
+"""One engine of the race, in a process of its own: `python -m tools.race.worker`.
 
-Talks with `tools/race/race.py` in lines of JSON. In comes the job; out goes {"ready": true} when model and libraries
-are loaded and warmed up; in comes any line, which starts the clock; out go the moments, and at last the result.
+The process exchanges lines of JSON with `tools/race/race.py`. It reads the job, loads and warms up, and writes
+{"ready": true}. Any further line starts the clock. Then it writes how far it is from time to time, and at last the
+result.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Event = dict[str, Any]
 class Log:
     """Listens to an engine: keeps every event, and tells now and then how far it has come.
 
-    What is kept has its time from the start by `clock` (see `benchmarks/lib/recorder.py`); what is told, by the
-    clock on the wall, since somebody is watching.
+    Events are kept with the time since the start by `clock` (see `benchmarks/lib/recorder.py`). Progress is told by the
+    clock on the wall, because somebody is watching.
     """
 
     def __init__(self, send: Callable[[Event], None], clock: ClockName) -> None:
@@ -65,7 +66,7 @@ class Log:
 
 class Runner(Protocol):
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
-        """Greedily exactly so many tokens for each prompt."""
+        """Generate greedily exactly so many tokens for each prompt."""
         ...
 
     def close(self) -> None: ...
@@ -90,9 +91,9 @@ class StageRunner:
 
 
 class NanovllmRunner:
-    """The engine. It numbers requests and steps over all calls; here they count from the race's own, as a stage's do.
+    """The engine. It numbers requests and steps over all calls; the log gets them as a stage numbers them.
 
-    That is requests from 0 and steps from 1.
+    That is, in the race's call requests from 0 and steps from 1.
     """
 
     def __init__(self, model: str, device: str, workload: Workload, log: Log) -> None:
@@ -134,14 +135,14 @@ def make_runner(engine: str, model: str, device: str, workload: Workload, log: L
 
 
 def warm_up(runner: Runner, workload: Workload, vocab_size: int) -> None:
-    """As many prompts of the same lengths, of random tokens, two tokens each: whatever compiles has compiled then."""
+    """Generate two tokens for random prompts of the same number and lengths, so that compilers have run."""
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab_size) for _ in prompt] for prompt in workload.prompts]
     runner.generate(prompts, [2] * len(prompts))
 
 
 def run(job: dict[str, Any], send: Callable[[Event], None], wait: Callable[[], object]) -> dict[str, Any]:
-    """Do a job in this process."""
+    """Run the job in this process, and return its result."""
     workload, device = Workload(**job["workload"]), job["device"]
     log = Log(send, job["clock"])
     runner = make_runner(job["engine"], job["model"], device, workload, log)
@@ -160,7 +161,7 @@ def run(job: dict[str, Any], send: Callable[[Event], None], wait: Callable[[], o
 
 
 def private_channel() -> TextIO:
-    """Standard output for the protocol alone: whatever a library prints goes to standard error from now on."""
+    """Standard output, for the protocol alone: what a library prints goes to standard error from now on."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return channel

@@ -1,4 +1,4 @@
-"""What the engines of a race or a demo have to do, with which memory, and which engines there are. Imports no torch."""
+"""The requests of a race or a demo, the memory for them, and which engines can take part. Imports no torch."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ class Workload:
 
 
 def longest(prompts: list[list[int]], max_tokens: list[int]) -> int:
-    """The slots of the longest request, prompt and answer together."""
+    """How many tokens the longest request has, prompt and answer together."""
     return max(len(prompt) + n for prompt, n in zip(prompts, max_tokens, strict=True))
 
 
 def race_workload(encode: Encode, num_requests: int, tokens: int, seed: int) -> Workload:
-    """Two in three requests go on with a half-told story, each in its own way; the others open a story of their own.
+    """The race's requests: two in three continue a half-told story, each in a way of its own; others open one.
 
-    tokens: of the longest of the short answers; the long ones get six times as many. Raises ValueError for a size that
-    makes no sense.
+    tokens: how many the longest of the short answers has; the long answers have six times as many. Raises ValueError for
+    a number below 1.
     """
     for name, value in (("requests", num_requests), ("tokens", tokens)):
         if value < 1:
@@ -100,7 +100,7 @@ def race_workload(encode: Encode, num_requests: int, tokens: int, seed: int) -> 
 
 
 def demo_workload(encode: Encode, lengths: tuple[int, ...]) -> Workload:
-    """One half-told story that goes on in several ways; every third request opens a story of its own."""
+    """The demos' requests, of which every third opens a story; the others continue the same half-told one."""
     half_told = encode(half_a_story(random.Random(13)))
     prompts = [encode(story_opening(random.Random(100 + i))) if i % 3 == 2 else half_told for i in range(len(lengths))]
     return Workload(13, prompts, list(lengths), DEMO_KV_SLOTS)
@@ -118,7 +118,7 @@ def half_a_story(rng: random.Random) -> str:
 
 
 def engine_titles() -> dict[str, str]:
-    """All that can take part, in the order of the ladder: "stage_4" -> "4 Prefix caching"."""
+    """All engines that can take part, in the order of the ladder: "stage_4" -> "4 Prefix caching"."""
     titles = {f"stage_{stage.number}": f"{stage.number} {stage.title}" for stage in load_stages()}
     return titles | {NANOVLLM: NANOVLLM}
 
@@ -148,7 +148,7 @@ def load_tokenizer(model: Path) -> Tokenizer:
 
 
 def describe_model(model: Path, device: str, ranks: int = 1) -> str:
-    """Its size and where it runs, in half a line."""
+    """The size of a model and where it runs, in half a line."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     where = "on one CPU thread, float32" if device == "cpu" else f"on {device}"
     if ranks > 1:  # each has a thread, or a GPU
