@@ -193,7 +193,7 @@ class Spectator:
     def play(self, **options: float) -> bool:
         player = replay.Player(self.duration, clock=self.clock, **options)
         console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
-        return replay.play(self, player, console, self.wait, keys=True)
+        return replay.play(self, player, console, self.wait)
 
 
 @pytest.mark.parametrize(("speed", "start"), [(1.0, 0.0), (2.0, 0.0), (0.5, 0.3)])

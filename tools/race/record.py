@@ -28,7 +28,7 @@ BUILD = ROOT / "build" / "recordings"
 def clock_for(options: argparse.Namespace) -> ClockName:
     """Which clock to measure by.
 
-    It is the CPU time where one thread computes, since a busy machine hardly changes it, and else the clock on the wall.
+    CPU time where one thread computes, since a busy machine hardly changes it; else the clock on the wall.
     """
     several_processes = options.together or "stage_7" in choose_engines(options.stages, options.device != "cpu")
     return "wall" if several_processes else choose_clock(options.device, threads=1)

@@ -14,10 +14,10 @@ import os
 import sys
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -182,30 +182,26 @@ class Player:
                 self.seek(show.stops[i - 1] if i else 0.0)
 
 
-class Keys:
-    """The keys pressed in a terminal, within `with Keys() as keys`. Without a terminal `wait` only waits."""
+Wait = Callable[[float], Key | None]  # the next key within so many seconds
 
-    def __init__(self) -> None:
-        self.on = termios is not None and sys.stdin.isatty()
-        self.saved: list[Any] = []
 
-    def __enter__(self) -> Self:
-        if self.on:
-            self.saved = termios.tcgetattr(sys.stdin)
-            tty.setcbreak(sys.stdin)
-        return self
+@contextmanager
+def keyboard() -> Iterator[Wait | None]:
+    """While it is open, the keys pressed in a terminal; None where there are none to read."""
+    if termios is None or not sys.stdin.isatty():
+        yield None
+        return
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self.on:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self.saved)
-
-    def wait(self, seconds: float) -> Key | None:
-        """The next key within so many seconds."""
-        if not self.on:
-            time.sleep(seconds)
-            return None
+    def wait(seconds: float) -> Key | None:
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
         return KEYS.get(os.read(sys.stdin.fileno(), 16)) if ready else None
+
+    saved = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield wait
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
 
 
 def status(show: Show, player: Player, t: float, keys: bool) -> Text:
@@ -217,16 +213,19 @@ def status(show: Show, player: Player, t: float, keys: bool) -> Text:
     return Text(text, "dim")
 
 
-def play(show: Show, player: Player, console: Console, wait: Callable[[float], Key | None], *, keys: bool) -> bool:
+def play(show: Show, player: Player, console: Console, wait: Wait | None) -> bool:
     """Show it from where the player is to the end. Returns False if a key ended it."""
     with Live(console=console, auto_refresh=False) as live:
         while True:
             t = player.position()
             width, height = console.size
             picture = show.render(t, width, height - 2)  # a line for the status, and one that stays empty
-            live.update(Group(picture, status(show, player, t, keys)), refresh=True)
+            live.update(Group(picture, status(show, player, t, wait is not None)), refresh=True)
             if t >= show.duration and not player.paused:
                 return True
+            if wait is None:
+                time.sleep(FRAME)
+                continue
             key = wait(FRAME)
             if key == "quit":
                 return False
@@ -279,8 +278,8 @@ def main(arguments: list[str] | None = None) -> None:
         show.conclude(console)
         return
     player = Player(show.duration, speed=options.speed, start=options.start or 0.0)
-    with Keys() as keys:
-        to_the_end = play(show, player, console, keys.wait, keys=keys.on)
+    with keyboard() as wait:
+        to_the_end = play(show, player, console, wait)
     if to_the_end:
         show.conclude(console)
 

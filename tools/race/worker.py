@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -64,20 +64,15 @@ class Log:
             self.finished += 1
 
 
-class Runner(Protocol):
-    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
-        """Generate greedily exactly so many tokens for each prompt."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class StageRunner:
+    """A stage, with the interface of both runners."""
+
     def __init__(self, number: int, model: str, device: str, workload: Workload, log: Log) -> None:
         stage = load_stage(number)
         self.engine = stage.engine_class()(model, device=device, on_event=log, **workload.stage_options(stage))
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+        """Generate greedily exactly so many tokens for each prompt."""
         from stages.core import SamplingParams
 
         self.engine.events.step = 0
@@ -128,10 +123,11 @@ class NanovllmRunner:
         self.llm.close()
 
 
-def make_runner(engine: str, model: str, device: str, workload: Workload, log: Log) -> Runner:
-    if engine == NANOVLLM:
-        return NanovllmRunner(model, device, workload, log)
-    return StageRunner(int(engine.removeprefix("stage_")), model, device, workload, log)
+Runner = StageRunner | NanovllmRunner
+
+
+def make_runner(engine: str, *args: Any) -> Runner:
+    return NanovllmRunner(*args) if engine == NANOVLLM else StageRunner(int(engine.removeprefix("stage_")), *args)
 
 
 def warm_up(runner: Runner, workload: Workload, vocab_size: int) -> None:

@@ -71,10 +71,10 @@ def longest(prompts: list[list[int]], max_tokens: list[int]) -> int:
 
 
 def race_workload(encode: Encode, num_requests: int, tokens: int, seed: int) -> Workload:
-    """The race's requests: two in three continue a half-told story, each in a way of its own; others open one.
+    """The requests of the race: two in three continue a half-told story in ways of their own; the others open one.
 
-    tokens: how many the longest of the short answers has; the long answers have six times as many. Raises ValueError for
-    a number below 1.
+    tokens: how many the longest of the short answers has; the long answers have six times as many.
+    Raises ValueError for a number below 1.
     """
     for name, value in (("requests", num_requests), ("tokens", tokens)):
         if value < 1:
