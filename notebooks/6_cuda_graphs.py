@@ -21,7 +21,7 @@ from stages.stage_4_prefix_caching import PrefixCachingPool
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from stages.stage_6_cuda_graphs import CUDAGraph, CUDAGraphEngine, Rows, bucket_ladder
 from tools.pictures.decode_profile import busy_us, launch_ms, load_recording, step_ms, trace
-from tools.pictures.graphs import buckets, timeline
+from tools.pictures.plots import buckets, timeline
 from tools.pictures.steps import swimlane
 from tools.pictures.three_requests import (
     BLOCK_SIZE,

@@ -11,7 +11,7 @@ from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from stages.stage_6_cuda_graphs import CUDAGraphEngine
 from tests.weights import lively_qwen3
 from tools.pictures import decode_profile
-from tools.pictures.decode_profile import Event, busy_us
+from tools.pictures.decode_profile import Operation, busy_us
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_a_decode_step_is_traced_and_leaves_nothing_behind(engine_class: Any, mo
 def test_a_recording_is_read_as_it_was_made(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step: list[Event] = [
+    step: list[Operation] = [
         ("cpu", "a", 3.14, 20.0),
         ("gpu", "a", 1000.0, 1.26),
         ("cpu", "b", 1000.04, 0.5),
@@ -59,7 +59,7 @@ def test_a_recording_is_read_as_it_was_made(
 
 
 def test_busy_time_counts_overlaps_once() -> None:
-    events: list[Event] = [("gpu", "a", 10, 5), ("gpu", "b", 12, 1), ("gpu", "c", 14, 4), ("cpu", "d", 0, 99)]
+    events: list[Operation] = [("gpu", "a", 10, 5), ("gpu", "b", 12, 1), ("gpu", "c", 14, 4), ("cpu", "d", 0, 99)]
     assert busy_us([*events, ("gpu", "e", 30, 2)], "gpu") == 8 + 2
 
 

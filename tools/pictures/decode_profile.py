@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ROOT / "benchmarks" / "shapes"
 SHAPE = "Qwen3-0.6B"
 RECORDINGS = ROOT / "notebooks" / "recordings"
-Event = tuple[str, str, float, float]  # track, name, start and duration in microseconds
+Operation = tuple[str, str, float, float]  # track, name, start and duration in microseconds
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def step_ms(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 6
     return statistics.median(times)
 
 
-def trace(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 64) -> list[Event]:
+def trace(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 64) -> list[Operation]:
     """Everything that one decode step does, in order of its start; the step begins at 0. On a CPU: its operations."""
     with decoding(engine, batch, prompt_tokens, steps=8):
         for _ in range(3):
@@ -86,7 +86,7 @@ def trace(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 64)
         return profiled_step(engine) if engine.device.type == "cuda" else timed_step(engine)
 
 
-def profiled_step(engine: ContinuousBatchingEngine) -> list[Event]:
+def profiled_step(engine: ContinuousBatchingEngine) -> list[Operation]:
     for _ in range(2):  # the first profile sets the profiler up; the second counts
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
             torch.cuda.synchronize()
@@ -116,7 +116,7 @@ class OperationTimer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[Operation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = time.perf_counter()
@@ -125,7 +125,7 @@ class OperationTimer(TorchDispatchMode):
         return out
 
 
-def timed_step(engine: ContinuousBatchingEngine) -> list[Event]:
+def timed_step(engine: ContinuousBatchingEngine) -> list[Operation]:
     begin = 1e6 * time.perf_counter()
     with OperationTimer() as timer:
         engine.step()
@@ -150,7 +150,7 @@ def record(engine: ContinuousBatchingEngine, batch: int) -> dict[str, Any]:
     }
 
 
-def unpack(kinds: list[tuple[str, str]], rows: list[tuple[int, int, int]]) -> list[Event]:
+def unpack(kinds: list[tuple[str, str]], rows: list[tuple[int, int, int]]) -> list[Operation]:
     """The events of a packed trace.
 
     kinds: (track, name). rows: number of the kind, start after the start of the row before, duration; both times are in
@@ -186,7 +186,7 @@ def launch_ms(repeats: int = 30) -> float:
     return min(times)
 
 
-def busy_us(events: Sequence[Event], track: str) -> float:
+def busy_us(events: Sequence[Operation], track: str) -> float:
     """How long the track is busy, in microseconds; events that overlap count once."""
     busy = end = 0.0
     for _, _, start, us in sorted((e for e in events if e[0] == track), key=lambda e: e[2]):

@@ -8,11 +8,11 @@ if find_spec("matplotlib") is None:
     pytest.skip("matplotlib is not installed: make setup", allow_module_level=True)
 
 from stages.stage_6_cuda_graphs import bucket_ladder
-from tools.pictures.decode_profile import Event
-from tools.pictures.graphs import buckets, timeline
+from tools.pictures.decode_profile import Operation
+from tools.pictures.plots import buckets, timeline
 
 PNG = b"\x89PNG"
-STEP: list[Event] = [
+STEP: list[Operation] = [
     ("cpu", "aten::mul", 100, 50),
     ("launch", "cudaLaunchKernel", 110, 20),
     ("gpu", "kernel", 140, 10),
