@@ -17,10 +17,17 @@ BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asyn
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     recording = crowded()
-    recording.save(tmp_path / "run.jsonl")
-    loaded = Recording.load(tmp_path / "run.jsonl")
-    assert loaded.events == recording.events
-    assert loaded.about == {"block_size": 2, "num_blocks": 16, "title": "crowded"}
+    for name in ("run.jsonl.gz", "run.jsonl"):
+        recording.save(tmp_path / name)
+        loaded = Recording.load(tmp_path / name)
+        assert loaded.events == recording.events
+        assert loaded.about == {"block_size": 2, "num_blocks": 16, "title": "crowded"}
+    packed = (tmp_path / "run.jsonl.gz").read_bytes()
+    assert len(packed) < (tmp_path / "run.jsonl").stat().st_size / 4
+    for damaged in (packed[:-9], b"no gzip"):
+        (tmp_path / "run.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"run\.jsonl\.gz is no gzip file, or is cut short or damaged; record the"):
+            Recording.load(tmp_path / "run.jsonl.gz")
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
     assert len(lines) == 1 + len(recording.events) and all(isinstance(json.loads(line), dict) for line in lines)
 
@@ -54,6 +61,7 @@ def test_the_chrome_trace_has_every_share_of_every_step(asynchronous: bool) -> N
     out = chrome_trace(events)["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in out if e["name"] == "thread_name" and e["pid"] == REQUESTS}
     boxes = [e for e in out if e["ph"] == "X"]
+    assert {e["name"].split()[0] for e in boxes} == {"prefill", "decode", "again", "waiting", "step"}
     shares = [(names[e["tid"]], e["args"]["step"], e["args"]["tokens"]) for e in boxes if "step" in e["args"]]
     scheduled = [e for e in events if e["type"] == "scheduled"]
     assert shares == [(f"request {e['request']}", e["step"], e["tokens"]) for e in scheduled]
