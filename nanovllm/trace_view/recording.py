@@ -35,7 +35,7 @@ class Recording:
         self.events.append(event)
 
     def save(self, path: str | Path) -> None:
-        """Write the file, whole or not at all; packed if its name ends in .gz. The same recording gives the same bytes."""
+        """Write the file, whole or not at all; packed if its name ends in .gz. Equal recordings give equal bytes."""
         path = Path(path)
         lines = [{"nanovllm_trace": FORMAT, **self.about}, *self.events]
         text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
