@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from stages.core import Event
-from tools.pictures.style import BLUE, GREEN, ORANGE, STYLE, WIDTH, Picture, colour_of, legend_below, new_picture
+from tools.pictures.style import BLUE, GREEN, ORANGE, Picture, colour_of, legend_below, new_panels, new_picture
 from tools.pictures.timeline import token_times
 
 if TYPE_CHECKING:
@@ -111,10 +110,7 @@ def timeline(
     """
     last_us = last_us or max(start + us for events in runs.values() for _, _, start, us in events)
     unit, factor = ("ms", 1e-3) if last_us - first_us > 2000 else ("µs", 1.0)
-    with rc_context(STYLE):
-        picture = Picture(figsize=(WIDTH, 1.0 + 1.25 * len(runs)), layout="constrained")
-        panels = picture.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    picture.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    picture, panels = new_panels(1.0 + 1.25 * len(runs), title, len(runs))
     present = [track for track in TRACKS if any(track == t for events in runs.values() for t, *_ in events)]
     for axes, (label, events) in zip(panels, runs.items(), strict=True):
         draw_tracks(axes, events, present, factor)

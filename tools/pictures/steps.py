@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -15,13 +14,12 @@ from tools.pictures.style import (
     BLACK,
     BLUE,
     SKY,
-    STYLE,
     VERMILION,
-    WIDTH,
     Picture,
     colour_of,
     label_steps,
     legend_below,
+    new_panels,
     new_picture,
 )
 from tools.pictures.timeline import Life, Span, read_events
@@ -146,10 +144,7 @@ def seats(
 
     The number in a box is the request's. Hatched: an empty seat, until the run is over.
     """
-    with rc_context(STYLE):
-        picture = Picture(figsize=(WIDTH, 1.1 + (0.7 + 0.3 * num_seats) * len(runs)), layout="constrained")
-        panels = picture.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    picture.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    picture, panels = new_panels(1.1 + (0.7 + 0.3 * num_seats) * len(runs), title, len(runs))
     taken = {label: taken_seats(events) for label, events in runs.items()}
     longest = max(map(len, taken.values()))
     for axes, (label, steps) in zip(panels, taken.items(), strict=True):

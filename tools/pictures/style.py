@@ -10,6 +10,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -53,13 +54,20 @@ class Picture(Figure):
 
 def new_picture(height: float, title: str) -> tuple[Picture, Axes]:
     """An empty picture, `height` inches high, and its axes."""
-    from matplotlib import rc_context
-
     with rc_context(STYLE):
         picture = Picture(figsize=(WIDTH, height), layout="constrained")
         axes: Axes = picture.subplots()
         axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     return picture, axes
+
+
+def new_panels(height: float, title: str, count: int) -> tuple[Picture, list[Axes]]:
+    """An empty picture, `height` inches high, and the axes of `count` panels below each other, with one axis across."""
+    with rc_context(STYLE):
+        picture = Picture(figsize=(WIDTH, height), layout="constrained")
+        panels: list[Axes] = list(picture.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+    picture.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    return picture, panels
 
 
 def legend_below(axes: Axes, handles: Sequence[Any], columns: int = 2) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rich import box
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -144,34 +143,34 @@ def draw_bar(share: float, width: int, colour: str, *, ghost: bool) -> Text:
     return bar.append("·" * (width - len(bar)), "grey37")
 
 
-def picture(lanes: Sequence[Lane], t: float, width: int, heading: Text, footer: str) -> RenderableType:
-    """What the race looks like at time t: what it is, the lanes, and what is going on."""
-    return Group(heading, "", draw_lanes(lanes, t, width), Text(footer, "dim"))
-
-
 @dataclass(frozen=True)
 class Finish:
-    """A line of the final table."""
+    """A line of the final table: the lane of an engine that has finished, with its events and token ids."""
 
     lane: Lane
-    seconds: float
-    first_token: float  # mean over the requests, in seconds from the start
+    events: Sequence[dict[str, Any]]
     tokens: list[list[int]]
 
+    @property
+    def seconds(self) -> float:
+        assert self.lane.seconds is not None
+        return self.lane.seconds
 
-def finish_of(lane: Lane, events: Sequence[dict[str, Any]], tokens: list[list[int]]) -> Finish:
-    first: dict[int, float] = {}
-    for event in events:
-        if event["type"] == "token":
-            first.setdefault(event["request"], event["t"])
-    assert lane.seconds is not None
-    return Finish(lane, lane.seconds, statistics.mean(first.values()), tokens)
+    @property
+    def first_token(self) -> float:
+        """Mean over the requests, in seconds from the start."""
+        first: dict[int, float] = {}
+        for event in self.events:
+            if event["type"] == "token":
+                first.setdefault(event["request"], event["t"])
+        return statistics.mean(first.values())
 
 
 def result_table(finishes: Sequence[Finish], title: str) -> Table:
     """The final table, fastest first, each against the slowest.
 
-    Texts are compared with those of the first lane, request by request."""
+    Texts are compared with those of the first lane, request by request.
+    """
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("#", "engine", "seconds", "tokens/s", "1st token", "speed", "same text"):
         table.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=True)

@@ -26,13 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from benchmarks.lib.recorder import ClockName
 from tools.ctrl_c import until_ctrl_c
-from tools.race.lanes import Lane, Moment, finish_of, make_lanes, picture, result_table
+from tools.race.lanes import Finish, Lane, Moment, draw_lanes, make_lanes, result_table
 from tools.race.workload import (
     EMBEDDED_MODEL,
     ROOT,
@@ -144,7 +144,8 @@ class Display:
 
     def draw(self, t: float, footer: str) -> None:
         if self.live is not None:
-            self.live.update(picture(self.lanes, t, self.console.width, self.heading, footer), refresh=True)
+            lanes = draw_lanes(self.lanes, t, self.console.width)
+            self.live.update(Group(self.heading, "", lanes, Text(footer, "dim")), refresh=True)
         elif footer != self.said:
             self.console.print(Text(footer))
         self.said = footer
@@ -234,7 +235,7 @@ def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall
         for racer in racers:
             racer.stop()
     results = {racer.lane.engine: racer.result for racer in racers if racer.result is not None}
-    finishes = [finish_of(lane, results[lane.engine]["events"], results[lane.engine]["outputs"]) for lane in lanes]
+    finishes = [Finish(lane, results[lane.engine]["events"], results[lane.engine]["outputs"]) for lane in lanes]
     how = "all at once, in each other's way" if options.together else "one at a time"
     console.print(result_table(finishes, f"\nThe result: {how}, KV memory for {workload.kv_slots} tokens"))
     return Outcome(workload, tokenizer, titles, results)

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from nanovllm.trace_view.recording import Event
 from tools.ctrl_c import until_ctrl_c
-from tools.race.lanes import draw_lanes, finish_of, make_lanes, result_table
+from tools.race.lanes import Finish, draw_lanes, make_lanes, result_table
 from tools.race.live import EngineView
 from tools.race.recording import SUFFIX, EngineRun, Race, load_race
 from tools.race.workload import ROOT
@@ -96,7 +96,7 @@ class RaceShow:
 
     def conclude(self, console: Console) -> None:
         pairs = zip(self.lanes, self.runs, strict=True)
-        finishes = [finish_of(lane, run.events, run.tokens) for lane, run in pairs]
+        finishes = [Finish(lane, run.events, run.tokens) for lane, run in pairs]
         race = self.race
         console.print(result_table(finishes, f"\nThe result, recorded on {race.source}"))
         console.print(f"{describe(race)}; KV memory for {race.workload.kv_slots} tokens; {clock_of(race)}.")
