@@ -3,7 +3,7 @@
     python -m tools.race.demo                   every stage, from the naive one up
     python -m tools.race.demo --stage 5         one stage, live: its blocks, its queues, its texts as they grow
 
-Nothing but torch, tokenizers and `stages/` is loaded, so the first text is there within seconds.
+Of large libraries only torch and tokenizers are loaded, so the first text is there within seconds.
 """
 
 from __future__ import annotations
