@@ -52,7 +52,7 @@ def compiled() -> None:
     import torch
     import torch.nn.functional as F
 
-    without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "few_tokens")()
+    without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "choose_linear")()
     from nanovllm.layers import norm, rope
     from nanovllm.models import transformer
 
@@ -109,7 +109,7 @@ FUSED = {
     "add_rms_norm": "add + RMSNorm not fused",
     "norm_rope_write": "norm + RoPE + KV write not fused",
     "silu_and_mul": "SiLU and multiply not fused",
-    "few_tokens": "linear layers for few tokens not fused",
+    "choose_linear": "linear layers for few tokens not fused",
     "decode_inputs": "look-up of inputs not fused",
 }
 

@@ -133,19 +133,19 @@ def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str,
     from triton.runtime.errors import OutOfResources
 
     from nanovllm.attention import select_backend
+    from nanovllm.attention.triton_backend import hopper_kernels
     from nanovllm.kernels.attention.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode, plan_decode
     from nanovllm.kernels.attention.paged_prefill import PrefillConfig, paged_prefill
-    from nanovllm.kernels.hopper.ring_layout import RingLayout
-    from nanovllm.kernels.launch import gluon_kernel
 
     row = {"kernel": kind, "layout": layout, "problem": problem.name, "block_size": problem.block_size}
     q, meta = problem.q, problem.meta
     out = torch.empty_like(q)
     inputs = meta.block_table, meta.query_start, meta.context_len, SCALE, out
-    if kind == "ring decode" and gluon_kernel("ring_decode", q.device) is None:
+    hopper = hopper_kernels(q.device).ring_decode
+    if kind == "ring decode" and hopper is None:
         return {**row, "error": "this GPU has no ring of keys"}
     if kind != "prefill":
-        ring = RingLayout(*layout) if kind == "ring decode" else None
+        ring = hopper.RingLayout(*layout) if hopper is not None and kind == "ring decode" else None
         config = DecodeConfig(*layout) if ring is None else ring.config
         num_sms = torch.cuda.get_device_properties().multi_processor_count
         pieces = num_sms * config.programs_per_sm // NUM_KV_HEADS
@@ -225,18 +225,18 @@ def main() -> int:
 
     from benchmarks.kernels.ceilings import matmul_rate, read_bandwidth
     from benchmarks.lib.harness import commit
+    from nanovllm.attention.triton_backend import hopper_kernels
     from nanovllm.kernels.attention.paged_decode import decode_config
     from nanovllm.kernels.attention.paged_prefill import prefill_config
-    from nanovllm.kernels.hopper.ring_layout import ring_layout
-    from nanovllm.kernels.hopper.warp_layout import KEYS, ROWS, STAGES
-    from nanovllm.kernels.launch import gluon_kernel, is_hopper
+    from nanovllm.kernels.launch import is_hopper
 
     limits = {"read": read_bandwidth(), "matmul": matmul_rate()}
     print(f"read {limits['read']['bytes_per_second'] / 1e9:.0f} GB/s, ", end="")
     print(f"matmul {limits['matmul']['operations_per_second'] / 1e12:.0f} TFLOP/s", flush=True)
     rows: list[dict[str, Any]] = []
     decodes = decode_problems()
-    ring = ring_layout(decodes[0].q, decodes[0].kvs[0], len(decodes[0].lengths))
+    decode, prefill = hopper_kernels(torch.device("cuda", 0))
+    ring = None if decode is None else decode.ring_layout(decodes[0].q, decodes[0].kvs[0], len(decodes[0].lengths))
     result = {
         "card": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
@@ -245,7 +245,7 @@ def main() -> int:
             "decode": astuple(decode_config(HEAD_DIM, 2)),
             "ring decode": None if ring is None else astuple(ring),
             "prefill": astuple(prefill_config(HEAD_DIM, 2, 256, is_hopper(torch.device("cuda", 0)))),
-            "warp prefill": (ROWS, KEYS, STAGES) if gluon_kernel("warp_prefill", torch.device("cuda", 0)) else None,
+            "warp prefill": None if prefill is None else (prefill.ROWS, prefill.KEYS, prefill.STAGES),
         },
         "limits": limits,
         "rows": rows,

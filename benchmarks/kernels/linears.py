@@ -6,8 +6,8 @@ bf16. Every call gets other weights, as layers do, so that none come from a cach
 graph: what a kernel hides behind the one before it is hidden here, too. The library's product has the gate behind it;
 the layers whose result may come in parts (o and down) have the norm behind them that sums these.
 
-"chosen" is what the engine takes (`nanovllm/kernels/linear/few_tokens.py`, whose borders come from here), "any GPU"
-what it takes where `early_linear` does not run, and beside them are the plausible layouts of that one;
+"chosen" is what the engine takes (`nanovllm/kernels/linear/choice.py`, whose borders come from here), "any GPU"
+what it takes where `weight_prefetch_linear` does not run, and beside them are the plausible layouts of that one;
 `--sweep` tries all.
 """
 
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.linear.few_tokens import EarlyTile
+    from nanovllm.kernels.hopper.weight_prefetch_linear import PrefetchTile
 
 # hidden, q heads, KV heads, intermediate, of a rank; head_dim is 128
 SHAPES = {
@@ -54,21 +54,20 @@ def layers_of(hidden: int, heads: int, kv_heads: int, inner: int) -> list[tuple[
 def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any], sweep: bool) -> Iterator[tuple[str, Run]]:
     """Name of a layout, and what runs it."""
     from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
-    from nanovllm.kernels.launch import gluon_kernel
-    from nanovllm.kernels.linear.few_tokens import few_tokens, on_any_gpu
+    from nanovllm.kernels.linear.choice import choose_linear, choose_on_any_gpu, hopper_linear
     from nanovllm.kernels.linear.skinny_linear import SkinnyConfig, skinny_linear
     from nanovllm.kernels.linear.tiled_linear import Tile, tiled_linear
 
     yield "library", (lambda x, w: silu_and_mul(F.linear(x, w))) if how.get("gated") else F.linear
-    if (chosen := few_tokens(num_tokens, weight, **how)) is not None:
+    if (chosen := choose_linear(num_tokens, weight, **how)) is not None:
         yield "chosen", chosen
-    if (before := on_any_gpu(num_tokens, weight, **how)) is not None:
+    if (before := choose_on_any_gpu(num_tokens, weight, **how)) is not None:
         yield "any GPU", before
-    if (early_linear := gluon_kernel("early_linear", weight.device)) is not None:
-        for tile in early_tiles(num_tokens, weight, sweep, **how):
+    if (hopper := hopper_linear(weight.device)) is not None:
+        for tile in prefetch_tiles(num_tokens, weight, sweep, **how):
             if tile != getattr(chosen, "keywords", {}).get("tile"):  # else it is measured by now
                 name = f"early {tile.tokens} x {tile.inner} / {tile.splits}, {tile.stages} stages"
-                yield name, bind(early_linear, tile=tile, **how)
+                yield name, bind(hopper.weight_prefetch_linear, tile=tile, **how)
     if not sweep:
         return
     if num_tokens <= 32:
@@ -81,17 +80,17 @@ def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any], sweep: bool
             yield name, bind(tiled_linear, tile=Tile(columns, inner, stages, swapped), **how)
 
 
-def early_tiles(
+def prefetch_tiles(
     num_tokens: int, weight: Tensor, sweep: bool, gated: bool = False, partial: bool = False
-) -> list[EarlyTile]:
-    from nanovllm.kernels.linear.few_tokens import early_tile
+) -> list[PrefetchTile]:
+    from nanovllm.kernels.hopper.weight_prefetch_linear import choose_tile
 
     columns, inputs = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
     tiles = []
     for most in (
         (16,) if num_tokens <= 16 else (32,) if num_tokens <= 32 else (32, 64) if num_tokens <= 64 else (64, 128)
     ):
-        tile = early_tile(num_tokens, columns, inputs, most, gated, partial)
+        tile = choose_tile(num_tokens, columns, inputs, most, gated, partial)
         tiles.append(tile)
         deep = 196608 // (2 * tile.inner * (64 + tile.tokens))  # stages, of a program that has a multiprocessor
         if tile.splits > 1 and num_tokens > 64:

@@ -10,7 +10,7 @@ TOKENS = (1, 16, 32, 64, 128, 256)
 
 def table(card: str, directory: Path) -> list[str]:
     """A row for each layer, a column for some numbers of tokens: the library, the best of our kernels that run on any
-    GPU ("–": none was asked), and the best of what was then chosen and of other layouts of `early_linear`. Nothing
+    GPU ("–": none was asked), and the best of what was then chosen and of other layouts for Hopper. Nothing
     without a record."""
     path = directory / f"linears.{card}.json"
     if not path.is_file():
@@ -28,7 +28,9 @@ def table(card: str, directory: Path) -> list[str]:
         lines.append(f"| {shape}: `{layer}` | {' | '.join(cells)} |")
     machine = result["machine"]
     where = f"{machine['device']}, torch {machine['torch']}; commit {wording.commit(result)}"
-    told = "Microseconds: the library / ours for any GPU / the best of what was then chosen and of `early_linear`"
+    told = (
+        "Microseconds: the library / ours for any GPU / the best of what was then chosen and of the kernel for Hopper"
+    )
     return [*lines, "", f"{told}; sums of parts included. Measured on {where}."]
 
 

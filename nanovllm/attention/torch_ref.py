@@ -34,6 +34,17 @@ class _Rectangle:
     bias: torch.Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None when all see all
 
 
+def write_kv(kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write token i's key and value, of k and v [T, Hkv, D], to the slot `slots[i]` of one layer's cache.
+
+    kv: [2, num_blocks, block_size, Hkv, D], contiguous. slots: [T] int64, block * block_size + offset; padding names a
+    slot of the scratch block, never -1. `norm_rope_write` does this on a GPU, together with what comes before it.
+    """
+    rows = kv.flatten(1, 2)  # [2, num_slots, Hkv, D], a view
+    rows[0].index_copy_(0, slots, k)
+    rows[1].index_copy_(0, slots, v)
+
+
 class TorchRefBackend:
     """Works on every device, with any block size, head_dim and dtype that PyTorch has; see `AttentionBackend`."""
 
@@ -41,9 +52,7 @@ class TorchRefBackend:
     capturable = False
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        rows = kv.flatten(1, 2)  # [2, num_slots, Hkv, D], a view
-        rows[0].index_copy_(0, slots, k)
-        rows[1].index_copy_(0, slots, v)
+        write_kv(kv, k, v, slots)
 
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None

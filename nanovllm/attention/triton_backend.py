@@ -1,9 +1,13 @@
 """Attention by our kernels in Triton and Gluon: the default on a GPU. Nothing has to be built beforehand."""
 
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.attention.interface import AttentionMetadata, Shared
-from nanovllm.kernels.attention.kv_write import kv_write
+from nanovllm.attention.torch_ref import write_kv
 from nanovllm.kernels.attention.paged_decode import (
     MAX_ROWS,
     DecodeWorkspace,
@@ -12,9 +16,26 @@ from nanovllm.kernels.attention.paged_decode import (
     plan_decode,
 )
 from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
-from nanovllm.kernels.hopper.ring_layout import ring_layout
-from nanovllm.kernels.hopper.warp_layout import fits_warp_prefill
 from nanovllm.kernels.launch import is_hopper
+
+
+class HopperKernels(NamedTuple):
+    """The modules of `kernels/hopper/` for attention. None: the kernel for any GPU is used."""
+
+    ring_decode: ModuleType | None = None
+    warp_specialized_prefill: ModuleType | None = None
+
+
+@cache
+def hopper_kernels(device: torch.device) -> HopperKernels:
+    """Both on a Hopper GPU; none on others, if Triton has no Gluon where we look for it, or without the folder."""
+    if not is_hopper(device):
+        return HopperKernels()
+    try:
+        from nanovllm.kernels.hopper import ring_decode, warp_specialized_prefill
+    except (ImportError, AttributeError):
+        return HopperKernels()
+    return HopperKernels(ring_decode, warp_specialized_prefill)
 
 
 class TritonBackend:
@@ -30,10 +51,10 @@ class TritonBackend:
     def __init__(self, num_sms: int) -> None:
         self._num_sms = num_sms
         self._workspaces: dict[tuple[int, ...], DecodeWorkspace] = {}
-        self._taken: torch.Tensor | None = None  # by the programs of `warp_prefill`
+        self._taken: torch.Tensor | None = None  # by the programs of `warp_specialized_prefill`
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        kv_write(kv, k, v, slots)
+        write_kv(kv, k, v, slots)
 
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
@@ -64,7 +85,8 @@ class TritonBackend:
         shared: Shared,
     ) -> None:
         _, _, _, num_kv_heads, head_dim = kv.shape
-        ring = ring_layout(q, kv, num_decodes)  # None: by `paged_decode`
+        hopper = hopper_kernels(q.device).ring_decode
+        ring = None if hopper is None else hopper.ring_layout(q, kv, num_decodes)
         config = decode_config(head_dim, q.element_size()) if ring is None else ring.config
         pieces = max(1, self._num_sms * config.programs_per_sm // num_kv_heads)
         key = pieces, max_queries, q.shape[1], head_dim
@@ -78,14 +100,10 @@ class TritonBackend:
             q, kv, meta.block_table, meta.query_start, context_len, scale, out,
             self._workspaces[key], shared["decode plan"],
         )  # fmt: skip
-        if ring is None:
+        if hopper is None or ring is None:
             paged_decode(*inputs, config, overlap=planned)
         else:
-            from nanovllm.kernels.hopper.ring_decode import (
-                ring_decode,  # `ring_layout` has seen that it can be imported
-            )
-
-            ring_decode(*inputs, ring, overlap=planned)
+            hopper.ring_decode(*inputs, ring, overlap=planned)
 
     def _prefill(
         self,
@@ -97,12 +115,11 @@ class TritonBackend:
         first_sequence: int,
     ) -> None:
         inputs = q, kv, meta.block_table, meta.query_start, meta.context_len, scale, out
-        if fits_warp_prefill(q, kv):
-            from nanovllm.kernels.hopper.warp_prefill import warp_prefill  # it can be imported: that was looked at
-
+        hopper = hopper_kernels(q.device).warp_specialized_prefill
+        if hopper is not None and hopper.fits(q, kv):
             if self._taken is None:
                 self._taken = torch.zeros(2, dtype=torch.int32, device=q.device)
-            warp_prefill(*inputs, self._taken, self._num_sms, first_sequence=first_sequence)
+            hopper.warp_specialized_prefill(*inputs, self._taken, self._num_sms, first_sequence=first_sequence)
         else:
             config = prefill_config(kv.shape[-1], q.element_size(), kv.shape[2], is_hopper(q.device))
             paged_prefill(*inputs, config, first_sequence=first_sequence)

@@ -15,7 +15,7 @@ class FusedKernels(NamedTuple):
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     norm_rope_write: Callable[..., torch.Tensor] | None = None
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor] | None = None
-    few_tokens: Callable[..., Callable[..., torch.Tensor] | None] | None = None
+    choose_linear: Callable[..., Callable[..., torch.Tensor] | None] | None = None
     sample_rows: Callable[..., torch.Tensor] | None = None
     decode_inputs: Callable[..., None] | None = None
 
@@ -30,6 +30,6 @@ def fused_kernels(device: torch.device) -> FusedKernels:
     from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
     from nanovllm.kernels.fused.sample import sample_rows
     from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
-    from nanovllm.kernels.linear.few_tokens import few_tokens
+    from nanovllm.kernels.linear.choice import choose_linear
 
-    return FusedKernels(add_rms_norm, norm_rope_write, silu_and_mul, few_tokens, sample_rows, decode_inputs)
+    return FusedKernels(add_rms_norm, norm_rope_write, silu_and_mul, choose_linear, sample_rows, decode_inputs)

@@ -11,9 +11,7 @@ on it.
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -42,20 +40,6 @@ def overlaps_launches(device: torch.device) -> bool:
 @cache
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@cache
-def gluon_kernel(name: str, device: torch.device) -> Callable[..., Any] | None:
-    """The function `name` of the file of that name, or None where it cannot run: what we have in Gluon does on Hopper
-    alone, and only while Triton has Gluon where it looks for it."""
-    if not is_hopper(device):
-        return None
-    try:
-        module = import_module(f"nanovllm.kernels.hopper.{name}")
-    except (ImportError, AttributeError):
-        return None
-    kernel: Callable[..., Any] = getattr(module, name)
-    return kernel
 
 
 @cache

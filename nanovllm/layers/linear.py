@@ -27,10 +27,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]"""
-        few = few_tokens_kernel(x, self.weight)
+        kernel = linear_kernel(x, self.weight)
         if self.group is None:
-            return F.linear(x, self.weight, self.bias) if few is None else few(x, self.weight, self.bias)
-        y = self.group.all_reduce(F.linear(x, self.weight) if few is None else few(x, self.weight))
+            return F.linear(x, self.weight, self.bias) if kernel is None else kernel(x, self.weight, self.bias)
+        y = self.group.all_reduce(F.linear(x, self.weight) if kernel is None else kernel(x, self.weight))
         return y if self.bias is None else y + self.bias  # after the sum, or every rank would add it
 
     def partial(self, x: Tensor) -> Terms:
@@ -39,8 +39,8 @@ class Linear(nn.Module):
         group, shape = self.group, (len(x), len(self.weight))
         if self.bias is not None or (group is not None and not group.sums_at_once(shape, x.dtype)):
             return self(x)
-        few = few_tokens_kernel(x, self.weight, partial=True)
-        y = F.linear(x, self.weight) if few is None else few(x, self.weight)
+        kernel = linear_kernel(x, self.weight, partial=True)
+        y = F.linear(x, self.weight) if kernel is None else kernel(x, self.weight)
         return y if group is None else Unsummed(y, group)
 
 
@@ -62,14 +62,14 @@ class MergedLinear(Linear):
                 yield f"{name}.{kind}", rows
 
 
-def few_tokens_kernel(
+def linear_kernel(
     x: Tensor, weight: Tensor, *, gated: bool = False, partial: bool = False
 ) -> Callable[..., Tensor] | None:
     """The kernel for x [T, in] and weight [out, in], where one of ours is faster than the library's; else None.
 
-    gated, partial: as of `skinny_linear`.
+    gated, partial: as of `tiled_linear`.
     """
     fused = kernels.fused_kernels(x.device)
-    if fused.few_tokens is None or fused.add_rms_norm is None:  # the norm sums what is partial
+    if fused.choose_linear is None or fused.add_rms_norm is None:  # the norm sums what is partial
         return None
-    return fused.few_tokens(x.shape[0], weight, gated=gated, partial=partial)
+    return fused.choose_linear(x.shape[0], weight, gated=gated, partial=partial)

@@ -17,7 +17,7 @@ from nanovllm.attention.interface import BoundAttention
 from nanovllm.distributed.group import Group, Terms
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import Linear, MergedLinear, few_tokens_kernel
+from nanovllm.layers.linear import Linear, MergedLinear, linear_kernel
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rope import RotaryEmbedding, Rotation
 from nanovllm.models.config import ModelConfig
@@ -69,8 +69,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Terms:
         weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
-        few = few_tokens_kernel(x, weight, gated=True) if bias is None else None
-        return self.down_proj.partial(silu_and_mul(self.gate_up_proj(x)) if few is None else few(x, weight))
+        kernel = linear_kernel(x, weight, gated=True) if bias is None else None
+        return self.down_proj.partial(silu_and_mul(self.gate_up_proj(x)) if kernel is None else kernel(x, weight))
 
 
 class Layer(nn.Module):

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -19,9 +20,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanovllm.kernels.attention import kv_write, paged_decode, paged_prefill
+from nanovllm.kernels.attention import paged_decode, paged_prefill
 from nanovllm.kernels.fused import add_rms_norm, decode_inputs, norm_rope_write, sample, silu_and_mul
-from nanovllm.kernels.linear import few_tokens, skinny_linear, tiled_linear
+from nanovllm.kernels.linear import choice, skinny_linear, tiled_linear
 
 ELEMENT_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 INTEGERS = (
@@ -87,9 +88,6 @@ def compile_all(capability: int, dtype: str, head_dim: int, group: int, block_si
     shape = {"NUM_KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
     decode = paged_decode.decode_config(head_dim, size)
     return {
-        "write": shared_memory(
-            kv_write._kv_write_kernel, capability, dtype, {"WIDTH": 8 * head_dim, "PADDED": 8 * head_dim}, 4, 3
-        ),
         "decode": shared_memory(
             paged_decode._decode_kernel,
             capability,
@@ -143,7 +141,7 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
         "best of row": memory(sample._best_of_row_kernel, {"RANKS": 2, "PARTS": 64} | pdl, warps=4),
     }  # fmt: skip
     if dtype != "fp32":
-        for name, inputs, outputs, gated, partial in SKINNY:
+        for name, inputs, outputs, gated, in_parts in SKINNY:
             for tokens in (16, 32):
                 config = skinny_linear.skinny_config(outputs, gated)
                 inner = skinny_linear.inner_length(inputs, 1024)
@@ -154,26 +152,28 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
                     "COLUMNS": config.columns,
                     "BIAS": 0,
                 }
-                constants |= {"INNER": inner, "STEPS": 1 if partial else inputs // inner, "GATED": int(gated)} | pdl
+                constants |= {"INNER": inner, "STEPS": 1 if in_parts else inputs // inner, "GATED": int(gated)} | pdl
                 constants["PARTS"] = config.num_warps
                 found[f"{name} x {tokens}"] = memory(skinny_linear._skinny_linear_kernel, constants, config.num_warps)
-        for tokens, (inputs, outputs, gated, partial) in product((16, 32, 64), TILED if capability == 90 else []):
-            tile = few_tokens.choose_tile(tokens, inputs * outputs * 2 < few_tokens.SMALL_BYTES, gated, partial)
+        for kind, tokens, tile in tiles() if capability == 90 else ():
             constants = {"TOKENS": tokens, "COLUMNS": tile.columns, "INNER": tile.inner, "SWAPPED": int(tile.swapped)}
-            constants |= {"GATED": int(gated), "BIAS": 0, "LINES": 8, "LINE": 64} | pdl
-            name = f"tiled {outputs} x {tokens}"
+            constants |= {"GATED": int(kind == "gated"), "BIAS": 0, "LINES": 8, "LINE": 64} | pdl
+            name = f"{kind} {tile} x {tokens}"
             found[name] = memory(tiled_linear._tiled_linear_kernel, constants, stages=tile.num_stages)
     return found
 
 
-# inputs, outputs, gated, partial
-TILED = [
-    (1024, 4096, False, False),
-    (1024, 6144, True, False),
-    (3072, 1024, False, True),
-    (4096, 24576, True, False),
-    (12288, 4096, False, True),
-]
+def tiles() -> set[tuple[str, int, tiled_linear.Tile]]:
+    """Kind of the layer, the most tokens of a program and the tile, of every row of the table for any GPU."""
+    return {
+        (kind, min(tiled_linear.MAX_TILE, row.max_tokens), row.kernel.keywords["tile"])
+        for (kind, _), rows in choice.ON_ANY_GPU.items()
+        for row in rows
+        if isinstance(row.kernel, partial)
+    }
+
+
+# inputs, outputs, gated, whether the result is in parts
 SKINNY = [
     ("qkv", 1024, 4096, False, False),
     ("o", 2048, 1024, False, True),

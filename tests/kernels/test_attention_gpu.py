@@ -87,20 +87,24 @@ def test_triton_decodes_large_batches(dtype: torch.dtype, plain: bool, monkeypat
     lengths = [(1, 1 + 37 * s % 900) for s in range(300)]
     case = make_case(lengths, num_kv_heads=8, head_dim=128, block_size=256, dtype=dtype, device="cuda")
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    chosen = triton_backend.ring_layout(case.q, case.kv, len(lengths))
-    assert (chosen is not None) == (hopper and dtype != torch.float32)
+    ring = triton_backend.hopper_kernels(case.q.device).ring_decode
+    assert (ring is not None) == hopper
+    if ring is not None:
+        assert (ring.ring_layout(case.q, case.kv, len(lengths)) is not None) == (dtype != torch.float32)
     if plain:
-        monkeypatch.setattr(triton_backend, "ring_layout", lambda *_: None)
+        monkeypatch.setattr(triton_backend, "hopper_kernels", lambda device: triton_backend.HopperKernels())
     check(make_backend("triton", case), case, TOLERANCE[dtype])
 
 
 def test_prefill_of_many_sequences_recorded_and_again() -> None:
     """The wide variant of the search for one's sequence; a recording finds nothing left behind by the launch before."""
-    from nanovllm.kernels.hopper.warp_layout import fits_warp_prefill
+    from nanovllm.attention.triton_backend import hopper_kernels
 
     lengths: Lengths = [(1, 30), (1, 300), *((2 + 53 * s % 190, 200 + 7 * s) for s in range(60))]
     case = make_case(lengths, num_kv_heads=8, head_dim=128, block_size=256, dtype=torch.bfloat16, device="cuda")
-    assert fits_warp_prefill(case.q, case.kv) == (torch.cuda.get_device_capability() == (9, 0))
+    hopper = hopper_kernels(case.q.device).warp_specialized_prefill
+    assert (hopper is not None) == (torch.cuda.get_device_capability() == (9, 0))
+    assert hopper is None or hopper.fits(case.q, case.kv)
     backend = make_backend("triton", case)
     check(backend, case, TOLERANCE[torch.bfloat16])
     expected = backend.attend(case.q, case.kv, case.meta, case.scale)

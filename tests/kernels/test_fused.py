@@ -11,13 +11,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.attention.kv_write import kv_write_reference
+from nanovllm.attention.torch_ref import write_kv
 from nanovllm.kernels.fused.add_rms_norm import FEW_ROWS, add_rms_norm
 from nanovllm.kernels.fused.decode_inputs import decode_inputs
 from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
 from nanovllm.kernels.fused.sample import sample_rows
 from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
-from nanovllm.kernels.linear.few_tokens import few_tokens
+from nanovllm.kernels.linear.choice import choose_linear
 from nanovllm.kernels.linear.skinny_linear import skinny_linear
 from nanovllm.kernels.linear.tiled_linear import Tile, num_splits, tiled_linear
 from nanovllm.layers.norm import rms_norm
@@ -84,7 +84,7 @@ def test_norm_rope_write(where: Where, num_heads: int, num_kv_heads: int, head_d
     if norms is not None:
         q, k = rms_norm(q, norms[0], 1e-6), rms_norm(k, norms[1], 1e-6)
     cos, sin = rotary(positions)
-    kv_write_reference(expected_kv, apply_rope(k, cos, sin), v, slots)
+    write_kv(expected_kv, apply_rope(k, cos, sin), v, slots)
     out = norm_rope_write(qkv, kv, norms, rotary.table, positions, slots, 1e-6)
     assert_close(out, apply_rope(q, cos, sin))
     assert_close(kv, expected_kv)
@@ -261,8 +261,8 @@ def test_few_tokens_get_a_kernel_that_fits_them(how: dict[str, bool], num_tokens
     used = 0
     for outputs, inputs in product((64, 96, 1024, 4096, 6144, 24576), (64, 128, 1024, 3072, 4096)):
         weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
-        chosen = few_tokens(num_tokens, weight, **how)
-        assert few_tokens(num_tokens, weight.float(), **how) is None, "they are for 16 bits"
+        chosen = choose_linear(num_tokens, weight, **how)
+        assert choose_linear(num_tokens, weight.float(), **how) is None, "they are for 16 bits"
         if chosen is None:
             continue
         used += 1

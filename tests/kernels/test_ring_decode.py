@@ -21,14 +21,13 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.attention import triton_backend
-from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.attention.triton_backend import HopperKernels, TritonBackend
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs.cuda_graphs import DecodeGraphs
 from nanovllm.kernels.attention.paged_decode import DecodeWorkspace, merge_pieces, plan_decode
 from nanovllm.kernels.attention.paged_tile import LOG2_E
 from nanovllm.kernels.hopper import ring_decode as kernels
-from nanovllm.kernels.hopper import ring_layout as choice
-from nanovllm.kernels.hopper.ring_layout import RingLayout, ring_layout
+from nanovllm.kernels.hopper.ring_decode import RingLayout, ring_layout
 from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case
 from tests.kernels.gluon_as_python import Barrier, Bars, Cache, Memory, Pointer, as_python
 
@@ -47,9 +46,7 @@ def layout_of(
     return ring_layout(q, kv, num_sequences)
 
 
-def test_what_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert layout_of() is None
-    monkeypatch.setattr(choice, "gluon_kernel", lambda name, device: name)
+def test_what_gets_it() -> None:
     wide, narrow = RingLayout(32, 4, 3, 1, 160), RingLayout(32, 4, 6, 1, 160)
     assert layout_of() == layout_of(dtype=torch.float16) == layout_of(300, 16, 4, block_size=32) == wide
     assert layout_of(head_dim=64) == layout_of(head_dim=64, num_kv_heads=12) == narrow
@@ -69,7 +66,7 @@ def test_the_plan_of_a_step_is_for_the_kernel_that_it_uses(monkeypatch: pytest.M
         *_, context_len, _, _, workspace, plan, layout = arguments
         calls.append((workspace.m.shape, plan, layout, context_len, overlap))
 
-    monkeypatch.setattr(choice, "gluon_kernel", lambda name, device: name)
+    monkeypatch.setattr(triton_backend, "hopper_kernels", lambda device: HopperKernels(ring_decode=kernels))
     monkeypatch.setattr(kernels, "ring_decode", stand_in)
     monkeypatch.setattr(triton_backend, "paged_decode", stand_in)
     backend = TritonBackend(num_sms=10)
@@ -134,7 +131,7 @@ def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: tor
             cache, Memory(k), Memory(v), full, empty,
             pointer["table"], pointer["start"], pointer["context"], pointer["plan"],
             case.kv.stride(0) // (NUM_KV_HEADS * 64), meta.block_table.stride(0),
-            layout.heads, block_size, layout.keys, 64, layout.stages, layout.early_tiles, True,
+            layout.heads, block_size, layout.keys, 64, layout.stages, True,
         )  # fmt: skip
         side = threading.Thread(target=order, args=arguments, daemon=True)
         side.start()
@@ -215,11 +212,11 @@ def compile_case(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = kernels._ring_kernel
-    keys, heads, stages = 32, 4, choice.RING_BYTES // (2 * 4 * 32 * head_dim * 2)
+    keys, heads, stages = 32, 4, kernels.RING_BYTES // (2 * 4 * 32 * head_dim * 2)
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "HEADS": heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size,
         "QUERIES": queries, "KEYS": keys, "STAGES": stages, "REGISTERS": kernels.ORDERING_REGISTERS,
-        "EARLY_TILES": stages, "PDL": early,
+        "PDL": early,
     }  # fmt: skip
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "q_ptr": f"*{dtype}", "kv_desc": f"tensordesc<{dtype}{[heads, keys, head_dim]},{kernels.BOX!r}>",
@@ -231,7 +228,7 @@ def compile_case(
     aligned = "q_ptr", "out_ptr", "m_ptr", "denom_ptr", "acc_ptr", "piece_ptr", "q_stride", "v_slot"
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": heads, "launch_pdl": early, "maxnreg": choice.MAX_REGISTERS}
+    options = {"num_warps": heads, "launch_pdl": early, "maxnreg": kernels.MAX_REGISTERS}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptxas = Path(nvidia.__path__[0]) / "bin" / "ptxas"
     command = [str(ptxas), "-v", "-arch=sm_90a", "-", "-o", os.devnull]
@@ -254,8 +251,8 @@ def test_it_fits_a_hopper_multiprocessor() -> None:
     for case, found in zip(COMPILED, json.loads(done.stdout.splitlines()[-1]), strict=True):
         said = f"{case}: {found}"
         assert found["spilled"] and not any(found["spilled"]), said
-        assert found["registers"] == [choice.MAX_REGISTERS], said
-        assert choice.RING_BYTES <= found["shared"] <= 227 * 1024, said
+        assert found["registers"] == [kernels.MAX_REGISTERS], said
+        assert kernels.RING_BYTES <= found["shared"] <= 227 * 1024, said
         assert found["waits"] == (2 if case[-1] else 0) and found["boxes"] >= 2, said
         assert found["together"], said
 

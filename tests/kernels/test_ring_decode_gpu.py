@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.attention.triton_backend import hopper_kernels
 from nanovllm.kernels.attention.paged_decode import (
     DecodeConfig,
     DecodeWorkspace,
@@ -20,8 +21,7 @@ from nanovllm.kernels.attention.paged_decode import (
     paged_decode,
     plan_decode,
 )
-from nanovllm.kernels.hopper.ring_layout import RingLayout, ring_layout
-from nanovllm.kernels.launch import gluon_kernel
+from nanovllm.kernels.hopper.ring_decode import RingLayout, ring_decode, ring_layout
 from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case
 from tests.kernels.test_attention_gpu import DECODE, TOLERANCE, VERIFY
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
-    if gluon_kernel("ring_decode", torch.device("cuda", torch.cuda.current_device())) is None:
+    if hopper_kernels(torch.device("cuda", torch.cuda.current_device())).ring_decode is None:
         pytest.skip("no Hopper GPU, or no Gluon")
 
 
@@ -57,8 +57,6 @@ class Decode:
             q, kv, meta.block_table, meta.query_start, meta.context_len, self.case.scale, out, self.workspace, plan,
         )  # fmt: skip
         if isinstance(self.layout, RingLayout):
-            from nanovllm.kernels.hopper.ring_decode import ring_decode
-
             ring_decode(*inputs, self.layout, overlap)
         else:
             paged_decode(*inputs, self.layout, overlap)

@@ -11,10 +11,10 @@ pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.attention import triton_backend
 from nanovllm.attention.interface import AttentionMetadata
-from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.attention.triton_backend import HopperKernels, TritonBackend
 from nanovllm.graphs.cuda_graphs import UNRECORDED, batch_sizes
 from nanovllm.kernels.attention import paged_decode
-from nanovllm.kernels.hopper import ring_decode, ring_layout, warp_layout, warp_prefill
+from nanovllm.kernels.hopper import ring_decode, warp_specialized_prefill
 
 Variants = set[tuple[Any, ...]]
 
@@ -37,14 +37,13 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Variants:
     variants: Variants = set()
     for module, name in (
         (paged_decode, "_decode_kernel"), (paged_decode, "_merge_kernel"), (paged_decode, "_plan_kernel"),
-        (ring_decode, "_ring_kernel"), (warp_prefill, "_warp_prefill_kernel"),
+        (ring_decode, "_ring_kernel"), (warp_specialized_prefill, "_warp_specialized_prefill_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Launches(name, variants))
-    for module in (ring_layout, warp_layout):
-        monkeypatch.setattr(module, "gluon_kernel", lambda name, device: name)
+    hopper = HopperKernels(ring_decode, warp_specialized_prefill)
+    monkeypatch.setattr(triton_backend, "hopper_kernels", lambda device: hopper)
     for module in (paged_decode, ring_decode):
         monkeypatch.setattr(module, "overlaps_launches", lambda device: True)
-    assert triton_backend.ring_layout is ring_layout.ring_layout
     return variants
 
 

@@ -7,7 +7,7 @@ kept out of Triton's specialisation by every kernel here: each new divisor would
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.prefetch import prefetch
+from nanovllm.kernels.prefetch import prefetch_l2
 
 # Scores are kept in powers of two, because the hardware's exponential is exp2.
 LOG2_E = 1.4426950408889634
@@ -84,8 +84,8 @@ def ask_for_keys(  # type: ignore[no-untyped-def]
     for start in range(first, stop, KEYS):
         offset = token_offsets(table_ptr, start, context_len, TOKEN_STRIDE, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
         offset = tl.where(start + tl.arange(0, KEYS) < context_len, offset, 0)
-        prefetch(kv_ptr + offset[:, None] + line[None, :])
-        prefetch(kv_ptr + v_offset + offset[:, None] + line[None, :])
+        prefetch_l2(kv_ptr + offset[:, None] + line[None, :])
+        prefetch_l2(kv_ptr + v_offset + offset[:, None] + line[None, :])
 
 
 @triton.jit

@@ -25,6 +25,8 @@ tile is old only if all its keys were written by earlier steps. That holds, and 
   starts before all that was launched before it has ended. Kernels behind them may start early, but not before them.
 """
 
+from dataclasses import dataclass
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,13 +35,54 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.attention.paged_decode import DecodeWorkspace, merge_pieces
+from nanovllm.kernels.attention.paged_decode import (
+    FEW_SEQUENCES,
+    MAX_ROWS,
+    DecodeConfig,
+    DecodeWorkspace,
+    merge_pieces,
+)
 from nanovllm.kernels.attention.paged_tile import LOG2_E
-from nanovllm.kernels.hopper.ring_layout import RingLayout
 from nanovllm.kernels.launch import overlaps_launches
 
+RING_BYTES = 192 * 1024  # of shared memory, for the tiles of all programs of a multiprocessor
+MAX_REGISTERS = 160  # of a thread. The compiler would take all, and no other kernel could begin beside this one
 ORDERING_REGISTERS = 24  # of a thread of the warp that orders tiles: the fewest that there are
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+@dataclass(frozen=True)
+class RingLayout:
+    """Keys of a tile; KV heads of a program, and as many warps that compute; tiles in its ring; programs per
+    multiprocessor; registers of a thread at the start, before the warp that orders tiles gives its own away."""
+
+    keys: int
+    heads: int
+    stages: int
+    programs_per_sm: int
+    max_registers: int | None = None
+
+    @property
+    def config(self) -> DecodeConfig:
+        """For the plan and the number of pieces: programs are counted as if each had one head."""
+        return DecodeConfig(self.keys, self.heads, self.stages, self.programs_per_sm * self.heads)
+
+
+def ring_layout(q: torch.Tensor, kv: torch.Tensor, num_sequences: int) -> RingLayout | None:
+    """The layout for q [T, Hq, D] of so many sequences and a cache kv [2, num_blocks, block_size, Hkv, D].
+
+    None: `paged_decode` is faster, or this kernel cannot take the shape or the dtype. With one sequence `paged_decode`
+    was faster, and up to 16 nothing else was measured. All layers of a step get the same layout, since they share a
+    plan. Of the layouts that were tried by themselves on an H200 this one was among the fastest at every batch
+    (`benchmarks/results/kernels.h200.json` has four).
+    """
+    _, _, block_size, num_kv_heads, head_dim = kv.shape
+    keys, heads = 32, 4
+    fits = head_dim in (64, 128) and q.element_size() == 2 and block_size >= keys
+    dealt_out = num_kv_heads % heads == 0 and q.shape[1] // num_kv_heads <= MAX_ROWS
+    if num_sequences < FEW_SEQUENCES or not fits or not dealt_out:
+        return None
+    return RingLayout(keys, heads, RING_BYTES // (2 * heads * keys * head_dim * q.element_size()), 1, MAX_REGISTERS)
 
 
 @gluon.jit
@@ -54,7 +97,7 @@ def _order(  # type: ignore[no-untyped-def]
     kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr, v_slot,
     table_stride,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    EARLY_TILES: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Order all tiles of the piece, each as soon as its stage is free."""
     first_head = gl.program_id(0) * HEADS
@@ -75,7 +118,7 @@ def _order(  # type: ignore[no-untyped-def]
             slot = gl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
             if PDL:  # noqa: SIM102 - one is known when the kernel is compiled
                 # To wait again is free. When the ring is full once, the other warps wait anyway.
-                if (ordered == EARLY_TILES) | (start + KEYS > old):
+                if (ordered == STAGES) | (start + KEYS > old):
                     gdc_wait()
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), free)
@@ -182,7 +225,7 @@ def _ring_kernel(  # type: ignore[no-untyped-def]
     scale, q_stride, v_slot, table_stride,
     NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    EARLY_TILES: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -200,7 +243,7 @@ def _ring_kernel(  # type: ignore[no-untyped-def]
                        context_len_ptr, piece_ptr, scale, q_stride, NUM_KV_HEADS, HEADS, GROUP, HEAD_DIM, QUERIES,
                        KEYS, STAGES, PDL)),
             (_order, (kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr,
-                      piece_ptr, v_slot, table_stride, HEADS, BLOCK_SIZE, KEYS, HEAD_DIM, STAGES, EARLY_TILES, PDL)),
+                      piece_ptr, v_slot, table_stride, HEADS, BLOCK_SIZE, KEYS, HEAD_DIM, STAGES, PDL)),
         ],
         [1],
         [REGISTERS],
@@ -236,6 +279,6 @@ def ring_decode(
         scale * LOG2_E, q.stride(0), num_blocks * block_size, block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEADS=heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys, STAGES=layout.stages, REGISTERS=ORDERING_REGISTERS,
-        EARLY_TILES=layout.early_tiles, PDL=early, num_warps=heads, maxnreg=layout.max_registers, launch_pdl=early,
+        PDL=early, num_warps=heads, maxnreg=layout.max_registers, launch_pdl=early,
     )  # fmt: skip
     merge_pieces(out, workspace, query_start, context_len, plan, keys)

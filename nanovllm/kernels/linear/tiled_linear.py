@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
-from nanovllm.kernels.prefetch import prefetch
+from nanovllm.kernels.prefetch import prefetch_l2
 
 MAX_TILE = 64  # tokens
 PROGRAMS = 128  # inputs are cut until there are so many: about one for each multiprocessor of a large GPU
@@ -59,9 +59,9 @@ def _tiled_linear_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         gdc_launch_dependents()
         line = part * depth + (tl.arange(0, LINES) * LINE)[None, :]
-        prefetch(row + line)
+        prefetch_l2(row + line)
         if GATED:
-            prefetch(up_row + line)
+            prefetch_l2(up_row + line)
         gdc_wait()
     x_ptr += token[:, None] * inputs + inner[None, :]
     weight_ptr = row + inner[None, :]

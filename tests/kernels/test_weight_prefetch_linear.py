@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels.launch import gluon_kernel
-from nanovllm.kernels.linear import few_tokens as choice
-from nanovllm.kernels.linear.few_tokens import EARLY_SHARED, EarlyTile, early_tile, few_tokens
+from nanovllm.kernels.hopper import weight_prefetch_linear as kernels
+from nanovllm.kernels.hopper.weight_prefetch_linear import SHARED_BYTES, PrefetchTile, choose_tile
+from nanovllm.kernels.linear import choice
+from nanovllm.kernels.linear.choice import choose_linear, choose_on_any_gpu, hopper_linear
 
 ROOT = Path(__file__).parents[2]
 HOW: dict[str, dict[str, bool]] = {"plain": {}, "gated": {"gated": True}, "partial": {"partial": True}}
@@ -40,22 +40,19 @@ def stand_in(*_: object, **__: object) -> Tensor:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    def everywhere(name: str, device: torch.device) -> Callable[..., Tensor]:
-        assert name == "early_linear"
-        return stand_in
-
-    monkeypatch.setattr(choice, "gluon_kernel", everywhere)
+    monkeypatch.setattr(kernels, "weight_prefetch_linear", stand_in)
+    monkeypatch.setattr(choice, "hopper_linear", lambda device: kernels)
 
 
-def tile_of(num_tokens: int, kind: str, outputs: int, inputs: int, **dtype: torch.dtype) -> EarlyTile | None:
-    chosen = few_tokens(num_tokens, empty(outputs, inputs, **dtype), **HOW[kind])
+def tile_of(num_tokens: int, kind: str, outputs: int, inputs: int, **dtype: torch.dtype) -> PrefetchTile | None:
+    chosen = choose_linear(num_tokens, empty(outputs, inputs, **dtype), **HOW[kind])
     if not isinstance(chosen, bind) or chosen.func is not stand_in:
         return None
     assert {name: chosen.keywords[name] for name in ("gated", "partial")} == {
         "gated": kind == "gated",
         "partial": kind == "partial",
     }
-    tile: EarlyTile = chosen.keywords["tile"]
+    tile: PrefetchTile = chosen.keywords["tile"]
     return tile
 
 
@@ -76,7 +73,7 @@ def test_which_layers_get_it(hopper: None) -> None:
 
 def test_a_shape_or_dtype_that_is_none_for_it(hopper: None) -> None:
     assert tile_of(32, "plain", 4096, 4096, dtype=torch.float16) is not None
-    assert few_tokens(32, empty(4096, 4096, torch.float32)) is None
+    assert choose_linear(32, empty(4096, 4096, torch.float32)) is None
     assert tile_of(32, "plain", 4096, 4096 + 64) is None
     assert tile_of(32, "plain", 4096 + 32, 4096) is None
     assert tile_of(32, "gated", 8192 + 64, 4096) is None and tile_of(32, "gated", 8192 + 128, 4096) is not None
@@ -84,12 +81,12 @@ def test_a_shape_or_dtype_that_is_none_for_it(hopper: None) -> None:
 
 def test_where_it_cannot_run_it_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another GPU, or a Triton that has moved Gluon: the chooser takes what runs on any."""
-    monkeypatch.setattr(choice, "gluon_kernel", lambda name, device: None)
+    monkeypatch.setattr(choice, "hopper_linear", lambda device: None)
     for num_tokens in (17, 64, 65, 128, 129, 256):
         for kind, outputs, inputs in (layer for layers in LAYERS.values() for layer in layers):
-            chosen, before = (
-                choose(num_tokens, empty(outputs, inputs), **HOW[kind]) for choose in (few_tokens, choice.on_any_gpu)
-            )
+            weight = empty(outputs, inputs)
+            chosen = choose_linear(num_tokens, weight, **HOW[kind])
+            before = choose_on_any_gpu(num_tokens, weight, **HOW[kind])
             assert (chosen and chosen.keywords) == (before and before.keywords)  # type: ignore[attr-defined]
 
 
@@ -99,50 +96,48 @@ def test_all_programs_run_at_once_if_they_can(kind: str, most: int) -> None:
     for num_tokens in (1, 17, 64, 65, 129, 256):
         for columns in (64, 1024, 1536, 4096, 12288, 25600):
             for inputs in (128, 384, 1024, 3072, 12288):
-                tile = early_tile(num_tokens, columns, inputs, most, kind == "gated", kind == "partial")
+                tile = choose_tile(num_tokens, columns, inputs, most, kind == "gated", kind == "partial")
                 assert inputs % (tile.splits * tile.inner) == 0 and (tile.splits == 1 or kind == "partial")
                 size = tile.stages * 2 * tile.inner * (64 + tile.tokens)
                 tiles = columns // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
                 resident = min(3, -(-tiles * tile.splits // 128))
-                assert size * (resident if tile.stages > 3 else 1) <= EARLY_SHARED
+                assert size * (resident if tile.stages > 3 else 1) <= SHARED_BYTES
                 assert 16 <= tile.tokens <= most and tile.tokens < 2 * max(9, num_tokens)
 
 
 # --- what it compiles to ---------------------------------------------------------------------------------------------
 
-CASES: list[tuple[str, EarlyTile, int, bool]] = [  # kind, tile, steps, whether there is a bias
-    ("plain", EarlyTile(32, 128, 6, 1), 32, True),
-    ("plain", EarlyTile(64, 128, 6, 1), 8, False),
-    ("partial", EarlyTile(64, 128, 6, 4), 4, False),
-    ("partial", EarlyTile(64, 128, 3, 4), 4, False),
-    ("gated", EarlyTile(32, 128, 3, 1), 32, False),
-    ("gated", EarlyTile(128, 128, 4, 1), 8, False),
-    ("gated", EarlyTile(128, 64, 4, 1), 16, False),
+CASES: list[tuple[str, PrefetchTile, int, bool]] = [  # kind, tile, steps, whether there is a bias
+    ("plain", PrefetchTile(32, 128, 6, 1), 32, True),
+    ("plain", PrefetchTile(64, 128, 6, 1), 8, False),
+    ("partial", PrefetchTile(64, 128, 6, 4), 4, False),
+    ("partial", PrefetchTile(64, 128, 3, 4), 4, False),
+    ("gated", PrefetchTile(32, 128, 3, 1), 32, False),
+    ("gated", PrefetchTile(128, 128, 4, 1), 8, False),
+    ("gated", PrefetchTile(128, 64, 4, 1), 16, False),
 ]
 
 
-def compile_case(kind: str, tile: EarlyTile, steps: int, bias: bool, dtype: str = "bf16") -> dict[str, Any]:
+def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, dtype: str = "bf16") -> dict[str, Any]:
     """For a Hopper GPU that this machine need not have. Not in a process that has switched the interpreter on."""
     import triton
     from triton.backends import nvidia
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from nanovllm.kernels.hopper import early_linear
-
-    kernel = early_linear._early_linear_kernel
+    kernel = kernels._weight_prefetch_linear_kernel
     halves, stages = 2 if kind == "gated" else 1, min(tile.stages, steps)
     columns = 64 // halves
     constants = {
         "TOKENS": tile.tokens, "COLUMNS": columns, "INNER": tile.inner, "HALVES": halves, "STAGES": stages,
-        "REFILLS": steps > stages, "LINES": early_linear.LINES, "LINE": 64, "BIAS": bias, "PDL": True,
+        "REFILLS": steps > stages, "LINES": kernels.LINES, "LINE": 64, "BIAS": bias, "PDL": True,
     }  # fmt: skip
     if not bias:
         constants["bias_ptr"] = None  # type: ignore[assignment]
     weight_block = [columns // 8, halves, 8, tile.inner]
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
-        "x_desc": f"tensordesc<{dtype}{[tile.tokens, tile.inner]},{early_linear.X_LAYOUT!r}>",
-        "weight_desc": f"tensordesc<{dtype}{weight_block},{early_linear.WEIGHT_LAYOUT!r}>",
+        "x_desc": f"tensordesc<{dtype}{[tile.tokens, tile.inner]},{kernels.X_LAYOUT!r}>",
+        "weight_desc": f"tensordesc<{dtype}{weight_block},{kernels.WEIGHT_LAYOUT!r}>",
         "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "out_ptr": "*fp32" if kind == "partial" else f"*{dtype}",
     }  # fmt: skip
     signature |= dict.fromkeys(constants, "constexpr")
@@ -169,7 +164,7 @@ def compile_case(kind: str, tile: EarlyTile, steps: int, bias: bool, dtype: str 
 
 def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.test_early_linear"]
+    command = [sys.executable, "-m", "tests.kernels.test_weight_prefetch_linear"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     for (kind, tile, steps, bias), found in zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
@@ -180,7 +175,7 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
         assert found["x after the wait"] == stages + (steps > stages), case
         assert found["products"] == tile.inner // 16, case
         programs = 227 * 1024 // (found["shared"] + 1024)
-        assert programs >= EARLY_SHARED // (tile.stages * 2 * tile.inner * (64 + tile.tokens)), case
+        assert programs >= SHARED_BYTES // (tile.stages * 2 * tile.inner * (64 + tile.tokens)), case
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------
@@ -191,10 +186,9 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 17, 64, 65, 100, 129, 256])
 @pytest.mark.parametrize("kind", ["plain", "bias", "gated", "partial"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (384, 192), (1024, 320), (4096, 1024)])
-def test_early_linear(kind: str, num_tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+def test_weight_prefetch_linear(kind: str, num_tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    early_linear = gluon_kernel("early_linear", device)
-    if early_linear is None:
+    if hopper_linear(device) is None:
         pytest.skip("no Hopper GPU")
 
     def normal(*shape: int, seed: int) -> Tensor:
@@ -211,12 +205,12 @@ def test_early_linear(kind: str, num_tokens: int, inputs: int, outputs: int, dty
     elif bias is not None:
         truth += bias
     gated, partial = kind == "gated", kind == "partial"
-    tiles = [early_tile(num_tokens, outputs, inputs, 64, gated, partial)]
+    tiles = [choose_tile(num_tokens, outputs, inputs, 64, gated, partial)]
     if dtype == torch.bfloat16:
-        tiles += [early_tile(num_tokens, outputs, inputs, most, gated, partial) for most in (16, 32, 128)]
+        tiles += [choose_tile(num_tokens, outputs, inputs, most, gated, partial) for most in (16, 32, 128)]
         tiles += [tiles[0]._replace(stages=3), tiles[-1]._replace(inner=64, stages=4)]
     for tile in dict.fromkeys(tiles):
-        ours = early_linear(x, weight, bias, tile=tile, gated=gated, partial=partial)
+        ours = kernels.weight_prefetch_linear(x, weight, bias, tile=tile, gated=gated, partial=partial)
         if partial:
             assert ours.shape == (tile.splits, num_tokens, outputs) and ours.dtype == torch.float32
             ours = ours.sum(0)
@@ -230,16 +224,16 @@ def test_early_linear(kind: str, num_tokens: int, inputs: int, outputs: int, dty
 def test_a_recording_reads_what_is_in_its_input_then() -> None:
     """Descriptors are made when a step is recorded, and hold the address of the input."""
     device = torch.device("cuda", torch.cuda.current_device())
-    early_linear = gluon_kernel("early_linear", device)
-    if early_linear is None:
+    if hopper_linear(device) is None:
         pytest.skip("no Hopper GPU")
     x, weight = torch.zeros(40, 1024, dtype=torch.bfloat16, device=device), torch.randn(512, 1024, device=device)
     weight = weight.bfloat16()
-    tile = early_tile(40, 512, 1024, 64, False, False)
-    early_linear(x, weight, tile=tile)
+    tile = choose_tile(40, 512, 1024, 64, False, False)
+    kernels.weight_prefetch_linear(x, weight, tile=tile)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = early_linear(early_linear(x, weight, tile=tile), weight[:, :512].contiguous(), tile=tile)
+        between = kernels.weight_prefetch_linear(x, weight, tile=tile)
+        out = kernels.weight_prefetch_linear(between, weight[:, :512].contiguous(), tile=tile)
     x.normal_()
     graph.replay()
     torch.cuda.synchronize()

@@ -29,12 +29,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.attention.paged_tile import LOG2_E, locate, padded_sequences
-from nanovllm.kernels.hopper.warp_layout import KEYS, ROWS, STAGES
-from nanovllm.kernels.hopper.warp_prefill_tile import begin_with_one, begin_with_two, go_on
+from nanovllm.kernels.hopper.warp_specialized_tile import begin_with_one, begin_with_two, go_on
 
+ROWS = 64  # of each of the two groups of warps
+KEYS = 64  # of a tile: with 128 fewer fit, and more of the masked ones is computed in vain
+STAGES = 4  # tiles of K, and of V, that there is room for
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 NOTES = 8  # places for the numbers of a tile of queries, of which 6 are used: see `_bring`
 BRINGING_REGISTERS, COMPUTING_REGISTERS = 56, 224  # of a thread
+
+
+def fits(q: torch.Tensor, kv: torch.Tensor) -> bool:
+    """Whether the kernel can take q [T, Hq, D] and a cache kv [2, num_blocks, block_size, Hkv, D]."""
+    _, _, block_size, num_kv_heads, head_dim = kv.shape
+    group = q.shape[1] // num_kv_heads
+    return q.element_size() == 2 and head_dim in (64, 128) and block_size >= KEYS and group in (1, 2, 4, 8, 16)
 
 
 @gluon.jit
@@ -196,7 +205,7 @@ def _attend(  # type: ignore[no-untyped-def]
     do_not_specialize=["num_sequences", "table_stride"],
     do_not_specialize_on_alignment=["taken_ptr", "block_table_ptr", "query_start_ptr", "context_len_ptr"],
 )
-def _warp_prefill_kernel(  # type: ignore[no-untyped-def]
+def _warp_specialized_prefill_kernel(  # type: ignore[no-untyped-def]
     q_desc, kv_desc, out_ptr, taken_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
     num_sequences, scale, v_slot, table_stride,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
@@ -238,7 +247,7 @@ def _warp_prefill_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def warp_prefill(
+def warp_specialized_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
     block_table: torch.Tensor,
@@ -251,7 +260,7 @@ def warp_prefill(
     *,
     first_sequence: int = 0,
 ) -> None:
-    """As `paged_prefill`, for what `fits_warp_prefill` accepts.
+    """As `paged_prefill`, for what `fits` accepts.
 
     taken: [2] int32 of one stream, 0 between two launches: numbers that were given out (the first tile of each program
         is its own), and programs that are done.
@@ -267,7 +276,7 @@ def warp_prefill(
     box = [min(ROWS, queries), head_dim]
     q_boxes = TensorDescriptor(q, [num_tokens, num_heads * head_dim], [q.stride(0), 1], box, BOX)
     kv_boxes = TensorDescriptor.from_tensor(kv.view(-1, num_kv_heads * head_dim), [KEYS, head_dim], BOX)
-    _warp_prefill_kernel[(min(num_programs, num_kv_heads * most_tiles),)](
+    _warp_specialized_prefill_kernel[(min(num_programs, num_kv_heads * most_tiles),)](
         q_boxes, kv_boxes, out, taken, block_table[first_sequence:], query_start[first_sequence:],
         context_len[first_sequence:], num_sequences, scale * LOG2_E, num_blocks * block_size, block_table.stride(0),
         HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES,

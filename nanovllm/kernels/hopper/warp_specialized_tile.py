@@ -1,4 +1,4 @@
-"""What a group of warps of `warp_prefill.py` does with one tile of keys after the other.
+"""What a group of warps of `warp_specialized_prefill.py` does with one tile of keys after the other.
 
 Between two calls, weights p of the last tile have not met their values yet, and the sum `acc` of the tiles before it is
 still to be multiplied with `repair`: both happen beside the product with the next keys. Barriers in shared memory say

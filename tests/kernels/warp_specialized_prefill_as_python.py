@@ -1,4 +1,4 @@
-"""The kernel of `warp_prefill.py` as plain Python over PyTorch tensors: a thread for each group of warps.
+"""The kernel of `warp_specialized_prefill.py` as plain Python over PyTorch tensors: a thread for each group of warps.
 
 See `gluon_as_python.py`. A product is computed when it is waited for, and what is given up becomes NaN: so it shows if
 a place is given up too early, and so does a deadlock.
@@ -12,7 +12,8 @@ import torch
 
 from nanovllm.kernels.attention import paged_tile
 from nanovllm.kernels.attention.paged_tile import LOG2_E
-from nanovllm.kernels.hopper import warp_prefill, warp_prefill_tile
+from nanovllm.kernels.hopper import warp_specialized_prefill as kernels
+from nanovllm.kernels.hopper import warp_specialized_tile
 from tests.kernels.attention_cases import Case
 from tests.kernels.gluon_as_python import (
     BARRIERS,
@@ -86,9 +87,9 @@ def functions(program: int, programs: int, lock: Any) -> dict[str, Any]:
         "fence_async_shared": lambda: None, "warpgroup_mma": Product, "warpgroup_mma_wait": waited,
     }  # fmt: skip
     for module, of_module in (
-        (warp_prefill, ("_tell", "_told", "_bring", "_attend")),
+        (kernels, ("_tell", "_told", "_bring", "_attend")),
         (
-            warp_prefill_tile,
+            warp_specialized_tile,
             ("_softmax", "_hide_garbage", "_next_weights", "begin_with_one", "begin_with_two", "go_on"),
         ),
         (paged_tile, ("locate",)),
@@ -120,9 +121,9 @@ def emulate(case: Case, keys: int, stages: int, rows: int, programs: int, first_
     threads: list[tuple[Any, ...]] = []
     for program in range(programs):
         q, k, v = (torch.full((n, r, head_dim), float("nan")) for n, r in ((4, rows), (stages, keys), (stages, keys)))
-        notes = torch.full((2 * warp_prefill.NOTES, 1), -7, dtype=torch.int64)
+        notes = torch.full((2 * kernels.NOTES, 1), -7, dtype=torch.int64)
         q_full, k_full, v_full = (Bars(Barrier() for _ in range(n)) for n in (2, stages, stages))
-        half = warp_prefill.NOTES
+        half = kernels.NOTES
         q_free = Bars(Barrier(q[2 * i : 2 * i + 2], notes[half * i : half * i + half], count=2) for i in range(2))
         k_free, v_free = (Bars(Barrier(x[i], count=2) for i in range(stages)) for x in (k, v))
         places = Memory(q), Memory(k), Memory(v), Memory(notes), q_full, q_free, k_full, k_free, v_full, v_free
@@ -130,12 +131,12 @@ def emulate(case: Case, keys: int, stages: int, rows: int, programs: int, first_
         threads.append((
             names["_bring"], q_box, kv_box, *places, Pointer(taken), Pointer(table.flatten()), Pointer(starts),
             Pointer(context), len(context), num_blocks * block_size, table.shape[1],
-            heads, group, head_dim, block_size, rows, keys, stages, warp_prefill.NOTES, 32,
+            heads, group, head_dim, block_size, rows, keys, stages, kernels.NOTES, 32,
         ))  # fmt: skip
         for part in range(2):
             threads.append((
                 names["_attend"], part, Pointer(out.flatten()), *places, case.scale * LOG2_E,
-                heads, group, head_dim, rows, keys, stages, warp_prefill.NOTES,
+                heads, group, head_dim, rows, keys, stages, kernels.NOTES,
             ))  # fmt: skip
     running = [threading.Thread(target=guarded, args=arguments, daemon=True) for arguments in threads]
     for thread in running:

@@ -1,7 +1,7 @@
 """Prefill by warps with different tasks: what gets it, what it computes, and what it compiles to.
 
-Triton's interpreter cannot run Gluon: `warp_prefill_as_python.py` stands in for it here, and `test_attention_gpu.py`
-runs the kernel itself.
+Triton's interpreter cannot run Gluon: `warp_specialized_prefill_as_python.py` stands in for it here, and
+`test_attention_gpu.py` runs the kernel itself.
 """
 
 import json
@@ -19,11 +19,9 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels.hopper import warp_layout as choice
-from nanovllm.kernels.hopper import warp_prefill as kernels
-from nanovllm.kernels.hopper.warp_layout import fits_warp_prefill
+from nanovllm.kernels.hopper import warp_specialized_prefill as kernels
 from tests.kernels.attention_cases import Lengths, make_case
-from tests.kernels.warp_prefill_as_python import emulate
+from tests.kernels.warp_specialized_prefill_as_python import emulate
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,12 +30,10 @@ ROOT = Path(__file__).parents[2]
 
 def fits(group: int = 2, head_dim: int = 128, block_size: int = 256, dtype: torch.dtype = torch.bfloat16) -> bool:
     q = torch.empty(40, 2 * group, head_dim, dtype=dtype, device="meta")
-    return fits_warp_prefill(q, torch.empty(2, 9, block_size, 2, head_dim, dtype=dtype, device="meta"))
+    return kernels.fits(q, torch.empty(2, 9, block_size, 2, head_dim, dtype=dtype, device="meta"))
 
 
-def test_what_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not fits()
-    monkeypatch.setattr(choice, "gluon_kernel", lambda name, device: name)
+def test_what_gets_it() -> None:
     assert fits() and fits(dtype=torch.float16) and fits(block_size=64)
     assert not fits(block_size=32) and not fits(dtype=torch.float32)
     assert [n for n in range(1, 33) if fits(group=n)] == [1, 2, 4, 8, 16]
@@ -110,16 +106,16 @@ def compile_case(
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel = kernels._warp_prefill_kernel
+    kernel = kernels._warp_specialized_prefill_kernel
     constants = {
-        "HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "ROWS": choice.ROWS,
-        "KEYS": choice.KEYS, "STAGES": choice.STAGES, "NOTES": kernels.NOTES, "SEQUENCES": sequences,
+        "HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "ROWS": kernels.ROWS,
+        "KEYS": kernels.KEYS, "STAGES": kernels.STAGES, "NOTES": kernels.NOTES, "SEQUENCES": sequences,
         "BRINGING_REGISTERS": kernels.BRINGING_REGISTERS, "COMPUTING_REGISTERS": kernels.COMPUTING_REGISTERS,
     }  # fmt: skip
-    rows = min(choice.ROWS, 2 * choice.ROWS // group)
+    rows = min(kernels.ROWS, 2 * kernels.ROWS // group)
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "q_desc": f"tensordesc<{dtype}{[rows, head_dim]},{kernels.BOX!r}>",
-        "kv_desc": f"tensordesc<{dtype}{[choice.KEYS, head_dim]},{kernels.BOX!r}>",
+        "kv_desc": f"tensordesc<{dtype}{[kernels.KEYS, head_dim]},{kernels.BOX!r}>",
         "out_ptr": f"*{dtype}", "scale": "fp32",
         **dict.fromkeys(("taken_ptr", "block_table_ptr", "query_start_ptr", "context_len_ptr"), "*i32"),
     }  # fmt: skip
@@ -142,7 +138,7 @@ def test_exponentials_are_taken_while_tensor_cores_multiply(tmp_path: Path) -> N
     """ptxas moves waits: nothing but the machine code shows whether there is something to do under a product."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["SASS_OF"] = str(tmp_path / "kernel.cubin")
-    command = [sys.executable, "-m", "tests.kernels.test_warp_prefill"]
+    command = [sys.executable, "-m", "tests.kernels.test_warp_specialized_prefill"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     for case, found in zip(COMPILED, json.loads(done.stdout.splitlines()[-1]), strict=True):
@@ -150,7 +146,7 @@ def test_exponentials_are_taken_while_tensor_cores_multiply(tmp_path: Path) -> N
         assert found["spilled"] and not any(found["spilled"]), said
         assert found["shared"] <= 227 * 1024, said
         # For the second tile, masked ones and others, of either group: a thread has half as many as there are keys.
-        assert len(found["exponentials"]) == 6 and min(found["exponentials"]) >= choice.KEYS // 2, said
+        assert len(found["exponentials"]) == 6 and min(found["exponentials"]) >= kernels.KEYS // 2, said
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
 """A linear layer whose weights are on their way to shared memory before its turn has come. For Hopper GPUs.
 
-`tiled_linear` asks for weights ahead of time as well, but they get no further than the L2 cache: when a tile is copied
-to shared memory is the compiler's choice, and it copies after the wait for the predecessor. This kernel is written in
-Gluon, the language below Triton, where the copies are explicit. A program walks along the inputs in steps. First it
-orders the weights of as many steps as have room, by Hopper's copy engine (TMA); then it waits for the predecessor; then
-only the input is missing, which is small. A barrier in shared memory counts the bytes of each step that have arrived.
+The idea is that of CUTLASS's example 63, "GEMM with weight prefetch". `tiled_linear` asks for weights ahead of time as
+well, but they get no further than the L2 cache: when a tile is copied to shared memory is the compiler's choice, and it
+copies after the wait for the predecessor. This kernel is written in Gluon, the language below Triton, where the copies
+are explicit. A program walks along the inputs in steps. First it orders the weights of as many steps as have room, by
+Hopper's copy engine (TMA). Then it waits for the predecessor. Then only the input is missing, which is small. A barrier
+in shared memory counts the bytes of each step that have arrived.
 
 The product is W x^T, so that the 64 rows of Hopper's matrix instruction are output columns. With a gate, eight rows of
-it and eight of the up projection alternate: a thread then has both numbers of a column, and multiplies them itself.
+the gate and eight of the up projection alternate: a thread then has both numbers of a column, and multiplies them
+itself.
 
-How much room a step has follows from the number of programs: see `early_tile` in `few_tokens.py`. That file also
-chooses the layers and numbers of tokens for which this kernel is used. Triton's interpreter cannot run Gluon.
+`nanovllm/kernels/linear/choice.py` says for which layers and numbers of tokens this kernel is used. Triton's
+interpreter cannot run Gluon.
 """
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,15 +28,45 @@ from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
-from nanovllm.kernels.linear.few_tokens import EARLY_ROWS, EarlyTile
-from nanovllm.kernels.prefetch import prefetch
+from nanovllm.kernels.linear.tiled_linear import MAX_SPLITS, PROGRAMS, num_splits
+from nanovllm.kernels.prefetch import prefetch_l2
 
 X_LAYOUT, WEIGHT_LAYOUT = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
-LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are asked for to L2
+LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are brought to L2
+WEIGHT_ROWS = 64  # rows of the weights of a program: as many output columns, half of them if gated
+SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiprocessor
+MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer keep the memory too little busy, more have not been of use
+FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
+
+
+class PrefetchTile(NamedTuple):
+    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into."""
+
+    tokens: int
+    inner: int
+    stages: int
+    splits: int
+
+
+@cache
+def choose_tile(
+    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool
+) -> PrefetchTile:
+    """The layout with as many steps under way as still let all programs run at once.
+
+    A second wave of programs would wait for the first. columns: of the result. max_tile_tokens: of a program.
+    """
+    tokens = min(max_tile_tokens, max(16, triton.next_power_of_2(num_tokens)))
+    tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
+    splits = min(num_splits(inputs, tiles, 128), MAX_SPLITS if num_tokens <= FEW_TOKENS else 2) if partial else 1
+    shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
+    input_bytes = 2 * (WEIGHT_ROWS + tokens)  # of a step, for each of its inputs
+    inner = 128 if shared >= MIN_STAGES * 128 * input_bytes else 64
+    return PrefetchTile(tokens, inner, max(MIN_STAGES, min(MAX_STAGES, shared // (inner * input_bytes))), splits)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "steps"])
-def _early_linear_kernel(  # type: ignore[no-untyped-def]
+def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     x_desc, weight_desc, weight_ptr, bias_ptr, out_ptr, num_tokens, inputs, outputs, steps,
     TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
     REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
@@ -61,7 +96,7 @@ def _early_linear_kernel(  # type: ignore[no-untyped-def]
             line = gl.where(line < (begin + steps) * INNER, line, begin * INNER)[None, :]
             for half in gl.static_range(HALVES):
                 ahead = weight_ptr + (half * outputs + row).to(gl.int64)[:, None] * inputs + line
-                prefetch(ahead)
+                prefetch_l2(ahead)
         gdc_wait()
     for i in gl.static_range(STAGES):
         bar, start = full.index(i), (begin + i) * INNER
@@ -104,12 +139,12 @@ def _early_linear_kernel(  # type: ignore[no-untyped-def]
     gl.store(out, result, mask=(token < num_tokens)[:, None])
 
 
-def early_linear(
+def weight_prefetch_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    tile: EarlyTile,
+    tile: PrefetchTile,
     gated: bool = False,
     partial: bool = False,
 ) -> torch.Tensor:
@@ -118,11 +153,11 @@ def early_linear(
     in is a multiple of 128 and the result's columns are one of 64: there are no masks for the ends of weights.
     bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
     partial: without bias and gate -> [S, T, out] float32, to be summed over S = tile.splits. Nothing is checked here:
-    `few_tokens` asks for this kernel only where all that is so.
+    `choose_linear` asks for this kernel only where all that is so.
     """
     num_tokens, inputs = x.shape
     halves, steps = 2 if gated else 1, inputs // (tile.splits * tile.inner)
-    outputs, columns = weight.shape[0] // halves, EARLY_ROWS // halves
+    outputs, columns = weight.shape[0] // halves, WEIGHT_ROWS // halves
     shape = (tile.splits, num_tokens, outputs) if partial else (num_tokens, outputs)
     out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
     x_desc = TensorDescriptor(x, [num_tokens, inputs], [inputs, 1], [tile.tokens, tile.inner], X_LAYOUT)
@@ -132,7 +167,7 @@ def early_linear(
     )  # fmt: skip
     stages = min(tile.stages, steps)
     pdl = overlaps_launches(x.device)
-    _early_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), outputs // columns, tile.splits)](
+    _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), outputs // columns, tile.splits)](
         x_desc, weight_desc, weight, bias, out, num_tokens, inputs, outputs, steps,
         TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages, REFILLS=steps > stages,
         LINES=LINES, LINE=CACHE_LINE // x.element_size(), BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
