@@ -9,8 +9,7 @@ import torch
 
 from nanovllm.layers.rope import LinearScaling, Llama3Scaling, RopeScaling
 from nanovllm.models.checkpoint import read_json
-from nanovllm.models.registry import FAMILIES
-from nanovllm.models.variant import Variant
+from nanovllm.models.families import FAMILIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -32,12 +31,12 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
-    variant: Variant
+    head_dim: int
+    qk_norm: bool  # RMSNorm on each head of q and k, before RoPE
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
     dtype: torch.dtype
-
-    @property
-    def head_dim(self) -> int:
-        return self.variant.head_dim
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -61,9 +60,14 @@ def parse_config(raw: Raw) -> ModelConfig:
     kv_heads = raw.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
-    variant = FAMILIES[raw["model_type"]](raw)
-    if variant.head_dim % 2:
-        raise ValueError(f"head_dim={variant.head_dim} is odd; rotary embedding needs pairs")
+    family = FAMILIES[raw["model_type"]]
+    head_dim = raw.get("head_dim") or family.head_dim or raw["hidden_size"] // heads
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} is odd; rotary embedding needs pairs")
+
+    def has_bias(switch: bool | str) -> bool:
+        return bool(raw.get(switch, False)) if isinstance(switch, str) else switch
+
     theta, scaling = parse_rope(raw)
     return ModelConfig(
         vocab_size=raw["vocab_size"],
@@ -72,12 +76,16 @@ def parse_config(raw: Raw) -> ModelConfig:
         num_hidden_layers=raw["num_hidden_layers"],
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=raw.get("max_position_embeddings") or (2048 if raw["model_type"] == "llama" else 32768),
+        max_position_embeddings=raw.get("max_position_embeddings") or family.max_position_embeddings,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        variant=variant,
+        head_dim=head_dim,
+        qk_norm=family.qk_norm,
+        qkv_bias=has_bias(family.qkv_bias),
+        o_bias=has_bias(family.o_bias),
+        mlp_bias=has_bias(family.mlp_bias),
         dtype=parse_dtype(raw),
     )
 

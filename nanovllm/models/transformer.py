@@ -36,10 +36,10 @@ class Attention(nn.Module):
         self.heads = (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)
         q_size, kv_size, _ = (n * c.head_dim for n in self.heads)
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = MergedLinear(c.hidden_size, parts, bias=c.variant.qkv_bias, dtype=c.dtype)
-        self.o_proj = Linear(q_size, c.hidden_size, bias=c.variant.o_bias, dtype=c.dtype, group=group)
-        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.variant.qk_norm else None
+        self.qkv_proj = MergedLinear(c.hidden_size, parts, bias=c.qkv_bias, dtype=c.dtype)
+        self.o_proj = Linear(q_size, c.hidden_size, bias=c.o_bias, dtype=c.dtype, group=group)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Terms:
         return self.o_proj.partial(self.mix(self.qkv_proj(x), rotation, attend))
@@ -64,8 +64,8 @@ class MLP(nn.Module):
     def __init__(self, c: ModelConfig, group: Group | None) -> None:
         super().__init__()
         parts = {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
-        self.gate_up_proj = MergedLinear(c.hidden_size, parts, bias=c.variant.mlp_bias, dtype=c.dtype)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.variant.mlp_bias, dtype=c.dtype, group=group)
+        self.gate_up_proj = MergedLinear(c.hidden_size, parts, bias=c.mlp_bias, dtype=c.dtype)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=c.dtype, group=group)
 
     def forward(self, x: Tensor) -> Terms:
         weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias

@@ -5,7 +5,6 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.variant import Variant
 from nanovllm.runner import memory
 from nanovllm.runner.memory import GIB, block_bytes, num_kv_blocks, row_bytes
 from nanovllm.runner.rows import Rows
@@ -22,7 +21,11 @@ MODEL = ModelConfig(
     rope_theta=1e6,
     rope_scaling=None,
     tie_word_embeddings=True,
-    variant=Variant(128, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False),
+    head_dim=128,
+    qk_norm=True,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
     dtype=torch.bfloat16,
 )
 
