@@ -65,7 +65,7 @@ class Part:
             return x
 
         def at_once(x: Tensor) -> Tensor:
-            return group.add_rms_norm(x, nothing[: x.numel()].view_as(x), weight[: x.shape[1]], 1e-6)[1]
+            return group.all_reduce_add_rms_norm(x, nothing[: x.numel()].view_as(x), weight[: x.shape[1]], 1e-6)[1]
 
         if self.kind == "nccl":
             return {"NCCL": group.all_reduce, "NCCL and norm": apart}
@@ -79,7 +79,7 @@ class Part:
             for row in rows:
                 numbers = row["bytes"] // dtype.itemsize
                 shape = max(1, numbers // WIDTH), min(numbers, WIDTH)
-                if self.kind == "symmetric" and not group.sums_at_once(shape, dtype):
+                if self.kind == "symmetric" and not group.can_fuse_all_reduce(shape, dtype):
                     continue
                 x = torch.full(shape, group.rank + 1, dtype=dtype, device=group.device)
                 if not (way(x) == group.size * (group.size + 1) / 2).all():

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanovllm.distributed.one_shot import OneShot
+from nanovllm.distributed.one_shot import OneShotAllReduce
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class Group:
         self.rank, self.size, self.device = rank, size, device
         self.lost: str | None = None  # why it was given up
         self._backend: Any = None  # between `join` and `leave`
-        self.one_shot: OneShot | None = None  # what sums small tensors instead, where that is wanted
+        self.one_shot: OneShotAllReduce | None = None  # what sums small tensors instead, where that is wanted
         self.recorded: list[torch.cuda.CUDAGraph] = []  # graphs that may hold collectives
         self._stream: torch.cuda.Stream | None = None  # that steps run on
         self._leaving = threading.Lock()
@@ -70,16 +69,16 @@ class Group:
             self._stream = torch.cuda.current_stream(self.device)
             self.one_shot = self._join_one_shot(store)
 
-    def _join_one_shot(self, store: dist.Store) -> OneShot | None:
+    def _join_one_shot(self, store: dist.Store) -> OneShotAllReduce | None:
         """All ranks have it, or none. If it fails although the switch asks for it, that is raised."""
-        max_bytes, asked = OneShot.wanted(self.rank, self.size, self.device)
+        max_bytes, asked = OneShotAllReduce.wanted(self.rank, self.size, self.device)
         max_bytes = self.smallest(max_bytes)
         if not max_bytes:
             return None
-        made: OneShot | None = None
+        made: OneShotAllReduce | None = None
         failure: Exception | None = None
         try:
-            made = OneShot(self.rank, self.size, store, self.device, max_bytes)
+            made = OneShotAllReduce(self.rank, self.size, store, self.device, max_bytes)
         except Exception as error:  # of a container that may not share handles, say
             failure = error
         everybody = bool(self.smallest(int(made is not None)))  # whoever failed must say so before anything else
@@ -101,14 +100,16 @@ class Group:
                 self._wait(backend.allreduce([x]))
         return x
 
-    def sums_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    def can_fuse_all_reduce(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether a sum of such tensors over the ranks is one exchange, which can do the norm behind it as well."""
         one_shot = self.one_shot
         return one_shot is not None and one_shot.takes(shape, dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """(rms_norm(sum + residual), sum + residual), [T, H] each, of the sum of all ranks' x [T, H], or [S, T, H]
-        float32, parts to be summed. For shapes that `sums_at_once`. Raises PeerLost after the group was given up."""
+        float32, parts to be summed. For shapes that `can_fuse_all_reduce`. Raises PeerLost after the group was given up."""
         one_shot = self.one_shot
         if one_shot is None:
             raise PeerLost(self.lost or "the ranks are not connected")
@@ -203,18 +204,6 @@ class Group:
         for thread in tidying:
             thread.join(ABORTED)
         self._left = None
-
-
-@dataclass(frozen=True)
-class Unsummed:
-    """This rank's part of a sum over the ranks that has not been taken yet: [T, H], or [S, T, H] float32, which is to
-    be summed over S first. `Group.add_rms_norm` takes the sum, together with the norm."""
-
-    parts: Tensor
-    group: Group
-
-
-Terms = Tensor | Unsummed  # what a half-layer (attention, MLP) adds to the residual stream, finished or not yet summed
 
 
 def wait_for(stream: torch.cuda.Stream, seconds: float) -> None:

@@ -34,7 +34,7 @@ QUIET, PAUSE = 0.2, 0.005  # seconds until kernels count as stuck, and between t
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
-class Meeting(dist.Store):
+class RendezvousStore(dist.Store):
     """The ranks' store, for PyTorch's exchange of handles.
 
     That numbers the exchanges of a process, not those of a group: the leader of a second engine would count on where
@@ -68,7 +68,7 @@ class Meeting(dist.Store):
         self._store.wait([self._key(key) for key in keys], PATIENCE if timeout is None else timeout)
 
 
-class OneShot:
+class OneShotAllReduce:
     """Sums messages [T, H] of up to `max_bytes`. Fit for CUDA graphs, since the buffers never move.
 
     All ranks make one at the same time. Raises what PyTorch raises if memory cannot be shared, or if another rank does
@@ -85,8 +85,8 @@ class OneShot:
             store.set("one-shot", uuid4().hex)
         # PyTorch finds a group by its name. This one has no backend: it is only ranks and a store where they meet.
         self.name = cast("Any", store.get("one-shot").decode())
-        self._meeting = Meeting(dist.PrefixStore(self.name, store))
-        self._group = dist.ProcessGroup(self._meeting, rank, size)
+        self._rendezvous = RendezvousStore(dist.PrefixStore(self.name, store))
+        self._group = dist.ProcessGroup(self._rendezvous, rank, size)
         _register_process_group(self.name, self._group)  # which keeps neither alive
         shape = 2, size, MAX_ROWS, ROW_BYTES // 4
         self._memory = symmetric_memory.empty(shape, dtype=torch.int32, device=device)
@@ -157,10 +157,10 @@ def reaches(device: torch.device, peer: int) -> bool:
     if device.type != "cuda" or not 0 <= peer < torch.cuda.device_count():
         return False
     own = device.index or 0
-    return peer == own or (torch.cuda.can_device_access_peer(own, peer) and knows_atomics(own, peer))
+    return peer == own or (torch.cuda.can_device_access_peer(own, peer) and link_has_atomics(own, peer))
 
 
-def knows_atomics(first: int, second: int) -> bool:
+def link_has_atomics(first: int, second: int) -> bool:
     """Whether the link between two GPUs has atomics. Asks the driver, since PyTorch has no call for it; False if it
     does not say."""
     try:

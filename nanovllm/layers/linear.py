@@ -1,13 +1,28 @@
 """Linear layers that know which tensors of a checkpoint fill them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.distributed.group import Group, Terms, Unsummed
+from nanovllm.distributed.group import Group
+
+
+@dataclass(frozen=True)
+class PendingAllReduce:
+    """This rank's part of a sum over the ranks that has not been taken yet. `RMSNorm.add` takes it, with the norm.
+
+    parts: [T, H], or [S, T, H] float32, which is to be summed over S first.
+    """
+
+    parts: Tensor
+    group: Group
+
+
+SubLayerOutput = Tensor | PendingAllReduce  # what attention or the MLP adds to the residual stream
 
 
 class Linear(nn.Module):
@@ -33,15 +48,15 @@ class Linear(nn.Module):
         y = self.group.all_reduce(F.linear(x, self.weight) if kernel is None else kernel(x, self.weight))
         return y if self.bias is None else y + self.bias  # after the sum, or every rank would add it
 
-    def partial(self, x: Tensor) -> Terms:
+    def partial(self, x: Tensor) -> SubLayerOutput:
         """The same for `RMSNorm.add`, which finishes it: x [T, in] -> [T, out], or [S, T, out] float32, to be summed
-        over S. Where the ranks can sum it in one exchange, this is left to the norm too: then an `Unsummed`."""
+        over S. Where the ranks can sum it in one exchange, this is left to the norm too: then a `PendingAllReduce`."""
         group, shape = self.group, (len(x), len(self.weight))
-        if self.bias is not None or (group is not None and not group.sums_at_once(shape, x.dtype)):
+        if self.bias is not None or (group is not None and not group.can_fuse_all_reduce(shape, x.dtype)):
             return self(x)
         kernel = linear_kernel(x, self.weight, partial=True)
         y = F.linear(x, self.weight) if kernel is None else kernel(x, self.weight)
-        return y if group is None else Unsummed(y, group)
+        return y if group is None else PendingAllReduce(y, group)
 
 
 class MergedLinear(Linear):

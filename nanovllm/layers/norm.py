@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.distributed.group import Terms, Unsummed
+from nanovllm.layers.linear import PendingAllReduce, SubLayerOutput
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,13 +34,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Terms, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: SubLayerOutput, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, residual [T, H] -> (norm(x + residual), x + residual). Without a residual (first layer): (norm(x), x).
 
         x may also be what `Linear.partial` gives: parts to be summed, or what is still to be summed over the ranks.
         """
-        if isinstance(x, Unsummed):
-            return x.group.add_rms_norm(x.parts, residual, self.weight, self.eps)
+        if isinstance(x, PendingAllReduce):
+            return x.group.all_reduce_add_rms_norm(x.parts, residual, self.weight, self.eps)
         fused = kernels.fused_kernels(x.device).add_rms_norm
         if fused is not None:
             return fused(x, residual, self.weight, self.eps)

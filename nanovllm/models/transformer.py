@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from nanovllm import kernels
 from nanovllm.attention.interface import BoundAttention
-from nanovllm.distributed.group import Group, Terms
+from nanovllm.distributed.group import Group
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import Linear, MergedLinear, linear_kernel
+from nanovllm.layers.linear import Linear, MergedLinear, SubLayerOutput, linear_kernel
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rope import RotaryEmbedding, Rotation
 from nanovllm.models.config import ModelConfig
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Terms:
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> SubLayerOutput:
         return self.o_proj.partial(self.mix(self.qkv_proj(x), rotation, attend))
 
     def mix(self, qkv: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
@@ -67,7 +67,7 @@ class MLP(nn.Module):
         self.gate_up_proj = MergedLinear(c.hidden_size, parts, bias=c.mlp_bias, dtype=c.dtype)
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=c.dtype, group=group)
 
-    def forward(self, x: Tensor) -> Terms:
+    def forward(self, x: Tensor) -> SubLayerOutput:
         weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
         kernel = linear_kernel(x, weight, gated=True) if bias is None else None
         return self.down_proj.partial(silu_and_mul(self.gate_up_proj(x)) if kernel is None else kernel(x, weight))
@@ -86,7 +86,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
         self.mlp = MLP(c, group)
 
-    def forward(self, x: Terms, residual: Tensor | None, rotation: Rotation, attend: Attend) -> tuple[Terms, Tensor]:
+    def forward(
+        self, x: SubLayerOutput, residual: Tensor | None, rotation: Rotation, attend: Attend
+    ) -> tuple[SubLayerOutput, Tensor]:
         normed, residual = self.input_layernorm.add(x, residual)
         normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, rotation, attend), residual)
         return self.mlp(normed), residual
@@ -113,7 +115,7 @@ class Transformer(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """input_ids [T] int32, positions [T] int32 -> hidden [T, H], after the final norm."""
         rotation = Rotation(self.rotary, positions)
-        x: Terms = self.embed_tokens(input_ids)  # [T, H]
+        x: SubLayerOutput = self.embed_tokens(input_ids)  # [T, H]
         residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, rotation, attend)

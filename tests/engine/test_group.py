@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm.distributed.group import Group, PeerLost
-from nanovllm.distributed.one_shot import OneShot
+from nanovllm.distributed.one_shot import OneShotAllReduce
 
 
 class Nccl:
@@ -76,7 +76,7 @@ class Stream:
         return not self.busy
 
 
-class Waiting(OneShot):
+class Waiting(OneShotAllReduce):
     """Lets go of kernels once NCCL was told to, as long as more may come."""
 
     def __init__(self, nccl: Nccl, group: Group) -> None:
@@ -99,7 +99,9 @@ def test_kernels_that_wait_in_shared_memory_are_let_go_meanwhile(group: Group, n
     group.one_shot, group._stream = waiting, any_stream
     group.recorded[0].stream = stream  # type: ignore[attr-defined]
     group.give_up("rank 1 died")
-    assert nccl.aborted.wait(10) and not waiting.ended.is_set() and not group.sums_at_once((1, 8), torch.bfloat16)
+    assert (
+        nccl.aborted.wait(10) and not waiting.ended.is_set() and not group.can_fuse_all_reduce((1, 8), torch.bfloat16)
+    )
     stream.busy = busy
     group.close()
     assert waiting.ended.is_set() and nccl.done.is_set() and not stream.busy
@@ -141,7 +143,7 @@ class Voting(Group):
 def test_all_share_memory_or_none(own: int, others: int, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever fails tells the others first, for they wait for it."""
 
-    class Made(OneShot):
+    class Made(OneShotAllReduce):
         def __init__(self, *arguments: Any) -> None:
             if not own:
                 raise RuntimeError("no handles in this container")
@@ -150,7 +152,7 @@ def test_all_share_memory_or_none(own: int, others: int, asked: bool, monkeypatc
         def wanted(rank: int, size: int, device: torch.device) -> tuple[int, bool]:
             return 1024, asked
 
-    monkeypatch.setattr("nanovllm.distributed.group.OneShot", Made)
+    monkeypatch.setattr("nanovllm.distributed.group.OneShotAllReduce", Made)
     group, store = Voting(others), torch.distributed.HashStore()
     if asked:
         with pytest.raises(RuntimeError, match="no handles"):
@@ -163,6 +165,6 @@ def test_all_share_memory_or_none(own: int, others: int, asked: bool, monkeypatc
 def test_a_sum_with_a_norm_needs_the_others() -> None:
     """Another thread may have let go of them since the layer asked."""
     group, one = Group(0, 2, torch.device("cpu")), torch.ones(1, 8)
-    assert not group.sums_at_once(one.shape, one.dtype)
+    assert not group.can_fuse_all_reduce(one.shape, one.dtype)
     with pytest.raises(PeerLost, match="not connected"):
-        group.add_rms_norm(one, None, one[0], 1e-6)
+        group.all_reduce_add_rms_norm(one, None, one[0], 1e-6)

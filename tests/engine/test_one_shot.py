@@ -12,7 +12,14 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.one_shot import SWITCH, Meeting, OneShot, default_bytes, knows_atomics, reaches
+from nanovllm.distributed.one_shot import (
+    SWITCH,
+    OneShotAllReduce,
+    RendezvousStore,
+    default_bytes,
+    link_has_atomics,
+    reaches,
+)
 from nanovllm.layers.norm import rms_norm
 from nanovllm.workers.spawned import SpawnedTeam
 from tests import oracle
@@ -25,9 +32,9 @@ MOST = 1 << 16
 LONG = timedelta(seconds=15)
 
 
-def with_buffer(max_bytes: int) -> OneShot:
+def with_buffer(max_bytes: int) -> OneShotAllReduce:
     """Without the others, but able to say what it would take."""
-    one_shot = OneShot.__new__(OneShot)
+    one_shot = OneShotAllReduce.__new__(OneShotAllReduce)
     one_shot.max_bytes, one_shot._buffers = max_bytes, {2: (), 4: ()}
     one_shot._memory = torch.empty(2, 2, 4, 512, dtype=torch.int32)  # four places of 2 KiB
     return one_shot
@@ -44,7 +51,7 @@ def test_it_is_used_where_all_ranks_reach_each_other(reachable: bool, monkeypatc
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setattr("nanovllm.distributed.one_shot.reaches", reaches)
     device = torch.device("cuda", 2)
-    assert OneShot.wanted(1, 4, device) == (default_bytes(4) if reachable else 0, False)
+    assert OneShotAllReduce.wanted(1, 4, device) == (default_bytes(4) if reachable else 0, False)
     assert 0 < default_bytes(8) < default_bytes(4) == default_bytes(2)
     assert asked[:3] == [(device, 1), (device, 2), (device, 3)], "rank 1 is on GPU 2, so rank 0 on GPU 1"
 
@@ -54,11 +61,11 @@ def test_a_link_without_atomics_does_not_count(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: True)
     for known in (False, True):
-        monkeypatch.setattr("nanovllm.distributed.one_shot.knows_atomics", lambda own, peer, known=known: known)
+        monkeypatch.setattr("nanovllm.distributed.one_shot.link_has_atomics", lambda own, peer, known=known: known)
         assert reaches(torch.device("cuda", 0), 1) == known
         assert reaches(torch.device("cuda", 0), 0)
     monkeypatch.setattr("nanovllm.distributed.one_shot.ctypes.CDLL", lambda name: object())
-    assert not knows_atomics(0, 1), "a driver that cannot be asked"
+    assert not link_has_atomics(0, 1), "a driver that cannot be asked"
 
 
 def test_a_gpu_that_is_not_there_cannot_be_reached() -> None:
@@ -68,13 +75,13 @@ def test_a_gpu_that_is_not_there_cannot_be_reached() -> None:
 
 def test_somebody_can_say_for_what_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    assert OneShot.wanted(0, 2, CPU) == (0, True)
+    assert OneShotAllReduce.wanted(0, 2, CPU) == (0, True)
     monkeypatch.setenv(SWITCH, "1000")
-    assert OneShot.wanted(0, 2, CPU) == (1000, True)
+    assert OneShotAllReduce.wanted(0, 2, CPU) == (1000, True)
     for value in ("-1", "64k", ""):
         monkeypatch.setenv(SWITCH, value)
         with pytest.raises(ValueError, match=f"{SWITCH} must be a number of bytes.*{value!r}"):
-            OneShot.wanted(0, 2, CPU)
+            OneShotAllReduce.wanted(0, 2, CPU)
 
 
 def test_it_takes_what_fits_and_nothing_else() -> None:
@@ -110,7 +117,7 @@ def test_no_thread_empties_a_place_that_another_still_waits_at(monkeypatch: pyte
 
 
 def test_a_group_sums_small_tensors_with_it_and_others_without() -> None:
-    class Shift(OneShot):
+    class Shift(OneShotAllReduce):
         def sum(self, x: Tensor, dtype: torch.dtype, *then: Any) -> tuple[Tensor, Tensor]:
             return x + 1, x + 1
 
@@ -134,7 +141,9 @@ def test_a_group_sums_small_tensors_with_it_and_others_without() -> None:
     assert group.all_reduce(large).unique().tolist() == [10]
     assert group.all_reduce(torch.zeros(8, 1).t()).unique().tolist() == [1]
     assert group.all_reduce(torch.zeros(8, 2).t()).unique().tolist() == [10], "not contiguous"
-    assert group.sums_at_once(small.shape, small.dtype) and not group.sums_at_once(large.shape, large.dtype)
+    assert group.can_fuse_all_reduce(small.shape, small.dtype) and not group.can_fuse_all_reduce(
+        large.shape, large.dtype
+    )
     group.leave()
     assert group.one_shot is None
 
@@ -142,7 +151,7 @@ def test_a_group_sums_small_tensors_with_it_and_others_without() -> None:
 def test_ranks_meet_wherever_their_processes_count() -> None:
     """PyTorch numbers the exchanges of a process: a leader of several engines is further on than its new workers."""
     store = dist.HashStore()
-    meetings = [Meeting(store) for _ in range(2)]
+    meetings = [RendezvousStore(store) for _ in range(2)]
     ranks = [dist.PrefixStore("group", meeting) for meeting in meetings]  # as PyTorch wraps them
     for i in range(3):
         keys = [f"kind/{i + counted}/{rank}" for rank, counted in enumerate((7, 0))]
@@ -158,7 +167,7 @@ def test_ranks_meet_wherever_their_processes_count() -> None:
 @pytest.mark.skipif(not hasattr(dist.Store, "barrier"), reason="before torch 2.13 a store has no barrier")
 def test_ranks_meet_in_a_barrier_as_well() -> None:
     store = dist.HashStore()
-    meetings: list[Any] = [Meeting(store) for _ in range(2)]
+    meetings: list[Any] = [RendezvousStore(store) for _ in range(2)]
     for meeting, first in zip(meetings, ("kind/9/0", "kind/2/1"), strict=True):
         meeting.set(first, "x")
     keys = "kind/10", "kind/3"
@@ -196,7 +205,7 @@ def compare_with_nccl(group: Group) -> Callable[[Any], object]:
     def step() -> tuple[Tensor, Tensor, Tensor]:
         once = group.all_reduce(x)
         parts = once.float().expand(3, -1, -1).contiguous()  # three times that, on every rank
-        return once, *group.add_rms_norm(parts, once, weight, 1e-6)
+        return once, *group.all_reduce_add_rms_norm(parts, once, weight, 1e-6)
 
     step()
     with torch.cuda.graph(graph):

@@ -115,7 +115,7 @@ class Threads:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.copy_(self.all_gather(x).sum(0))
 
-    def sums_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    def can_fuse_all_reduce(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return False
 
     @classmethod

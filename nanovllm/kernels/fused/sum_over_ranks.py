@@ -104,7 +104,7 @@ def sum_over_ranks(
     """What `add_rms_norm` gives for the sum of all ranks' x: (rms_norm(sum + residual), sum + residual), [T, H] each.
 
     All ranks call it with x of the same T and H. It waits for the others, on the GPU, for as long as it takes. Nothing
-    is checked here: see `OneShot.takes`.
+    is checked here: see `OneShotAllReduce.takes`.
 
     Args:
         x: [T, H], or parts to be summed [S, T, H] float32, contiguous. At most `MAX_ROWS` rows, of at most `ROW_BYTES`.
