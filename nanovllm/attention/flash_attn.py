@@ -128,6 +128,7 @@ class FlashAttnBackend(TritonBackend):
     """
 
     name = "flash_attn"
+    eager_prefill = True  # the library decides on the host how much there is to do
 
     def __init__(self, num_sms: int, prefill: Prefill) -> None:
         super().__init__(num_sms)

@@ -39,12 +39,15 @@ class AttentionMetadata:
 class AttentionBackend(Protocol):
     """One way to compute attention over the paged KV cache. Holds no state of sequences or steps.
 
-    `name` is how the configuration calls it. `capturable` says that `write` and `attend` read lengths, tables and slots
-    on the device only, so that a CUDA graph that recorded them follows later changes of the metadata's tensors.
+    name: what the configuration calls the backend.
+    capturable: `write` and `attend` read lengths, tables and slots on the device only. So a CUDA graph that recorded
+        them follows later changes of the metadata's tensors.
+    eager_prefill: steps with prompts must not be recorded even so, because prefill reads lengths on the host.
     """
 
     name: str
     capturable: bool
+    eager_prefill: bool
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store k and v [T, Hkv, D] of the step's tokens in `slots` [T] of one layer's cache `kv`."""

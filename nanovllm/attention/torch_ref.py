@@ -50,6 +50,7 @@ class TorchRefBackend:
 
     name = "torch_ref"
     capturable = False
+    eager_prefill = False
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         write_kv(kv, k, v, slots)

@@ -47,6 +47,7 @@ class TritonBackend:
 
     name = "triton"
     capturable = True
+    eager_prefill = False
 
     def __init__(self, num_sms: int) -> None:
         self._num_sms = num_sms

@@ -143,8 +143,7 @@ class ModelRunner:
             self.logits = torch.empty(max_samples, c.vocab_size, dtype=c.dtype, device=device)  # [B, V]
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(self.rows, sizes, self.decode, recorder, MAX_READ // key_bytes)
-                # flash-attn's prefill decides on the host how much there is to do, so it cannot be recorded
-                sizes = [] if self.backend.name == "flash_attn" else chunk_sizes(config, c)
+                sizes = [] if self.backend.eager_prefill else chunk_sizes(config, c)
                 self.chunks = ChunkGraphs(self, sizes, recorder)
         self.draft = None if draft is None else DraftModel(draft, config, self.rows, self.sampling, recorder)
         if device.type == "cuda":
