@@ -23,8 +23,8 @@ def select_backend(
     Args:
         name: "auto", "torch_ref", "triton" or "flash_attn".
         device: where the KV cache is.
-        head_dim: elements of a head.
-        block_size: tokens of a block.
+        head_dim: elements per head.
+        block_size: tokens per block of the KV cache.
         dtype: of the queries and of the KV cache.
 
     Raises:
@@ -47,13 +47,9 @@ def select_backend(
         from nanovllm.attention.triton_backend import TritonBackend
 
         return TritonBackend(num_sms)
-    if dtype == torch.float32:
-        raise ValueError("attention_backend='flash_attn' works in 16 bits; take dtype='bfloat16' or the triton backend")
-    from nanovllm.attention.flash_attn import FlashAttnBackend, find_library
+    from nanovllm.attention.flash_attn import make_backend
 
-    library, prefill = find_library(torch.cuda.get_device_capability(device), block_size)
-    logger.info("attention_backend='flash_attn' uses %s for prefill and Triton for decode", library)
-    return FlashAttnBackend(num_sms, prefill)
+    return make_backend(num_sms, device, block_size, dtype)
 
 
 def _why_not_triton(device: torch.device, head_dim: int, block_size: int, dtype: torch.dtype) -> str | None:

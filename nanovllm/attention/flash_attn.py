@@ -1,10 +1,11 @@
-"""Attention by the flash-attn library for prefill, by our kernels for decode.
+"""Attention by the flash-attn library for prefill, by our kernels for decode. Optional: the extra `flash` installs it.
 
-Two packages go by that name. `flash-attn-4` is pure Python over NVIDIA's CuTe DSL and installs from wheels, while
-version 2, `flash-attn`, has to be compiled. On Hopper the former has no split-KV, so both are used for what they are
-best at, long chunks of queries.
+Two packages go by that name. `flash-attn-4` is pure Python over NVIDIA's CuTe DSL and installs from wheels. Version 2,
+`flash-attn`, has to be compiled. On Hopper flash-attn-4 has no split-KV, which decode needs. So either is used for
+what it is best at: long chunks of queries.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -15,12 +16,27 @@ import torch
 from nanovllm.attention.interface import AttentionMetadata
 from nanovllm.attention.triton_backend import TritonBackend
 
+logger = logging.getLogger(__name__)
+
 # (q, kv, block_table, query_start, context_len, max_query_len, max_context_len, scale) -> [T, Hq, D]
 Prefill = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, float], torch.Tensor
 ]
 
 FLASH_4_PAGE = 128  # the page that flash-attn-4's tiles of keys equal, and that the copy engine can then fetch whole
+
+
+def make_backend(num_sms: int, device: torch.device, block_size: int, dtype: torch.dtype) -> "FlashAttnBackend":
+    """The backend with the library that serves this GPU and block size; logs which one. num_sms: as of `TritonBackend`.
+
+    Raises:
+        ValueError: for float32, or if there is no such library; says what to do.
+    """
+    if dtype == torch.float32:
+        raise ValueError("attention_backend='flash_attn' works in 16 bits; take dtype='bfloat16' or the triton backend")
+    library, prefill = find_library(torch.cuda.get_device_capability(device), block_size)
+    logger.info("attention_backend='flash_attn' uses %s for prefill and Triton for decode", library)
+    return FlashAttnBackend(num_sms, prefill)
 
 
 def find_library(capability: tuple[int, int], block_size: int) -> tuple[str, Prefill]:
