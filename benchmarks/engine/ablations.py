@@ -77,16 +77,24 @@ def replaced(module: str, name: str, value: Any) -> Callable[[], None]:
     return patch
 
 
+def without_attention_of_hopper(*names: str) -> Callable[[], None]:
+    """A patch: the kernels for any GPU compute what these kernels in `kernels/hopper/` are chosen for."""
+
+    def patch() -> None:
+        backend: Any = import_module("nanovllm.attention.triton_backend")
+        assert set(names) <= set(backend.HopperKernels._fields)
+        everything = backend.hopper_kernels
+        backend.hopper_kernels = cache(lambda device: everything(device)._replace(**dict.fromkeys(names)))
+
+    return patch
+
+
 def tiled_for_skinny() -> None:
     """A patch: `tiled_linear` computes what `skinny_linear` is chosen for."""
-    choice: Any = import_module("nanovllm.kernels.linear.few_tokens")
-
-    def instead(x: Any, weight: Any, bias: Any = None, *, gated: bool = False, partial: bool = False) -> Any:
-        tile = choice.choose_tile(len(x), weight.nbytes < choice.SMALL_BYTES, gated, partial)
-        return choice.tiled_linear(x, weight, bias, tile=tile, gated=gated, partial=partial)
-
+    choice: Any = import_module("nanovllm.kernels.linear.choice")
     assert hasattr(choice, "skinny_linear")
-    choice.skinny_linear = instead
+    for rows in choice.ON_ANY_GPU.values():
+        rows[:] = [row for row in rows if row.kernel is not choice.skinny_linear]
 
 
 def both(*patches: Callable[[], None]) -> Callable[[], None]:
@@ -98,9 +106,9 @@ def both(*patches: Callable[[], None]) -> Callable[[], None]:
 
 
 # Hopper's kernels, each replaced by what other GPUs take
-NO_RING = replaced("attention.triton_backend", "ring_layout", lambda *_: None)
-NO_WARP = replaced("attention.triton_backend", "fits_warp_prefill", lambda *_: False)
-NO_EARLY = replaced("kernels.linear.few_tokens", "early_tile_tokens", lambda *_: 0)
+NO_RING = without_attention_of_hopper("ring_decode")
+NO_WARP = without_attention_of_hopper("warp_specialized_prefill")
+NO_EARLY = replaced("kernels.linear.choice", "hopper_linear", lambda device: None)
 NO_CHUNKS = replaced("runner.model_runner", "chunk_sizes", lambda *_: [])
 
 # What is done in PyTorch instead when a fused kernel is taken away
