@@ -97,8 +97,8 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 # | 1 | tokens, logits, sample, append | `sampling/sampler.py`; beside it `filters`, `penalties`, `gumbel`, `logprobs` |
 # | 2 | keep keys and values | `runner/model_runner.py`, which owns the tensors; `runner/memory.py`, which sizes them |
 # | 3 | blocks, tables, slots | `engine/block_manager.py` (who has which), `runner/batch.py` (slots), `attention/` |
-# | 3 | the kernel beside it | `paged_prefill.py`, `paged_decode.py` and `kv_write.py` in `kernels/attention/` |
-# | – | the same on Hopper | `kernels/hopper/warp_prefill.py`, `kernels/hopper/ring_decode.py` |
+# | 3 | the kernel beside it | `paged_prefill.py` and `paged_decode.py` in `kernels/attention/` |
+# | – | the same on Hopper | `kernels/hopper/warp_specialized_prefill.py`, `kernels/hopper/ring_decode.py` |
 # | 4 | chained hashes, ref counts, LRU | `engine/block_manager.py` |
 # | 5 | queues, budget, chunks, preemption | `engine/scheduler.py`, `engine/waiting_queue.py`, `engine/sequence.py` |
 # | 6 | recordings, buckets, padding | `graphs/cuda_graphs.py`; of prompts `graphs/chunk_graphs.py` |
@@ -114,7 +114,7 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 # NBVAL_CHECK_OUTPUT
 became = """
 runner/sampler runner/filters runner/penalties runner/gumbel runner/logprobs runner/model_runner runner/memory
-engine/block_manager runner/batch kernels/paged_prefill kernels/paged_decode kernels/kv_write engine/scheduler
+engine/block_manager runner/batch kernels/paged_prefill kernels/paged_decode engine/scheduler
 engine/waiting_queue engine/sequence sampling_params engine/trace models/transformer models/loader models/checkpoint
 models/config llm engine/request engine/detokenizer cli
 """.split()
