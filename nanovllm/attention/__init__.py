@@ -18,7 +18,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 def select_backend(
     name: str, device: torch.device, head_dim: int, block_size: int, dtype: torch.dtype
 ) -> AttentionBackend:
-    """Make the backend called `name`; "auto" takes Triton's where it can run and PyTorch's elsewhere, and logs why.
+    """Make the backend called `name`. "auto" is "triton" where its kernels can run, else "torch_ref"; the log says why.
 
     Args:
         name: "auto", "torch_ref", "triton" or "flash_attn".
@@ -28,7 +28,7 @@ def select_backend(
         dtype: of the queries and of the KV cache.
 
     Raises:
-        ValueError: if that backend cannot serve this device, shape or dtype; it says why and what to do.
+        ValueError: if that backend cannot serve this device, shape or dtype. The message says why and what to do.
     """
     if name == "auto":
         reason = _why_not_triton(device, head_dim, block_size, dtype)

@@ -7,6 +7,7 @@ what it is best at: long chunks of queries.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -18,12 +19,10 @@ from nanovllm.attention.triton_backend import TritonBackend
 
 logger = logging.getLogger(__name__)
 
-# (q, kv, block_table, query_start, context_len, max_query_len, max_context_len, scale) -> [T, Hq, D]
-Prefill = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, float], torch.Tensor
-]
+# (q [T, Hq, D], kv, metadata of these queries alone, scale) -> [T, Hq, D]
+Prefill = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, float], torch.Tensor]
 
-FLASH_4_PAGE = 128  # the page that flash-attn-4's tiles of keys equal, and that the copy engine can then fetch whole
+FLASH_4_PAGE = 128  # keys. As many as flash-attn-4's tiles have, so that the copy engine can fetch a page whole
 
 
 def make_backend(num_sms: int, device: torch.device, block_size: int, dtype: torch.dtype) -> "FlashAttnBackend":
@@ -77,32 +76,24 @@ def _obstacle_2(capability: tuple[int, int], block_size: int) -> str | None:
 
 
 def _prefill_4(
-    flash_attn_varlen_func: Any,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    context_len: torch.Tensor,
-    max_query_len: int,
-    max_context_len: int,
-    scale: float,
+    flash_attn_varlen_func: Any, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float
 ) -> torch.Tensor:
-    pages = kv  # [2, num_pages, page size, Hkv, D]
+    pages, page_table = kv, meta.block_table  # [2, num_pages, page size, Hkv, D], [S, pages of a sequence]
     per_block, rest = divmod(kv.shape[2], FLASH_4_PAGE)
     if per_block > 1 and rest == 0:
-        # A block is then several whole pages, one after the other, and the cache need not be moved to be called so.
+        # A block is then several whole pages, one after the other. The cache need not be moved to be seen so.
         pages = kv.unflatten(2, (per_block, FLASH_4_PAGE)).flatten(1, 2)
         page = torch.arange(per_block, dtype=torch.int32, device=kv.device)
-        block_table = (block_table[:, :, None] * per_block + page).flatten(1)  # [S, M * per_block]
+        page_table = (meta.block_table[:, :, None] * per_block + page).flatten(1)  # [S, M * per_block]
     out = flash_attn_varlen_func(
         q,
         pages[0],
         pages[1],
-        cu_seqlens_q=query_start,
-        seqused_k=context_len,
-        page_table=block_table,
-        max_seqlen_q=max_query_len,
-        max_seqlen_k=max_context_len,
+        cu_seqlens_q=meta.query_start,
+        seqused_k=meta.context_len,
+        page_table=page_table,
+        max_seqlen_q=meta.max_query_len,
+        max_seqlen_k=meta.max_context_len,
         softmax_scale=scale,
         causal=True,
     )
@@ -110,28 +101,20 @@ def _prefill_4(
 
 
 def _prefill_2(
-    flash_attn_varlen_func: Any,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    context_len: torch.Tensor,
-    max_query_len: int,
-    max_context_len: int,
-    scale: float,
+    flash_attn_varlen_func: Any, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float
 ) -> torch.Tensor:
-    key_start = torch.nn.functional.pad(context_len.cumsum(0, dtype=torch.int32), (1, 0))  # [S + 1]
+    key_start = torch.nn.functional.pad(meta.context_len.cumsum(0, dtype=torch.int32), (1, 0))  # [S + 1]
     return flash_attn_varlen_func(
         q,
         kv[0],
         kv[1],
-        query_start,
+        meta.query_start,
         key_start,
-        max_query_len,
-        max_context_len,
+        meta.max_query_len,
+        meta.max_context_len,
         softmax_scale=scale,
         causal=True,
-        block_table=block_table,
+        block_table=meta.block_table,
     )
 
 
@@ -159,14 +142,11 @@ class FlashAttnBackend(TritonBackend):
         out: torch.Tensor,
         first_sequence: int,
     ) -> None:
-        # The sequences before `first_sequence` have one token each, so it is the first token's number as well.
-        out[first_sequence:] = self._library(
-            q[first_sequence:],
-            kv,
-            meta.block_table[first_sequence:],
-            meta.query_start[first_sequence:] - first_sequence,
-            meta.context_len[first_sequence:],
-            meta.max_query_len,
-            meta.max_context_len,
-            scale,
+        # Each sequence before `first_sequence` has one token, so the number is that of its first token as well.
+        own = replace(
+            meta,
+            block_table=meta.block_table[first_sequence:],
+            query_start=meta.query_start[first_sequence:] - first_sequence,
+            context_len=meta.context_len[first_sequence:],
         )
+        out[first_sequence:] = self._library(q[first_sequence:], kv, own, scale)

@@ -1,8 +1,8 @@
-"""What the model runner and an attention backend say to each other.
+"""The interface of attention: what a backend is given and computes, and attention as the model calls it.
 
 Slots number the places of the KV cache: slot = block * block_size + offset. The KV cache of one layer is a contiguous
 tensor [2, num_blocks + 1, block_size, Hkv, D]: keys, then values. Its last block is the scratch block, which belongs to
-no sequence: padding writes there, because slot -1 would be the last slot of somebody's block.
+no sequence. Padding writes there, because slot -1 would be the last slot of somebody's block.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-Shared = dict[Any, Any]  # of a step, see `AttentionBackend.attend`
+Shared = dict[Any, Any]  # what the layers of a step have in common, see `AttentionBackend.attend`
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,10 +21,10 @@ class AttentionMetadata:
     Sequence s has the tokens query_start[s] to query_start[s + 1]. They are the last of its context: its query i sees
     the keys from 0 up to and with context_len[s] - query_len + i.
 
-    The two maxima may exceed what the step needs (a CUDA graph is recorded once for all lengths), never fall short.
-    A padding sequence has its context in the scratch block, a decode one query with a context_len of 1; its output has
-    no meaning. A sequence may have no queries. Several tokens of one may also be given as decodes of their own (see
-    `DecodeGraphs`): one right behind the other, in the order of their positions.
+    The two maxima may exceed what the step needs, because a CUDA graph is recorded once for all lengths. They never
+    fall short. A padding sequence has its context in the scratch block; if it is a decode, its context_len is 1. Its
+    output has no meaning. A sequence may have no queries. Several tokens of a sequence may also be given as decodes of
+    their own (`graphs/` does so): one right behind the other, in the order of their positions.
     """
 
     slots: torch.Tensor  # [T] int64, where each token's key and value go
@@ -57,8 +57,8 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over what `kv` holds, the step's own keys already written: [T, Hq, D].
 
-        Query head h reads the KV head h // (Hq // Hkv). `scale` multiplies the scores. What the layers of a step
-        have in common a backend works out once, and keeps in `shared`, which lives as long as the step.
+        Query head h reads the KV head h // (Hq // Hkv). `scale` multiplies the scores. In `shared`, which lives as long
+        as the step, a backend keeps what it has worked out once for all layers.
         """
 
 
@@ -78,5 +78,5 @@ class BoundAttention:
         return self.read(layer, q)
 
     def read(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """The second half, where a fused kernel has written keys and values already."""
+        """`__call__` without the write, for a fused kernel that has written keys and values already."""
         return self.backend.attend(q, self.kv[layer], self.meta, self.scale, self.shared)

@@ -3,7 +3,7 @@
 Sequences with the same number of queries and contexts of similar length form a rectangle: their blocks are gathered
 into one padded [B, L] tensor of keys and one of values, and a single call attends for all of them. A decode batch is a
 few rectangles with one query a row. There is no loop over tokens, and what does not depend on the layer (which blocks,
-which masks) is worked out once a step and kept for the step's other layers.
+which masks) is worked out once per step and kept for the step's other layers.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from nanovllm.attention.interface import AttentionMetadata, Shared
 
-# Contexts of at least half the longest one share its rectangle, so padding is less than half of what is gathered;
-# finer classes would pay more for their calls than they save.
+# Contexts of at least half the longest one share its rectangle. So padding is less than half of what is gathered. Finer
+# classes would pay more for their calls than they save.
 MIN_FILL = 0.5
-# What a rectangle gathers, unless one sequence alone has more: little enough to be in a CPU's cache when it is read.
+# What a rectangle gathers at most, unless one sequence alone has more: it is then still in a CPU's cache when it is read.
 MAX_BYTES = 4 * 1024 * 1024
 
 
@@ -25,13 +25,13 @@ MAX_BYTES = 4 * 1024 * 1024
 class _Rectangle:
     """B sequences with n queries each, padded to L keys; P is L rounded up to whole blocks."""
 
-    tokens: torch.Tensor | None  # [B * n] rows of q; None when they are all of them, in order
+    tokens: torch.Tensor | None  # [B * n] rows of q; None: all rows, in order
     num_queries: int
     num_keys: int  # L
     blocks: torch.Tensor  # [B * P / block_size] int64, which to gather
     padding: torch.Tensor | None  # rows of the gathered [B * P] between a sequence's context and L
-    is_causal: bool  # whole prompts of one length: PyTorch's own mask will do
-    bias: torch.Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None when all see all
+    is_causal: bool  # whole prompts of one length, for which PyTorch's own mask is right
+    bias: torch.Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None: all queries see all
 
 
 def write_kv(kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
@@ -122,8 +122,8 @@ def _rectangle(
     is_ragged = any(context_len[s] != length for s in members)
     if is_ragged:
         key = torch.arange(num_blocks * block_size, device=device)  # [P]
-        blocks = torch.where(key[::block_size] < context[:, None], blocks, 0)  # a block that exists stands in
-        # What lies there may be NaN, which neither a mask nor a probability of 0 would stop: it is overwritten.
+        blocks = torch.where(key[::block_size] < context[:, None], blocks, 0)  # some block that exists
+        # What lies there may be NaN, which neither a mask nor a probability of 0 would stop. So it is overwritten.
         padding = ((key >= context[:, None]) & (key < length)).flatten().nonzero().flatten()
     is_causal = 1 < n == length
     if is_ragged or 1 < n < length:
@@ -154,8 +154,8 @@ def _attend_rectangle(q: torch.Tensor, kv: torch.Tensor, rectangle: _Rectangle, 
         2, 3
     )  # [B, Hkv, L, D]
     if n == 1:
-        # All heads of a group look at the same keys with the same mask: they can be "queries" of one head, and each key
-        # is read once for all of them.
+        # All heads of a group look at the same keys with the same mask. So they can be "queries" of one head, and each
+        # key is read once for all of them.
         grouped = q.view(batch, num_kv_heads, -1, head_dim)  # [B, Hkv, Hq / Hkv, D]
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=rectangle.bias, scale=scale)
         return out.reshape(batch, num_heads, head_dim)

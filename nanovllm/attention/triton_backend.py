@@ -42,7 +42,7 @@ class TritonBackend:
     """See `AttentionBackend`. Block sizes are powers of two from 16 on, and so are head dimensions.
 
     Args:
-        num_sms: multiprocessors of the GPU, to which some kernels share their work out themselves.
+        num_sms: multiprocessors of the GPU. Some kernels share their work out to them.
     """
 
     name = "triton"
@@ -52,7 +52,7 @@ class TritonBackend:
     def __init__(self, num_sms: int) -> None:
         self._num_sms = num_sms
         self._workspaces: dict[tuple[int, ...], DecodeWorkspace] = {}
-        self._taken: torch.Tensor | None = None  # by the programs of `warp_specialized_prefill`
+        self._taken: torch.Tensor | None = None  # counters that the programs of `warp_specialized_prefill` share
 
     def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         write_kv(kv, k, v, slots)
@@ -63,11 +63,11 @@ class TritonBackend:
         num_sequences = meta.context_len.shape[0]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
         group = q.shape[1] // kv.shape[3]
-        # Sequences that verify a few draft tokens are decodes too: what they cost is the reading of their context.
+        # Sequences that verify a few guesses are decodes too: what they cost is the reading of their context.
         few_queries = meta.max_query_len * group <= MAX_ROWS
         num_decodes = num_sequences if few_queries else meta.num_decodes
         if num_decodes:
-            # One kernel for any few of them: each number of its own would be compiled when it first comes up.
+            # One compiled kernel serves any few queries: otherwise each number would be compiled when it first comes up.
             max_queries = MAX_ROWS // group if few_queries and meta.max_query_len > 1 else 1
             self._decode(q, kv, meta, scale, out, num_decodes, max_queries, {} if shared is None else shared)
         if num_decodes < num_sequences:
