@@ -17,7 +17,7 @@ from nanovllm.attention.interface import AttentionMetadata, Shared
 # Contexts of at least half the longest one share its rectangle. So padding is less than half of what is gathered. Finer
 # classes would pay more for their calls than they save.
 MIN_FILL = 0.5
-# What a rectangle gathers at most, unless one sequence alone has more: it is then still in a CPU's cache when it is read.
+# What a rectangle gathers at most, unless one sequence alone has more: so it is still in a CPU's cache when it is read.
 MAX_BYTES = 4 * 1024 * 1024
 
 

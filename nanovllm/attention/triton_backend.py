@@ -67,7 +67,7 @@ class TritonBackend:
         few_queries = meta.max_query_len * group <= MAX_ROWS
         num_decodes = num_sequences if few_queries else meta.num_decodes
         if num_decodes:
-            # One compiled kernel serves any few queries: otherwise each number would be compiled when it first comes up.
+            # One compiled kernel serves any few queries. Otherwise each number would be compiled when it first comes.
             max_queries = MAX_ROWS // group if few_queries and meta.max_query_len > 1 else 1
             self._decode(q, kv, meta, scale, out, num_decodes, max_queries, {} if shared is None else shared)
         if num_decodes < num_sequences:

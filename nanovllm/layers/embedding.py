@@ -10,8 +10,8 @@ from nanovllm.distributed.group import Group
 class Embedding(nn.Module):
     """weight [V, H], uninitialised: the loader fills it.
 
-    Of several ranks each has V rows, from the token rank * V on. It knows nothing but zeros of the other tokens, so
-    that the sum over the ranks is the vector.
+    Of several ranks each has V rows, from the token rank * V on. For all other tokens a rank gives zeros, so that the
+    sum over the ranks is the vector.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, group: Group | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers that know which tensors of a checkpoint fill them."""
+"""Linear layers: their product by PyTorch or by our kernels, whole or a rank's part, and which tensors fill them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ SubLayerOutput = Tensor | PendingAllReduce  # what attention or the MLP adds to 
 class Linear(nn.Module):
     """y = x W^T + b. Unlike `nn.Linear` it leaves its parameters uninitialised: the loader fills every one of them.
 
-    weight [out, in], bias [out] or None. With a group of several ranks it is row-parallel: each rank has some of the
-    inputs, and the products are summed over the ranks.
+    weight [out, in], bias [out] or None. With a group of several ranks the layer is row-parallel: each rank has some of
+    the inputs, and the products are summed over the ranks.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class Linear(nn.Module):
         return y if self.bias is None else y + self.bias  # after the sum, or every rank would add it
 
     def partial(self, x: Tensor) -> SubLayerOutput:
-        """The same for `RMSNorm.add`, which finishes it: x [T, in] -> [T, out], or [S, T, out] float32, to be summed
-        over S. Where the ranks can sum it in one exchange, this is left to the norm too: then a `PendingAllReduce`."""
+        """`forward`, but its sums may be left to `RMSNorm.add`: x [T, in] -> [T, out], or [S, T, out] float32, to be
+        summed over S. Where the ranks can sum it in one exchange, that is left to the norm too: a `PendingAllReduce`.
+        """
         group, shape = self.group, (len(x), len(self.weight))
         if self.bias is not None or (group is not None and not group.can_fuse_all_reduce(shape, x.dtype)):
             return self(x)
@@ -62,8 +63,8 @@ class Linear(nn.Module):
 class MergedLinear(Linear):
     """Several linear layers of one input as a single matrix product, their outputs side by side.
 
-    Small batches are bound by reading weights and by launching kernels: one large product does both better than three
-    small ones. `parts` maps the name that each layer has in a checkpoint ("q_proj") to its number of outputs.
+    Small batches are bound by reading weights and by launching kernels, and one large product does both better than
+    three small ones. `parts` maps the name that each layer has in a checkpoint ("q_proj") to its number of outputs.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, dtype: torch.dtype) -> None:
@@ -71,7 +72,7 @@ class MergedLinear(Linear):
         self.parts = dict(parts)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """For each tensor of the checkpoint ("q_proj.weight"), the rows of our parameter that it fills."""
+        """The name of each tensor of the checkpoint ("q_proj.weight"), and the rows of our parameter that it fills."""
         for kind, parameter in self.named_parameters():
             for name, rows in zip(self.parts, parameter.split(list(self.parts.values())), strict=True):
                 yield f"{name}.{kind}", rows
@@ -80,9 +81,9 @@ class MergedLinear(Linear):
 def linear_kernel(
     x: Tensor, weight: Tensor, *, gated: bool = False, partial: bool = False
 ) -> Callable[..., Tensor] | None:
-    """The kernel for x [T, in] and weight [out, in], where one of ours is faster than the library's; else None.
+    """Our kernel for x [T, in] and weight [out, in]; None where the library's is faster, or ours cannot run.
 
-    gated, partial: as of `tiled_linear`.
+    gated, partial: as in `nanovllm/kernels/linear/choice.py`.
     """
     fused = kernels.fused_kernels(x.device)
     if fused.choose_linear is None or fused.add_rms_norm is None:  # the norm sums what is partial

@@ -10,21 +10,21 @@ from nanovllm.layers.linear import PendingAllReduce, SubLayerOutput
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; float32 inside, the result in the dtype of x."""
-    # Explicitly, because F.rms_norm does not promise where it rounds: it has several implementations.
+    # In float32 explicitly, because F.rms_norm has several implementations and does not promise where it rounds.
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(x + residual), x + residual): the two things that a layer needs of its residual stream.
+    """(rms_norm(x + residual), x + residual), the input of the next half-layer and the residual stream; all [T, H].
 
-    x, residual [T, H]. One function, so that a single kernel can do it in one pass over memory.
+    One function, because on a GPU one kernel does both in one pass over memory.
     """
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
 
 
 class RMSNorm(nn.Module):
-    """weight [size]. Normalises a hidden state, or a head (Qwen3)."""
+    """Normalises a hidden state, or a head (Qwen3). weight [size], uninitialised: the loader fills it."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
     def add(self, x: SubLayerOutput, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, residual [T, H] -> (norm(x + residual), x + residual). Without a residual (first layer): (norm(x), x).
 
-        x may also be what `Linear.partial` gives: parts to be summed, or what is still to be summed over the ranks.
+        x may also be what `Linear.partial` gives: parts [S, T, H] to be summed, or a sum over the ranks not taken yet.
         """
         if isinstance(x, PendingAllReduce):
             return x.group.all_reduce_add_rms_norm(x.parts, residual, self.weight, self.eps)

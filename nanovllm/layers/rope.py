@@ -22,8 +22,8 @@ class LinearScaling:
 class Llama3Scaling:
     """Llama 3.1: slow rotations are divided by `factor`, fast ones kept, and those between interpolated.
 
-    Slow and fast are told by how often a rotation turns within `original_max_position_embeddings` positions: fewer
-    times than `low_freq_factor`, more often than `high_freq_factor`.
+    A rotation is slow if it turns fewer than `low_freq_factor` times within `original_max_position_embeddings`
+    positions, and fast if it turns more than `high_freq_factor` times.
     """
 
     factor: float
@@ -41,7 +41,7 @@ RopeScaling = LinearScaling | Llama3Scaling
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every position up to `max_positions`, computed once.
+    """The table of cos and sin for every position up to `max_positions`, computed once.
 
     Angles and table are float32 whatever the model's dtype: at position 4095 a bf16 angle is wrong by whole radians.
     They are computed on the CPU, so that every device holds the same table.
@@ -61,7 +61,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin [T, 1, D] for `apply_rope`, float32. Once a step: every layer uses the same."""
+        """positions [T] -> cos, sin [T, 1, D] float32, for `apply_rope`."""
         cos, sin = self.table[positions].unbind(1)  # [T, D/2] each
         return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
 
@@ -69,15 +69,15 @@ class RotaryEmbedding(nn.Module):
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) of a head by its angle, in float32.
 
-    x [T, heads, D], cos and sin [T, 1, D] as `RotaryEmbedding` gives them (the first half of sin negated, so that a
-    roll by D/2 is all the swapping it takes) -> [T, heads, D] in the dtype of x, contiguous.
+    x [T, heads, D] -> [T, heads, D] in the dtype of x, contiguous. cos and sin [T, 1, D] are those of
+    `RotaryEmbedding`: the first half of sin is negated, so that a roll by D/2 swaps the pairs.
     """
     x32 = x.float()
     return torch.addcmul(x32 * cos, x32.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 class Rotation:
-    """The rotation of one step's tokens: the table and where to look in it; cos and sin made when first asked for."""
+    """The rotation of one step's tokens. Without a fused kernel cos and sin are made once, for all layers."""
 
     def __init__(self, rotary: RotaryEmbedding, positions: Tensor) -> None:
         self.rotary = rotary
@@ -85,10 +85,10 @@ class Rotation:
 
     @cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """[T, 1, D] each. Once a step: every layer uses the same."""
+        """[T, 1, D] float32 each."""
         cos, sin = self.rotary(self.positions)
         return cos, sin
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [T, heads, D] -> the same, turned."""
+        """x [T, heads, D] -> [T, heads, D], turned."""
         return apply_rope(x, *self.cos_sin)
