@@ -1,1 +1,1 @@
-"""Model families and the loader. `load_model` is the way in."""
+"""The decoder, the model families, and the loader: start at `loader.load_model`."""

@@ -11,9 +11,9 @@ WEIGHT_FILES = ("*.safetensors",)
 
 
 def find_checkpoint(model: str | Path, *, weights: bool = True) -> Path:
-    """The directory of `model`: itself if it is one, else the downloaded snapshot of the hub id that it then must be.
+    """The directory of a checkpoint: `model` itself if it is a directory, else the downloaded snapshot of that hub id.
 
-    The only place that uses the network. `weights=False` leaves the weights of a hub id where they are.
+    The only place that uses the network. With weights=False the weights of a hub id are not fetched.
     Raises ValueError if there is no such directory and no such id.
     """
     path = Path(model).expanduser()
@@ -49,8 +49,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def weight_files(path: Path) -> dict[str, set[str] | None]:
     """The safetensors files of the checkpoint, each with the tensors to take from it (None: all that it has).
 
-    An index, where there is one, is obeyed: files and tensors that it does not name are not part of the model.
-    Raises ValueError if a file that it names, or every weight file, is missing.
+    Where there is an index, files and tensors that it does not name are not part of the model.
+    Raises ValueError if a file that the index names, or every weight file, is missing.
     """
     if (path / INDEX).is_file():
         weight_map = read_json(path / INDEX).get("weight_map")
@@ -78,10 +78,10 @@ def weight_files(path: Path) -> dict[str, set[str] | None]:
 
 
 def read_eos_token_ids(path: Path) -> frozenset[int]:
-    """Every id that ends a text: those of generation_config.json and the tokenizer's.
+    """Every token id that ends a text: those of generation_config.json and those of the tokenizer.
 
     Chat models have several (end of turn, end of text), and each file may know one that the other does not.
-    config.json speaks only where there is no generation_config.json.
+    config.json is asked only where there is no generation_config.json.
     """
     generation, config = path / "generation_config.json", path / "config.json"
     eos = read_json(generation if generation.is_file() else config).get("eos_token_id")

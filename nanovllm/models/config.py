@@ -1,4 +1,4 @@
-"""config.json -> ModelConfig. What the decoder does not implement is refused here, by name, and never ignored."""
+"""From config.json to `ModelConfig`. What the decoder does not implement is refused by name, and never ignored."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,7 +116,7 @@ def parse_rope(raw: Raw) -> tuple[float, RopeScaling | None]:
     rope, before = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     said = {"rope_type": "default"} | rope
     if rope and any(said.get("rope_type" if key == "type" else key) != value for key, value in before.items()):
-        # As where somebody follows a model card and adds a scaling by hand: ignoring it would spoil long texts only.
+        # Somebody may have followed a model card and added a scaling by hand: ignoring it would spoil long texts only.
         raise ValueError("rope_scaling contradicts rope_parameters; move it into rope_parameters, or drop it")
     rope = rope or before
     if any(isinstance(value, dict) for value in rope.values()):

@@ -1,8 +1,9 @@
 """A checkpoint becomes a model, strict about every tensor.
 
-A loader that skips what it does not understand gives a model that runs and talks nonsense. This one compares first,
-from the files' headers, and names everything that does not fit in one error; then each tensor is read and copied
-straight to the (slice of a) parameter where it belongs: beside the model, no more than one tensor is in memory.
+A loader that skips what it does not understand gives a model that runs and talks nonsense. This loader first compares
+names, shapes and dtypes, from the files' headers, and names everything that does not fit in one error. Then each tensor
+is read and copied straight to the parameter, or the slice of one, where it belongs. Beside the model no more than one
+tensor is in memory.
 """
 
 from collections.abc import Iterator
@@ -45,9 +46,9 @@ def load_model(
 ) -> LoadedModel:
     """Load a directory or a hub id onto `device`, ready for inference.
 
-    dtype:          None is the checkpoint's on a GPU, and float32 on a CPU, where half precision is slow.
-    max_model_len:  positions to prepare for; None is all that the model has.
-    load_format:    "dummy" takes config.json alone and draws the weights at random, always the same ones.
+    dtype:          None: the checkpoint's on a GPU, and float32 on a CPU, where half precision is slow.
+    max_model_len:  positions to prepare for; None: all that the model has.
+    load_format:    "dummy" reads config.json alone and draws the weights at random, always the same ones.
     group:          of several ranks each loads its own share, and reads nothing else.
 
     Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
@@ -72,11 +73,11 @@ def load_model(
 
 
 def checkpoint_views(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor name of the checkpoint with the memory that it fills: a parameter, or some rows of a merged one."""
+    """The name of each tensor of the checkpoint, and the memory that it fills: a parameter, or some rows of one."""
     for path, module in model.named_modules():
         if path != "lm_head":
             path = f"model.{path}"
-        if isinstance(module, MergedLinear):  # a name that checkpoints do not know: they have its parts in its place
+        if isinstance(module, MergedLinear):  # checkpoints do not know its name: they have its parts in its place
             parent = path.rpartition(".")[0]
             yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
         else:
@@ -88,7 +89,7 @@ def fill_from_files(
 ) -> None:
     """Copy every tensor of `files` (see `weight_files`), or a rank's share of it, to its place.
 
-    Raises ValueError unless they fit `config`, that of the whole model, exactly.
+    Raises ValueError unless the tensors fit `config`, that of the whole model, exactly.
     """
     rank, ranks = (0, 1) if group is None else (group.rank, group.size)
     views = dict(checkpoint_views(model))
@@ -115,13 +116,13 @@ def fill_from_files(
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors that some writers store although they follow from others: a tied head, and the rotary frequencies."""
+    """Whether a tensor follows from others, though some writers store it: a tied head, or the rotary frequencies."""
     tied_head = name == "lm_head.weight" and config.tie_word_embeddings
     return tied_head or name.endswith(".rotary_emb.inv_freq")
 
 
 def compare(wanted: dict[str, Tensor], found: dict[str, Any]) -> list[str]:
-    """All that is wrong, from the headers alone."""
+    """What does not fit, by kind, told from the headers alone."""
     missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     misshapen, not_floats = [], []
     for name in sorted(wanted.keys() & found.keys()):
@@ -135,7 +136,7 @@ def compare(wanted: dict[str, Tensor], found: dict[str, Any]) -> list[str]:
 
 
 def fill_at_random(model: Transformer) -> None:
-    """Small seeded weights, drawn where they stay. They cost the same as real ones, which is all a benchmark needs."""
+    """Fill the model with small seeded weights. For benchmarks: a step takes as long as with real ones."""
     device = model.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():

@@ -1,8 +1,9 @@
 """Which part of a model a rank has (Shoeybi et al., "Megatron-LM", 2019).
 
-A rank has some of the heads and some of the MLP's neurons. The layers before them lose outputs, the layers behind them
-inputs, so that nothing between the two leaves the rank; a sum over the ranks makes the hidden state whole. KV heads are
-repeated where ranks are more than they are. The vocabulary is cut as well, padded to a multiple of the ranks.
+A rank has some of the heads and some of the MLP's neurons. The layers before them lose outputs (column-parallel), the
+layers behind them lose inputs (row-parallel), so that nothing between the two leaves the rank. A sum over the ranks
+makes the hidden state whole. With more ranks than KV heads, each KV head is on several ranks. The vocabulary is cut as
+well, padded to a multiple of the ranks.
 """
 
 from dataclasses import replace
@@ -36,7 +37,7 @@ def shard_config(c: ModelConfig, ranks: int) -> ModelConfig:
 def read_shard(name: str, file: Any, c: ModelConfig, rank: int, ranks: int) -> Tensor:
     """This rank's part of the tensor `name` of an open safetensors file; nothing else of it is read.
 
-    Norms work on what is whole on every rank, and so do the biases behind a sum: these are not cut.
+    Norms, and biases that are added after a sum over the ranks, work on what is whole on every rank. They are not cut.
     """
     tensor = file.get_slice(name)
     layer, kind = name.split(".")[-2:]

@@ -1,7 +1,7 @@
 """The decoder that Llama, Qwen2 and Qwen3 have in common, with attention passed in.
 
-It never sees a batch: the tokens of all sequences are laid end to end, and every layer but attention treats each token
-on its own. Attention alone knows what belongs together, and the caller hands it in.
+The model never sees a batch: the tokens of all sequences are laid end to end, and every layer but attention treats each
+token on its own. Attention alone knows which tokens belong together, and the caller passes it in.
 
 T tokens, H hidden size, Hq query heads, Hkv KV heads, D head dimension, I intermediate size, V vocabulary.
 """
@@ -22,8 +22,8 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rope import RotaryEmbedding, Rotation
 from nanovllm.models.config import ModelConfig
 
-# attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], after q/k-norm and RoPE. v is a view into a
-# larger tensor: contiguous within a token, not from one token to the next.
+# attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], called after q/k-norm and RoPE. v is a view
+# into a larger tensor: contiguous within a token, not from one token to the next.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         return self.o_proj.partial(self.mix(self.qkv_proj(x), rotation, attend))
 
     def mix(self, qkv: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """All between the two projections: qkv [T, (Hq + 2 Hkv) D] -> [T, Hq D]"""
+        """What lies between the two projections: qkv [T, (Hq + 2 Hkv) D] -> [T, Hq D]"""
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
         fused = kernels.fused_kernels(qkv.device).norm_rope_write
         is_power_of_two = self.head_dim & (self.head_dim - 1) == 0  # Triton's vectors have such lengths only
@@ -74,7 +74,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Takes and returns (x, residual): the addition that ends a half-layer is left to the norm that begins the next.
+    """Attention and MLP. Takes and returns (x, residual): the next norm does the addition that ends each of the two.
 
     The first layer is given no residual.
     """
@@ -95,11 +95,11 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids and their positions in, hidden states out; `logits` turns the few that are sampled into scores.
+    """From token ids and positions to hidden states; `logits` turns those of the tokens that are sampled into scores.
 
     Parameters are left uninitialised, on torch's default device: the loader fills them. `max_model_len` is the number
     of positions that the rotary table covers; a position beyond it is an index error. With a group of several ranks,
-    `c` is the rank's own share (`sharding.shard_config`), and `logits` are those of its own tokens.
+    `c` is the rank's own share (`sharding.shard_config`), and `logits` has the rank's own part of the vocabulary.
     """
 
     def __init__(self, c: ModelConfig, max_model_len: int, group: Group | None = None) -> None:
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [N, H] -> [N, V] in the model's dtype, or into `out`. Apart from `forward`: only tokens that are
-        sampled need it."""
+        """hidden [N, H] -> [N, V] in the model's dtype, or into `out`. Apart from `forward`, because only tokens that
+        are sampled need it."""
         head = self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
         return F.linear(hidden, head) if out is None else torch.mm(hidden, head.t(), out=out)
