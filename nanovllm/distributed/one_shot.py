@@ -1,15 +1,15 @@
 """Sums of small tensors in one exchange, over memory that all GPUs of a host have mapped ("symmetric memory").
 
-At decode sizes an all-reduce is all latency. NCCL passes sums around; here every rank writes its part to where the
-others wait for it, and adds them all up by itself: `nanovllm/kernels/fused/sum_over_ranks.py`, which does the norm
-behind the
-sum as well. Every rank sends its whole part to each of the others, so for long messages NCCL is faster again.
+At decode sizes an all-reduce is all latency. NCCL passes sums from rank to rank. Here every rank writes its part to
+where the others wait for it, and adds all parts up by itself, in `nanovllm/kernels/fused/sum_over_ranks.py`. That
+kernel does the norm that follows the sum as well. Every rank sends its whole part to each of the others, so for long
+messages NCCL is faster again.
 
-Used up to `default_bytes` where all ranks are on one host whose GPUs reach each other's memory over NVLink.
-NANOVLLM_ONE_SHOT_BYTES sets another number of bytes, 0 for never; there are never more rows, nor longer ones, than the
-kernel has places for. `python -m benchmarks.engine.tensor_parallel` shows up to where it is faster.
+One-shot sums are used up to `default_bytes`, where all ranks are on one host whose GPUs reach each other's memory over
+NVLink. NANOVLLM_ONE_SHOT_BYTES sets another number of bytes, 0 for never. The kernel's buffer limits the number of rows
+and their length in any case. `python -m benchmarks.engine.tensor_parallel` shows up to where one exchange is faster.
 
-A kernel that waits for a rank that is no more would wait for ever, and the GPU with it: see `release`.
+A kernel that waits for a rank that is gone would wait for ever, and the GPU with it: see `release`.
 """
 
 import ctypes
@@ -30,24 +30,24 @@ MAX_BYTES = 1024 * 1024  # MAX_ROWS rows of 8 KiB; on 2 and 4 H200s twice as muc
 MAX_BYTES_OF_MANY = 256 * 1024  # more ranks send more messages; a guess, since only 2 and 4 ranks were measured
 MANY = 5  # ranks
 PATIENCE = timedelta(seconds=30)  # how long ranks wait for each other's handles
-QUIET, PAUSE = 0.2, 0.005  # seconds until kernels count as stuck, and between two looks
+STUCK, PAUSE = 0.2, 0.005  # seconds until kernels count as stuck, and between two looks
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class RendezvousStore(dist.Store):
-    """The ranks' store, for PyTorch's exchange of handles.
+    """The store through which PyTorch exchanges the handles of symmetric memory among the ranks.
 
-    That numbers the exchanges of a process, not those of a group: the leader of a second engine would count on where
-    the first one ended, and its workers, new processes, from 0. Here everybody starts at 0.
+    PyTorch numbers the exchanges of a process, not those of a group. The leader of a second engine would count on from
+    where the first engine ended, and its workers, new processes, from 0. Here every rank starts at 0.
     """
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
         self._store = store
-        self._first: dict[str, int] = {}  # number that each kind of exchange began with
+        self._first: dict[str, int] = {}  # the number that each kind of exchange began with
 
     def _key(self, key: str) -> str:
-        # Kind, number, and the rank or what belongs to a barrier
+        # kind / number / rank, or what belongs to a barrier
         found = re.fullmatch(r"(.*)/(\d+)/(\d+|num_members|last_member)", key)
         if found is None:
             return key
@@ -69,10 +69,10 @@ class RendezvousStore(dist.Store):
 
 
 class OneShotAllReduce:
-    """Sums messages [T, H] of up to `max_bytes`. Fit for CUDA graphs, since the buffers never move.
+    """Sums tensors [T, H] of up to `max_bytes` over the ranks. Fit for CUDA graphs, since the buffers never move.
 
-    All ranks make one at the same time. Raises what PyTorch raises if memory cannot be shared, or if another rank does
-    not come within `PATIENCE`.
+    All ranks make theirs at the same time. Raises what PyTorch raises if memory cannot be shared, or if another rank
+    does not come within `PATIENCE`.
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device, max_bytes: int) -> None:
@@ -83,7 +83,7 @@ class OneShotAllReduce:
 
         if rank == 0:
             store.set("one-shot", uuid4().hex)
-        # PyTorch finds a group by its name. This one has no backend: it is only ranks and a store where they meet.
+        # PyTorch finds a group by its name. This group has no backend, only ranks and a store where they meet.
         self.name = cast("Any", store.get("one-shot").decode())
         self._rendezvous = RendezvousStore(dist.PrefixStore(self.name, store))
         self._group = dist.ProcessGroup(self._rendezvous, rank, size)
@@ -100,7 +100,8 @@ class OneShotAllReduce:
 
     @staticmethod
     def wanted(rank: int, size: int, device: torch.device) -> tuple[int, bool]:
-        """Up to how many bytes, and whether that was asked for by the switch. Raises ValueError if it is no number."""
+        """Up to how many bytes it should be used, and whether the user's switch says so. Raises ValueError if the switch
+        is no number."""
         value = os.environ.get(SWITCH)
         if value is None:
             peers = [(device.index or 0) - rank + peer for peer in range(size)]
@@ -110,10 +111,10 @@ class OneShotAllReduce:
         return int(value), True
 
     def release(self, stream: torch.cuda.Stream, over: threading.Event) -> None:
-        """Let kernels end that wait on `stream` for a rank that is gone. Their sums mean nothing. Called in a thread.
+        """Let kernels end that wait on `stream` for a rank that is gone. Runs in a thread; their sums mean nothing.
 
-        They wait for the others' numbers. Here zeros are written in their place, again and again whenever the stream is
-        stuck, until `over` is set: from then on nobody launches any more such kernels.
+        The kernels wait for the other ranks' numbers. So zeros are written there, again whenever the stream is stuck,
+        until `over` is set: from then on no more such kernels are launched.
         """
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
             busy_since: float | None = None
@@ -122,12 +123,12 @@ class OneShotAllReduce:
                     busy_since = None
                     continue
                 busy_since = busy_since or monotonic()
-                if monotonic() > busy_since + QUIET:
+                if monotonic() > busy_since + STUCK:
                     self._memory.zero_()
                     torch.cuda.current_stream().synchronize()
 
     def takes(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Whether it sums tensors of this shape, which must be [T, H], and dtype."""
+        """Whether tensors of this shape, which must be [T, H], and this dtype can be summed here."""
         if len(shape) != 2 or dtype.itemsize not in self._buffers:
             return False
         rows, row_bytes = shape[0], shape[1] * dtype.itemsize
@@ -141,8 +142,10 @@ class OneShotAllReduce:
         norm: tuple[Tensor, float] | None = None,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The sum of all ranks' x, with residual and norm: see `sum_over_ranks`. x [T, H], or [S, T, H] float32, parts
-        to be summed; [T, H] of `dtype` must be what `takes` accepts."""
+        """The sum of all ranks' x, with residual and norm: see `sum_over_ranks`.
+
+        x: [T, H], or [S, T, H] float32 to be summed over S. `takes` must accept [T, H] and `dtype`.
+        """
         buffers = self._buffers[dtype.itemsize]
         return self._sum(x, buffers, self._turn, self._rank, dtype, norm=norm, residual=residual)
 
@@ -152,8 +155,7 @@ def default_bytes(ranks: int) -> int:
 
 
 def reaches(device: torch.device, peer: int) -> bool:
-    """Whether `device` is the GPU `peer`, or can write to its memory over NVLink. NVLink has atomics and PCIe has not:
-    that is how they are told apart."""
+    """Whether `device` is the GPU `peer`, or can write to its memory over NVLink, which unlike PCIe has atomics."""
     if device.type != "cuda" or not 0 <= peer < torch.cuda.device_count():
         return False
     own = device.index or 0
@@ -161,8 +163,8 @@ def reaches(device: torch.device, peer: int) -> bool:
 
 
 def link_has_atomics(first: int, second: int) -> bool:
-    """Whether the link between two GPUs has atomics. Asks the driver, since PyTorch has no call for it; False if it
-    does not say."""
+    """Whether the link between two GPUs has atomics. Asks the driver, since PyTorch has no call for it; False if the
+    driver does not say."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         handles, found = [ctypes.c_int(), ctypes.c_int()], ctypes.c_int()
