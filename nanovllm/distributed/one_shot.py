@@ -100,8 +100,7 @@ class OneShotAllReduce:
 
     @staticmethod
     def wanted(rank: int, size: int, device: torch.device) -> tuple[int, bool]:
-        """Up to how many bytes it should be used, and whether the user's switch says so. Raises ValueError if the switch
-        is no number."""
+        """Up to how many bytes to use it, and whether the user's switch says so. Raises ValueError for a bad switch."""
         value = os.environ.get(SWITCH)
         if value is None:
             peers = [(device.index or 0) - rank + peer for peer in range(size)]

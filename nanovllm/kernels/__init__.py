@@ -10,7 +10,7 @@ from nanovllm.kernels.launch import why_no_kernels
 
 
 class FusedKernels(NamedTuple):
-    """What does several operations of a step in one pass. None: PyTorch does one after the other."""
+    """Kernels that do several operations of a step in one pass. None: PyTorch does one after the other."""
 
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     norm_rope_write: Callable[..., torch.Tensor] | None = None
@@ -22,7 +22,7 @@ class FusedKernels(NamedTuple):
 
 @cache
 def fused_kernels(device: torch.device) -> FusedKernels:
-    """All of them where Triton runs, none elsewhere. Triton is imported by the first call for a device that has it."""
+    """All of them where Triton runs, none elsewhere. The first call for a GPU imports Triton."""
     if why_no_kernels(device) is not None:
         return FusedKernels()
     from nanovllm.kernels.fused.add_rms_norm import add_rms_norm

@@ -1,21 +1,21 @@
-"""Decode attention over the paged KV cache: one or a few queries a sequence, each against its whole context.
+"""Decode attention over the paged KV cache: one or a few queries per sequence, each against its whole context.
 
-There is nothing to compute here, only memory to read: 2 * D elements of K and V a key, for a handful of multiply-adds
-each. So the kernel is built for one thing, to keep every multiprocessor reading until the last byte.
+There is little to compute here, and much memory to read: for every key 2 * D elements of K and V, with a handful of
+multiply-adds each. So the kernel is built for one thing, to keep every multiprocessor reading until the last byte.
 
-*Equal shares.* Contexts differ by a factor of ten or more within a batch, and one program a sequence would leave the
-GPU waiting for the longest. Instead the key tiles of all sequences are laid end to end and that line is cut into equal
+*Equal shares.* Contexts differ by a factor of ten or more within a batch, and with one program per sequence the GPU
+would wait for the longest. Instead the key tiles of all sequences are laid end to end, and that line is cut into equal
 pieces, as many as programs fit on the GPU at once (stream-K, Osama et al. 2023; lean attention, Sanovar et al. 2024).
-A piece may begin and end in mid-sequence. Of a sequence that lies within one piece the answer is final; of others each
-piece leaves a partial (m, denom, acc), which a second, small kernel merges, as flash-decoding does. The grid depends on
-nothing but the GPU and the number of KV heads, so it can be captured in a CUDA graph and serve every context length.
-Where the pieces begin is worked out once a step (`plan_decode`), not by each program of each layer.
+A piece may begin and end in mid-sequence. For a sequence that lies within one piece the answer is final. For others
+each piece leaves a partial result (m, denom, acc), and a second, small kernel merges these, as flash-decoding does. The
+grid depends on nothing but the GPU and the number of KV heads. So it can be captured in a CUDA graph and serve every
+context length. Where the pieces begin is worked out once per step (`plan_decode`), not by each program of each layer.
 
 *Neighbours read neighbours.* In the cache the heads of a token lie side by side, and the programs of one piece, one for
-each KV head, are adjacent in the grid: they walk the same tokens at the same pace.
+each KV head, are adjacent in the grid. They walk the same tokens at the same pace.
 
-*Grouped queries.* The query heads that share a KV head are rows of one tile, padded to the 16 rows that tl.dot needs;
-a key is read once for all of them. The few queries of a sequence that verifies a draft are rows of that tile too.
+*Grouped queries.* The query heads that share a KV head are rows of one tile, padded to the 16 rows that tl.dot needs.
+A key is read once for all of them. The few queries of a sequence that verifies guesses are rows of that tile too.
 """
 
 from dataclasses import dataclass
@@ -36,14 +36,14 @@ from nanovllm.kernels.attention.paged_tile import (
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
 
 MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
-FEW_SEQUENCES = 16  # fewer are cut into many parts each; so many or more into few, and they are for `ring_decode`
-MANY_PARTS, FEW_PARTS = 16, 4  # that are merged at once
+FEW_SEQUENCES = 16  # fewer sequences are cut into many parts each, more into few; on Hopper more are for `ring_decode`
+MANY_PARTS, FEW_PARTS = 16, 4  # parts that are merged at once
 PREFETCHED_TILES = 2  # of each program: 25 MB on an H100, half of its L2 cache
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the kernel is laid out: keys of a tile, warps of a program, tiles in flight, programs a multiprocessor."""
+    """The layout of the kernel: keys of a tile, warps of a program, tiles in flight, programs per multiprocessor."""
 
     keys: int
     num_warps: int = 4
@@ -56,8 +56,8 @@ def decode_config(head_dim: int, element_size: int) -> DecodeConfig:
 
     By Little's law an H100 must have 3.1 TB/s * 0.8 microseconds = 2.5 MB on its way to stay busy, 19 KB for each of
     its 132 multiprocessors. Three programs, each with a tile of K and one of V on their way, cover that even while two
-    of them compute. Registers allow no fourth of this size. By themselves some other layouts are as fast on an H200
-    (`benchmarks/results/kernels.h200.json`); those that were tried in a recorded step were slower (docs/kernels.md).
+    of them compute. There are no registers for a fourth. Measured alone, some other layouts are as fast on an H200
+    (`benchmarks/results/kernels.h200.json`). Those that were tried in a recorded step were slower (docs/kernels.md).
     """
     return DecodeConfig(keys=keys_per_tile(head_dim, element_size, 16 * 1024))
 
@@ -107,8 +107,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     query_start = tl.load(query_start_ptr + sequence, mask=tile < last, other=0)
     query_end = tl.load(query_start_ptr + sequence + 1, mask=tile < last, other=0)
     if PDL:
-        # What was there before this step can be asked for before this layer has written the step's own keys. Plan,
-        # lengths and tables may be read: they are older than the last kernel that was launched without overlap.
+        # Keys of earlier steps can be asked for before this layer has written the step's own keys. Plan, lengths and
+        # tables may be read: they are older than the last kernel that was launched without overlap.
         stop_key = tl.minimum(context_len, (tl.minimum(last, tile + PREFETCHED) - begin) * KEYS)
         ask_for_keys(
             kv_ptr, v_offset, block_table_ptr + sequence * table_stride, (tile - begin) * KEYS, stop_key, context_len,
@@ -134,7 +134,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             out = acc / denom[:, None]
             tl.store(out_ptr + offset[:, None] + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=used[:, None])
         else:
-            # A piece can leave two partials: of the sequence it begins within (slot 1) and of the one it ends within.
+            # A piece can leave two partial results: slot 1 for a sequence that an earlier piece began, else slot 0.
             slot = ((piece * 2 + (tile > begin).to(tl.int32)) * QUERIES + query) * (NUM_KV_HEADS * GROUP) + head
             tl.store(m_ptr + slot, m, mask=used)
             tl.store(denom_ptr + slot, denom, mask=used)
@@ -149,14 +149,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _piece_of(part, first, begin, total, pieces):  # type: ignore[no-untyped-def]
-    """The piece that left a part of a sequence. They are neighbours, but with fewer tiles than pieces some pieces are
-    empty and have left nothing; then every tile is a part."""
+    """The piece that left a part of a sequence. The pieces of a sequence follow each other. But with fewer tiles than
+    pieces some pieces are empty and have left nothing; then every tile is a part."""
     return ((begin + part + 1) * pieces - 1) // total if total < pieces else first + part
 
 
 @triton.jit
 def _merge_parts(m_ptr, denom_ptr, acc_ptr, slot, used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """m, denom and acc [D] of the parts in `slot` [PARTS] that are used [PARTS]; the first one is."""
+    """m, denom and acc [D] of the parts in `slot` [PARTS], as far as `used` [PARTS] says; the first part always is."""
     part_m = tl.load(m_ptr + slot, mask=used, other=float("-inf"))
     part_denom = tl.load(denom_ptr + slot, mask=used, other=0.0)
     pointer = acc_ptr + slot[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -172,9 +172,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each border between pieces (query, head): it merges the sequence that has its first border there.
+    """One program for each border between pieces, query and head: it merges the sequence that is first cut there.
 
-    The whole layer waits for this kernel, so where the parts lie is worked out before it waits itself.
+    The whole layer waits for this kernel. So it works out where the parts lie before it waits for its predecessor.
     """
     head = tl.program_id(0)
     first = tl.program_id(1) // QUERIES
@@ -218,7 +218,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Partial results between the two kernels: two slots a piece. Reused by every layer, since layers run in turn."""
+    """Partial results between the two kernels, two slots per piece. All layers use the same, since they run in turn."""
 
     m: torch.Tensor  # [pieces, 2, QUERIES, Hq] float32
     denom: torch.Tensor  # [pieces, 2, QUERIES, Hq] float32
@@ -233,10 +233,11 @@ class DecodeWorkspace:
 
 
 def plan_decode(context_len: torch.Tensor, pieces: int, config: DecodeConfig) -> torch.Tensor:
-    """Share the key tiles of S sequences out to as many pieces; context_len [S] int32, at least 1 each.
+    """Cut the key tiles of S sequences into equal pieces; context_len [S] int32, at least 1 each.
 
     Returns [pieces, 4] int32. When the tiles of all sequences are laid end to end, a piece has those from its first
-    number up to its second. The third is the sequence that it begins in, the fourth where the tiles of that begin.
+    number up to its second. The third number is the sequence that the piece begins in, the fourth is that sequence's
+    first tile.
     """
     num_sequences = context_len.shape[0]
     plan = context_len.new_empty(pieces, 4)
@@ -262,8 +263,8 @@ def paged_decode(
     """Causal attention of S sequences with few queries each; writes their rows of `out`.
 
     Args:
-        q: [T, Hq, D], rows contiguous; sequence s owns the rows query_start[s] to query_start[s + 1], at most as many
-            as the workspace has room for.
+        q: [T, Hq, D], rows contiguous. Sequence s owns the rows query_start[s] to query_start[s + 1]; the workspace
+            must have room for so many.
         kv: [2, num_blocks, block_size, Hkv, D], contiguous; block_size a power of two of at least 16.
         block_table: [>= S, M] int32.
         query_start: [>= S + 1] int32.
@@ -271,9 +272,9 @@ def paged_decode(
         scale: what scores are multiplied with.
         out: [T, Hq, D], contiguous.
         workspace: its `pieces` is the number of programs for each KV head.
-        plan: of these contexts, for as many pieces.
-        overlap: the decode kernel may start while the one before it runs. Then plan, lengths and tables are older than
-            the last kernel that was launched without overlap.
+        plan: `plan_decode` of these contexts, for as many pieces.
+        overlap: the decode kernel may start while its predecessor runs. Then plan, lengths and tables must be older
+            than the last kernel that was launched without overlap.
     """
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     num_heads = q.shape[1]
@@ -295,7 +296,7 @@ def merge_pieces(
     out: torch.Tensor, workspace: DecodeWorkspace, query_start: torch.Tensor, context_len: torch.Tensor,
     plan: torch.Tensor, keys: int,
 ) -> None:  # fmt: skip
-    """Write those rows of `out` whose sequences were cut. keys: of a tile of the plan; else as of `paged_decode`."""
+    """Write the rows of `out` of sequences that were cut. keys: per tile of the plan; the rest as in `paged_decode`."""
     pieces, _, queries, num_heads = workspace.m.shape
     pdl = overlaps_launches(out.device)
     if pieces > 1:

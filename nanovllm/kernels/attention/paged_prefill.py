@@ -1,20 +1,20 @@
 """Prefill attention over the paged KV cache: chunks of many queries, of several sequences, laid end to end.
 
 Here arithmetic is the limit, not memory: a tile of R rows does 4 * R * D operations for the 4 * D bytes of a key and
-its value in 16 bits, so R operations a byte. Rows are (query, head of the KV head's group) pairs: with two query heads
-a KV head, 32 queries make 64 rows. Between the products of a tile lies the softmax, in which the tensor cores would
-have nothing to do: so programs are small, and of several on one multiprocessor one multiplies while another does that.
+its value in 16 bits, so R operations per byte. Rows are pairs (query, query head of the KV head): with two query heads
+per KV head, 32 queries make 64 rows. Between the two products of a tile lies the softmax, in which the tensor cores
+have nothing to do. So programs are small, and several share a multiprocessor: one multiplies while another does that.
 
-A program finds its sequence and its queries from the lengths alone, so nobody has to wait for the GPU to say how many
-tiles there are: the grid is an upper bound and superfluous programs return. Keys beyond the tile's last query are never
-touched, and only the last tiles of keys, where the causal border runs, pay for masks. The long tiles of a sequence are
-its last ones; they come first, so that the GPU ends on short ones.
+A program finds its sequence and its queries from the lengths alone. So the host need not know how many tiles there are:
+the grid is an upper bound, and superfluous programs return. Keys beyond the tile's last query are never touched, and
+only the last tiles of keys, where the causal border runs, pay for masks. The long tiles of a sequence are its last
+ones. They come first, so that the GPU ends on short ones.
 
 A tile of keys can be fetched in two ways. By pointers: every thread computes the addresses of what it fetches and keeps
 them in registers. By TMA, the copy engine of GPUs since Hopper: where a block holds whole tiles, the keys of a head
-are a box [KEYS, D] of the matrix [slots, Hkv * D], and one instruction of one thread fetches it. Without addresses, two
-programs of 128 rows fit into the registers of a multiprocessor, and a key that was read serves twice the rows. The
-masked tiles come by pointers in any case: a box cannot leave out what lies beyond the context.
+are a box [KEYS, D] of the matrix [slots, Hkv * D], and one instruction of one thread fetches the box. Without
+addresses, two programs of 128 rows fit into the registers of a multiprocessor, and each key that is read serves twice
+the rows. The masked tiles come by pointers in any case: a box cannot leave out what lies beyond the context.
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ from nanovllm.kernels.attention.paged_tile import (
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How the kernel is laid out: rows and keys of a tile, warps of a program, tiles of keys in flight; whether tiles
-    come by TMA; and the most registers of a thread, if that is not the compiler's choice."""
+    """The layout of the kernel: rows and keys of a tile, warps of a program, tiles of keys in flight; whether tiles
+    come by TMA; and the most registers of a thread, None for the compiler's choice."""
 
     rows: int
     keys: int
@@ -48,13 +48,13 @@ class PrefillConfig:
 
 
 def prefill_config(head_dim: int, element_size: int, block_size: int, hopper: bool) -> PrefillConfig:
-    """Layout for a Hopper GPU or any other: later ones have TMA too, but other tensor cores.
+    """The layout for a Hopper GPU or for any other. GPUs after Hopper have TMA too, but other tensor cores.
 
     At a head_dim of 128 in 16 bits and by pointers a program takes 80 KiB of shared memory: 16 for its queries, and 16
-    each for K and V twice (while one tile is computed with, the next is on its way). So two fit on a multiprocessor of
-    a Hopper GPU, and one on any since Ampere. By TMA it takes 96 KiB, for twice the rows, and two fit as well. On an
-    H200 TMA was faster than pointers, and either was faster than one program with tiles of 128 x 128
-    (`benchmarks/results/kernels.h200.json`).
+    each for K and V twice (while one tile is computed with, the next is on its way). So two programs fit on a
+    multiprocessor of a Hopper GPU, and one on any GPU since Ampere. By TMA a program takes 96 KiB, for twice the rows,
+    and two fit as well. On an H200 TMA was faster than pointers, and either was faster than one program with tiles of
+    128 x 128 (`benchmarks/results/kernels.h200.json`).
     """
     if element_size == 4:  # exact fp32 products come from the ordinary units, with all operands in registers
         return PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2)

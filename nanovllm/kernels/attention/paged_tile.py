@@ -1,7 +1,8 @@
 """What the paged attention kernels share: finding one's sequence, addressing a tile of keys, online softmax.
 
-Arguments that differ from step to step (numbers of sequences, where a slice of the step's packed integers begins) are
-kept out of Triton's specialisation by every kernel here: each new divisor would cost a compilation in mid-service.
+Triton compiles a kernel anew when an integer argument or a pointer is divisible by 16 for the first time, or no longer.
+Arguments that differ from step to step (the number of sequences, where a slice of the step's packed integers begins)
+are therefore kept out of this specialisation by every kernel: no request should wait for a compiler.
 """
 
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 
 from nanovllm.kernels.prefetch import prefetch_l2
 
-# Scores are kept in powers of two, because the hardware's exponential is exp2.
+# Scores are multiplied with this, because the hardware's exponential is exp2.
 LOG2_E = 1.4426950408889634
 
 
@@ -19,13 +20,13 @@ def keys_per_tile(head_dim: int, element_size: int, tile_bytes: int) -> int:
 
 
 def padded_sequences(num_sequences: int) -> int:
-    """Width of the vector that holds a number for each sequence: few widths, so that few kernels are compiled."""
+    """The width of a vector with a number for each sequence. There are few widths, so that few kernels are compiled."""
     return 32 if num_sequences <= 32 else max(512, triton.next_power_of_2(num_sequences))
 
 
 @triton.jit
 def locate(tile, tiles, index):  # type: ignore[no-untyped-def]
-    """Sequence that owns `tile` when the sequences' tiles are laid end to end, and the first tile of that sequence.
+    """The sequence that owns `tile` when the tiles of all sequences are laid end to end, and its first tile.
 
     tiles [SEQUENCES]: tiles of each sequence, 0 beyond the last; index [SEQUENCES]: 0, 1, 2, ...
     """
@@ -41,8 +42,8 @@ def token_offsets(  # type: ignore[no-untyped-def]
 ):
     """Where the keys start, start + 1, ... of a sequence lie in the cache, in elements: [KEYS] int64.
 
-    A block that holds whole tiles costs one look-up in the block table; smaller blocks cost one for each key, since a
-    tile then spans several of them. Keys from `limit` on get an address that must not be read.
+    Where a block holds whole tiles, a tile costs one look-up in the block table. Smaller blocks cost one look-up per
+    key, since a tile then spans several of them. Keys from `limit` on get an address that must not be read.
     """
     offset = tl.arange(0, KEYS)
     if BLOCK_SIZE >= KEYS:
@@ -59,8 +60,9 @@ def attend_tile(q, k, v, visible, scale, m, denom, acc, MASKED: tl.constexpr):  
     """One step of online softmax: a tile of keys joins the running maximum, sum and weighted sum of values.
 
     q [ROWS, D], k and v [KEYS, D], visible [ROWS, KEYS]; m and denom [ROWS] and acc [ROWS, D] in fp32. `m` starts
-    finite, so that a row which sees no key of a tile keeps its zeros: exp2(-inf - m) is 0, exp2(-inf + inf) is NaN.
-    Scaling by a positive number commutes with the maximum, so it waits for the multiply-add before the exponential.
+    finite, so that a row which sees no key of a tile keeps its zeros: exp2(-inf - m) is 0, but exp2(-inf + inf) is NaN.
+    Scaling by a positive number commutes with the maximum, so the scaling is part of the multiply-add before the
+    exponential.
     """
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:

@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
 
-FEW_ROWS = 64  # with so few each row may have more threads: a shorter wait for the next kernel
+FEW_ROWS = 64  # with so few rows each may have more threads: the next kernel waits less
 
 
 @triton.jit
@@ -40,10 +40,10 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and residual [T, H], contiguous -> (rms_norm(x + residual), x + residual); without a residual, of x alone.
+    """x and residual [T, H], contiguous -> (rms_norm(x + residual), x + residual); without a residual (rms_norm(x), x).
 
-    x may be in parts, [S, T, H] float32, whose sum is meant (see `skinny_linear`); then there is a residual. The sum is
-    rounded to the dtype of the weights before it is normalised, as it is where it is stored.
+    x may come in parts [S, T, H] float32, which are summed over S (see `tiled_linear`); then there is a residual. The
+    sum is rounded to the dtype of the weights, as it is stored, before it is normalised.
     """
     size = x.shape[-1]
     splits = x.shape[0] if x.dim() == 3 else 1

@@ -1,4 +1,4 @@
-"""What a decode step needs to know of each of its rows, looked up on the device in one launch."""
+"""The inputs of a decode step (token, slot, context length, block table of each row), looked up in one launch."""
 
 import torch
 import triton
@@ -38,10 +38,10 @@ def decode_inputs(
 ) -> None:
     """For rows [B] that decode at `positions` [B], both int32, fill in place:
 
-    input_ids [B] int32: the token of each at its position, from `token_ids` [R, L] int32.
-    slots [B] int64: where its key and value go, from `block_table` [R, M] int32.
+    input_ids [B] int32: the token at that position, from `token_ids` [R, L] int32.
+    slots [B] int64: where the token's key and value go, from `block_table` [R, M] int32.
     context_len [B] int32: position + 1.
-    table [B, M] int32: its blocks, as far as they are used.
+    table [B, M] int32: the row's blocks, as far as they are used.
     """
     _decode_inputs_kernel[(rows.shape[0],)](
         rows, positions, token_ids, block_table, input_ids, slots, context_len, table,

@@ -1,6 +1,7 @@
-"""All that lies between the QKV projection and attention, in one pass: q/k-norm, rotation, and the write to the cache.
+"""What lies between the QKV projection and attention, in one pass: q/k-norm, rotation, and the write to the cache.
 
-Apart, these are two norms, two rotations and a scatter: ten reads and writes of q and k, and five launches a layer.
+As separate operations these are two norms, two rotations and a scatter: ten reads and writes of q and k, and five
+launches per layer.
 """
 
 import torch
@@ -29,7 +30,7 @@ def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]
     exists = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
     if PDL:
         gdc_launch_dependents()
-    # Weights are nobody's product; positions and slots are older than the last kernel launched without overlap.
+    # No kernel of the step writes weights; positions and slots are older than the last kernel launched without overlap.
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * HEAD_DIM + dim)[None, :]
@@ -76,7 +77,7 @@ def norm_rope_write(
     """Write keys and values to the cache and return the queries [T, Hq, D], ready for attention.
 
     Args:
-        qkv: [T, Hq + 2 Hkv, D], contiguous: what the QKV projection gives.
+        qkv: [T, Hq + 2 Hkv, D], contiguous: the output of the QKV projection.
         kv: [2, num_blocks, block_size, Hkv, D], contiguous: the cache of this layer.
         norms: weights [D] of the norms of q and k heads, or None.
         table: [L, 2, D/2] float32: cos and sin of each position.

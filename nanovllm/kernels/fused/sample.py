@@ -1,11 +1,11 @@
 """Plain sampling in one pass over the logits: argmax(logit + temperature * noise), the noise made where it is used.
 
-In separate operations the noise alone is read and written a dozen times, 156 MB each at 256 rows of 151,936; here the
-logits are read once, in the dtype they have, and nothing else travels. A row of temperature 0 computes no noise.
-The noise is that of `sampling/gumbel.py`, bit for bit in its integers; logarithms differ by some 1e-6.
+In separate operations the noise alone is read and written a dozen times, 156 MB each time at 256 rows of 151,936. Here
+the logits are read once, in the dtype they have, and nothing else is read or written. A row of temperature 0 computes
+no noise. The noise is that of `sampling/gumbel.py`, bit for bit in its integers; logarithms differ by some 1e-6.
 
-What a GPU is busy with here is arithmetic, so a program goes through its part of a row tile by tile and computes a
-tile's scores only if one of them can be the best so far: a bound that takes a single logarithm says so.
+The limit here is arithmetic. So a program goes through its part of a row tile by tile, and computes a tile's scores
+only if one of them can be the best so far. A bound that takes a single logarithm tells.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
 
-TILE = 512  # logits that a program, which is a single warp, looks at together
-PROGRAMS = 32 * 132  # that an H100 or H200 runs at once; the same on all GPUs, so that ranks make the same parts
+TILE = 512  # logits that a program, a single warp, looks at together
+PROGRAMS = 32 * 132  # as many as an H100 or H200 runs at once; the same on all GPUs, so that ranks cut rows equally
 EXPONENT = tl.constexpr(32.001)
 
 
@@ -31,8 +31,8 @@ def _mix64(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A GPU has an instruction for the binary logarithm, exact to 2**-22; a library's logf takes ten times as long.
-    All arguments are 0 or normal numbers: with ".ftz" the others need no care."""
+    """The binary logarithm. A GPU's instruction for it is exact to 2**-22; a library's logf takes ten times as long.
+    All arguments are 0 or normal numbers, so ".ftz" (subnormal numbers count as 0) changes nothing."""
     if FAST:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -72,8 +72,8 @@ def _uniform(low, high, token_ids):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _number(x):  # type: ignore[no-untyped-def]
-    """`_hash` made a number. Of an even one "plus a half, times 2**-31" is a single multiply-add, because powers of two
-    round nothing."""
+    """A uniform number in (0, 1] from what `_hash` gives. For an even integer "plus a half, times 2**-31" is a single
+    multiply-add, because powers of two round nothing."""
     even = _fold(x) & 0xFFFFFFFE
     return tl.fma(even.to(tl.float32), 2.3283064365386963e-10, 2.3283064365386963e-10)  # 2**-32
 
@@ -214,16 +214,16 @@ def sample_rows(
 ) -> torch.Tensor:
     """Draw a token for each row of logits, and write it where the next step looks for it.
 
-    Of several ranks each has the logits of some tokens, and they exchange the best of each part of a row.
+    Of several ranks each has the logits of some tokens. They exchange the best score of each part of a row.
 
     Args:
         logits: [N, V] of any float dtype, contiguous.
-        rows: [N] integers: the row of persistent state that each belongs to.
+        rows: [N] integers: the row of persistent state that each row of logits belongs to.
         next_positions: [N] integers: where in its row the new token goes.
         temperature: [R] float32. seeds: [R] int64. num_prompt_tokens: [R] int32.
         token_ids: [R, L] int32, written: the new token, or 0 where it is -1.
         first_id: the token of the first logit. num_ids: how many of the V are logits; None: all. The rest is padding.
-        all_gather: makes of each rank's tensor [...] that of all ranks [ranks, ...]; None: there is one rank.
+        all_gather: from a rank's tensor [...] to those of all ranks [ranks, ...]; None: there is one rank.
 
     Returns:
         [N] int64: the tokens; -1 for a row whose largest score is not finite.

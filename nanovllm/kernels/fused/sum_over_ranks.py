@@ -1,17 +1,17 @@
 """The sum of all ranks' rows, and the norm that follows it, in one kernel and one exchange.
 
-Every GPU has a buffer that the others can write to. A program takes one row of this rank's part, writes it into the
-buffers of all others, and waits until their rows have come into its own. There is no signal that a row has arrived:
-an empty buffer holds a number that no row contains (`EMPTY`), and any other number has arrived. So a sum takes little
-longer than one write to another GPU. (NCCL's low-latency protocol sends a flag with every word; TensorRT-LLM's
-"Lamport" kernels leave it out like this one.)
+Every GPU has a buffer that the other GPUs can write to. A program takes one row of this rank's part, writes the row
+into the buffers of all others, and waits until their rows have arrived in this rank's buffer. There is no signal that a
+row has arrived. Instead an empty buffer holds a number that no row contains (`EMPTY`), and any other number has
+arrived. So a sum takes little longer than one write to another GPU. (NCCL's low-latency protocol sends a flag with
+every word; TensorRT-LLM's "Lamport" kernels do without, like this kernel.)
 
 *Two places for every row*, used in turns. A row that was read is made empty again at once. Meanwhile a quicker peer may
-already send that row of its next sum, to the other place. It comes back to the first place only for the sum after
-that, so it must have finished the next one, for which it needed our row. We send that row only after the kernel that
-empties the first place has ended. So nothing is ever sent to a place that has still to be emptied.
+already send the same row of its next sum, to the other place. The peer comes back to the first place only for the sum
+after the next. By then it has finished the next sum, for which it needed our row, and we send that row only after the
+kernel that empties the first place has ended. So nothing is ever sent to a place that has still to be emptied.
 
-*Everybody adds in the same order*, rank 0 first, so that all ranks go on with the same bits.
+*All ranks add in the same order*, rank 0 first, so that all go on with the same bits.
 
 A program has the whole row, so it does the residual addition and the norm as well, as `add_rms_norm` would.
 """
@@ -24,9 +24,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import overlaps_launches
 
 ROW_BYTES = 16 * 1024  # of a place in the buffer
-MAX_ROWS = 128  # a waiting program takes room on a multiprocessor, and what would end the wait needs room as well
+MAX_ROWS = 128  # a waiting program takes room on a multiprocessor, and the kernel that would end the wait needs room
 MIN_WARPS = 4
-EMPTY = -0x7FFF8000  # 0x80008000: -0.0 twice in 16 bits, -5e-41 in float32. Where a row has it, 0 is sent
+EMPTY = -0x7FFF8000  # 0x80008000: -0.0 twice in 16 bits, -5e-41 in float32. Where a row has this number, 0 is sent
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _sum_over_ranks_kernel(  # type: ignore[no-untyped-def]
         x += tl.load(x_ptr + (split * num_rows + row) * SIZE + column, mask=exists, other=0.0)
     words = x.to(dtype).to(word, bitcast=True)
     words = tl.where(words == EMPTY, 0, words)
-    own = words.to(dtype, bitcast=True).to(tl.float32)  # what the others get of it
+    own = words.to(dtype, bitcast=True).to(tl.float32)  # what the others get
     place = (turn.to(tl.int64) * RANKS * ROWS + row) * PLACE + column  # of rank 0's row
     for peer in tl.static_range(RANKS):
         if peer != RANK:
@@ -101,17 +101,17 @@ def sum_over_ranks(
     norm: tuple[torch.Tensor, float] | None = None,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `add_rms_norm` gives for the sum of all ranks' x: (rms_norm(sum + residual), sum + residual), [T, H] each.
+    """(rms_norm(sum + residual), sum + residual), [T, H] each, for the sum of all ranks' x.
 
-    All ranks call it with x of the same T and H. It waits for the others, on the GPU, for as long as it takes. Nothing
-    is checked here: see `OneShotAllReduce.takes`.
+    All ranks call this function with x of the same T and H. The kernel waits for the other ranks for as long as it
+    takes. Nothing is checked here: see `OneShotAllReduce.takes`.
 
     Args:
-        x: [T, H], or parts to be summed [S, T, H] float32, contiguous. At most `MAX_ROWS` rows, of at most `ROW_BYTES`.
+        x: [T, H], or [S, T, H] float32 to be summed over S, contiguous. At most `MAX_ROWS` rows of at most `ROW_BYTES`.
         buffers: each rank's buffer, mapped here, as words as wide as `dtype`: [2, R, MAX_ROWS, ROW_BYTES / width] int16
             or int32, by place, sending rank and row. At first all `EMPTY` (of int16: its lower half).
-        turn: [MAX_ROWS] int32 of this rank's own, at first 0: which of its two places a row uses next.
-        dtype: what is sent, and what comes back. Each rank's numbers are rounded to it before they are added.
+        turn: [MAX_ROWS] int32 of this rank alone, at first 0: which of its two places a row uses next.
+        dtype: of what is sent and of the results. Each rank's numbers are rounded to it before they are added.
         norm: weight [H] and eps; without it both results are the sum.
         residual: [T, H], added after the sum.
     """
