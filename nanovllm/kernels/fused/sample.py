@@ -102,15 +102,15 @@ def _best_of_part(  # type: ignore[no-untyped-def]
     logits_ptr, first, end, first_id, low, high, temperature,
     TILE: tl.constexpr, VECTOR: tl.constexpr, NOISE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The best score of logits [first, end) of a row and its token, among equals the lowest.
+    """The best score of logits [first, end) of a row and its token; among equal scores the lowest token.
 
-    Of a uniform number u the noise, -log(-log(1 - u)), is at most -log(u), so that a score is at most
-    logit + temperature * log(2) * (32 - log2(x)) with x = u * 2**32; the hash's last step, left out here, changes x by
-    at most its 65,536th part, and that the number is made odd then only lowers the score. `scale` is no less than
-    temperature * log(2), and EXPONENT larger than 32 by more than all errors of logarithms and products make. A score
-    above `best` then is above it before it is rounded, too, hence its logit - scale * log2(x) above
-    best - scale * EXPONENT; and rounding both, once each, keeps an order or makes them equal, however large the logits:
-    only what is `below` cannot win. Nothing is below or above a NaN.
+    A bound decides whether a tile's scores are computed. For a uniform number u the noise, -log(-log(1 - u)), is at
+    most -log(u). So a score is at most logit + temperature * log(2) * (32 - log2(x)), where x = u * 2**32. The bound
+    leaves out the hash's last step, which changes x by at most its 65,536th part; that the number is then made odd only
+    lowers the score. `scale` is at least temperature * log(2), and EXPONENT exceeds 32 by more than all errors of
+    logarithms and products. So where a score is above `best`, logit - scale * log2(x) is above best - scale * EXPONENT.
+    Rounding both, once each, keeps their order or makes them equal, however large the logits are. So only what is
+    `below` cannot win. Nothing is below or above a NaN.
     """
     best = float("-inf")
     winner = 0  # of no meaning as long as nothing is finite

@@ -1,1 +1,1 @@
-"""What only a Hopper GPU can run; without this folder everything still runs."""
+"""Kernels in Gluon that only a Hopper GPU can run. Without this folder everything still works, by other kernels."""

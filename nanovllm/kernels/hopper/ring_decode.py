@@ -1,28 +1,28 @@
 """Decode attention that orders keys while it computes: `paged_decode` for Hopper GPUs, in Gluon, below Triton.
 
-Plan, equal shares, partial results and their merge are those of `paged_decode.py`. But its programs have one tile of
-keys on the way while they compute with another, and stop reading at the end of every sequence. Here the tiles of a
-piece go through a ring in shared memory, K and V of a tile together.
+Plan, equal shares, partial results and their merge are those of `paged_decode.py`. But a program there has one tile of
+keys on the way while it computes with another, and it stops reading at the end of every sequence. Here the tiles of a
+piece go through a ring of places in shared memory, K and V of a tile together.
 
 *One warp orders.* It asks TMA, the copy engine, for one tile after the other, each as soon as there is a free place in
-the ring, and does not care where a sequence ends. Both sides walk along the same tiles, so that nothing but places is
-handed over, by two barriers for each: the bytes have arrived; all warps have them in registers.
+the ring, and goes on where a sequence ends. Both sides walk along the same tiles, so that only places are handed over,
+by two barriers for each: one says that the bytes have arrived, one that all warps have them in registers.
 
-*Every other warp has a KV head.* The rows of its products are the query heads of that head, times the few queries of a
-sequence that verifies a draft. So nothing is reduced across warps, and what a program reads is contiguous. A tile is a
-box [HEADS, KEYS, D], though in the cache the heads of a token lie side by side: so the keys of a head are neighbours
+*Every other warp has a KV head.* The rows of its products are the query heads of that KV head, times the few queries of
+a sequence that verifies guesses. So nothing is reduced across warps, and what a program reads is contiguous. A tile is
+a box [HEADS, KEYS, D], though in the cache the heads of a token lie side by side. So the keys of a head are neighbours
 in shared memory, and the swizzle spreads them over all banks. A box cannot leave out what lies beyond the context:
-scores there are masked, and such values, which may be NaN, are replaced by zeros in registers.
+scores there are masked, and values there, which may be NaN, are replaced by zeros in registers.
 
-*Old tiles are ordered early*, before the predecessor has ended. Unlike a prefetch to L2 this is a read for good, so a
-tile is old only if all its keys were written by earlier steps. That holds, and they can be read:
-- These are the keys before position context_len - query_len: a sequence's queries are all its tokens of this step.
-  Except in a recording of decodes, where tokens of a row may be decodes of their own, one after the other. So a
-  sequence whose oldest new key is where the context of the one before it ends counts as having no old keys.
-- Nobody else writes to them in this step. A block that is written to has one owner: only full blocks are shared, and
-  found by others only after the step that filled them was committed; blocks that change hands do so between steps.
+*Old tiles are ordered early*, before the predecessor has ended. Unlike a prefetch to L2, what is read here is used. So
+a tile counts as old only if all its keys were written by earlier steps, and these may be read because:
+- The old keys of a sequence are those before position context_len - query_len, since its queries are all its tokens of
+  this step. There is one exception: in a recording of decodes, tokens of a row may be decodes of their own, one after
+  the other. So a sequence whose oldest new key is where the context of the one before it ends has no old keys.
+- No other sequence writes to them in this step. A block that is written to has one owner: only full blocks are shared,
+  and others find them only after the step that filled them was committed. Blocks change hands only between steps.
 - Earlier steps have ended. The first attention of a step is launched without overlap, and so is its plan: neither
-  starts before all that was launched before it has ended. Kernels behind them may start early, but not before them.
+  starts before all that was launched before it has ended. Later kernels may start early, but not before these.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def ring_layout(q: torch.Tensor, kv: torch.Tensor, num_sequences: int) -> RingLa
 
 @gluon.jit
 def _piece(piece_ptr):  # type: ignore[no-untyped-def]
-    """First tile, end, sequence, and where the tiles of that begin: as `paged_decode.plan_decode` says."""
+    """The piece of this program: the four numbers of `paged_decode.plan_decode`."""
     plan_ptr = piece_ptr + gl.program_id(1) * 4
     return gl.load(plan_ptr), gl.load(plan_ptr + 1), gl.load(plan_ptr + 2), gl.load(plan_ptr + 3)
 
@@ -104,7 +104,7 @@ def _order(  # type: ignore[no-untyped-def]
     tile, last, sequence, begin = _piece(piece_ptr)
     ordered = 0
     stage = 0
-    free = 1  # a wait for the phase before the first one returns at once
+    free = 1  # a wait for the phase before the first phase returns at once
     while tile < last:
         context_len = gl.load(context_len_ptr + sequence)
         query_len = gl.load(query_start_ptr + sequence + 1) - gl.load(query_start_ptr + sequence)
@@ -116,8 +116,8 @@ def _order(  # type: ignore[no-untyped-def]
         for i in range(tile, stop):
             start = (i - begin) * KEYS
             slot = gl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
-            if PDL:  # noqa: SIM102 - one is known when the kernel is compiled
-                # To wait again is free. When the ring is full once, the other warps wait anyway.
+            if PDL:  # noqa: SIM102 - known when the kernel is compiled, unlike the condition inside
+                # To wait again is free. Once the ring is full, there is no free place before the other warps compute.
                 if (ordered == STAGES) | (start + KEYS > old):
                     gdc_wait()
             bar = full.index(stage)
@@ -206,7 +206,7 @@ def _attend(  # type: ignore[no-untyped-def]
             out = acc / denom[:, :, None]
             gl.store(out_ptr + offset[:, :, None] + dim, out.to(out_ptr.dtype.element_ty), mask=used[:, :, None])
         else:
-            # A piece can leave two partials: of the sequence it begins within (slot 1) and of the one it ends within.
+            # A piece can leave two partial results: slot 1 for a sequence that an earlier piece began, else slot 0.
             slot = ((gl.program_id(1) * 2 + (tile > begin).to(gl.int32)) * QUERIES + query) * NUM_HEADS + head
             gl.store(m_ptr + slot, m, mask=used)
             gl.store(denom_ptr + slot, denom, mask=used)
@@ -263,10 +263,10 @@ def ring_decode(
     layout: RingLayout,
     overlap: bool = False,
 ) -> None:
-    """As `paged_decode`, for what `ring_layout` accepts, with a plan for `layout.config`.
+    """`paged_decode` for what `ring_layout` accepts, with a plan for `layout.config`.
 
-    overlap: as there, and all keys of earlier steps are also older than the last kernel launched without overlap. If
-    several sequences are tokens of one row, written in this step, they follow each other in the order of positions.
+    overlap: as there. Besides, all keys of earlier steps must be older than the last kernel launched without overlap.
+    If several sequences are tokens of one row, written in this step, they follow each other in the order of positions.
     """
     _, num_blocks, block_size, num_kv_heads, head_dim = kv.shape
     pieces, _, queries, num_heads = workspace.m.shape

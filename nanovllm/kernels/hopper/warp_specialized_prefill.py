@@ -1,19 +1,19 @@
-"""Prefill attention by warps with different tasks: `paged_prefill` for Hopper GPUs, in Gluon, below Triton.
+"""Prefill attention by specialised warps: `paged_prefill` for Hopper GPUs, in Gluon, below Triton.
 
 Between the two products of a tile of keys lies the softmax, and Triton waits for every product before it goes on. Here
 waiting is explicit, so that the tensor cores multiply while exponentials are taken (FlashAttention-3, Shah et al.
 2024). A tile of queries is 128 rows: the queries of one head after the other, of all query heads of a KV head.
 
-*One warp brings.* It finds the next tile of queries, orders Q, K and V by TMA, the copy engine, as soon as there is a
-free place in shared memory, and leaves notes there: which tile it is. K and V of a tile are ordered apart, K first.
+*One warp brings.* It finds the next tile of queries, and orders Q, K and V by TMA, the copy engine, as soon as there is
+a free place in shared memory. In notes there it says which tile it is. K and V of a tile are ordered apart, K first.
 
 *Two groups of four warps compute*, each with 64 of the rows; both read the same keys. A group issues the product with
-the next keys, then that of the last weights with their values, and takes the next exponentials under the latter. The
-tiles of keys are walked from the last one down, so that masks are done with first.
+the next keys, then that of the last weights with their values. While the second product runs, the group takes the next
+exponentials. The tiles of keys are walked from the last one down, so that masks are done with first.
 
-*Whoever is done takes the next tile.* There is a program for each multiprocessor, and a counter that all share. The
-long tiles of queries are the last of each sequence; within it they come first. What the next tile needs is on its way
-while the last result is written.
+*The next tile goes to the first program that is done.* There is a program for each multiprocessor, and a counter that
+all share. The long tiles of queries are the last of each sequence; within it they come first. What the next tile needs
+is on its way while the last result is written.
 """
 
 import torch
@@ -35,7 +35,7 @@ ROWS = 64  # of each of the two groups of warps
 KEYS = 64  # of a tile: with 128 fewer fit, and more of the masked ones is computed in vain
 STAGES = 4  # tiles of K, and of V, that there is room for
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-NOTES = 8  # places for the numbers of a tile of queries, of which 6 are used: see `_bring`
+NOTES = 8  # places for notes on a tile of queries, of which 6 are used: see `_bring`
 BRINGING_REGISTERS, COMPUTING_REGISTERS = 56, 224  # of a thread
 
 
@@ -63,7 +63,7 @@ def _bring(  # type: ignore[no-untyped-def]
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, STAGES: gl.constexpr, NOTES: gl.constexpr, SEQUENCES: gl.constexpr,
 ):  # fmt: skip
-    """Bring what one pair of a tile of queries and a KV head needs after the other."""
+    """Bring what is needed for one pair (tile of queries, KV head) after the other."""
     QUERIES: gl.constexpr = 2 * ROWS // GROUP
     BOX_ROWS: gl.constexpr = q_desc.block_type.shape[0]
     index = gl.arange(0, SEQUENCES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -75,7 +75,7 @@ def _bring(  # type: ignore[no-untyped-def]
     done = 0  # tiles of keys
     wave = 0
     pair = gl.program_id(0)
-    # Below, a wait for the phase before the first one (parity 1) returns at once.
+    # Below, a wait for the phase before the first phase (parity 1) returns at once.
     while pair < total:
         kv_head = pair % HEADS
         tile = total // HEADS - 1 - pair // HEADS
@@ -85,7 +85,7 @@ def _bring(  # type: ignore[no-untyped-def]
         query_len = gl.load(query_start_ptr + sequence + 1) - query_start
         context_len = gl.load(context_len_ptr + sequence)
         before = context_len - query_len + first_query
-        # Tiles of keys. Never 0, though no context is that short: it would tell the groups that there is nothing more.
+        # Tiles of keys. No context is so short that there are none, but a 0 would tell the groups that all is done.
         n = gl.maximum(1, gl.cdiv(gl.minimum(context_len, before + QUERIES), KEYS))
 
         buffer = wave % 2
@@ -127,7 +127,7 @@ def _bring(  # type: ignore[no-untyped-def]
     mbarrier.wait(q_free.index(buffer), (wave // 2 % 2) ^ 1)
     _tell(notes.index(buffer * NOTES), 0)  # no more pairs
     mbarrier.arrive(q_full.index(buffer))
-    # Who comes last has seen all others take their last number, and prepares the next launch.
+    # The last program has seen all others take their last number, and prepares the next launch.
     if gl.atomic_add(taken_ptr + 1, 1) == programs - 1:
         gl.store(taken_ptr, 0)
         gl.store(taken_ptr + 1, 0)
@@ -260,11 +260,11 @@ def warp_specialized_prefill(
     *,
     first_sequence: int = 0,
 ) -> None:
-    """As `paged_prefill`, for what `fits` accepts.
+    """`paged_prefill` for what `fits` accepts.
 
-    taken: [2] int32 of one stream, 0 between two launches: numbers that were given out (the first tile of each program
-        is its own), and programs that are done.
-    num_programs: at most; one that starts late has its first tile, a long one, all the same.
+    taken: [2] int32, for launches of one stream, 0 between two launches: how many tiles were given out beyond the first
+        tile of each program, which is its own; and how many programs are done.
+    num_programs: at most. Each has a first tile, a long one, even if it starts late.
     """
     _, num_blocks, block_size, num_kv_heads, head_dim = kv.shape
     num_tokens, num_heads, _ = q.shape

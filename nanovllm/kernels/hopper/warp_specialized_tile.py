@@ -1,8 +1,8 @@
 """What a group of warps of `warp_specialized_prefill.py` does with one tile of keys after the other.
 
-Between two calls, weights p of the last tile have not met their values yet, and the sum `acc` of the tiles before it is
-still to be multiplied with `repair`: both happen beside the product with the next keys. Barriers in shared memory say
-that K or V of a stage has arrived (full), or that a group is done with it (free). `there` is a barrier whose phase
+Between two calls, the weights p of the last tile have not met their values yet, and the sum `acc` of the tiles before
+it is still to be multiplied with `repair`. Both happen beside the product with the next keys. Barriers in shared memory
+say that K or V of a stage has arrived (full), or that a group is done with it (free). `there` is a barrier whose phase
 `there_phase` is over. m and denom are the softmax's running maximum and sum of each row, in base 2.
 """
 
@@ -53,9 +53,9 @@ def _next_weights(  # type: ignore[no-untyped-def]
     The last value returned is what that product has to be multiplied with.
     """
     m, denom, repair, weight = _softmax(score, m, denom, scale, position, start, MASKED, KEYS, S)
-    # This wait, for Q, which is there, returns at once: it is needed only as a branch. Without one between them ptxas,
-    # NVIDIA's assembler, puts the exponentials behind the next wait, that for the product. LLVM does the same, unless
-    # that one is said to need them. The old weights it keeps alive.
+    # This wait is for Q, which is there, so it returns at once. It is needed as a branch only: without a branch between
+    # them ptxas, NVIDIA's assembler, puts the exponentials behind the next wait, that for the product. LLVM does the
+    # same, unless the next wait names them as its operands. That wait also keeps the old weights alive.
     mbarrier.wait(there, there_phase)
     acc, _, weight, m, denom, repair = warpgroup_mma_wait(0, [acc_later, p_before, weight, m, denom, repair])
     mbarrier.arrive(v_free.index(old))

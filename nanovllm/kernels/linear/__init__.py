@@ -1,1 +1,1 @@
-"""Linear layers for few tokens."""
+"""Linear layers for few tokens: `choice.py` says which kernel is used when."""

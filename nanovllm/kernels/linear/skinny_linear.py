@@ -1,17 +1,17 @@
 """A linear layer for few tokens, with the gate that may follow it folded in.
 
-With a handful of tokens a linear layer is the reading of its weights: 4 to 13 MB in a layer of a small model, two to
-four microseconds, less than what a kernel takes to start and to drain. So all weights should be on their way at once,
-and early. Every program owns a few output columns and at most 1,024 inputs, and asks for all its weights in one go; it
-does so while the kernel before it still runs (see `launch.py`), because weights depend on nobody.
+With a handful of tokens a linear layer is the reading of its weights: 4 to 13 MB in a layer of a small model. That
+takes two to four microseconds, less than a kernel takes to start and to drain. So all weights should be on their way at
+once, and early. Every program owns a few output columns and at most 1,024 inputs, and asks for all its weights in one
+go. It does so while its predecessor still runs (see `launch.py`), because weights depend on no other kernel.
 
-Within a program each warp multiplies its own part of the inputs, so that no warp waits for a long chain of products;
-the parts are summed at the end.
+Within a program each warp multiplies its own part of the inputs, so that no warp waits for a long chain of products.
+The parts are summed at the end.
 
-A layer with few columns and many inputs would keep too few multiprocessors busy. `partial=True` cuts its inputs among
-programs (split-K) and leaves the sums to whoever reads the result: the norm that follows, which reads it anyway.
+A layer with few columns and many inputs would keep too few multiprocessors busy. `partial=True` cuts the inputs among
+programs (split-K) and leaves the sums to the norm that follows, which reads the result anyway.
 
-Layers that are larger, and more tokens, are for `tiled_linear`: `few_tokens.py` chooses.
+Larger layers, and more tokens, are for `tiled_linear`: `choice.py` has the table.
 """
 
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ def skinny_linear(
 ) -> torch.Tensor:
     """x [T, in], few tokens, contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
 
-    in is a multiple of 128 and the result's columns are one of 32: there are no masks for the ends of weights.
+    in is a multiple of 128, and the number of the result's columns is one of 32: the ends of weights have no masks.
     bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
     partial: without bias and gate -> [S, T, out] float32, to be summed over S.
     """

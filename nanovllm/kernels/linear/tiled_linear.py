@@ -1,20 +1,19 @@
-"""A linear layer for up to some tens of tokens that has more weights than can be under way at once.
+"""A linear layer for up to some tens of tokens.
 
 This is the tiled matrix product of every textbook: a program owns a tile of the output and walks along the inputs, with
 the next tiles of weights on their way to shared memory while it multiplies. Three things fit it to few tokens.
 
-*The weights lead.* Hopper's matrix instruction takes 64 rows at least. Of output columns there are so many, of tokens
-often not; so for few tokens the product is computed transposed: W x^T.
+*The weights lead.* Hopper's matrix instruction takes at least 64 rows. A layer has so many output columns, but a step
+often has fewer tokens. So for few tokens the product is computed transposed: W x^T.
 
 *Enough programs.* A layer with few columns has not enough tiles of output for all multiprocessors of a large GPU. With
-`partial=True` its inputs are cut among programs as well (split-K), and the sums are left to whoever reads the result:
-the norm that follows, which reads it anyway.
+`partial=True` the inputs are cut among programs as well (split-K), and the sums are left to the norm that follows,
+which reads the result anyway.
 
-*An early start.* While the kernel before it still runs, a program asks for the weights that it will need first (see
-`launch.py`), which the library's kernels do not do.
+*An early start.* While its predecessor still runs, a program asks for the weights that it will need first (see
+`launch.py`). The library's kernels do not do that.
 
-Small layers and a handful of tokens are better served by `skinny_linear`, and most on Hopper by `early_linear`:
-`few_tokens.py` chooses.
+`choice.py` has the table of which kernel is used when.
 """
 
 from dataclasses import dataclass
@@ -29,13 +28,13 @@ from nanovllm.kernels.prefetch import prefetch_l2
 
 MAX_TILE = 64  # tokens
 PROGRAMS = 128  # inputs are cut until there are so many: about one for each multiprocessor of a large GPU
-MAX_SPLITS = 4  # each is written and read in float32
+MAX_SPLITS = 4  # parts of a result; each is written and read in float32
 AHEAD = 1024  # inputs, of each column, whose weights are asked for before the predecessor has finished
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Output columns of a program (of each half, if gated), inputs of a step, steps under way, whether W x^T."""
+    """Output columns of a program (if gated, of each half), inputs of a step, steps under way, whether it is W x^T."""
 
     columns: int
     inner: int
@@ -96,8 +95,8 @@ def _tiled_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def num_splits(inputs: int, tiles: int, inner: int) -> int:
-    """Into how many parts to cut the inputs of a layer that has so many tiles of output: a power of two, and each part
-    is a multiple of `inner`."""
+    """Into how many parts to cut the inputs of a layer that has so many tiles of output. A power of two; each part is a
+    multiple of `inner`."""
     splits = 1
     while splits < MAX_SPLITS and 2 * splits * tiles <= PROGRAMS and inputs % (2 * splits * inner) == 0:
         splits *= 2
@@ -115,7 +114,7 @@ def tiled_linear(
 ) -> torch.Tensor:
     """x [T, in], contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
 
-    in is a multiple of 128 and the result's columns are one of the tile's: there are no masks for the ends of weights.
+    in is a multiple of 128, and the result has a multiple of the tile's columns: the ends of weights have no masks.
     bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
     partial: without bias and gate -> [S, T, out] float32, to be summed over S.
     """
