@@ -60,11 +60,7 @@ class TorchRefBackend:
     ) -> torch.Tensor:
         shared = {} if shared is None else shared
         if "rectangles" not in shared:
-            query_start, context_len = meta.query_start.tolist(), meta.context_len.tolist()
-            max_keys = MAX_BYTES // (2 * kv[0, 0, 0].numel() * kv.element_size())
-            shared["rectangles"] = _rectangles(
-                query_start, context_len, meta.block_table, kv.shape[2], max_keys, q.dtype
-            )
+            shared["rectangles"] = _rectangles(q, kv, meta)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
         for rectangle in shared["rectangles"]:
             if rectangle.tokens is None:
@@ -74,15 +70,11 @@ class TorchRefBackend:
         return out
 
 
-def _rectangles(
-    query_start: list[int],
-    context_len: list[int],
-    block_table: torch.Tensor,
-    block_size: int,
-    max_keys: int,
-    dtype: torch.dtype,
-) -> list[_Rectangle]:
+def _rectangles(q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata) -> list[_Rectangle]:
+    """Which sequences share a rectangle. Reads the lengths on the host."""
+    query_start, context_len = meta.query_start.tolist(), meta.context_len.tolist()
     query_len = [end - start for start, end in pairwise(query_start)]
+    max_keys = MAX_BYTES // (2 * kv[0, 0, 0].numel() * kv.element_size())
     order = sorted(range(len(context_len)), key=lambda s: (query_len[s], context_len[s]), reverse=True)
     members: list[list[int]] = []
     for s in order:
@@ -97,20 +89,19 @@ def _rectangles(
         members.append([s])
     if len(members) == 1:
         members[0].sort()  # the tokens are then all of q, in order
-    return [_rectangle(m, query_start, query_len, context_len, block_table, block_size, dtype) for m in members]
+    return [_rectangle(m, query_start, context_len, meta.block_table, kv.shape[2], q.dtype) for m in members]
 
 
 def _rectangle(
     members: list[int],
     query_start: list[int],
-    query_len: list[int],
     context_len: list[int],
     block_table: torch.Tensor,
     block_size: int,
     dtype: torch.dtype,
 ) -> _Rectangle:
     device = block_table.device
-    n = query_len[members[0]]
+    n = query_start[members[0] + 1] - query_start[members[0]]
     length = max(context_len[s] for s in members)
     num_blocks = -(-length // block_size)
     starts = torch.tensor([query_start[s] for s in members], device=device)  # [B]
