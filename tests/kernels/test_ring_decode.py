@@ -126,7 +126,7 @@ def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: tor
         full = Bars(Barrier() for _ in range(layout.stages))
         empty = Bars(Barrier(*places) for places in zip(k, v, strict=True))
         cache = Cache(*(kv.view(-1, NUM_KV_HEADS, 64).transpose(0, 1) for kv in (before, case.kv)))
-        order = as_python("_order", program, cache)
+        order = as_python("_produce", program, cache)
         arguments = (
             cache, Memory(k), Memory(v), full, empty,
             pointer["table"], pointer["start"], pointer["context"], pointer["plan"],
@@ -135,7 +135,7 @@ def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: tor
         )  # fmt: skip
         side = threading.Thread(target=order, args=arguments, daemon=True)
         side.start()
-        as_python("_attend", program, Cache(before, case.kv))(
+        as_python("_consume", program, Cache(before, case.kv))(
             *(pointer[name] for name in ("q", "out", "m", "denom", "acc")), Memory(k), Memory(v), full, empty,
             pointer["start"], pointer["context"], pointer["plan"], case.scale * LOG2_E, case.q.stride(0),
             NUM_KV_HEADS, layout.heads, group, 64, queries, layout.keys, layout.stages, True,
@@ -215,7 +215,7 @@ def compile_case(
     keys, heads, stages = 32, 4, kernels.RING_BYTES // (2 * 4 * 32 * head_dim * 2)
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "HEADS": heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size,
-        "QUERIES": queries, "KEYS": keys, "STAGES": stages, "REGISTERS": kernels.ORDERING_REGISTERS,
+        "QUERIES": queries, "KEYS": keys, "STAGES": stages, "REGISTERS": kernels.PRODUCER_REGISTERS,
         "PDL": early,
     }  # fmt: skip
     signature = dict.fromkeys(kernel.arg_names, "i32") | {

@@ -110,7 +110,7 @@ def compile_case(
     constants = {
         "HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "ROWS": kernels.ROWS,
         "KEYS": kernels.KEYS, "STAGES": kernels.STAGES, "NOTES": kernels.NOTES, "SEQUENCES": sequences,
-        "BRINGING_REGISTERS": kernels.BRINGING_REGISTERS, "COMPUTING_REGISTERS": kernels.COMPUTING_REGISTERS,
+        "PRODUCER_REGISTERS": kernels.PRODUCER_REGISTERS, "CONSUMER_REGISTERS": kernels.CONSUMER_REGISTERS,
     }  # fmt: skip
     rows = min(kernels.ROWS, 2 * kernels.ROWS // group)
     signature = dict.fromkeys(kernel.arg_names, "i32") | {

@@ -87,10 +87,17 @@ def functions(program: int, programs: int, lock: Any) -> dict[str, Any]:
         "fence_async_shared": lambda: None, "warpgroup_mma": Product, "warpgroup_mma_wait": waited,
     }  # fmt: skip
     for module, of_module in (
-        (kernels, ("_tell", "_told", "_bring", "_attend")),
+        (kernels, ("_write_note", "_read_note", "_produce", "_consume")),
         (
             warp_specialized_tile,
-            ("_softmax", "_hide_garbage", "_next_weights", "begin_with_one", "begin_with_two", "go_on"),
+            (
+                "_softmax",
+                "_zero_past_context",
+                "_softmax_under_product",
+                "only_tile",
+                "first_two_tiles",
+                "further_tiles",
+            ),
         ),
         (paged_tile, ("locate",)),
     ):
@@ -129,13 +136,13 @@ def emulate(case: Case, keys: int, stages: int, rows: int, programs: int, first_
         places = Memory(q), Memory(k), Memory(v), Memory(notes), q_full, q_free, k_full, k_free, v_full, v_free
         names = functions(program, programs, lock)
         threads.append((
-            names["_bring"], q_box, kv_box, *places, Pointer(taken), Pointer(table.flatten()), Pointer(starts),
+            names["_produce"], q_box, kv_box, *places, Pointer(taken), Pointer(table.flatten()), Pointer(starts),
             Pointer(context), len(context), num_blocks * block_size, table.shape[1],
             heads, group, head_dim, block_size, rows, keys, stages, kernels.NOTES, 32,
         ))  # fmt: skip
         for part in range(2):
             threads.append((
-                names["_attend"], part, Pointer(out.flatten()), *places, case.scale * LOG2_E,
+                names["_consume"], part, Pointer(out.flatten()), *places, case.scale * LOG2_E,
                 heads, group, head_dim, rows, keys, stages, kernels.NOTES,
             ))  # fmt: skip
     running = [threading.Thread(target=guarded, args=arguments, daemon=True) for arguments in threads]

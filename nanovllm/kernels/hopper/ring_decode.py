@@ -4,15 +4,15 @@ Plan, equal shares, partial results and their merge are those of `paged_decode.p
 keys on the way while it computes with another, and it stops reading at the end of every sequence. Here the tiles of a
 piece go through a ring of places in shared memory, K and V of a tile together.
 
-*One warp orders.* It asks TMA, the copy engine, for one tile after the other, each as soon as there is a free place in
-the ring, and goes on where a sequence ends. Both sides walk along the same tiles, so that only places are handed over,
-by two barriers for each: one says that the bytes have arrived, one that all warps have them in registers.
+*One warp is the producer.* It asks TMA, the copy engine, for one tile after the other, each as soon as there is a free
+place in the ring, and goes on where a sequence ends. Both sides walk along the same tiles, so that only places are
+handed over, by two barriers for each: one says that the bytes have arrived, one that all warps have them in registers.
 
-*Every other warp has a KV head.* The rows of its products are the query heads of that KV head, times the few queries of
-a sequence that verifies guesses. So nothing is reduced across warps, and what a program reads is contiguous. A tile is
-a box [HEADS, KEYS, D], though in the cache the heads of a token lie side by side. So the keys of a head are neighbours
-in shared memory, and the swizzle spreads them over all banks. A box cannot leave out what lies beyond the context:
-scores there are masked, and values there, which may be NaN, are replaced by zeros in registers.
+*Every other warp is a consumer and has a KV head.* The rows of its products are the query heads of that KV head, times
+the few queries of a sequence that verifies guesses. So nothing is reduced across warps, and what a program reads is
+contiguous. A tile is a box [HEADS, KEYS, D], though in the cache the heads of a token lie side by side. So the keys of
+a head are neighbours in shared memory, and the swizzle spreads them over all banks. A box cannot leave out what lies
+beyond the context: scores there are masked, and values there, which may be NaN, are replaced by zeros in registers.
 
 *Old tiles are ordered early*, before the predecessor has ended. Unlike a prefetch to L2, what is read here is used. So
 a tile counts as old only if all its keys were written by earlier steps, and these may be read because:
@@ -47,7 +47,7 @@ from nanovllm.kernels.launch import overlaps_launches
 
 RING_BYTES = 192 * 1024  # of shared memory, for the tiles of all programs of a multiprocessor
 MAX_REGISTERS = 160  # of a thread. The compiler would take all, and no other kernel could begin beside this one
-ORDERING_REGISTERS = 24  # of a thread of the warp that orders tiles: the fewest that there are
+PRODUCER_REGISTERS = 24  # of a thread of the producer: the fewest that there are
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
@@ -93,7 +93,7 @@ def _piece(piece_ptr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _order(  # type: ignore[no-untyped-def]
+def _produce(  # type: ignore[no-untyped-def]
     kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr, v_slot,
     table_stride,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
@@ -136,7 +136,7 @@ def _order(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _attend(  # type: ignore[no-untyped-def]
+def _consume(  # type: ignore[no-untyped-def]
     q_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, query_start_ptr, context_len_ptr, piece_ptr,
     scale, q_stride,
     NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -239,10 +239,10 @@ def _ring_kernel(  # type: ignore[no-untyped-def]
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_attend, (q_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, query_start_ptr,
+            (_consume, (q_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, query_start_ptr,
                        context_len_ptr, piece_ptr, scale, q_stride, NUM_KV_HEADS, HEADS, GROUP, HEAD_DIM, QUERIES,
                        KEYS, STAGES, PDL)),
-            (_order, (kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr,
+            (_produce, (kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr,
                       piece_ptr, v_slot, table_stride, HEADS, BLOCK_SIZE, KEYS, HEAD_DIM, STAGES, PDL)),
         ],
         [1],
@@ -278,7 +278,7 @@ def ring_decode(
         q, boxes, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len, plan,
         scale * LOG2_E, q.stride(0), num_blocks * block_size, block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEADS=heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys, STAGES=layout.stages, REGISTERS=ORDERING_REGISTERS,
+        BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys, STAGES=layout.stages, REGISTERS=PRODUCER_REGISTERS,
         PDL=early, num_warps=heads, maxnreg=layout.max_registers, launch_pdl=early,
     )  # fmt: skip
     merge_pieces(out, workspace, query_start, context_len, plan, keys)

@@ -4,12 +4,13 @@ Between the two products of a tile of keys lies the softmax, and Triton waits fo
 waiting is explicit, so that the tensor cores multiply while exponentials are taken (FlashAttention-3, Shah et al.
 2024). A tile of queries is 128 rows: the queries of one head after the other, of all query heads of a KV head.
 
-*One warp brings.* It finds the next tile of queries, and orders Q, K and V by TMA, the copy engine, as soon as there is
-a free place in shared memory. In notes there it says which tile it is. K and V of a tile are ordered apart, K first.
+*One warp is the producer.* It finds the next tile of queries, and orders Q, K and V by TMA, the copy engine, as soon as
+there is a free place in shared memory. In notes, also there, it says which tile it is. K and V of a tile are ordered
+apart, K first.
 
-*Two groups of four warps compute*, each with 64 of the rows; both read the same keys. A group issues the product with
-the next keys, then that of the last weights with their values. While the second product runs, the group takes the next
-exponentials. The tiles of keys are walked from the last one down, so that masks are done with first.
+*Two groups of four warps are the consumers*, each with 64 of the rows; both read the same keys. A group issues the
+product with the next keys, then that of the last weights with their values. While the second product runs, the group
+takes the next exponentials. The tiles of keys are walked from the last one down, so that masks are done with first.
 
 *The next tile goes to the first program that is done.* There is a program for each multiprocessor, and a counter that
 all share. The long tiles of queries are the last of each sequence; within it they come first. What the next tile needs
@@ -29,14 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.attention.paged_tile import LOG2_E, locate, padded_sequences
-from nanovllm.kernels.hopper.warp_specialized_tile import begin_with_one, begin_with_two, go_on
+from nanovllm.kernels.hopper.warp_specialized_tile import first_two_tiles, further_tiles, only_tile
 
 ROWS = 64  # of each of the two groups of warps
 KEYS = 64  # of a tile: with 128 fewer fit, and more of the masked ones is computed in vain
 STAGES = 4  # tiles of K, and of V, that there is room for
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-NOTES = 8  # places for notes on a tile of queries, of which 6 are used: see `_bring`
-BRINGING_REGISTERS, COMPUTING_REGISTERS = 56, 224  # of a thread
+NOTES = 8  # places for notes on a tile of queries, of which 6 are used: see `_produce`
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224  # of a thread
 
 
 def fits(q: torch.Tensor, kv: torch.Tensor) -> bool:
@@ -47,17 +48,17 @@ def fits(q: torch.Tensor, kv: torch.Tensor) -> bool:
 
 
 @gluon.jit
-def _tell(note, value):  # type: ignore[no-untyped-def]
+def _write_note(note, value):  # type: ignore[no-untyped-def]
     note.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
 
 
 @gluon.jit
-def _told(note):  # type: ignore[no-untyped-def]
+def _read_note(note):  # type: ignore[no-untyped-def]
     return gl.max(note.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
-def _bring(  # type: ignore[no-untyped-def]
+def _produce(  # type: ignore[no-untyped-def]
     q_desc, kv_desc, q_smem, k_smem, v_smem, notes, q_full, q_free, k_full, k_free, v_full, v_free, taken_ptr,
     block_table_ptr, query_start_ptr, context_len_ptr, num_sequences, v_slot, table_stride,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
@@ -90,12 +91,12 @@ def _bring(  # type: ignore[no-untyped-def]
 
         buffer = wave % 2
         mbarrier.wait(q_free.index(buffer), (wave // 2 % 2) ^ 1)
-        _tell(notes.index(buffer * NOTES), n)
-        _tell(notes.index(buffer * NOTES + 1), kv_head)
-        _tell(notes.index(buffer * NOTES + 2), first_query)
-        _tell(notes.index(buffer * NOTES + 3), query_start)
-        _tell(notes.index(buffer * NOTES + 4), query_len)
-        _tell(notes.index(buffer * NOTES + 5), context_len)
+        _write_note(notes.index(buffer * NOTES), n)
+        _write_note(notes.index(buffer * NOTES + 1), kv_head)
+        _write_note(notes.index(buffer * NOTES + 2), first_query)
+        _write_note(notes.index(buffer * NOTES + 3), query_start)
+        _write_note(notes.index(buffer * NOTES + 4), query_len)
+        _write_note(notes.index(buffer * NOTES + 5), context_len)
         mbarrier.expect(q_full.index(buffer), 2 * ROWS * HEAD_DIM * 2)
         for row in gl.static_range(0, 2 * ROWS, BOX_ROWS):
             head = kv_head * GROUP + row // QUERIES
@@ -125,7 +126,7 @@ def _bring(  # type: ignore[no-untyped-def]
         pair = programs + gl.atomic_add(taken_ptr, 1)
     buffer = wave % 2
     mbarrier.wait(q_free.index(buffer), (wave // 2 % 2) ^ 1)
-    _tell(notes.index(buffer * NOTES), 0)  # no more pairs
+    _write_note(notes.index(buffer * NOTES), 0)  # no more pairs
     mbarrier.arrive(q_full.index(buffer))
     # The last program has seen all others take their last number, and prepares the next launch.
     if gl.atomic_add(taken_ptr + 1, 1) == programs - 1:
@@ -134,7 +135,7 @@ def _bring(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _attend(  # type: ignore[no-untyped-def]
+def _consume(  # type: ignore[no-untyped-def]
     group: gl.constexpr, out_ptr, q_smem, k_smem, v_smem, notes, q_full, q_free, k_full, k_free, v_full, v_free, scale,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, NOTES: gl.constexpr,
@@ -148,38 +149,38 @@ def _attend(  # type: ignore[no-untyped-def]
     done = 0
     wave = 0
     mbarrier.wait(q_full.index(0), 0)
-    n = _told(notes.index(0))
+    n = _read_note(notes.index(0))
     while n > 0:
         buffer = wave % 2
-        kv_head = _told(notes.index(buffer * NOTES + 1))
-        first_query = _told(notes.index(buffer * NOTES + 2))
-        query_start = _told(notes.index(buffer * NOTES + 3))
-        query_len = _told(notes.index(buffer * NOTES + 4))
-        context_len = _told(notes.index(buffer * NOTES + 5))
+        kv_head = _read_note(notes.index(buffer * NOTES + 1))
+        first_query = _read_note(notes.index(buffer * NOTES + 2))
+        query_start = _read_note(notes.index(buffer * NOTES + 3))
+        query_len = _read_note(notes.index(buffer * NOTES + 4))
+        context_len = _read_note(notes.index(buffer * NOTES + 5))
         before = context_len - query_len + first_query  # keys that precede the tile's first query
         q = q_smem.index(buffer * 2 + group)
         position = before + (group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))) % QUERIES
-        there, there_phase = q_full.index(buffer), wave // 2 % 2
+        q_ready, q_phase = q_full.index(buffer), wave // 2 % 2
 
         if n == 1:
-            m, denom, acc, p, repair = begin_with_one(
+            m, denom, acc, p, repair = only_tile(
                 q, k_smem, v_smem, k_full, k_free, v_full, done, context_len, position, scale,
                 HEAD_DIM, ROWS, KEYS, STAGES, S, A, P,
             )  # fmt: skip
         else:
-            m, denom, acc, p, repair = begin_with_two(
-                q, k_smem, v_smem, k_full, k_free, v_full, v_free, there, there_phase, n, done, context_len, position,
+            m, denom, acc, p, repair = first_two_tiles(
+                q, k_smem, v_smem, k_full, k_free, v_full, v_free, q_ready, q_phase, n, done, context_len, position,
                 scale, HEAD_DIM, ROWS, KEYS, STAGES, S, A, P,
             )  # fmt: skip
         # From this tile on, all queries see all keys.
         first = gl.minimum(n, 2)
         unmasked = gl.minimum(gl.maximum(first, n - (before + 1) // KEYS), n)
-        m, denom, acc, p, repair = go_on(
-            q, k_smem, v_smem, k_full, k_free, v_full, v_free, there, there_phase, m, denom, acc, p, repair,
+        m, denom, acc, p, repair = further_tiles(
+            q, k_smem, v_smem, k_full, k_free, v_full, v_free, q_ready, q_phase, m, denom, acc, p, repair,
             first, unmasked, n, done, position, scale, True, ROWS, KEYS, STAGES, S, A, P,
         )  # fmt: skip
-        m, denom, acc, p, repair = go_on(
-            q, k_smem, v_smem, k_full, k_free, v_full, v_free, there, there_phase, m, denom, acc, p, repair,
+        m, denom, acc, p, repair = further_tiles(
+            q, k_smem, v_smem, k_full, k_free, v_full, v_free, q_ready, q_phase, m, denom, acc, p, repair,
             unmasked, n, n, done, position, scale, False, ROWS, KEYS, STAGES, S, A, P,
         )  # fmt: skip
         done += n
@@ -198,7 +199,7 @@ def _attend(  # type: ignore[no-untyped-def]
         gl.store(out_ptr + offset[:, None] + dim, out, mask=(query < query_len)[:, None])
         wave += 1
         mbarrier.wait(q_full.index(wave % 2), wave // 2 % 2)
-        n = _told(notes.index(wave % 2 * NOTES))
+        n = _read_note(notes.index(wave % 2 * NOTES))
 
 
 @gluon.jit(
@@ -210,7 +211,7 @@ def _warp_specialized_prefill_kernel(  # type: ignore[no-untyped-def]
     num_sequences, scale, v_slot, table_stride,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, STAGES: gl.constexpr, NOTES: gl.constexpr, SEQUENCES: gl.constexpr,
-    BRINGING_REGISTERS: gl.constexpr, COMPUTING_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * 2, ROWS, HEAD_DIM], q_desc.layout)  # of two tiles of queries
     k_smem = gl.allocate_shared_memory(kv_desc.dtype, [STAGES, KEYS, HEAD_DIM], kv_desc.layout)
@@ -234,16 +235,16 @@ def _warp_specialized_prefill_kernel(  # type: ignore[no-untyped-def]
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_attend, (0, out_ptr, q_smem, k_smem, v_smem, notes, q_full, q_free, k_full, k_free, v_full, v_free,
+            (_consume, (0, out_ptr, q_smem, k_smem, v_smem, notes, q_full, q_free, k_full, k_free, v_full, v_free,
                        scale, HEADS, GROUP, HEAD_DIM, ROWS, KEYS, STAGES, NOTES)),
-            (_attend, (1, out_ptr, q_smem, k_smem, v_smem, notes, q_full, q_free, k_full, k_free, v_full, v_free,
+            (_consume, (1, out_ptr, q_smem, k_smem, v_smem, notes, q_full, q_free, k_full, k_free, v_full, v_free,
                        scale, HEADS, GROUP, HEAD_DIM, ROWS, KEYS, STAGES, NOTES)),
-            (_bring, (q_desc, kv_desc, q_smem, k_smem, v_smem, notes, q_full, q_free, k_full, k_free, v_full, v_free,
+            (_produce, (q_desc, kv_desc, q_smem, k_smem, v_smem, notes, q_full, q_free, k_full, k_free, v_full, v_free,
                       taken_ptr, block_table_ptr, query_start_ptr, context_len_ptr, num_sequences, v_slot,
                       table_stride, HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, ROWS, KEYS, STAGES, NOTES, SEQUENCES)),
         ],
         [4, 1],
-        [COMPUTING_REGISTERS, BRINGING_REGISTERS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
@@ -280,6 +281,6 @@ def warp_specialized_prefill(
         q_boxes, kv_boxes, out, taken, block_table[first_sequence:], query_start[first_sequence:],
         context_len[first_sequence:], num_sequences, scale * LOG2_E, num_blocks * block_size, block_table.stride(0),
         HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES,
-        NOTES=NOTES, SEQUENCES=padded_sequences(num_sequences), BRINGING_REGISTERS=BRINGING_REGISTERS,
-        COMPUTING_REGISTERS=COMPUTING_REGISTERS, num_warps=4,
+        NOTES=NOTES, SEQUENCES=padded_sequences(num_sequences), PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 Between two calls, the weights p of the last tile have not met their values yet, and the sum `acc` of the tiles before
 it is still to be multiplied with `repair`. Both happen beside the product with the next keys. Barriers in shared memory
-say that K or V of a stage has arrived (full), or that a group is done with it (free). `there` is a barrier whose phase
-`there_phase` is over. m and denom are the softmax's running maximum and sum of each row, in base 2.
+say that K or V of a stage has arrived (full), or that a group is done with it (free). `q_ready` is the barrier of Q,
+which has arrived: its phase `q_phase` is over. m and denom are the softmax's running maximum and sum of each row, in
+base 2.
 """
 
 from triton.experimental import gluon
@@ -30,7 +31,7 @@ def _softmax(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _hide_garbage(v, start, context_len, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):  # type: ignore[no-untyped-def]
+def _zero_past_context(v, start, context_len, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Zeros for the values past the context: NaN times p = 0 would stay NaN. Both groups write the same."""
     if start + KEYS > context_len:
         B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
@@ -44,8 +45,8 @@ def _hide_garbage(v, start, context_len, KEYS: gl.constexpr, HEAD_DIM: gl.conste
 
 
 @gluon.jit
-def _next_weights(  # type: ignore[no-untyped-def]
-    score, acc_later, p_before, v_free, old, there, there_phase, m, denom, scale, position, start,
+def _softmax_under_product(  # type: ignore[no-untyped-def]
+    score, acc_later, p_before, v_free, old, q_ready, q_phase, m, denom, scale, position, start,
     MASKED: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """The softmax of a tile of keys, while the product with the values of the one before it (in stage `old`) runs.
@@ -56,14 +57,14 @@ def _next_weights(  # type: ignore[no-untyped-def]
     # This wait is for Q, which is there, so it returns at once. It is needed as a branch only: without a branch between
     # them ptxas, NVIDIA's assembler, puts the exponentials behind the next wait, that for the product. LLVM does the
     # same, unless the next wait names them as its operands. That wait also keeps the old weights alive.
-    mbarrier.wait(there, there_phase)
+    mbarrier.wait(q_ready, q_phase)
     acc, _, weight, m, denom, repair = warpgroup_mma_wait(0, [acc_later, p_before, weight, m, denom, repair])
     mbarrier.arrive(v_free.index(old))
     return m, denom, acc, gl.convert_layout(weight.to(p_before.dtype), P), repair
 
 
 @gluon.jit
-def begin_with_one(  # type: ignore[no-untyped-def]
+def only_tile(  # type: ignore[no-untyped-def]
     q, k_smem, v_smem, k_full, k_free, v_full, done, context_len, position, scale,
     HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
     A: gl.constexpr, P: gl.constexpr,
@@ -79,19 +80,19 @@ def begin_with_one(  # type: ignore[no-untyped-def]
     mbarrier.arrive(k_free.index(stage))
     m, denom, _, weight = _softmax(score, m, denom, scale, position, 0, True, KEYS, S)
     mbarrier.wait(v_full.index(stage), phase)
-    _hide_garbage(v_smem.index(stage), 0, context_len, KEYS, HEAD_DIM)
+    _zero_past_context(v_smem.index(stage), 0, context_len, KEYS, HEAD_DIM)
     one = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, A)
     return m, denom, acc, gl.convert_layout(weight.to(q.dtype), P), one
 
 
 @gluon.jit
-def begin_with_two(  # type: ignore[no-untyped-def]
-    q, k_smem, v_smem, k_full, k_free, v_full, v_free, there, there_phase, n, done, context_len, position, scale,
+def first_two_tiles(  # type: ignore[no-untyped-def]
+    q, k_smem, v_smem, k_full, k_free, v_full, v_free, q_ready, q_phase, n, done, context_len, position, scale,
     HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
     A: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """The first two tiles of keys together: there is no weight yet that could be multiplied meanwhile."""
+    """The first two tiles of keys together: there are no weights yet that could be multiplied meanwhile."""
     old, old_phase, start = done % STAGES, done // STAGES % 2, (n - 1) * KEYS
     stage, phase = (done + 1) % STAGES, (done + 1) // STAGES % 2
     m = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, S))
@@ -105,21 +106,21 @@ def begin_with_two(  # type: ignore[no-untyped-def]
     mbarrier.arrive(k_free.index(old))
     m, denom, _, weight = _softmax(first, m, denom, scale, position, start, True, KEYS, S)
     mbarrier.wait(v_full.index(old), old_phase)
-    _hide_garbage(v_smem.index(old), start, context_len, KEYS, HEAD_DIM)
+    _zero_past_context(v_smem.index(old), start, context_len, KEYS, HEAD_DIM)
     p = gl.convert_layout(weight.to(q.dtype), P)
     empty = gl.zeros([ROWS, HEAD_DIM], gl.float32, A)
     acc_later = warpgroup_mma(p, v_smem.index(old), empty, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(1, [score])
     mbarrier.arrive(k_free.index(stage))
-    return _next_weights(
-        score, acc_later, p, v_free, old, there, there_phase, m, denom, scale, position, start - KEYS,
+    return _softmax_under_product(
+        score, acc_later, p, v_free, old, q_ready, q_phase, m, denom, scale, position, start - KEYS,
         True, KEYS, S, P,
     )  # fmt: skip
 
 
 @gluon.jit
-def go_on(  # type: ignore[no-untyped-def]
-    q, k_smem, v_smem, k_full, k_free, v_full, v_free, there, there_phase, m, denom, acc, p, repair, first, last, n,
+def further_tiles(  # type: ignore[no-untyped-def]
+    q, k_smem, v_smem, k_full, k_free, v_full, v_free, q_ready, q_phase, m, denom, acc, p, repair, first, last, n,
     done, position, scale, MASKED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     S: gl.constexpr, A: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
@@ -134,8 +135,8 @@ def go_on(  # type: ignore[no-untyped-def]
         acc_later = warpgroup_mma(p, v_smem.index(old), acc, is_async=True)
         score = warpgroup_mma_wait(1, [score])
         mbarrier.arrive(k_free.index(stage))
-        m, denom, acc, p, repair = _next_weights(
-            score, acc_later, p, v_free, old, there, there_phase, m, denom, scale, position, (n - 1 - i) * KEYS,
+        m, denom, acc, p, repair = _softmax_under_product(
+            score, acc_later, p, v_free, old, q_ready, q_phase, m, denom, scale, position, (n - 1 - i) * KEYS,
             MASKED, KEYS, S, P,
         )  # fmt: skip
     return m, denom, acc, p, repair
