@@ -19,7 +19,7 @@ from nanovllm.distributed.one_shot import OneShotAllReduce
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-TIMEOUT = timedelta(minutes=5)  # how long ranks wait for each other (see `nanovllm/workers/watch.py`)
+TIMEOUT = timedelta(minutes=5)  # how long ranks wait for each other (see `nanovllm/workers/watchdog.py`)
 SLICE = timedelta(seconds=0.5)  # how long a wait goes on after the group was given up
 ABORTED = 10.0  # seconds for NCCL to let go of everything
 
