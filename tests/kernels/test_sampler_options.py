@@ -71,7 +71,7 @@ def test_logprobs_are_the_models_own() -> None:
     rows = torch.arange(3)
     needs = batch.state.needs(rows.tolist())
     assert needs is not None
-    tokens, top = sample_full(logits, batch.draws(rows), rows, batch.state, needs)
+    tokens, top = sample_full(logits, batch.metadata(rows), rows, batch.state, needs)
     assert top is not None
     reported = top.per_row([p.logprobs for p in params])
     assert reported[2] is None
