@@ -41,15 +41,15 @@ class DecodeSteps:
     def __init__(self, sizes: StepSizes, token_ids: Tensor, step: DecodeStep, recorder: Recorder, copies: int) -> None:
         self.sizes, self.max_several, self.max_keys = sizes.decodes, sizes.max_several, sizes.max_keys
         self.token_ids, self.scratch_row = token_ids, len(token_ids) - 1
-        device, largest = token_ids.device, self.sizes[-1]
-        self._numbers = torch.zeros(2 * largest, dtype=torch.int32, device=device)  # rows, then positions, of any size
+        largest, device = self.sizes[-1], token_ids.device
+        shared = torch.zeros(2 * largest, dtype=torch.int32, device=device)
+        self._numbers = {size: shared[: 2 * size].view(2, size) for size in self.sizes}  # rows, then positions
         self._host = host_buffers(2 * largest, copies, device)
         self._replays: dict[int, Step] = {}
         # The largest first: the smaller ones then fit into the memory that it left in the pool.
         for size in tqdm(self.sizes[::-1], desc="recording decode steps", disable=device.type == "cpu", leave=False):
             self._load(size, [])
-            numbers = self._numbers[: 2 * size].view(2, size)
-            self._replays[size] = recorder(partial(step, numbers))
+            self._replays[size] = recorder(partial(step, self._numbers[size]))
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
         """Compute this work, if it fits a recording and replaying it is worth it; else None, and nothing is done."""
@@ -90,11 +90,10 @@ class DecodeSteps:
 
     def _load(self, size: int, tokens: list[tuple[int, int]]) -> None:
         """Send rows and positions to the device, in one copy. The rest of the batch is the scratch row."""
-        host = next(self._host)[: 2 * size]
-        array = host.numpy().reshape(2, size)
-        n = len(tokens)
+        host = next(self._host)[: 2 * size].view(2, size)
+        array, n = host.numpy(), len(tokens)
         if n:
             array[:, :n] = np.array(tokens, dtype=np.int32).T
         array[0, n:] = self.scratch_row
         array[1, n:] = 0
-        self._numbers[: 2 * size].copy_(host, non_blocking=True)
+        self._numbers[size].copy_(host, non_blocking=True)

@@ -71,14 +71,14 @@ class ModelRunner:
 
         # Rows: tokens, blocks and sampling parameters of each running sequence
         self.rows = Rows(config.max_num_seqs, config.max_model_len, block_size, self.num_kv_blocks, device)
-        self.sampling = SamplingState(self.rows.token_ids, loaded.config.vocab_size, loaded.eos_token_ids)
-        self.sampler = Sampler(self.sampling, self.group)
+        self.state = SamplingState(self.rows.token_ids, loaded.config.vocab_size, loaded.eos_token_ids)
+        self.sampler = Sampler(self.state, self.group)
 
         # Recorded steps, and who guesses
         self.recorded = None if recorder is None else self._record(config, recorder)
         self.guesses: Guesses = NoGuesses()
         if draft is not None:
-            self.guesses = DraftModel(draft, config, self.rows, self.sampling, recorder)
+            self.guesses = DraftModel(draft, config, self.rows, self.state, recorder)
         elif self.speculates:
             self.guesses = PlannedGuesses(self.rows)
 
@@ -90,12 +90,12 @@ class ModelRunner:
         """Submit one step. Returns before the device is done with it."""
         self.update_rows(plan, sequences)
         sampling = [s for s in plan.scheduled if s.sample]
-        rows, num_sampled = [s.row for s in sampling], [len(s.guesses) + 1 for s in sampling]
-        needs = self.sampling.needs(rows)
+        needs = self.state.needs(s.row for s in sampling)
         q = self.guesses.propose(plan.scheduled, needs)
         step = self.replay(plan.scheduled) or self.launch(plan.scheduled)
-        token_ids, logprobs = self.sampler.finish(step, rows, num_sampled, needs, q)
-        wanted = [] if logprobs is None else [self.sampling.params[row].logprobs for row in rows]
+        num_sampled = [len(s.guesses) + 1 for s in sampling]
+        token_ids, logprobs = self.sampler.finish(step, sampling, num_sampled, needs, q)
+        wanted = [] if logprobs is None else [self.state.params[s.row].logprobs for s in sampling]
         return StepOutput(token_ids, step.guesses, num_sampled, logprobs, wanted)
 
     def update_rows(self, plan: StepPlan, sequences: Mapping[int, Known]) -> None:
@@ -106,7 +106,7 @@ class ModelRunner:
             known = [sequences[s.key] for s in moving]
             self.rows.install(moving, known)
             num_prompt_tokens = [k.num_prompt_tokens for k in known]
-            self.sampling.install([s.row for s in moving], [k.params for k in known], num_prompt_tokens)
+            self.state.install([s.row for s in moving], [k.params for k in known], num_prompt_tokens)
         if growing := [s for s in plan.scheduled if s.new_blocks]:
             self.rows.append_blocks(growing)
 
@@ -116,7 +116,7 @@ class ModelRunner:
 
     def launch(self, scheduled: Sequence[Scheduled]) -> Sampled:
         """Compute and sample kernel by kernel."""
-        all_greedy = self.sampling.all_greedy(s.row for s in scheduled if s.sample)
+        all_greedy = self.state.all_greedy(s.row for s in scheduled if s.sample)
         return self.compute(make_batch(scheduled, self.rows), all_greedy=all_greedy)
 
     def compute(self, batch: Batch, logits_out: Tensor | None = None, all_greedy: bool = False) -> Sampled:
@@ -163,7 +163,8 @@ class ModelRunner:
         """Give all memory back, whoever may still hold this object. Nothing can be run afterwards."""
         if not self.closed:
             self.closed = True
-            del self.target, self.backend, self.rows, self.sampling, self.sampler, self.recorded, self.guesses
+            del self.target, self.backend, self.rows, self.state, self.sampler, self.recorded, self.guesses
+            del self.group  # which knows the recorded graphs
 
 
 # Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels

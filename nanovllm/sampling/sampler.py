@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.distributed.group import Group
+from nanovllm.engine.plan import Scheduled
 from nanovllm.kernels import fused_kernels
 from nanovllm.pinned import to_device
 from nanovllm.sampling.acceptance import accept_or_resample
@@ -72,11 +73,16 @@ class Sampler:
         return token_ids
 
     def finish(
-        self, step: Sampled, rows: Sequence[int], num_sampled: Sequence[int], needs: Needs | None, q: Tensor | None
+        self,
+        step: Sampled,
+        sampling: Sequence[Scheduled],
+        num_sampled: Sequence[int],
+        needs: Needs | None,
+        q: Tensor | None,
     ) -> tuple[Tensor, TopLogprobs | None]:
         """The full tail, where a row needs it: the step's token ids [N] int64, and log-probabilities if needed.
 
-        rows: of the sequences that sample; num_sampled: how many of the N tokens each of them has. q [N, V]: the
+        sampling: the sequences that sample; num_sampled: how many of the N tokens each of them has. q [N, V]: the
         distributions of a draft's guesses, which are accepted or replaced; None if there are none.
         """
         if needs is None and q is None:
@@ -85,7 +91,8 @@ class Sampler:
         if step.guesses is not None:  # the plain tail wrote over them, and penalties of what follows a guess count them
             state.token_ids[step.rows, step.positions] = step.guesses.int()
         # Only the rows that need it are sampled again: the vocabulary is not sorted for the others.
-        special = np.isin(np.repeat(rows, num_sampled), list(state.special)) | (q is not None)
+        rows = np.repeat([s.row for s in sampling], num_sampled)  # [N]
+        special = np.isin(rows, list(state.special)) | (q is not None)
         index = to_device(np.flatnonzero(special), state.device)
         logits = step.logits[index]
         if self.group.size > 1:
