@@ -24,7 +24,7 @@ class AttentionMetadata:
     The two maxima may exceed what the step needs (a CUDA graph is recorded once for all lengths), never fall short.
     A padding sequence has its context in the scratch block, a decode one query with a context_len of 1; its output has
     no meaning. A sequence may have no queries. Several tokens of one may also be given as decodes of their own (see
-    `DecodeGraphs`): one right behind the other, in the order of their positions.
+    `graphs/decode_steps.py`): one right behind the other, in the order of their positions.
     """
 
     slots: torch.Tensor  # [T] int64, where each token's key and value go

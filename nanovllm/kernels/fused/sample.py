@@ -2,7 +2,7 @@
 
 In separate operations the noise alone is read and written a dozen times, 156 MB each at 256 rows of 151,936; here the
 logits are read once, in the dtype they have, and nothing else travels. A row of temperature 0 computes no noise.
-The noise is that of `sampling/gumbel.py`, bit for bit in its integers; logarithms differ by some 1e-6.
+The noise is that of `sampling/noise.py`, bit for bit in its integers; logarithms differ by some 1e-6.
 
 What a GPU is busy with here is arithmetic, so a program goes through its part of a row tile by tile and computes a
 tile's scores only if one of them can be the best so far: a bound that takes a single logarithm says so.
