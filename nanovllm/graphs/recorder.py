@@ -1,19 +1,14 @@
-"""Makes a step replayable: a CUDA graph on a GPU, and the step itself where there is none."""
+"""Makes a step replayable: a CUDA graph on a GPU, and the step itself where there is no GPU."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from nanovllm.sampling.sampler import Sampled
 
 Step = Callable[[], Sampled]
-
-
-class Recorder(Protocol):
-    """Returns what runs the step again. Every replay overwrites the tensors that the first one returned."""
-
-    def __call__(self, step: Step) -> Step: ...
+# Returns what runs the step again. Every replay overwrites the tensors that the first one returned.
+Recorder = Callable[[Step], Step]
 
 
 class CudaGraphRecorder:
@@ -38,5 +33,5 @@ class CudaGraphRecorder:
 
 
 def record_nothing(step: Step) -> Step:
-    """Stands in for a recorder where there is no GPU: a replay runs the step anew."""
+    """A recorder for tests without a GPU: a replay runs the step anew."""
     return step

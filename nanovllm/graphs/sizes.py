@@ -40,20 +40,15 @@ class StepSizes:
 def step_sizes(config: EngineConfig, model: ModelConfig) -> StepSizes:
     """For the target: decodes, guesses to verify, and prompts. `model` is this rank's share."""
     key_bytes = 2 * model.num_key_value_heads * model.head_dim * model.dtype.itemsize
-    decodes, prompts = decode_sizes(config), prompt_sizes(config, model)
-    return StepSizes(decodes, prompts, MAX_REPLAYED, MAX_READ // key_bytes, MAX_SEQUENCES)
+    max_sampled = 1 if config.speculation is None else 1 + config.speculation.k  # tokens of each sequence
+    num_decodes = max(config.max_num_seqs, min(config.max_num_seqs * max_sampled, MAX_REPLAYED))
+    decodes = batch_sizes(num_decodes, min(MAX_REPLAYED, config.max_num_batched_tokens))
+    return StepSizes(decodes, prompt_sizes(config, model), MAX_REPLAYED, MAX_READ // key_bytes, MAX_SEQUENCES)
 
 
 def draft_sizes(config: EngineConfig) -> StepSizes:
     """For a draft model: decodes of one token per sequence."""
     return StepSizes(batch_sizes(config.max_num_seqs, 0), [], max_several=0, max_keys=0, max_sequences=0)
-
-
-def decode_sizes(config: EngineConfig) -> list[int]:
-    """How many tokens the decode recordings have: one of each sequence, or guesses as well, or of prompts."""
-    max_sampled = 1 if config.speculation is None else 1 + config.speculation.k
-    num_decodes = max(config.max_num_seqs, min(config.max_num_seqs * max_sampled, MAX_REPLAYED))
-    return batch_sizes(num_decodes, min(MAX_REPLAYED, config.max_num_batched_tokens))
 
 
 def batch_sizes(num_decodes: int, largest: int) -> list[int]:

@@ -84,40 +84,32 @@ class DecodeInputs:
 
     def __init__(self, rows: Rows, max_tokens: int) -> None:
         self.rows = rows
-        on_device = {"dtype": torch.int32, "device": rows.device}
-        self.input_ids = torch.zeros(max_tokens, **on_device)  # type: ignore[call-overload]
-        self.slots = torch.zeros(max_tokens, dtype=torch.int64, device=rows.device)
-        self.context_len = torch.ones(max_tokens, **on_device)  # type: ignore[call-overload]
-        self.query_start = torch.arange(max_tokens + 1, **on_device)  # type: ignore[call-overload]
-        self.block_table = torch.zeros(max_tokens, rows.block_table.shape[1], **on_device)  # type: ignore[call-overload]
+        ints = rows.token_ids.new_zeros  # int32, on the same device
+        self.input_ids, self.context_len = ints(max_tokens), ints(max_tokens)
+        self.slots = ints(max_tokens, dtype=torch.int64)
+        self.query_start = torch.arange(max_tokens + 1, dtype=torch.int32, device=rows.device)
+        self.block_table = ints(max_tokens, rows.block_table.shape[1])
 
     def look_up(self, numbers: Tensor) -> Batch:
         """numbers: rows and positions [2, B] int32. Fills in what follows from them, as part of what is recorded."""
         rows, positions = numbers.unbind()  # [B] each
         b, known = len(positions), self.rows
-        input_ids, context_len = self.input_ids[:b], self.context_len[:b]
-        slots, table = self.slots[:b], self.block_table[:b]
+        input_ids, slots, context_len = self.input_ids[:b], self.slots[:b], self.context_len[:b]  # [B] each
+        table = self.block_table[:b]  # [B, M]
         fill_in = fused_kernels(known.device).decode_inputs or decode_inputs_reference
         tables = known.token_ids, known.block_table, known.block_size
         fill_in(rows, positions, *tables, input_ids, slots, context_len, table)
         maxima = {"num_decodes": b, "max_query_len": 1, "max_context_len": known.max_context_len}
         attention = AttentionMetadata(slots, self.query_start[: b + 1], context_len, table, **maxima)
-        # Every token is sampled behind, and the new token goes right behind the context.
+        # Each token is sampled behind, and the new token goes right behind its context.
         return Batch(input_ids, positions, attention, None, rows, context_len)
 
 
 def decode_inputs_reference(
-    rows: Tensor,
-    positions: Tensor,
-    token_ids: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    input_ids: Tensor,
-    slots: Tensor,
-    context_len: Tensor,
-    table: Tensor,
-) -> None:
-    """`kernels.decode_inputs` in plain PyTorch, on any device."""
+    rows: Tensor, positions: Tensor, token_ids: Tensor, block_table: Tensor, block_size: int,
+    input_ids: Tensor, slots: Tensor, context_len: Tensor, table: Tensor,
+) -> None:  # fmt: skip
+    """`kernels.fused.decode_inputs` in plain PyTorch, on any device."""
     table.copy_(block_table[rows])
     input_ids.copy_(token_ids[rows, positions])
     blocks = block_table[rows, positions // block_size].long()  # [B]
