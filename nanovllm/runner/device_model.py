@@ -44,4 +44,4 @@ class DeviceModel:
         hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [T, H]
         if batch.sampled_tokens is not None:
             hidden = hidden[batch.sampled_tokens]  # [N, H]
-        return self.model.logits(hidden, None if out is None else out[: len(hidden)])
+        return self.model.logits(hidden) if out is None else self.model.logits(hidden, out[: len(hidden)])
