@@ -28,6 +28,12 @@ from nanovllm.runner.rows import Known, Rows
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
 
+# Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
+# and compiled variants that such steps can need.
+UNRECORDED = [
+    (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (2,) * 16, (2,) * 33, (17,), (65,), (129,),
+]  # fmt: skip
+
 
 class ModelRunner:
     """Runs plans on one device. `config` is resolved; `config.num_kv_blocks` may be None, then it is measured.
@@ -165,10 +171,3 @@ class ModelRunner:
             self.closed = True
             del self.target, self.backend, self.rows, self.state, self.sampler, self.recorded, self.guesses
             del self.group  # which knows the recorded graphs
-
-
-# Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
-# and compiled variants that such steps can need.
-UNRECORDED = [
-    (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (2,) * 16, (2,) * 33, (17,), (65,), (129,),
-]  # fmt: skip

@@ -293,5 +293,6 @@ def test_a_closed_llm_gave_everything_back(tiny: Path) -> None:
     llm.close()  # twice is fine
     gc.collect()
     assert not any(tensor() is not None for tensor in memory), "also while somebody keeps the LLM"
+    assert runner.closed
     with pytest.raises(RuntimeError, match="this engine is closed"):
         llm.generate([PROMPT], GREEDY, use_tqdm=False)
