@@ -51,7 +51,7 @@ class ModelRunner:
         group: Group | None = None,
     ) -> None:
         assert config.max_model_len is not None and config.kvcache_block_size is not None
-        self.closed = False
+        self.closed = False  # set by `close`
         self.device, self.group = device, group or Group(0, 1, device)
         speculation, block_size = config.speculation, config.kvcache_block_size
         self.speculates = speculation is not None

@@ -28,8 +28,8 @@ class Known(Protocol):
 class Rows:
     """Persistent state of up to `num_rows` running sequences; one more row is scratch, for padding.
 
-    token_ids [R + 1, max_model_len + 1] int32: every known token, the newest included. `install` writes the prompt, the
-        sampler what it samples, and whoever guesses the guesses behind the last known token.
+    token_ids [R + 1, max_model_len + 1] int32: every known token, the newest included. `install` writes what is known
+        when a sequence moves in, the sampler every new token, and `runner/draft.py` the guesses behind the last one.
     block_table [R + 1, M] int32: written by `append_blocks`; the scratch block where there is no block yet.
     owner [R + 1], on the host: the key of the sequence in each row, -1 for none. The runner compares it with a plan.
     """
