@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import nanovllm.llm
 from benchmarks.lib.replay import Replay
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.plan import Scheduled
@@ -20,6 +19,7 @@ from nanovllm.runner.batch import Batch, DecodeInputs
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
 from nanovllm.sampling.sampler import Sampled
+from nanovllm.workers import executor
 from tests.stages.requests import PROMPTS
 from tests.weights import VOCAB, lively_qwen3
 
@@ -38,9 +38,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_llm(path: Path, device: str, monkeypatch: pytest.MonkeyPatch, **config: Any) -> LLM:
     """fp32, with recorded decode steps."""
     if device == "cpu":
-        monkeypatch.setattr(nanovllm.llm, "ModelRunner", partial(ModelRunner, recorder=record_nothing))
+        monkeypatch.setattr(executor, "ModelRunner", partial(ModelRunner, recorder=record_nothing))
     llm = LLM(path, device=device, dtype="float32", **DEFAULTS | config)
-    monkeypatch.setattr(nanovllm.llm, "ModelRunner", ModelRunner)
+    monkeypatch.setattr(executor, "ModelRunner", ModelRunner)
     return llm
 
 
