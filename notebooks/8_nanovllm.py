@@ -94,14 +94,14 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 #
 # | stage | its idea | the module that it became |
 # |---|---|---|
-# | 1 | tokens, logits, sample, append | `sampling/sampler.py`; beside it `filters`, `penalties`, `gumbel`, `logprobs` |
-# | 2 | keep keys and values | `runner/model_runner.py`, which owns the tensors; `runner/memory.py`, which sizes them |
+# | 1 | tokens, logits, sample, append | `sampling/sampler.py`; beside it `filters`, `penalties`, `noise`, `logprobs` |
+# | 2 | keep keys and values | `runner/device_model.py`, which owns the tensors; `runner/memory.py`, which sizes them |
 # | 3 | blocks, tables, slots | `engine/block_manager.py` (who has which), `runner/batch.py` (slots), `attention/` |
 # | 3 | the kernel beside it | `paged_prefill.py` and `paged_decode.py` in `kernels/attention/` |
 # | – | the same on Hopper | `kernels/hopper/warp_specialized_prefill.py`, `kernels/hopper/ring_decode.py` |
 # | 4 | chained hashes, ref counts, LRU | `engine/block_manager.py` |
 # | 5 | queues, budget, chunks, preemption | `engine/scheduler.py`, `engine/waiting_queue.py`, `engine/sequence.py` |
-# | 6 | recordings, buckets, padding | `graphs/cuda_graphs.py`; of prompts `graphs/chunk_graphs.py` |
+# | 6 | recordings, buckets, padding | `graphs/decode_steps.py`; of prompts `graphs/prompt_steps.py` |
 # | 7 | shares, sums, ranks | `models/sharding.py`, `distributed/`, `workers/parallel_executor.py` |
 # | `core.py` | parameters, events | `sampling_params.py`, `engine/trace.py` |
 # | `model.py` | a model that never sees a batch | `models/transformer.py`, `layers/` |
@@ -113,7 +113,7 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 # %%
 # NBVAL_CHECK_OUTPUT
 became = """
-runner/sampler runner/filters runner/penalties runner/gumbel runner/logprobs runner/model_runner runner/memory
+sampling/sampler sampling/filters sampling/penalties sampling/noise sampling/logprobs runner/device_model runner/memory
 engine/block_manager runner/batch kernels/paged_prefill kernels/paged_decode engine/scheduler
 engine/waiting_queue engine/sequence sampling_params engine/trace models/transformer models/loader models/checkpoint
 models/config llm engine/request engine/detokenizer cli
@@ -227,7 +227,7 @@ for message in said[:8]:
 # **File 6, `sampling/sampler.py`**, draws the tokens: `argmax(logit + temperature * noise)`. The noise depends on the
 # request's seed and on how many tokens it has, on nothing else: not on the batch, the row, or a preemption.
 #
-# On a GPU a plain decode step is replayed ([stage 6](6_cuda_graphs.ipynb)). There `graphs/cuda_graphs.py` takes the
+# On a GPU a plain decode step is replayed ([stage 6](6_cuda_graphs.ipynb)). There `graphs/decode_steps.py` takes the
 # place of file 5, and file 6 is `kernels/fused/sample.py`, inside the recording: six files again.
 #
 # Back up: the result is committed. Only now is a block full of known tokens given its name, and only now can others

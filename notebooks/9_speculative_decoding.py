@@ -6,7 +6,7 @@
 # somebody careful checks, and checking is cheaper than writing.
 #
 # You meet it in `nanovllm`, where it is three small files: `engine/guesses.py` and `runner/draft.py` guess,
-# `sampling/rejection.py` decides.
+# `sampling/acceptance.py` decides.
 
 # %%
 import json
@@ -21,8 +21,8 @@ from benchmarks.lib.replay import Replay, acceptance, tokens_per_step
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.guesses import NgramProposer
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.sampling.rejection import accept_or_redraw, draw_guesses
-from nanovllm.sampling.sampler import Draws
+from nanovllm.sampling.acceptance import accept_or_resample, sample_guesses
+from nanovllm.sampling.state import SamplingMetadata
 from tools.pictures.plots import bars, lines
 from tools.pictures.steps import swimlane
 from tools.pictures.three_requests import (
@@ -78,7 +78,7 @@ swimlane(whole.events, names=NAMES, title="Without guesses: who runs when")
 
 # %%
 llm = LLM(STORY_MODEL, device="cpu", kv_cache_gib=0.05)
-model = llm.engine.executor.runner.model
+model = llm.engine.executor.runner.target.model
 counts = (1, 2, 4, 8, 16, 32, 64)
 cost = {}
 with torch.inference_mode():
@@ -183,7 +183,7 @@ source(Scheduler._speculate, Scheduler._roll_back)
 
 # %%
 # NBVAL_CHECK_OUTPUT
-source(accept_or_redraw)
+source(accept_or_resample)
 
 # %% [markdown]
 # Do not believe it, count it. A vocabulary of eight tokens, a target, a draft that sees things differently, and 50,000
@@ -195,9 +195,9 @@ N = 50_000
 target = torch.tensor([2.0, 1.0, 0.5, 0.3, 0.0, -0.5, -1.0, -2.0])  # logits
 draft = torch.tensor([0.5, 1.5, -0.5, 1.0, 0.2, 0.4, -3.0, 0.0])
 p, q = target.softmax(0), draft.softmax(0)
-draws = Draws(torch.ones(N), torch.arange(N) * 7919 + 1, torch.zeros(N))
-guesses, drawn_from = draw_guesses(draft.repeat(N, 1), draws)
-tokens = accept_or_redraw(target.repeat(N, 1), draws, guesses, drawn_from)
+metadata = SamplingMetadata(torch.ones(N), torch.arange(N) * 7919 + 1, torch.zeros(N))
+guesses, drawn_from = sample_guesses(draft.repeat(N, 1), metadata)
+tokens = accept_or_resample(target.repeat(N, 1), metadata, guesses, drawn_from)
 share = {name: torch.bincount(x, minlength=8) / N for name, x in {"guesses": guesses, "tokens": tokens}.items()}
 chi_square = {name: float(((x - p) ** 2 / p).sum() * N) for name, x in share.items()}
 print("chi-square against the target (7 degrees of freedom; above 24 once in a thousand):")

@@ -34,7 +34,7 @@ from benchmarks.engine import (
 from benchmarks.lib import harness, report, roofline, worker
 from benchmarks.lib.harness import RESULTS, Contender
 from nanovllm import kernels
-from nanovllm.graphs.cuda_graphs import MAX_REPLAYED
+from nanovllm.graphs.sizes import MAX_REPLAYED
 from tests.weights import VOCAB, lively_qwen3
 
 COMMANDS: dict[str, ModuleType] = {

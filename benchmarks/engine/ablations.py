@@ -40,7 +40,8 @@ def without_kernels(*names: str) -> Callable[[], None]:
     def patch() -> None:
         from nanovllm import kernels
 
-        assert "nanovllm.runner.model_runner" not in sys.modules, "it has a reference to the function by now"
+        for module in ("nanovllm.runner.batch", "nanovllm.sampling.sampler"):
+            assert module not in sys.modules, f"{module} has a reference to the function by now"
         everything = kernels.fused_kernels
         kernels.fused_kernels = cache(lambda device: everything(device)._replace(**dict.fromkeys(names)))
 
@@ -109,7 +110,7 @@ def both(*patches: Callable[[], None]) -> Callable[[], None]:
 NO_RING = without_attention_of_hopper("ring_decode")
 NO_WARP = without_attention_of_hopper("warp_specialized_prefill")
 NO_EARLY = replaced("kernels.linear.choice", "hopper_linear", lambda device: None)
-NO_CHUNKS = replaced("runner.model_runner", "chunk_sizes", lambda *_: [])
+NO_CHUNKS = replaced("graphs.sizes", "prompt_sizes", lambda *_: [])
 
 # What is done in PyTorch instead when a fused kernel is taken away
 FUSED = {

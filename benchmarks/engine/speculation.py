@@ -61,7 +61,7 @@ def measure(
     """In the process of both engines: of each repetition, each way's scenarios. `plain`: options of the other one."""
     rival = Engine(plain["package"], plain["model"], plain["options"], engine.started)
     for each in (engine, rival) if steady else ():
-        make_steady(each.llm.engine.executor.runner.model)
+        make_steady(each.llm.engine.executor.runner.target.model)
     known = {i: o.outputs[0].token_ids for i, o in enumerate(rival.generate(prompts, [num_tokens] * len(prompts)))}
     own_proposer, vocab_size = engine.llm.engine.scheduler.proposer, engine.llm.engine.vocab_size
 

@@ -38,7 +38,8 @@ def between(n: int) -> Iterator[tuple[str, int, Call, Call]]:
     from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
     from nanovllm.layers.norm import rms_norm
     from nanovllm.layers.rope import RotaryEmbedding, apply_rope
-    from nanovllm.sampling.sampler import Draws, sample_plain
+    from nanovllm.sampling.sampler import sample_plain
+    from nanovllm.sampling.state import SamplingMetadata
 
     x, residual, weight = randn(n, HIDDEN), randn(n, HIDDEN), randn(HIDDEN)
     yield (
@@ -78,12 +79,12 @@ def between(n: int) -> Iterator[tuple[str, int, Call, Call]]:
     seeds = torch.arange(n, device="cuda")
     token_ids = torch.zeros(n, 4096, dtype=torch.int32, device="cuda")
     prompts = torch.zeros_like(rows)
-    draws = Draws(temperature, seeds, rows)
+    metadata = SamplingMetadata(temperature, seeds, rows)
     yield (
         "sampling",
         2 * n * VOCAB,
         lambda: sample_rows(logits, rows, rows, temperature, seeds, prompts, token_ids),
-        lambda: sample_plain(logits, draws),
+        lambda: sample_plain(logits, metadata),
     )
 
 

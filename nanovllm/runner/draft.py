@@ -1,31 +1,63 @@
-"""A smaller model that guesses what the target will say.
+"""Who guesses what the target will say: nobody, the plan (n-grams), or a smaller model.
 
-Its KV cache has the target's blocks, tables and slots, with tensors of its own. A step gives the draft the same known
-tokens as the target, and one more turn for every guess, the last one included, which guesses nothing that is used. So
-both caches always hold the same positions, and nothing has to be caught up with: a rejected guess, a preemption or a
-prefix found in the cache means the same for both.
+The KV cache of a draft model has the target's blocks, tables and slots, with tensors of its own. A step gives the draft
+the same known tokens as the target, and one more turn for every guess, the last guess included, whose turn guesses
+nothing that is used. So both caches always hold the same positions, and nothing has to be caught up with: a rejected
+guess, a preemption or a prefix found in the cache means the same for both.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention import select_backend
-from nanovllm.attention.interface import AttentionMetadata, BoundAttention
 from nanovllm.config import EngineConfig, Speculation
 from nanovllm.engine.plan import Scheduled
-from nanovllm.graphs.cuda_graphs import DecodeBatch, DecodeGraphs, Recorder, batch_sizes, record_nothing
+from nanovllm.graphs.decode_steps import DecodeSteps
+from nanovllm.graphs.recorder import Recorder, record_nothing
+from nanovllm.graphs.sizes import draft_sizes
 from nanovllm.models.checkpoint import find_checkpoint
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.loader import LoadedModel, load_model
-from nanovllm.runner.batch import Batch, make_batch
-from nanovllm.runner.rows import Rows, to_device
-from nanovllm.sampling.rejection import draw_guesses
-from nanovllm.sampling.sampler import Draws, constrain
-from nanovllm.sampling.sampling_state import Needs, SamplingState
+from nanovllm.pinned import to_device
+from nanovllm.runner.batch import DecodeInputs, make_batch
+from nanovllm.runner.device_model import DeviceModel
+from nanovllm.runner.rows import Rows
+from nanovllm.sampling.acceptance import sample_guesses
+from nanovllm.sampling.sampler import Sampled, constrain
+from nanovllm.sampling.state import Needs, SamplingState
+
+
+class Guesses(Protocol):
+    """Where the guesses of a step come from."""
+
+    def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
+        """Write a step's guesses into the rows, behind the last known token of each. needs: of the rows that sample.
+
+        Returns the distributions that the guesses were sampled from, in the order of the positions that the target
+        samples at [N, V] float32; None if they came without chance, so that there is nothing to correct.
+        """
+        ...
+
+
+class NoGuesses:
+    def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
+        return None
+
+
+class PlannedGuesses:
+    """The control plane has guessed (n-grams), and the plan says what."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
+        if guessed := [s for s in scheduled if s.guesses]:
+            self.rows.write_guesses(guessed)
+        return None
 
 
 def read_draft_config(speculation: Speculation, target: ModelConfig) -> ModelConfig:
@@ -51,33 +83,26 @@ def load_draft(model: str | Path, target: ModelConfig, config: EngineConfig, dev
 
 
 class DraftModel:
-    """Shares the target's rows and their sampling parameters: q is filtered as p is, which makes them agree more."""
+    """Guesses with a smaller model, which shares the target's rows and their sampling parameters: q is filtered as p
+    is, which makes them agree more. Steps of one token per sequence are recorded where the target's are."""
 
     def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, rows: Rows, sampling: SamplingState, recorder: Recorder | None
+        self, model: DeviceModel, config: EngineConfig, rows: Rows, state: SamplingState, recorder: Recorder | None
     ) -> None:
-        c = loaded.config
-        self.model = loaded.model
-        self.rows, self.sampling = rows, sampling
-        self.backend = select_backend(config.attention_backend, rows.device, c.head_dim, rows.block_size, c.dtype)
-        self.scale = c.head_dim**-0.5
-        shape = (2, rows.scratch_block + 1, rows.block_size, c.num_key_value_heads, c.head_dim)
-        self.kv = [torch.zeros(shape, dtype=c.dtype, device=rows.device) for _ in range(c.num_hidden_layers)]
-        self.graphs: DecodeGraphs | None = None
-        if recorder is not None and (self.backend.capturable or recorder is record_nothing):
-            assert config.speculation is not None
-            self.logits = torch.empty(config.max_num_seqs, c.vocab_size, dtype=c.dtype, device=rows.device)  # [B, V]
+        assert config.speculation is not None
+        self.model, self.rows, self.state = model, rows, state
+        self.recorded: DecodeSteps | None = None
+        if recorder is not None and (model.backend.capturable or recorder is record_nothing):
+            sizes = draft_sizes(config)
+            self.inputs, self.logits = DecodeInputs(rows, sizes.decodes[-1]), model.make_logits(sizes.num_logits)
             copies = config.speculation.k + 1  # the turns of a step; the step before is over
             with torch.inference_mode():
-                sizes = batch_sizes(config.max_num_seqs, 0)
-                self.graphs = DecodeGraphs(rows, sizes, self.decode, recorder, copies=copies)
+                self.recorded = DecodeSteps(sizes, rows.token_ids, self.decode_step, recorder, copies)
 
-    def propose(self, scheduled: Sequence[Scheduled], needs: Needs, all_greedy: bool) -> Tensor | None:
-        """Write the guesses of a step into the rows, and one more for each sequence.
-
-        Returns the distributions they were drawn from, in the order of the positions that the target samples at
-        [N, V] float32; None if all rows are greedy.
-        """
+    def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
+        """See `Guesses`; and a guess more for each sequence, which the target never sees. None if all are greedy."""
+        needs = needs or Needs()
+        all_greedy = self.state.all_greedy(s.row for s in scheduled if s.sample)
         last = {s.key: s.start + s.num_tokens for s in scheduled}  # where the guess goes that the target never sees
         turn = [s._replace(num_tokens=s.num_tokens - len(s.guesses), new_blocks=(), guesses=()) for s in scheduled]
         lengths = np.array([len(s.guesses) + 1 for s in scheduled if s.sample], dtype=np.int64)
@@ -98,36 +123,30 @@ class DraftModel:
         return q
 
     def _guess(self, scheduled: list[Scheduled], needs: Needs, all_greedy: bool) -> Tensor | None:
-        """One turn: compute tokens, and write a guess behind each that is sampled; returns what it was drawn from."""
-        batch: Batch | DecodeBatch
-        if self.graphs is not None and all(s.sample and s.num_tokens == 1 for s in scheduled):
-            batch, _, logits = self.graphs.run([(s.row, s.start) for s in scheduled])
+        """One turn: compute tokens, and write a guess behind each that is sampled; returns what it was sampled from."""
+        if self.recorded is not None and all(s.sample and s.num_tokens == 1 for s in scheduled):
+            step = self.recorded.run([(s.row, s.start) for s in scheduled])
             if all_greedy and needs == Needs():
                 return None  # the recording wrote the guesses
-            logits = logits[: len(scheduled)]
+            rows, positions, logits = step.rows, step.positions, step.logits
         else:
             batch = make_batch(scheduled, self.rows)
-            hidden = self.model(batch.input_ids, batch.positions, self._bind(batch.attention))  # [T, H]
-            logits = self.model.logits(hidden[batch.sampled_tokens])  # [N, V]
-        n = logits.shape[0]
-        rows, positions = batch.sampled_rows[:n], batch.next_positions[:n]
-        draws = self._draws(rows, positions, all_greedy)
-        guesses, q = draw_guesses(constrain(logits.float(), draws, rows, self.sampling, needs), draws)
+            rows, positions, logits = batch.sampled_rows, batch.next_positions, self.model.forward(batch)  # [N, V]
+        return self._sample(logits, rows, positions, needs, all_greedy)[1]
+
+    def decode_step(self, numbers: Tensor) -> Sampled:
+        """A turn of one token each, as it is recorded, with greedy guesses."""
+        batch = self.inputs.look_up(numbers)
+        logits = self.model.forward(batch, self.logits)  # [B, V]
+        rows, positions = batch.sampled_rows, batch.next_positions
+        guesses, _ = self._sample(logits, rows, positions, Needs(), all_greedy=True)
+        return Sampled(rows, positions, guesses, logits, None)
+
+    def _sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, needs: Needs, all_greedy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Guesses [N], written into the rows, and what they were sampled from [N, V]; None if all are greedy."""
+        metadata = self.state.metadata(rows, positions, all_greedy)
+        guesses, q = sample_guesses(constrain(logits.float(), metadata, rows, self.state, needs), metadata)
         self.rows.token_ids[rows, positions] = guesses.int()
-        return q
-
-    def decode(self, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
-        """A turn of one token each, as graphs record it: greedy guesses [B], and logits [B, V]."""
-        batch.look_up(self.rows)
-        hidden = self.model(batch.input_ids, batch.positions, self._bind(batch.attention))  # [B, H]
-        logits = self.model.logits(hidden, self.logits[: batch.size])  # [B, V]
-        guesses, _ = draw_guesses(logits.float(), self._draws(batch.sampled_rows, batch.next_positions, True))
-        self.rows.token_ids[batch.sampled_rows, batch.next_positions] = guesses.int()
-        return guesses, logits
-
-    def _bind(self, meta: AttentionMetadata) -> BoundAttention:
-        return BoundAttention(self.backend, self.kv, meta, self.scale)
-
-    def _draws(self, rows: Tensor, next_positions: Tensor, all_greedy: bool) -> Draws:
-        r = self.rows
-        return Draws(r.temperature[rows], r.seed[rows], next_positions - r.num_prompt_tokens[rows], all_greedy)
+        return guesses, q

@@ -6,11 +6,17 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.graphs.chunk_graphs import chunk_sizes
-from nanovllm.graphs.cuda_graphs import batch_sizes, recorded_sizes
+from nanovllm.graphs.sizes import StepSizes, draft_sizes, step_sizes
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.transformer import Transformer
+from nanovllm.sampling.acceptance import accept_or_resample
+from nanovllm.sampling.sampler import sample_plain
+from nanovllm.sampling.state import SamplingMetadata
 
+MIB = 2**20
 GIB = 2**30
+SHARE = "NANOVLLM_GPU_MEMORY"
+CONTEXT = GIB  # at most, for what CUDA has of a process beside PyTorch's memory: of others nobody knows what is theirs
 
 
 def block_bytes(model: ModelConfig, block_size: int) -> int:
@@ -19,22 +25,17 @@ def block_bytes(model: ModelConfig, block_size: int) -> int:
     return values * model.dtype.itemsize
 
 
-MIB = 2**20
-SHARE = "NANOVLLM_GPU_MEMORY"
-CONTEXT = GIB  # at most, for what CUDA has of a process beside PyTorch's memory: of others nobody knows what is theirs
-
-
-def graph_bytes(sizes: list[int], model: ModelConfig) -> int:
-    """What recorded steps of such sizes may take, decodes last: their logits; a pool of activations and the matrix
-    library's workspace, which they share; and the launches themselves, some 10 KB each."""
-    logits = sizes[-1] * model.vocab_size * model.dtype.itemsize
-    launches = len(sizes) * model.num_hidden_layers * MIB // 8
+def graph_bytes(sizes: StepSizes, model: ModelConfig) -> int:
+    """What recorded steps may take: their logits; a pool of activations and the matrix library's workspace, which they
+    share; and the launches themselves, some 10 KB each."""
+    logits = sizes.decodes[-1] * model.vocab_size * model.dtype.itemsize
+    launches = (len(sizes.decodes) + len(sizes.prompts)) * model.num_hidden_layers * MIB // 8
     return logits + 320 * MIB + launches
 
 
 def row_bytes(config: EngineConfig) -> int:
-    """What rows of persistent state take, with one for padding: known tokens, a block table, and that of a recorded
-    step. Long contexts make them large."""
+    """What rows of persistent state take, with one for padding: known tokens, a block table, and the block table of a
+    recorded step. Long contexts make them large."""
     assert config.max_model_len is not None and config.kvcache_block_size is not None
     tables = 2 * -(-config.max_model_len // config.kvcache_block_size)
     return (config.max_num_seqs + 1) * (config.max_model_len + 1 + tables) * 4
@@ -64,8 +65,8 @@ def num_kv_blocks(
         available = gpu_budget(config, device, run_largest_step) - row_bytes(config)
         knob = f"gpu_memory_utilization or {SHARE}, or free GPU memory"
         if with_graphs:
-            available -= graph_bytes([*chunk_sizes(config, model), *recorded_sizes(config)], model)
-            available -= 0 if draft is None else graph_bytes(batch_sizes(config.max_num_seqs, 0), draft)
+            available -= graph_bytes(step_sizes(config, model), model)
+            available -= 0 if draft is None else graph_bytes(draft_sizes(config), draft)
     count = available // each - 1
     if count < 1:
         missing = (2 * each - available) / GIB
@@ -103,3 +104,22 @@ def gpu_budget(config: EngineConfig, device: torch.device, run_largest_step: Cal
     used, ours = total - free, torch.cuda.memory_reserved(device)
     ours += min(used - ours, CONTEXT)
     return min(int(total * config.gpu_memory_utilization) - used, int(total * gpu_share(config)) - ours) - step
+
+
+@torch.inference_mode()
+def run_largest_step(model: Transformer, config: EngineConfig, device: torch.device) -> None:
+    """A step of the largest size, without attention, to see how much memory it takes."""
+    assert config.max_model_len is not None
+    num_tokens = config.max_num_batched_tokens
+    input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    positions = torch.arange(num_tokens, dtype=torch.int32, device=device) % config.max_model_len
+    hidden = model(input_ids, positions, lambda layer, q, k, v: torch.empty_like(q))
+    max_sampled = 1 if config.speculation is None else 1 + config.speculation.k
+    num_rows = min(config.max_num_seqs * max_sampled, num_tokens)
+    logits = model.logits(hidden[:num_rows])
+    zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    metadata = SamplingMetadata(torch.ones(num_rows, device=device), zeros, zeros)
+    if config.speculation is not None and config.speculation.model is not None:
+        accept_or_resample(logits.float(), metadata, zeros, logits.float())
+    else:
+        sample_plain(logits, metadata)

@@ -1,4 +1,4 @@
-"""min_p, top_k and top_p: which tokens may be drawn at all."""
+"""min_p, top_k and top_p: which tokens may be sampled at all."""
 
 import torch
 from torch import Tensor

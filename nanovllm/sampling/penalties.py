@@ -1,4 +1,4 @@
-"""Changes to the logits themselves, before any token is drawn: penalties for repetition, and min_tokens."""
+"""Changes to the logits themselves, before any token is sampled: penalties for repetition, and min_tokens."""
 
 import torch
 from torch import Tensor

@@ -1,68 +1,139 @@
 """From logits to tokens: argmax(logit + temperature * noise(seed, output index, token id)).
 
-Two tails read the same logits. The *plain* one knows temperature alone: a few operations, fit for a CUDA graph. The
-*full* one adds penalties, min_tokens, filters and log-probabilities, and runs where some row needs it. A row that needs
-none of these gets the same token from both. Every row is computed by itself, so batch and order cannot matter. Nothing
-here waits for the device.
+Two tails read the same logits. The *plain* tail knows temperature alone: a few operations, fit for a CUDA graph. The
+*full* tail adds penalties, min_tokens, filters, the acceptance of a draft's guesses and log-probabilities. It runs
+behind the plain tail, for the rows that need it. A row that needs none of this gets the same token from both. Every row
+is computed by itself, so batch and order cannot matter. Nothing here waits for the device.
 
 Temperature 0 is exact: the noise is multiplied by it. Among equal scores the lowest id wins. A row whose largest logit
 is not a finite number (torch's max gives NaN if there is any) samples -1.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.distributed.group import Group
+from nanovllm.engine.plan import Scheduled
+from nanovllm.kernels import fused_kernels
+from nanovllm.pinned import to_device
+from nanovllm.sampling.acceptance import accept_or_resample
 from nanovllm.sampling.filters import filter_scores
-from nanovllm.sampling.gumbel import gumbel
 from nanovllm.sampling.logprobs import TopLogprobs, top_logprobs
+from nanovllm.sampling.noise import add_noise, choose
 from nanovllm.sampling.penalties import penalize, suppress_stops
-from nanovllm.sampling.sampling_state import Needs, SamplingState
+from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
 
 # Scores that the full tail works on at once, 32 MiB of them. A sort of the vocabulary holds ten tensors of their size:
 # of all rows of a large batch together, gigabytes that nobody set aside.
 MAX_SCORES = 2**23
 
 
-@dataclass(frozen=True)
-class Draws:
-    """What decides the draw of each of N rows, besides its logits."""
+class Sampled(NamedTuple):
+    """What the plain tail of a step sampled, N tokens: of each sequence that samples, behind the last known token and
+    behind every guess. The next replay of a recorded step overwrites the tensors."""
 
-    temperature: Tensor  # [N] float32
-    seeds: Tensor  # [N] int64
-    indices: Tensor  # [N] how many output tokens the sequence had before this one
-    all_greedy: bool = False  # known on the host: no row has a temperature, so that no noise is computed
+    rows: Tensor  # [N] int32
+    positions: Tensor  # [N] int32, where in its row each token went
+    token_ids: Tensor  # [N] int64
+    logits: Tensor  # [N, V], of several ranks [N, V / R]
+    guesses: Tensor | None  # [N] int64: what stood there before; None if nobody guesses
 
-    def __getitem__(self, part: slice) -> "Draws":
-        return Draws(self.temperature[part], self.seeds[part], self.indices[part], self.all_greedy)
+    def at(self, index: slice | Tensor) -> "Sampled":
+        """Some of the tokens."""
+        rows, positions, token_ids, logits, guesses = self
+        guesses = None if guesses is None else guesses[index]
+        return Sampled(rows[index], positions[index], token_ids[index], logits[index], guesses)
 
 
-def sample_plain(logits: Tensor, draws: Draws) -> Tensor:
+class Sampler:
+    """Both tails of the target model, on one of the ranks of `group`. Tokens are written into the rows of `state`."""
+
+    def __init__(self, state: SamplingState, group: Group) -> None:
+        self.state, self.group = state, group
+
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, all_greedy: bool = False) -> Tensor:
+        """The plain tail: logits [N, V] behind the tokens that go to `positions` [N] of `rows` [N] -> ids [N] int64."""
+        state, group, vocab_size = self.state, self.group, self.state.vocab_size
+        sample_rows = fused_kernels(state.device).sample_rows
+        if sample_rows is not None:
+            of_rows = state.temperature, state.seed, state.num_prompt_tokens, state.token_ids
+            shard = ids_of_shard(logits, group, vocab_size)
+            return sample_rows(logits, rows, positions, *of_rows, *shard, group.all_gather)
+        metadata = state.metadata(rows, positions, all_greedy)
+        if group.size > 1:
+            token_ids = sample_sharded(logits, metadata, group, vocab_size)
+        else:
+            token_ids = sample_plain(logits, metadata)
+        state.write(rows, positions, token_ids)
+        return token_ids
+
+    def finish(
+        self,
+        step: Sampled,
+        sampling: Sequence[Scheduled],
+        num_sampled: Sequence[int],
+        needs: Needs | None,
+        q: Tensor | None,
+    ) -> tuple[Tensor, TopLogprobs | None]:
+        """The full tail, where a row needs it: the step's token ids [N] int64, and log-probabilities if needed.
+
+        sampling: the sequences that sample; num_sampled: how many of the N tokens each of them has. q [N, V]: the
+        distributions of a draft's guesses, which are accepted or replaced; None if there are none.
+        """
+        if needs is None and q is None:
+            return step.token_ids, None
+        state = self.state
+        if step.guesses is not None:  # the plain tail wrote over them, and penalties of what follows a guess count them
+            state.token_ids[step.rows, step.positions] = step.guesses.int()
+        # Only the rows that need it are sampled again: the vocabulary is not sorted for the others.
+        rows = np.repeat([s.row for s in sampling], num_sampled)  # [N]
+        special = np.isin(rows, list(state.special)) | (q is not None)
+        index = to_device(np.flatnonzero(special), state.device)
+        logits = step.logits[index]
+        if self.group.size > 1:
+            logits = gather_logits(logits, self.group, state.vocab_size)
+        verify = None if q is None or step.guesses is None else partial(accept_or_resample, guesses=step.guesses, q=q)
+        special_rows = step.rows[index]
+        metadata = state.metadata(special_rows, step.positions[index])
+        found, logprobs = sample_full(logits, metadata, special_rows, state, needs or Needs(), verify)
+        token_ids = step.token_ids.index_copy(0, index, found)
+        state.write(step.rows, step.positions, token_ids)
+        return token_ids, logprobs and logprobs.spread(index, len(token_ids))
+
+
+def sample_plain(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """logits [N, V] of any float dtype -> token ids [N] int64."""
-    return choose(add_noise(logits.float(), draws))
+    return choose(add_noise(logits.float(), metadata))
 
 
-# From scores [N, V] float32 and draws to token ids [N] int64, -1 where there is no finite score.
-Choose = Callable[[Tensor, Draws], Tensor]
+# From scores [N, V] float32 to token ids [N] int64, -1 where there is no finite score.
+Choose = Callable[[Tensor, SamplingMetadata], Tensor]
 
 
 def sample_full(
-    logits: Tensor, draws: Draws, rows: Tensor, state: SamplingState, needs: Needs, draw: Choose | None = None
+    logits: Tensor,
+    metadata: SamplingMetadata,
+    rows: Tensor,
+    state: SamplingState,
+    needs: Needs,
+    choose_from: Choose | None = None,
 ) -> tuple[Tensor, TopLogprobs | None]:
     """logits [N, V] of any float dtype, rows [N] of `state` -> token ids [N] int64, and log-probabilities if needed.
 
-    `draw` says how a token is drawn from what penalties and filters leave; None is as in the plain tail.
+    `choose_from` chooses among what penalties and filters leave; None is as in the plain tail.
     """
     at_once = max(1, MAX_SCORES // logits.shape[1])  # rows
     parts = [slice(first, first + at_once) for first in range(0, max(1, len(logits)), at_once)]
-    scores = (constrain(logits[part].float(), draws[part], rows[part], state, needs) for part in parts)
-    if draw is None:
-        tokens = torch.cat([choose(add_noise(s, draws[part])) for s, part in zip(scores, parts, strict=True)])
+    scores = (constrain(logits[part].float(), metadata[part], rows[part], state, needs) for part in parts)
+    if choose_from is None:
+        tokens = torch.cat([choose(add_noise(s, metadata[part])) for s, part in zip(scores, parts, strict=True)])
     else:
-        tokens = draw(torch.cat(list(scores)), draws)
+        tokens = choose_from(torch.cat(list(scores)), metadata)
     # What was ruled out may have been what was wrong with the row.
     tokens = torch.where(logits.amax(-1).isfinite(), tokens, -1)
     if needs.num_logprobs is None:
@@ -71,18 +142,18 @@ def sample_full(
     return tokens, TopLogprobs.join(found)
 
 
-def constrain(scores: Tensor, draws: Draws, rows: Tensor, state: SamplingState, needs: Needs) -> Tensor:
+def constrain(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs) -> Tensor:
     """scores [N, V] float32 with penalties, and -inf for what min_tokens and the filters rule out."""
     if needs.penalties:
         num_prompt = state.num_prompt_tokens[rows]
         penalties = state.repetition_penalty[rows], state.presence_penalty[rows], state.frequency_penalty[rows]
-        scores = penalize(scores, state.token_ids[rows], num_prompt, num_prompt + draws.indices, *penalties)
+        scores = penalize(scores, state.token_ids[rows], num_prompt, num_prompt + metadata.indices, *penalties)
     if needs.min_tokens:
-        scores = suppress_stops(scores, state.stop_ids[rows], draws.indices < state.min_tokens[rows])
+        scores = suppress_stops(scores, state.stop_ids[rows], metadata.indices < state.min_tokens[rows])
     if needs.min_p or needs.num_candidates:
         scores = filter_scores(
             scores,
-            draws.temperature,
+            metadata.temperature,
             min_p=state.min_p[rows] if needs.min_p else None,
             top_k=state.top_k[rows],
             top_p=state.top_p[rows],
@@ -91,10 +162,10 @@ def constrain(scores: Tensor, draws: Draws, rows: Tensor, state: SamplingState, 
     return scores
 
 
-def sample_sharded(logits: Tensor, draws: Draws, group: Group, vocab_size: int) -> Tensor:
+def sample_sharded(logits: Tensor, metadata: SamplingMetadata, group: Group, vocab_size: int) -> Tensor:
     """`sample_plain` where each rank has the logits [N, V / R] of its own tokens: the best of the ranks' best."""
-    first, own = ids_of_share(logits, group, vocab_size)
-    scores = add_noise(logits.float(), draws, first)
+    first, own = ids_of_shard(logits, group, vocab_size)
+    scores = add_noise(logits.float(), metadata, first)
     scores[:, own:] = float("-inf")
     largest, ids = scores.max(-1)  # [N]
     best = group.all_gather(torch.stack((largest.double(), (ids + first).double())))  # [R, 2, N]
@@ -103,8 +174,8 @@ def sample_sharded(logits: Tensor, draws: Draws, group: Group, vocab_size: int) 
     return torch.where(largest.isfinite(), ids, -1)
 
 
-def ids_of_share(logits: Tensor, group: Group, vocab_size: int) -> tuple[int, int]:
-    """Logits [N, V / R] -> this rank's first token, and how many it has: the rest is padding."""
+def ids_of_shard(logits: Tensor, group: Group, vocab_size: int) -> tuple[int, int]:
+    """Logits [N, V / R] -> this rank's first token id, and how many ids the rank has: the rest is padding."""
     first = group.rank * logits.shape[1]
     return first, max(0, min(logits.shape[1], vocab_size - first))
 
@@ -112,17 +183,3 @@ def ids_of_share(logits: Tensor, group: Group, vocab_size: int) -> tuple[int, in
 def gather_logits(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
     """The ranks' logits [N, V / R] side by side, without padding: [N, V]"""
     return group.all_gather(logits.contiguous()).transpose(0, 1).flatten(1)[:, :vocab_size]
-
-
-def add_noise(scores: Tensor, draws: Draws, first_id: int = 0) -> Tensor:
-    """scores [N, V] float32 of the tokens from `first_id` on -> scores + temperature * Gumbel noise [N, V]"""
-    if draws.all_greedy:
-        return scores
-    token_ids = torch.arange(first_id, first_id + scores.shape[1], dtype=torch.int32, device=scores.device)
-    return gumbel(draws.seeds, draws.indices, token_ids).mul_(draws.temperature[:, None]).add_(scores)
-
-
-def choose(scores: Tensor) -> Tensor:
-    """The id of the largest score of each row [N]; -1 where that is not finite."""
-    largest, ids = scores.max(-1)
-    return torch.where(largest.isfinite(), ids, -1)

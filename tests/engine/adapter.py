@@ -32,11 +32,11 @@ class EngineAsStage:
 
     @property
     def model(self) -> Any:
-        return self.llm.engine.executor.runner.model
+        return self.llm.engine.executor.runner.target.model
 
     @model.setter
     def model(self, model: Any) -> None:
-        self.llm.engine.executor.runner.model = model
+        self.llm.engine.executor.runner.target.model = model
 
     def generate(self, prompts: list[list[int]], params: Any) -> list[list[int]]:
         outputs = self.llm.generate(

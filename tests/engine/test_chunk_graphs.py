@@ -7,8 +7,9 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.graphs import cuda_graphs
-from nanovllm.graphs.chunk_graphs import SIZES, ChunkGraphs, chunk_sizes
+from nanovllm.graphs import sizes
+from nanovllm.graphs.prompt_steps import PromptSteps
+from nanovllm.graphs.sizes import PROMPT_SIZES, prompt_sizes
 from nanovllm.models.config import read_config
 from tests.engine.test_cuda_graphs import DEFAULTS, DEVICES, make_llm, mixed_params, runner_of, tokens_of
 from tests.stages.requests import PROMPTS
@@ -25,26 +26,26 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     """Tokens and sequences of every step that is no decode, and whether it was replayed. None goes another way."""
-    monkeypatch.setattr(cuda_graphs, "MAX_REPLAYED", 0)
-    found, replay = [], ChunkGraphs.replay
+    monkeypatch.setattr(sizes, "MAX_REPLAYED", 0)
+    found, replay = [], PromptSteps.replay
 
-    def counting(self: ChunkGraphs, scheduled: Any) -> Any:
+    def counting(self: PromptSteps, scheduled: Any) -> Any:
         replayed = replay(self, scheduled)
         found.append((sum(s.num_tokens for s in scheduled), len(scheduled), replayed is not None))
         return replayed
 
-    monkeypatch.setattr(ChunkGraphs, "replay", counting)
+    monkeypatch.setattr(PromptSteps, "replay", counting)
     return found
 
 
 def test_a_large_model_is_recorded_for_fewer_tokens() -> None:
     config = EngineConfig(max_model_len=4096, max_num_batched_tokens=8192)
-    assert chunk_sizes(config, read_config(SHAPES / "Qwen3-0.6B")) == [*SIZES]
-    large = chunk_sizes(config, read_config(SHAPES / "Qwen3-8B"))
-    assert large == [s for s in SIZES if s <= large[-1]] and 256 <= large[-1] < 1024
+    assert prompt_sizes(config, read_config(SHAPES / "Qwen3-0.6B")) == [*PROMPT_SIZES]
+    large = prompt_sizes(config, read_config(SHAPES / "Qwen3-8B"))
+    assert large == [s for s in PROMPT_SIZES if s <= large[-1]] and 256 <= large[-1] < 1024
     for length, budget in ((300, 8192), (4096, 300)):
         config = EngineConfig(max_model_len=length, max_num_batched_tokens=budget)
-        assert chunk_sizes(config, read_config(SHAPES / "Qwen3-0.6B")) == [64, 128, 256]
+        assert prompt_sizes(config, read_config(SHAPES / "Qwen3-0.6B")) == [64, 128, 256]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -61,7 +62,9 @@ def test_chunks_beside_decodes(
     assert len({t for tokens in expected for t in tokens}) > 20
     recorded = make_llm(path, device, monkeypatch, **config)
     assert tokens_of(recorded, prompts, mixed_params(9)) == expected
-    largest = max(runner_of(recorded).chunks.sizes, default=0)
+    steps = runner_of(recorded).recorded
+    assert steps is not None
+    largest = max(steps.prompts.sizes, default=0)
     assert largest == {24: 0, 64: 64, 100: 64}[budget]
     assert seen and all(replayed == (n <= largest) for n, _, replayed in seen)
     if largest:
@@ -88,8 +91,7 @@ def test_guesses_beside_a_prompt(
 def test_more_sequences_than_a_recording_has_room_for_are_launched(
     device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]
 ) -> None:
-    for module in ("graphs.chunk_graphs", "runner.model_runner"):
-        monkeypatch.setattr(f"nanovllm.{module}.MAX_SEQUENCES", 4)
+    monkeypatch.setattr(sizes, "MAX_SEQUENCES", 4)
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch)
     prompts = [list(range(i, i + 5)) for i in range(1, 5)]
     for n, replayed in ((3, True), (4, False)):  # one is kept for padding

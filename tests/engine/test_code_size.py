@@ -16,14 +16,13 @@ LIMIT = 3_000
 PARTS = {
     "serving": ("server/", "async_llm.py", "stream.py"),
     "several ranks": ("distributed/", "models/sharding.py", "workers/parallel_executor.py"),
-    "speculation": ("engine/guesses.py", "runner/draft.py", "sampling/rejection.py"),
+    "speculation": ("engine/guesses.py", "runner/draft.py", "sampling/acceptance.py"),
     "trace view": ("trace_view/",),
     "GPU only": (
         "kernels/",
         "attention/triton_backend.py",
         "attention/flash_attn.py",
-        "graphs/cuda_graphs.py",
-        "graphs/chunk_graphs.py",
+        "graphs/",
     ),
 }
 

@@ -7,15 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-import nanovllm.llm
 from benchmarks.lib.replay import Replay
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.plan import Scheduled
-from nanovllm.graphs import cuda_graphs
-from nanovllm.graphs.cuda_graphs import DecodeBatch, DecodeGraphs, batch_sizes, host_buffers, record_nothing, warm_up
-from nanovllm.runner import model_runner
+from nanovllm.graphs import sizes
+from nanovllm.graphs.decode_steps import DecodeSteps
+from nanovllm.graphs.recorder import record_nothing
+from nanovllm.graphs.sizes import StepSizes, batch_sizes
+from nanovllm.pinned import host_buffers
+from nanovllm.runner.batch import Batch, DecodeInputs
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
+from nanovllm.sampling.sampler import Sampled
+from nanovllm.workers import executor
 from tests.stages.requests import PROMPTS
 from tests.weights import VOCAB, lively_qwen3
 
@@ -34,9 +38,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_llm(path: Path, device: str, monkeypatch: pytest.MonkeyPatch, **config: Any) -> LLM:
     """fp32, with recorded decode steps."""
     if device == "cpu":
-        monkeypatch.setattr(nanovllm.llm, "ModelRunner", partial(ModelRunner, recorder=record_nothing))
+        monkeypatch.setattr(executor, "ModelRunner", partial(ModelRunner, recorder=record_nothing))
     llm = LLM(path, device=device, dtype="float32", **DEFAULTS | config)
-    monkeypatch.setattr(nanovllm.llm, "ModelRunner", ModelRunner)
+    monkeypatch.setattr(executor, "ModelRunner", ModelRunner)
     return llm
 
 
@@ -75,23 +79,27 @@ def test_a_batch_has_nothing_of_the_steps_before() -> None:
     """Rows in the order of the plan, each at its own position; behind them the scratch row at position 0, where it
     reads a single key, however the batch grows and shrinks."""
     rows = Rows(6, 128, 16, 60, torch.device("cpu"))
+    inputs, batches = DecodeInputs(rows, 6), list[Batch]()
 
-    def step(batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        batch.look_up(rows)
-        return torch.arange(batch.size), torch.zeros(batch.size, 1)
+    def step(numbers: torch.Tensor) -> Sampled:
+        batches.append(batch := inputs.look_up(numbers))
+        size = len(batch.positions)
+        zeros = torch.zeros(size, 1)
+        return Sampled(batch.sampled_rows, batch.next_positions, torch.arange(size), zeros, zeros)
 
-    graphs = DecodeGraphs(rows, [1, 2, 4, 6], step, record_nothing)
+    recorded = DecodeSteps(StepSizes([1, 2, 4, 6], [], 0, 0, 0), rows.token_ids, step, record_nothing, copies=3)
     for i, order in enumerate([[5, 2, 0, 3, 1, 4], [5, 0, 3], [3, 0, 5, 1], [0], [2, 5], [4, 1, 2]] * 2):
         places = [9 + 17 * row + i for row in order]
         work = zip(order, places, strict=True)
-        replayed = graphs.replay([Scheduled(7, row, place, 1, sample=True, new_blocks=()) for row, place in work])
-        batch = graphs.batches[{1: 1, 2: 2, 3: 4, 4: 4, 6: 6}[len(order)]]
-        missing = batch.size - len(order)
+        replayed = recorded.replay([Scheduled(7, row, place, 1, sample=True, new_blocks=()) for row, place in work])
+        batch = batches[-1]
+        assert len(batch.positions) == {1: 1, 2: 2, 3: 4, 4: 4, 6: 6}[len(order)]
+        missing = len(batch.positions) - len(order)
         assert batch.sampled_rows.tolist() == order + [rows.scratch_row] * missing
         assert batch.attention.context_len.tolist() == [place + 1 for place in places] + [1] * missing
-        assert replayed is not None and replayed.sampled_rows.tolist() == order
-        assert replayed.next_positions.tolist() == [place + 1 for place in places]
-        assert [len(tensor) for tensor in replayed] == [len(order)] * 5
+        assert replayed is not None and replayed.rows.tolist() == order
+        assert replayed.positions.tolist() == [place + 1 for place in places]
+        assert [len(tensor) for tensor in replayed if tensor is not None] == [len(order)] * 5
 
 
 def test_buffers_on_the_host_take_turns() -> None:
@@ -109,14 +117,14 @@ def test_tokens_are_those_of_the_plain_loop(
 ) -> None:
     """All batch sizes from 6 down to 1 and up again, prompts joining in between, all kinds of sampling; no step with a
     prompt replayed, or the small ones, or all."""
-    monkeypatch.setattr(cuda_graphs, "MAX_REPLAYED", most)
+    monkeypatch.setattr(sizes, "MAX_REPLAYED", most)
     path = lively_qwen3(checkpoints)
     prompts = [[*p[:20], i] for i, p in enumerate((PROMPTS * 4)[:8])]
     params = mixed_params(len(prompts))
     recorded = make_llm(path, device, monkeypatch, async_scheduling=overlapped)
-    assert runner_of(recorded).graphs is not None
+    assert runner_of(recorded).recorded is not None
     plain = LLM(path, device=device, dtype="float32", enforce_eager=True, **DEFAULTS)
-    assert runner_of(plain).graphs is None
+    assert runner_of(plain).recorded is None
     expected = tokens_of(plain, prompts, params)
     assert len({t for tokens in expected for t in tokens}) > 20
     for _ in range(2):  # the second time from the prefix cache
@@ -126,18 +134,17 @@ def test_tokens_are_those_of_the_plain_loop(
 @pytest.mark.parametrize("device", DEVICES)
 def test_recordings_are_used(device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of 3 takes the recording of 4, their prompts of 10 tokens that of 12."""
-    sizes = []
+    seen = []
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch)
-    run = DecodeGraphs.run
+    load = DecodeSteps._load
 
-    def counting(self: DecodeGraphs, tokens: Any) -> Any:
-        result = run(self, tokens)
-        sizes.append((len(tokens), result[0].size))
-        return result
+    def counting(self: DecodeSteps, size: int, tokens: Any) -> None:
+        seen.append((len(tokens), size))
+        load(self, size, tokens)
 
-    monkeypatch.setattr(DecodeGraphs, "run", counting)
+    monkeypatch.setattr(DecodeSteps, "_load", counting)
     tokens_of(llm, [p[:9] for p in PROMPTS[:3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
-    assert sizes == [(10, 12)] + [(3, 4)] * 5
+    assert seen == [(10, 12)] + [(3, 4)] * 5
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -155,7 +162,7 @@ def test_verification_is_replayed(
 ) -> None:
     """Guesses of any quality and all kinds of sampling: the tokens of the plain loop, from recordings of both models
     as long as a step has few enough tokens."""
-    monkeypatch.setattr(cuda_graphs, "MAX_REPLAYED", most)
+    monkeypatch.setattr(sizes, "MAX_REPLAYED", most)
     path = lively_qwen3(checkpoints)
     prompts = [[*p[:20], i] for i, p in enumerate((PROMPTS * 2)[:5])]
     params = mixed_params(len(prompts))
@@ -168,7 +175,7 @@ def test_verification_is_replayed(
     recorded = make_llm(path, device, monkeypatch, **config)
     # Nothing is recorded, and the draft is as good as can be, so that it is right about drawn tokens, too.
     plain = LLM(path, device=device, dtype="float32", enforce_eager=True, **DEFAULTS | config)
-    assert runner_of(plain).graphs is None
+    assert runner_of(plain).recorded is None
     if guesser == "replay":
         unguided = make_llm(path, device, monkeypatch, max_num_seqs=4)
         known = {str(i): ids for i, ids in enumerate(tokens_of(unguided, prompts, params))}
@@ -179,18 +186,20 @@ def test_verification_is_replayed(
         assert expected == list(known.values())
 
     seen: list[tuple[Any, int, int]] = []
-    run = DecodeGraphs.run
+    run = DecodeSteps.run
 
-    def counting(self: DecodeGraphs, tokens: Any) -> Any:
+    def counting(self: DecodeSteps, tokens: Any) -> Any:
         seen.append((self, len(tokens), len({row for row, _ in tokens})))
         return run(self, tokens)
 
-    monkeypatch.setattr(DecodeGraphs, "run", counting)
+    monkeypatch.setattr(DecodeSteps, "run", counting)
     assert tokens_of(recorded, prompts, params) == expected
     assert recorded.engine.scheduler.speculation == plain.engine.scheduler.speculation
-    verified = [n for graphs, n, num_rows in seen if graphs is runner_of(recorded).graphs and n > num_rows]
+    steps = runner_of(recorded).recorded
+    assert steps is not None
+    verified = [n for decodes, n, num_rows in seen if decodes is steps.decodes and n > num_rows]
     assert 4 < max(verified) <= most
-    drafted = [n for graphs, n, num_rows in seen if graphs is not runner_of(recorded).graphs]
+    drafted = [n for decodes, n, num_rows in seen if decodes is not steps.decodes]
     assert bool(drafted) == (guesser != "replay") and max(drafted, default=0) <= 4
 
 
@@ -202,9 +211,9 @@ def test_prompts_stay_what_they_are(
     """A recording draws a token behind every token that it computes, also where the next one is known; with the smaller
     budget, where a single token of a prompt is computed beside a decode."""
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, max_num_batched_tokens=budget, max_num_seqs=2)
-    rows, replay, steps = runner_of(llm).rows, DecodeGraphs.replay, []
+    rows, replay, steps = runner_of(llm).rows, DecodeSteps.replay, []
 
-    def watching(self: DecodeGraphs, scheduled: Any) -> Any:
+    def watching(self: DecodeSteps, scheduled: Any) -> Any:
         before = rows.token_ids.clone()
         replayed = replay(self, scheduled)
         assert replayed is not None
@@ -212,11 +221,11 @@ def test_prompts_stay_what_they_are(
         may = {(s.row, s.start + s.num_tokens) for s in scheduled if s.sample}
         assert set(changed) <= may
         rows_of = [s.row for s in scheduled if s.sample]
-        assert replayed.sampled_rows.tolist() == rows_of and len(replayed.logits) == len(rows_of)
+        assert replayed.rows.tolist() == rows_of and len(replayed.logits) == len(rows_of)
         steps.append([s.num_tokens for s in scheduled])
         return replayed
 
-    monkeypatch.setattr(DecodeGraphs, "replay", watching)
+    monkeypatch.setattr(DecodeSteps, "replay", watching)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
     tokens_of(llm, [[*range(20, 59)], [*range(9)]], params)
     # The first prompt in chunks, the second beside the last of them.
@@ -228,18 +237,18 @@ def test_prompts_stay_what_they_are(
 def test_chunks_that_would_read_too_much_are_launched(
     device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "MAX_READ", 500 * 2 * 2 * 32 * 4)  # 500 keys and values of 2 heads
+    monkeypatch.setattr(sizes, "MAX_READ", 500 * 2 * 2 * 32 * 4)  # 500 keys and values of 2 heads
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, max_num_batched_tokens=16)
-    graphs = runner_of(llm).graphs
-    assert graphs is not None and graphs.most_keys == 500
-    replay, steps = DecodeGraphs.replay, []
+    recorded = runner_of(llm).recorded
+    assert recorded is not None and recorded.decodes.max_keys == 500
+    replay, steps = DecodeSteps.replay, []
 
-    def counting(self: DecodeGraphs, scheduled: Any) -> Any:
+    def counting(self: DecodeSteps, scheduled: Any) -> Any:
         replayed = replay(self, scheduled)
         steps.append((scheduled[0].start, replayed is not None))
         return replayed
 
-    monkeypatch.setattr(DecodeGraphs, "replay", counting)
+    monkeypatch.setattr(DecodeSteps, "replay", counting)
     tokens_of(llm, [[*range(50)]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     assert steps == [(0, True), (16, False), (32, False), (48, True), (50, True), (51, True)]
 
@@ -249,17 +258,17 @@ def test_chunks_that_would_read_too_much_are_launched(
 def test_padding_touches_no_block(device: str, most: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """3 sequences in a recording of 4, after 6 in theirs; and their prompts, 27 tokens in a recording of 64 for chunks
     or of 48 for decodes: of the pool, only their own next slots change."""
-    monkeypatch.setattr(cuda_graphs, "MAX_REPLAYED", most)
+    monkeypatch.setattr(sizes, "MAX_REPLAYED", most)
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, enable_prefix_caching=False)
     runner = runner_of(llm)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     tokens_of(llm, [p[:18] for p in (PROMPTS * 4)[:6]], params)
-    for cache in runner.kv:
+    for cache in runner.target.kv_cache:
         cache[:, :-1].fill_(float("nan"))  # the scratch block is nobody's, but must stay finite
     tokens_of(llm, [list(range(i, i + 9)) for i in range(3)], params)
-    written = runner.kv[0][0, :-1].isfinite().flatten(2).all(-1).flatten()  # [num_blocks * block_size]
+    written = runner.target.kv_cache[0][0, :-1].isfinite().flatten(2).all(-1).flatten()  # [num_blocks * block_size]
     assert int(written.sum()) == 3 * (9 + 3)
-    assert all(bool(cache[:, -1].isfinite().all()) for cache in runner.kv)
+    assert all(bool(cache[:, -1].isfinite().all()) for cache in runner.target.kv_cache)
 
 
 @pytest.mark.gpu
@@ -287,11 +296,11 @@ def test_warming_up_touches_no_block_and_no_row(checkpoints: Path, max_model_len
         max_model_len=max_model_len,
     ) as llm:  # fmt: skip
         runner: ModelRunner = llm.engine.executor.runner
-        for kv in runner.kv:
+        for kv in runner.target.kv_cache:
             kv[:, :-1].normal_()
-        before = [kv[:, :-1].clone() for kv in runner.kv]
+        before = [kv[:, :-1].clone() for kv in runner.target.kv_cache]
         rows = runner.rows.token_ids[:-1].clone()
-        warm_up(runner, 2048)
-        assert all(torch.equal(kv[:, :-1], old) for kv, old in zip(runner.kv, before, strict=True))
+        runner.warm_up(2048)
+        assert all(torch.equal(kv[:, :-1], old) for kv, old in zip(runner.target.kv_cache, before, strict=True))
         assert torch.equal(runner.rows.token_ids[:-1], rows)
-        assert any(kv[:, -1].any() for kv in runner.kv), "the scratch block was written"
+        assert any(kv[:, -1].any() for kv in runner.target.kv_cache), "the scratch block was written"

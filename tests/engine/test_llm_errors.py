@@ -283,7 +283,9 @@ def test_control_c_at_any_moment(tiny: Path, delay: float, asynchronous: bool) -
 def test_a_closed_llm_gave_everything_back(tiny: Path) -> None:
     with suppress(RuntimeError), LLM(tiny, **SMALL, skip_tokenizer_init=True) as llm:
         runner: Any = llm.engine.executor.runner
-        memory = [weakref.ref(t) for t in (*runner.model.parameters(), *runner.kv, runner.rows.token_ids)]
+        memory = [
+            weakref.ref(t) for t in (*runner.target.model.parameters(), *runner.target.kv_cache, runner.rows.token_ids)
+        ]
         llm.engine.add_request("0", PROMPT, GREEDY)
         llm.engine.step()
         raise RuntimeError("in the middle")
@@ -291,5 +293,6 @@ def test_a_closed_llm_gave_everything_back(tiny: Path) -> None:
     llm.close()  # twice is fine
     gc.collect()
     assert not any(tensor() is not None for tensor in memory), "also while somebody keeps the LLM"
+    assert runner.closed
     with pytest.raises(RuntimeError, match="this engine is closed"):
         llm.generate([PROMPT], GREEDY, use_tqdm=False)

@@ -61,8 +61,8 @@ def in_step_three(llm: LLM, act: Callable[[], object]) -> None:
 
 def in_mid_step(llm: LLM, act: Callable[[], object]) -> None:
     """Do something in the last layer of the third step, where the ranks wait for each other's part of a sum."""
-    runner, steps = executor_of(llm).runner, iter(range(10**6))
-    bind = runner.bind_attention
+    target, steps = executor_of(llm).runner.target, iter(range(10**6))
+    bind = target.bind_attention
 
     def acting(meta: Any) -> Any:
         attend, number = bind(meta), next(steps)
@@ -74,7 +74,7 @@ def in_mid_step(llm: LLM, act: Callable[[], object]) -> None:
 
         return attend_and_act
 
-    runner.bind_attention = acting  # type: ignore[method-assign]
+    target.bind_attention = acting  # type: ignore[method-assign]
 
 
 def check_death(llm: LLM, message: str) -> None:
@@ -118,8 +118,8 @@ def test_tensor_parallel_t5_the_leader_fails_in_mid_step(tiny: Path) -> None:
     with LLM(tiny, **CONFIG) as llm:
         expected = tokens(generate(llm, [[1, 2, 3]], LONG))
         pids, segments = pids_of(llm), segments_of(llm)
-        runner = executor_of(llm).runner
-        runner.model = Failing(runner.model, 2, ZeroDivisionError)  # type: ignore[assignment]
+        target = executor_of(llm).runner.target
+        target.model = Failing(target.model, 2, ZeroDivisionError)  # type: ignore[assignment]
         with pytest.raises(ZeroDivisionError, match="planted"):
             generate(llm, [[1, 2, 3]], LONG)
         check_closed(llm, pids, segments)

@@ -15,7 +15,8 @@ from nanovllm.models import loader
 from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model
 from nanovllm.models.sharding import read_shard, shard_config
-from nanovllm.sampling.sampler import Draws, gather_logits, sample_plain, sample_sharded
+from nanovllm.sampling.sampler import gather_logits, sample_plain, sample_sharded
+from nanovllm.sampling.state import SamplingMetadata
 from tests import oracle
 from tests.engine.ranks import STORY_MODEL, engine_checkpoints
 from tests.models.plain_attention import DictAttention
@@ -124,21 +125,21 @@ def test_a_rank_reads_and_holds_no_more_than_its_share(
         assert sum(p.numel() for p in model.parameters()) == sum(read.values())
 
 
-def check_choices(whole: Tensor, draws: Draws, size: int) -> None:
+def check_choices(whole: Tensor, metadata: SamplingMetadata, size: int) -> None:
     """logits [N, V], of which row 3, 4 and 6 are bad."""
     vocab_size, width = whole.shape[1], -(-whole.shape[1] // size)
     padded = torch.nn.functional.pad(whole, (0, width * size - vocab_size))  # zeros, above all logits
-    zero = torch.zeros_like(draws.temperature)
+    zero = torch.zeros_like(metadata.temperature)
 
     def task(group: Any) -> list[Tensor]:
         own = padded.split(width, dim=1)[group.rank].contiguous()
-        greedy = Draws(zero, draws.seeds, draws.indices, all_greedy=True)
-        chosen = [sample_sharded(own.clone(), how, group, vocab_size) for how in (draws, greedy)]
+        greedy = SamplingMetadata(zero, metadata.seeds, metadata.indices, all_greedy=True)
+        chosen = [sample_sharded(own.clone(), how, group, vocab_size) for how in (metadata, greedy)]
         return [*chosen, gather_logits(own, group, vocab_size)]
 
     for drawn, greedy, gathered in Threads.run(size, task):
-        assert torch.equal(drawn, sample_plain(whole, draws))
-        assert torch.equal(greedy, sample_plain(whole, Draws(zero, draws.seeds, draws.indices)))
+        assert torch.equal(drawn, sample_plain(whole, metadata))
+        assert torch.equal(greedy, sample_plain(whole, SamplingMetadata(zero, metadata.seeds, metadata.indices)))
         assert torch.equal(gathered.nan_to_num(7), whole.nan_to_num(7))
         assert drawn[3] == drawn[4] == drawn[6] == -1
 
@@ -152,9 +153,9 @@ def test_ranks_choose_what_one_would() -> None:
         whole[3, vocab_size // 2], whole[4, -1], whole[5, 0] = float("nan"), float("inf"), -torch.inf
         whole[6] = -torch.inf
         temperature = torch.tensor([0.0, 1.0]).repeat(n // 2)
-        draws = Draws(temperature, torch.arange(n) * 7919, torch.arange(n) % 5)
+        metadata = SamplingMetadata(temperature, torch.arange(n) * 7919, torch.arange(n) % 5)
         for size in (2, 3, 4):
-            check_choices(whole, draws, size)
+            check_choices(whole, metadata, size)
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

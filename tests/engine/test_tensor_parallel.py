@@ -176,10 +176,12 @@ def test_each_rank_has_its_share(start: Starter, poisoned: Path) -> None:
     runner = executor_of(llm).runner
     with LLM(poisoned, device="cpu", skip_tokenizer_init=True, **TINY) as other:
         whole: Any = other.engine.executor
-        total = sum(p.numel() for p in whole.runner.model.parameters())
-        cuttable = sum(p.numel() for name, p in whole.runner.model.named_parameters() if "norm" not in name)
-        assert runner.kv[0].shape == whole.runner.kv[0].shape  # the one key/value head, of which each has a copy
-    ours = sum(p.numel() for p in runner.model.parameters())
+        total = sum(p.numel() for p in whole.runner.target.model.parameters())
+        cuttable = sum(p.numel() for name, p in whole.runner.target.model.named_parameters() if "norm" not in name)
+        assert (
+            runner.target.kv_cache[0].shape == whole.runner.target.kv_cache[0].shape
+        )  # the one key/value head, of which each has a copy
+    ours = sum(p.numel() for p in runner.target.model.parameters())
     assert ours < total - cuttable * (1 - 1 / start.size) + 0.05 * total
 
 
@@ -195,7 +197,7 @@ def test_stories_in_half_precision(dtype: torch.dtype, eager: bool, size: int) -
     config: dict[str, Any] = {"num_kv_blocks": 64, "max_num_batched_tokens": 100, "enforce_eager": eager}
     name = str(dtype).removeprefix("torch.")
     with LLM(STORY_MODEL, device="cuda", dtype=name, tensor_parallel_size=size, **config) as llm:
-        assert (executor_of(llm).runner.graphs is None) == eager
+        assert (executor_of(llm).runner.recorded is None) == eager
         outputs = generate(llm, prompts, params)
         check_idle(llm)
     oracle.check_greedy_half(STORY_MODEL, prompts, tokens(outputs), params, dtype, "cuda")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanovllm.sampling.sampler import Draws, sample_full, sample_plain
-from nanovllm.sampling.sampling_state import SamplingState
+from nanovllm.sampling.sampler import sample_full, sample_plain
+from nanovllm.sampling.state import SamplingMetadata, SamplingState
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB = 40
@@ -28,27 +28,28 @@ class Rows:
         token_ids = torch.full((len(params), longest + 3), 7, dtype=torch.int32)
         for i, (prompt, output) in enumerate(history):
             token_ids[i, : len(prompt) + len(output)] = torch.tensor(prompt + output, dtype=torch.int32)
-        num_prompt = torch.tensor([len(prompt) for prompt, _ in history], dtype=torch.int32)
         self.params = list(params)
         self.indices = torch.tensor([len(output) for _, output in history])
-        self.state = SamplingState(token_ids, num_prompt, vocab_size, eos)
-        self.state.install(range(len(params)), params)
+        self.state = SamplingState(token_ids, vocab_size, eos)
+        seeded = [p.changed(seed=p.seed or 0) for p in params]
+        self.state.install(range(len(params)), seeded, [len(prompt) for prompt, _ in history])
 
-    def draws(self, rows: Tensor, indices: Tensor | None = None, seeds: Tensor | None = None) -> Draws:
-        temperature = torch.tensor([p.temperature for p in self.params])[rows]
-        own_seeds = torch.tensor([p.seed or 0 for p in self.params])[rows]
-        return Draws(
-            temperature, own_seeds if seeds is None else seeds, self.indices[rows] if indices is None else indices
+    def metadata(self, rows: Tensor, indices: Tensor | None = None, seeds: Tensor | None = None) -> SamplingMetadata:
+        own_seeds, own_indices = self.state.seed[rows], self.indices[rows]
+        return SamplingMetadata(
+            self.state.temperature[rows],
+            own_seeds if seeds is None else seeds,
+            own_indices if indices is None else indices,
         )
 
     def plain(self, logits: Tensor) -> list[int]:
-        return sample_plain(logits, self.draws(torch.arange(len(self.params)))).tolist()
+        return sample_plain(logits, self.metadata(torch.arange(len(self.params)))).tolist()
 
     def full(self, logits: Tensor) -> list[int]:
         rows = torch.arange(len(self.params))
         needs = self.state.needs(rows.tolist())
         assert needs is not None, "no row needs the full tail"
-        return sample_full(logits, self.draws(rows), rows, self.state, needs)[0].tolist()
+        return sample_full(logits, self.metadata(rows), rows, self.state, needs)[0].tolist()
 
 
 def lively_logits(n: int, vocab_size: int = VOCAB, scale: float = 2.0, seed: int = 0) -> Tensor:

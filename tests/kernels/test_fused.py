@@ -22,8 +22,9 @@ from nanovllm.kernels.linear.skinny_linear import skinny_linear
 from nanovllm.kernels.linear.tiled_linear import Tile, num_splits, tiled_linear
 from nanovllm.layers.norm import rms_norm
 from nanovllm.layers.rope import RotaryEmbedding, apply_rope
-from nanovllm.runner.rows import decode_inputs_reference
-from nanovllm.sampling.sampler import Draws, sample_plain
+from nanovllm.runner.batch import decode_inputs_reference
+from nanovllm.sampling.sampler import sample_plain
+from nanovllm.sampling.state import SamplingMetadata
 
 ON = [
     pytest.param(("cpu", torch.float32), id="interpreter"),
@@ -111,8 +112,10 @@ def test_sample_rows(where: Where, vocab_size: int) -> None:
     state = sampling_state(device, 24)
     logits = 2 * normal(where, 20, vocab_size)
     positions = state["num_prompt_tokens"][rows] + 3
-    draws = Draws(state["temperature"][rows], state["seeds"][rows], positions - state["num_prompt_tokens"][rows])
-    expected = sample_plain(logits, draws)
+    metadata = SamplingMetadata(
+        state["temperature"][rows], state["seeds"][rows], positions - state["num_prompt_tokens"][rows]
+    )
+    expected = sample_plain(logits, metadata)
     tokens = sample_rows(logits, rows, positions, **state)
     assert tokens.tolist() == expected.tolist()
     assert len(set(tokens.tolist())) > 10

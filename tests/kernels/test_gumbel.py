@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.sampling.gumbel import gumbel, random_bits, row_keys
+from nanovllm.sampling.noise import gumbel, random_bits, row_keys
 from nanovllm.sampling_params import derive_seed, mix64
 
 MASK32 = 2**32 - 1
@@ -96,7 +96,7 @@ def test_noise_reaches_far_and_is_never_infinite() -> None:
 @pytest.mark.parametrize("bits", [-1, -2, -128, 0, 1, 2**31 - 1, -(2**31)])
 def test_noise_is_finite_at_both_ends_of_the_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An infinite value would come once in 30 million, and make a greedy row NaN."""
-    monkeypatch.setattr("nanovllm.sampling.gumbel.random_bits", lambda *_: torch.tensor([[bits]], dtype=torch.int32))
+    monkeypatch.setattr("nanovllm.sampling.noise.random_bits", lambda *_: torch.tensor([[bits]], dtype=torch.int32))
     noise = gumbel(torch.tensor([0]), torch.tensor([0]), torch.tensor([0])).item()
     assert -2.9 < noise < 22.2
 

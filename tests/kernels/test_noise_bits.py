@@ -1,4 +1,4 @@
-"""The noise of the sampling kernel, before its logarithms, is that of `sampling/gumbel.py` bit for bit."""
+"""The noise of the sampling kernel, before its logarithms, is that of `sampling/noise.py` bit for bit."""
 
 import pytest
 import torch

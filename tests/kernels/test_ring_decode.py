@@ -23,7 +23,7 @@ pytest.importorskip("triton.experimental.gluon")
 from nanovllm.attention import triton_backend
 from nanovllm.attention.triton_backend import HopperKernels, TritonBackend
 from nanovllm.engine.plan import Scheduled
-from nanovllm.graphs.cuda_graphs import DecodeGraphs
+from nanovllm.graphs.decode_steps import DecodeSteps
 from nanovllm.kernels.attention.paged_decode import DecodeWorkspace, merge_pieces, plan_decode
 from nanovllm.kernels.attention.paged_tile import LOG2_E
 from nanovllm.kernels.hopper import ring_decode as kernels
@@ -180,8 +180,8 @@ def test_tokens_of_a_row_as_decodes_of_their_own(pieces: int) -> None:
 def test_a_recorded_step_has_the_tokens_of_a_row_side_by_side() -> None:
     """The kernel takes what lies before the first of them for old, and before the others nothing."""
     several = [Scheduled(7, 3, 10, 4, True, ()), Scheduled(8, 1, 90, 1, True, ()), Scheduled(9, 2, 0, 3, False, ())]
-    graphs: Any = types.SimpleNamespace(sizes=[256], most_keys=1000)
-    found = DecodeGraphs._tokens(graphs, several, several)
+    graphs: Any = types.SimpleNamespace(sizes=[256], max_several=256, max_keys=1000)
+    found = DecodeSteps._tokens(graphs, several, several)
     assert found == [(3, 10), (3, 11), (3, 12), (3, 13), (1, 90), (2, 0), (2, 1), (2, 2)]
 
 

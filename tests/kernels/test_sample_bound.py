@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.fused import sample
-from nanovllm.sampling.gumbel import random_bits, row_keys
+from nanovllm.sampling.noise import random_bits, row_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = 3 * sample.TILE + 104  # of one program (see `one_part`), which looks at them in vectors of 8

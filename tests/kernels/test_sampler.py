@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.sampling import sampler
-from nanovllm.sampling.sampler import Draws, sample_full, sample_plain
+from nanovllm.sampling.sampler import sample_full, sample_plain
+from nanovllm.sampling.state import SamplingMetadata
 from nanovllm.sampling_params import SamplingParams
 from tests.kernels.sampling import VOCAB, Rows, lively_logits
 
@@ -77,8 +78,8 @@ def test_frequencies_fit_the_known_probabilities_in_a_mixed_batch() -> None:
     for start in range(0, DRAWS, step):
         many = rows.repeat(step)  # the same rows at `step` output positions
         positions = torch.arange(start, start + step).repeat_interleave(len(MIXED))
-        draws = batch.draws(many, indices=positions, seeds=1234 + many)
-        tokens, _ = sample_full(logits[many], draws, many, batch.state, needs)
+        metadata = batch.metadata(many, indices=positions, seeds=1234 + many)
+        tokens, _ = sample_full(logits[many], metadata, many, batch.state, needs)
         counts += torch.zeros_like(counts).index_put_((many, tokens), torch.tensor(1), accumulate=True)
     for row, p in enumerate(MIXED):
         expected = torch.zeros(VOCAB).double()
@@ -93,8 +94,8 @@ def test_frequencies_over_seeds_fit_as_well() -> None:
     """One draw for each of 20,000 neighbouring seeds, as when every request of a service has its own."""
     logits = lively_logits(1)
     seeds = torch.arange(DRAWS)
-    draws = Draws(torch.ones(DRAWS), seeds, torch.zeros(DRAWS, dtype=torch.int64))
-    tokens = sample_plain(logits.expand(DRAWS, -1), draws)
+    metadata = SamplingMetadata(torch.ones(DRAWS), seeds, torch.zeros(DRAWS, dtype=torch.int64))
+    tokens = sample_plain(logits.expand(DRAWS, -1), metadata)
     assert chi_square_is_plausible(tokens.bincount(minlength=VOCAB), logits[0].double().softmax(-1))
 
 
@@ -162,7 +163,7 @@ def test_alone_and_in_a_batch_give_the_same_tokens_and_logprobs() -> None:
         index = torch.arange(len(rows))
         needs = batch.state.needs(index.tolist())
         assert needs is not None
-        tokens, top = sample_full(logits[rows], batch.draws(index), index, batch.state, needs)
+        tokens, top = sample_full(logits[rows], batch.metadata(index), index, batch.state, needs)
         logprobs = top.per_row([params[i].logprobs for i in rows]) if top else [None] * len(rows)
         return list(zip(tokens.tolist(), logprobs, strict=True))
 
@@ -195,9 +196,9 @@ def test_a_large_batch_is_sampled_in_parts(dtype: torch.dtype, monkeypatch: pyte
         batch, rows = Rows(params, history), torch.arange(len(params))
         needs = batch.state.needs(rows.tolist())
         assert needs is not None
-        draws = batch.draws(rows)
+        metadata = batch.metadata(rows)
         with Largest() as largest:
-            tokens, top = sample_full(logits, draws, rows, batch.state, needs)
+            tokens, top = sample_full(logits, metadata, rows, batch.state, needs)
         assert top is not None
         return tokens.tolist(), top.per_row([p.logprobs for p in params]), largest.numel
 
@@ -238,6 +239,6 @@ def test_top_k_keeps_exactly_k_among_equals() -> None:
         needs = batch.state.needs([0])
         assert needs is not None
         tokens, _ = sample_full(
-            logits.expand(n, -1), batch.draws(rows, indices=torch.arange(n)), rows, batch.state, needs
+            logits.expand(n, -1), batch.metadata(rows, indices=torch.arange(n)), rows, batch.state, needs
         )
         assert set(tokens.tolist()) == allowed

@@ -71,7 +71,7 @@ def test_logprobs_are_the_models_own() -> None:
     rows = torch.arange(3)
     needs = batch.state.needs(rows.tolist())
     assert needs is not None
-    tokens, top = sample_full(logits, batch.draws(rows), rows, batch.state, needs)
+    tokens, top = sample_full(logits, batch.metadata(rows), rows, batch.state, needs)
     assert top is not None
     reported = top.per_row([p.logprobs for p in params])
     assert reported[2] is None
@@ -95,7 +95,7 @@ def test_needs_names_only_what_is_asked_for() -> None:
     narrow, wide = state.needs([0, 1]), state.needs([0, 1, 2])
     assert narrow is not None and narrow.num_candidates == 9
     assert wide is not None and wide.num_candidates == VOCAB
-    state.install([1, 2], [SamplingParams()] * 2)  # rows change hands
+    state.install([1, 2], [SamplingParams(seed=0)] * 2, [1, 1])  # rows change hands
     narrow = state.needs([0, 1, 2])
     assert narrow is not None and narrow.num_candidates == 5
     assert state.needs([1, 2]) is None

@@ -12,9 +12,10 @@ pytest.importorskip("triton.experimental.gluon")
 from nanovllm.attention import triton_backend
 from nanovllm.attention.interface import AttentionMetadata
 from nanovllm.attention.triton_backend import HopperKernels, TritonBackend
-from nanovllm.graphs.cuda_graphs import UNRECORDED, batch_sizes
+from nanovllm.graphs.sizes import batch_sizes
 from nanovllm.kernels.attention import paged_decode
 from nanovllm.kernels.hopper import ring_decode, warp_specialized_prefill
+from nanovllm.runner.model_runner import UNRECORDED
 
 Variants = set[tuple[Any, ...]]
 

@@ -13,7 +13,7 @@ from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
 from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
 from nanovllm.kernels.fused.sample import sample_rows
 from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
-from nanovllm.runner import model_runner
+from nanovllm.sampling import sampler
 from tests.weights import lively_qwen3, random_qwen2
 
 CALLS = ["add_rms_norm", "norm_rope_write", "silu_and_mul", "sample_rows"]
@@ -57,6 +57,6 @@ def test_the_kernels_change_no_token(
         return fused
 
     monkeypatch.setattr(kernels, "fused_kernels", for_cpu)
-    monkeypatch.setattr(model_runner, "fused_kernels", for_cpu)
+    monkeypatch.setattr(sampler, "fused_kernels", for_cpu)
     assert tokens(path) == expected
     assert used == set(CALLS) - ({"norm_rope_write"} if head_dim == 24 else set())

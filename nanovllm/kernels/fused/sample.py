@@ -2,7 +2,7 @@
 
 In separate operations the noise alone is read and written a dozen times, 156 MB each time at 256 rows of 151,936. Here
 the logits are read once, in the dtype they have, and nothing else is read or written. A row of temperature 0 computes
-no noise. The noise is that of `sampling/`, bit for bit in its integers; logarithms differ by some 1e-6.
+no noise. The noise is that of `sampling/noise.py`, bit for bit in its integers; logarithms differ by some 1e-6.
 
 The limit here is arithmetic. So a program goes through its part of a row tile by tile, and computes a tile's scores
 only if one of them can be the best so far. A bound that takes a single logarithm tells.

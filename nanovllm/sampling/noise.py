@@ -1,9 +1,9 @@
-"""Noise that is a function of (seed, output index, token id), and of nothing else.
+"""Gumbel noise that is a function of (seed, output index, token id), and of nothing else.
 
-A sampled token is argmax(logit + temperature * noise) with Gumbel noise, which draws from softmax(logit / temperature)
-(Gumbel, 1954; Maddison et al., "A* Sampling", 2014). Because the noise is computed from a counter and not drawn from a
-stream, neither batch nor row nor preemption can change what a request gets, and no generator state is kept anywhere
-(Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011).
+A sampled token is argmax(logit + temperature * noise), which has the distribution softmax(logit / temperature) (Gumbel,
+1954; Maddison et al., "A* Sampling", 2014). The noise is computed from a counter, not taken from a stream. So neither
+batch nor row nor preemption can change what a request gets, and no generator state is kept anywhere (Salmon et al.,
+"Parallel Random Numbers: As Easy as 1, 2, 3", 2011).
 
 The integer arithmetic wraps, and gives the same bits on every device.
 """
@@ -11,10 +11,27 @@ The integer arithmetic wraps, and gives the same bits on every device.
 import torch
 from torch import Tensor
 
+from nanovllm.sampling.state import SamplingMetadata
+
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, as int64
 MIX64 = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 MIX32 = (0x7FEB352D, 0x846CA68B - 2**32)  # Wellons, "Prospecting for Hash Functions", 2018
 LARGEST_BELOW_1 = 1 - 2.0**-24
+
+
+def add_noise(scores: Tensor, metadata: SamplingMetadata, first_id: int = 0) -> Tensor:
+    """scores [N, V] float32 of the tokens from `first_id` on -> scores + temperature * Gumbel noise [N, V]"""
+    if metadata.all_greedy:
+        return scores
+    token_ids = torch.arange(first_id, first_id + scores.shape[1], dtype=torch.int32, device=scores.device)
+    noise = gumbel(metadata.seeds, metadata.indices, token_ids)
+    return noise.mul_(metadata.temperature[:, None]).add_(scores)
+
+
+def choose(scores: Tensor) -> Tensor:
+    """The id of the largest score of each row [N] int64, the lowest among equals; -1 where that score is not finite."""
+    largest, ids = scores.max(-1)
+    return torch.where(largest.isfinite(), ids, -1)
 
 
 def row_keys(seeds: Tensor, indices: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The sampling parameters that only the full tail reads, in the row that a sequence has on the device."""
+"""The sampling parameters of the running sequences, on the device: one row for each sequence."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.runner.rows import to_device
+from nanovllm.pinned import to_device
 from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingMetadata:
+    """What decides the tokens that a step samples, besides their logits. Each of the N tokens has an entry."""
+
+    temperature: Tensor  # [N] float32
+    seeds: Tensor  # [N] int64
+    indices: Tensor  # [N] how many output tokens the sequence had before this token
+    all_greedy: bool = False  # known on the host: no row has a temperature, so that no noise is computed
+
+    def __getitem__(self, part: slice) -> "SamplingMetadata":
+        return SamplingMetadata(self.temperature[part], self.seeds[part], self.indices[part], self.all_greedy)
 
 
 @dataclass(frozen=True)
@@ -16,7 +29,7 @@ class Needs:
     """What some row of a step asks for beyond its temperature. Known on the host, so that the rest is never launched.
 
     num_candidates: how many of the largest logits settle top_k and top_p: the largest top_k where each row that is
-                    ranked has one, else the whole vocabulary; 0 if no row is ranked.
+                    ranked has a top_k, else the whole vocabulary; 0 if no row is ranked.
     num_logprobs:   the largest number of likeliest tokens to report; None if no row wants log-probabilities.
     """
 
@@ -28,21 +41,23 @@ class Needs:
 
 
 class SamplingState:
-    """Parameters of up to R rows; `install` writes them where they change.
+    """Parameters of R rows. `install` writes them when a sequence moves into a row; nothing else changes them.
 
-    token_ids [R, L] and num_prompt_tokens [R] belong to the caller, who keeps them up to date: prompt and output so far
-    are what penalties count.
+    token_ids [R, L] int32 belongs to the caller, who keeps it up to date: penalties count prompt and output so far.
     """
 
-    def __init__(
-        self, token_ids: Tensor, num_prompt_tokens: Tensor, vocab_size: int, eos_token_ids: Iterable[int]
-    ) -> None:
+    def __init__(self, token_ids: Tensor, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         num_rows, device = token_ids.shape[0], token_ids.device
+        self.device = device
         self.token_ids = token_ids
-        self.num_prompt_tokens = num_prompt_tokens
         self.vocab_size = vocab_size
         self.eos_token_ids = set(eos_token_ids)
-        # One tensor of each dtype, so that a new row takes two transfers; the names below are columns of them.
+        # What every step reads
+        self.num_prompt_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)  # [R]
+        self.temperature = torch.zeros(num_rows, device=device)  # [R] float32
+        self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [R]
+        # What only special rows need. One tensor of each dtype, so that a new row takes two transfers; the names below
+        # are columns of them.
         self._floats = torch.zeros(num_rows, 5, device=device)
         self._ints = torch.zeros(num_rows, 2, dtype=torch.int64, device=device)
         self.top_p, self.min_p, self.repetition_penalty, self.presence_penalty, self.frequency_penalty = (
@@ -50,12 +65,15 @@ class SamplingState:
         )
         self.top_k, self.min_tokens = self._ints.unbind(1)  # [R] each; top_k of a row without one is V
         self.stop_ids = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)  # [R, S], wider when needed
-        self.special: dict[int, SamplingParams] = {}  # the rows for which the plain tail is not enough
+        # On the host
+        self.params = [SamplingParams()] * num_rows
+        self.special: dict[int, SamplingParams] = {}  # the rows for which temperature and seed are not enough
 
-    def install(self, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
+    def install(self, rows: Sequence[int], params: Sequence[SamplingParams], num_prompt_tokens: Sequence[int]) -> None:
         """Write the parameters of the sequences that now stand in `rows`."""
         floats, ints = [], []
         for row, p in zip(rows, params, strict=True):
+            self.params[row] = p
             self.special.pop(row, None)
             if self._is_special(p):
                 self.special[row] = p
@@ -63,12 +81,15 @@ class SamplingState:
             ints.append((self._top_k(p), p.min_tokens))
             if p.min_tokens:
                 self._install_stop_ids(row, sorted(self.eos_token_ids | set(p.stop_token_ids)))
-        index = to_device(np.array(rows, dtype=np.int64), self.token_ids.device)
-        self._floats[index] = to_device(np.array(floats, dtype=np.float32), self.token_ids.device)
-        self._ints[index] = to_device(np.array(ints, dtype=np.int64), self.token_ids.device)
+        index = to_device(np.array(rows, dtype=np.int64), self.device)
+        self.num_prompt_tokens[index] = to_device(np.array(num_prompt_tokens, dtype=np.int32), self.device)
+        self.temperature[index] = to_device(np.array([p.temperature for p in params], dtype=np.float32), self.device)
+        self.seed[index] = to_device(np.array([p.seed for p in params], dtype=np.int64), self.device)
+        self._floats[index] = to_device(np.array(floats, dtype=np.float32), self.device)
+        self._ints[index] = to_device(np.array(ints, dtype=np.int64), self.device)
 
     def needs(self, rows: Iterable[int]) -> Needs | None:
-        """What the full tail has to do for these rows; None if the plain tail does for all of them."""
+        """What these rows ask for beyond temperature and seed; None if none of them asks for anything."""
         special = [self.special[row] for row in rows if row in self.special] if self.special else []
         if not special:
             return None
@@ -80,6 +101,18 @@ class SamplingState:
             num_candidates=max(ranked, default=0),
             num_logprobs=max((p.logprobs for p in special if p.logprobs is not None), default=None),
         )
+
+    def all_greedy(self, rows: Iterable[int]) -> bool:
+        return all(self.params[row].temperature == 0 for row in rows)
+
+    def metadata(self, rows: Tensor, positions: Tensor, all_greedy: bool = False) -> SamplingMetadata:
+        """Of the tokens that go to `positions` [N] of `rows` [N]."""
+        indices = positions - self.num_prompt_tokens[rows]
+        return SamplingMetadata(self.temperature[rows], self.seed[rows], indices, all_greedy)
+
+    def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+        """Put sampled tokens [N] where the next step reads them; the -1 of a bad row as 0, which has an embedding."""
+        self.token_ids[rows, positions] = token_ids.clamp(min=0).int()
 
     def _top_k(self, p: SamplingParams) -> int:
         return min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size
@@ -102,7 +135,7 @@ class SamplingState:
             wider = self.stop_ids[:, :1].expand(-1, len(ids) - self.stop_ids.shape[1])
             self.stop_ids = torch.cat((self.stop_ids, wider), dim=1)
         padded = ids + ids[:1] * (self.stop_ids.shape[1] - len(ids))  # naming an id twice does no harm
-        self.stop_ids[row] = to_device(np.array(padded, dtype=np.int64), self.token_ids.device)
+        self.stop_ids[row] = to_device(np.array(padded, dtype=np.int64), self.device)
 
 
 def has_penalties(p: SamplingParams) -> bool:

@@ -1,0 +1,81 @@
+"""Steps with prompts, recorded for a ladder of numbers of tokens, and replayed.
+
+The kernels of a large step take longer than their launches; with a small model only from thousands of tokens on. Below
+that such a step is replayed like a decode step (see `decode_steps.py`). How its tokens are shared among its sequences
+changes from step to step. So all sequences, decodes too, go through the prefill kernel, whose grid serves any way
+to share them. A step that is smaller than its recording is padded: the missing tokens are one sequence of the
+scratch row, and the missing sequences have no tokens.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nanovllm.engine.plan import Scheduled
+from nanovllm.graphs.recorder import Recorder, Step
+from nanovllm.graphs.sizes import StepSizes
+from nanovllm.pinned import host_buffers
+from nanovllm.sampling.sampler import Sampled
+
+# The numbers that say what a step computes, as `runner/batch.py` has them: row and position [T] of each token; row [S],
+# first token [S + 1] and context length [S] of each sequence; and of each token to sample [N], the token whose logits
+# choose it, its row and its position.
+Pack = Callable[[Sequence[Scheduled]], list[npt.NDArray[Any]]]
+# What is recorded: from these numbers, int32 on the device, to what the step sampled.
+PromptStep = Callable[[Sequence[Tensor]], Sampled]
+
+
+class PromptSteps:
+    """A recording for each size T of `sizes.prompts`, with S = `sizes.max_sequences` sequences and as many samples.
+
+    token_ids, copies: as of `DecodeSteps`.
+    """
+
+    def __init__(
+        self, sizes: StepSizes, token_ids: Tensor, pack: Pack, step: PromptStep, recorder: Recorder, copies: int
+    ) -> None:
+        self.sizes, self.max_sequences, self.pack = sizes.prompts, sizes.max_sequences, pack
+        self.scratch_row, device = len(token_ids) - 1, token_ids.device
+        length = sum(self._widths(max(self.sizes, default=0)))
+        self._numbers = torch.zeros(length, dtype=torch.int32, device=device)  # of any size
+        self._host = host_buffers(length, copies, device)
+        self._replays: dict[int, Step] = {}
+        for size in self.sizes[::-1]:  # the largest first, as in `DecodeSteps`
+            self._load(size, [])
+            widths = self._widths(size)
+            parts = self._numbers[: sum(widths)].split(widths)
+            self._replays[size] = recorder(partial(step, parts))
+
+    def _widths(self, size: int) -> list[int]:
+        """The lengths of a recording's numbers, in the order of `Pack`."""
+        return [size, size, self.max_sequences, self.max_sequences + 1, *[self.max_sequences] * 4]
+
+    def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
+        """Compute this work, if there is a recording that has room for it; else None, and nothing is done."""
+        num_tokens = sum(s.num_tokens for s in scheduled)
+        num_sampled = sum(len(s.guesses) + 1 for s in scheduled if s.sample)
+        if not self.sizes or num_tokens > self.sizes[-1]:
+            return None
+        if max(num_sampled, len(scheduled) + 1) > self.max_sequences:
+            return None
+        size = self.sizes[bisect_left(self.sizes, num_tokens)]
+        self._load(size, scheduled)
+        return self._replays[size]().at(slice(num_sampled))
+
+    def _load(self, size: int, scheduled: Sequence[Scheduled]) -> None:
+        """Send a step's numbers to the device, in one copy."""
+        missing = size - sum(s.num_tokens for s in scheduled)
+        padding = [Scheduled(-1, self.scratch_row, 0, missing, sample=False, new_blocks=())] if missing else []
+        widths = self._widths(size)
+        host = next(self._host)[: sum(widths)]
+        # A missing sequence begins behind the last token; a missing sample is one of the scratch row.
+        fills = [0, 0, self.scratch_row, size, 1, 0, self.scratch_row, 0]
+        for part, place, fill in zip(self.pack([*scheduled, *padding]), host.split(widths), fills, strict=True):
+            array = place.numpy()
+            array[: len(part)], array[len(part) :] = part, fill
+        self._numbers[: len(host)].copy_(host, non_blocking=True)

@@ -1,0 +1,37 @@
+"""Makes a step replayable: a CUDA graph on a GPU, and the step itself where there is no GPU."""
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.sampling.sampler import Sampled
+
+Step = Callable[[], Sampled]
+# Returns what runs the step again. Every replay overwrites the tensors that the first one returned.
+Recorder = Callable[[Step], Step]
+
+
+class CudaGraphRecorder:
+    """Records into CUDA graphs that share one memory pool: they never run at the same time. Adds each to `recorded`."""
+
+    def __init__(self, recorded: list[torch.cuda.CUDAGraph] | None = None) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.recorded = [] if recorded is None else recorded
+
+    def __call__(self, step: Step) -> Step:
+        step()  # compiles kernels and lets libraries set themselves up, which a recording must not contain
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            outputs = step()
+        self.recorded.append(graph)
+
+        def replay() -> Sampled:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+def record_nothing(step: Step) -> Step:
+    """A recorder for tests without a GPU: a replay runs the step anew."""
+    return step

@@ -1,0 +1,70 @@
+"""Which steps are recorded: those that are launched more slowly than they are computed."""
+
+from dataclasses import dataclass
+
+from nanovllm.config import EngineConfig
+from nanovllm.models.config import ModelConfig
+
+# Tokens of a decode recording in which a sequence has several, and bytes of keys and values that they may read of a
+# layer, each token by itself. On an H200 that many bytes take a quarter of a millisecond, and launching a layer a third
+# (README.md: a token at batch 1 without CUDA graphs, by 28 layers). A larger step is for `prompt_steps.py`, or launched
+# kernel by kernel, which is slower even on an H200 (docs/speculation.md).
+MAX_REPLAYED = 256
+MAX_READ = 2**30
+# Tokens of the recordings with prompts
+PROMPT_SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))
+# Of a recording with prompts, one of them the padding; and how many tokens it samples, one behind every guess included.
+# Each place costs a little even if it is empty
+MAX_SEQUENCES = 64
+# Operations that an H200 does, at its measured rate for large products, in about the time that launching a layer kernel
+# by kernel takes: a third of a millisecond
+OPERATIONS_WHILE_LAUNCHING = 2 * 10**11
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The recordings of one model, by their numbers of tokens, ascending."""
+
+    decodes: list[int]  # every token is a decode of its own
+    prompts: list[int]  # the tokens are shared among sequences in any way; may be empty
+    max_several: int  # tokens that a step may have for a decode recording if a sequence has several of them
+    max_keys: int  # keys that the tokens of such sequences may read together, each token by itself
+    max_sequences: int  # of a recording with prompts, and how many tokens it samples
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits of the largest recording."""
+        return max(self.decodes[-1], self.max_sequences)
+
+
+def step_sizes(config: EngineConfig, model: ModelConfig) -> StepSizes:
+    """For the target: decodes, guesses to verify, and prompts. `model` is this rank's share."""
+    key_bytes = 2 * model.num_key_value_heads * model.head_dim * model.dtype.itemsize
+    max_sampled = 1 if config.speculation is None else 1 + config.speculation.k  # tokens of each sequence
+    num_decodes = max(config.max_num_seqs, min(config.max_num_seqs * max_sampled, MAX_REPLAYED))
+    decodes = batch_sizes(num_decodes, min(MAX_REPLAYED, config.max_num_batched_tokens))
+    return StepSizes(decodes, prompt_sizes(config, model), MAX_REPLAYED, MAX_READ // key_bytes, MAX_SEQUENCES)
+
+
+def draft_sizes(config: EngineConfig) -> StepSizes:
+    """For a draft model: decodes of one token per sequence."""
+    return StepSizes(batch_sizes(config.max_num_seqs, 0), [], max_several=0, max_keys=0, max_sequences=0)
+
+
+def batch_sizes(num_decodes: int, largest: int) -> list[int]:
+    """Dense up to `num_decodes`, where padding would cost most; then, for steps in which a sequence has several tokens,
+    doubled up to `largest`."""
+    sizes = [1, 2, 4, *range(8, min(num_decodes, 256), 8), *range(256, num_decodes, 16)]
+    sizes = [*(s for s in sizes if s < num_decodes), num_decodes]
+    while sizes[-1] < largest:
+        sizes.append(min(2 * sizes[-1], largest))
+    return sizes
+
+
+def prompt_sizes(config: EngineConfig, model: ModelConfig) -> list[int]:
+    """Those of `PROMPT_SIZES` up to where computing takes longer than launching. `model` is this rank's share."""
+    assert config.max_model_len is not None
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    weights = model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)  # of a layer
+    max_tokens = min(config.max_num_batched_tokens, config.max_model_len, OPERATIONS_WHILE_LAUNCHING // (2 * weights))
+    return [size for size in PROMPT_SIZES if size <= max_tokens]

@@ -1,0 +1,59 @@
+"""What a step sampled, on its way to the host."""
+
+import torch
+from torch import Tensor
+
+from nanovllm.engine.plan import TokenLogprobs
+from nanovllm.sampling.logprobs import TopLogprobs
+
+
+class StepOutput:
+    """The tokens of a step. Whoever reads them waits until the step is done and they are copied.
+
+    token_ids [N] int64: of each sequence one token for every guess and one more. guesses [N] int64: what had been
+    guessed there, None if nobody guesses. num_sampled: how many of the N tokens each sequence has. wanted: how many
+    likeliest tokens each sequence asked for, None for none; only looked at if there are log-probabilities.
+    """
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        guesses: Tensor | None,
+        num_sampled: list[int],
+        logprobs: TopLogprobs | None,
+        wanted: list[int | None],
+    ) -> None:
+        self.num_sampled, self.wanted = num_sampled, wanted
+        self.ready: torch.cuda.Event | None = None
+        self.token_ids, self.guesses, self.logprobs = token_ids, guesses, logprobs
+        if token_ids.is_cuda:
+            self.token_ids = token_ids.to("cpu", non_blocking=True)
+            self.guesses = guesses.to("cpu", non_blocking=True) if guesses is not None else None
+            self.logprobs = logprobs.to("cpu", non_blocking=True) if logprobs is not None else None
+            self.ready = torch.cuda.Event()
+            self.ready.record()
+
+    def read(self) -> list[tuple[list[int], list[TokenLogprobs] | None]]:
+        """The new tokens of the step's sequences in order, up to the first that is not what was guessed, -1 for a bad
+        row; and log-probabilities where wanted."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        token_ids = self.token_ids.tolist()
+        if self.guesses is None and self.logprobs is None:  # almost always: one token each
+            return [([token], None) for token in token_ids]
+        guesses = token_ids if self.guesses is None else self.guesses.tolist()
+        of_token: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if self.logprobs is not None:
+            of_token = self.logprobs.per_row(
+                [n for n, times in zip(self.wanted, self.num_sampled, strict=True) for _ in range(times)]
+            )
+        found: list[tuple[list[int], list[TokenLogprobs] | None]] = []
+        first = 0
+        for num_sampled in self.num_sampled:
+            last = first
+            while last < first + num_sampled - 1 and token_ids[last] == guesses[last]:
+                last += 1
+            logprobs = [row for row in of_token[first : last + 1] if row is not None]
+            found.append((token_ids[first : last + 1], logprobs or None))
+            first += num_sampled
+        return found
