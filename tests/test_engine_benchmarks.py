@@ -17,7 +17,6 @@ from benchmarks.engine import (
     ablations,
     check,
     engine_cpu,
-    engine_figure,
     engine_harness,
     engine_report,
     engine_worker,
@@ -282,16 +281,6 @@ def test_the_engines_table_has_vllm_and_the_spread(recorded: Path, tmp_path: Pat
     (tmp_path / "throughput.h100.json").write_text(json.dumps(result))
     lines = engine_report.engine_table("h100", tmp_path)
     assert "| throughput (tokens/s) | 300 (290 to 310) | 150 | 2.00× |" in lines
-
-
-def test_the_picture_is_drawn_from_the_results(recorded: Path, tmp_path: Path) -> None:
-    found = engine_report.read(["throughput.h100", "latency.h100"], recorded)
-    pictures = [tmp_path / "figures" / "engine.png", tmp_path / "again.png", tmp_path / "slower.png"]
-    for path, ms in zip(pictures, (10.0, 10.0, 20.0), strict=True):
-        found["latency"]["figures"][0]["values"]["nanovllm"] = {"median": ms, "min": ms - 1, "max": ms + 1}
-        engine_figure.draw(found, path)
-    first, again, slower = (path.read_bytes() for path in pictures)
-    assert first == again != slower
 
 
 def test_the_check_compares_the_engine_too(

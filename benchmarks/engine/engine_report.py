@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +90,8 @@ def engine_table(card: str, directory: Path) -> list[str]:
     return [*lines, "", origin(results)]
 
 
-def ablations_table(card: str, directory: Path, name: str = "ablations") -> list[str]:
-    results = read([f"{name}.{card}"], directory)
+def ablations_table(card: str, directory: Path) -> list[str]:
+    results = read([f"ablations.{card}"], directory)
     if not results:
         return []
     [result] = results.values()
@@ -201,7 +200,6 @@ def speculation_table(card: str, directory: Path) -> list[str]:
 TABLES: dict[str, Callable[[str, Path], list[str]]] = {
     "engine": engine_table,
     "ablations": ablations_table,
-    "ablations_before": partial(ablations_table, name="ablations_before"),
     "prefix": whole_table("prefix"),
     "mixed": whole_table("mixed"),
     "phases": phases_table,

@@ -15,11 +15,10 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import decode_step_report, engine_report, tensor_parallel_report
+from benchmarks.engine import engine_report, tensor_parallel_report
 from benchmarks.kernels import kernels_report, linears_report
 from benchmarks.lib import wording
 from benchmarks.lib.harness import RESULTS, ROOT, gain
@@ -28,14 +27,9 @@ from stages.manifest import load_stages
 
 ENGINE_TABLES = engine_report.TABLES | {
     "tensor_parallel": tensor_parallel_report.table,
-    "all_reduce_symmetric": partial(tensor_parallel_report.table, name="all_reduce_symmetric", only_sums=True),
     "serving": serving_report.table,
-    "decode_step": decode_step_report.table,
-    "half_batches": partial(decode_step_report.table, name="half_batches"),
     "kernels": kernels_report.table,
     "linears": linears_report.table,
-    "merge_inside": partial(decode_step_report.table, name="merge_inside"),
-    "ring_decode": partial(decode_step_report.table, name="ring_decode"),
 }
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
 
