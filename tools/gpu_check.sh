@@ -63,7 +63,7 @@ if [ -n "${KERNELS:-}" ]; then
 import json, sys
 from benchmarks.lib.harness import card_slug
 print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || exit 1
-  "$python" -m benchmarks.kernels.kernels --out "$out/kernels.$card.json" || status=1
+  "$python" -m benchmarks.kernels.attention --out "$out/kernels.$card.json" || status=1
   "$python" -m benchmarks.kernels.linears --out "$out/linears.$card.json" --commit "$commit" || status=1
 fi
 for benchmark in ${BENCHMARKS:-}; do

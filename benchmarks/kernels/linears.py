@@ -26,6 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.lib import harness, tables
+from benchmarks.lib.process import facts
+
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.few_tokens import EarlyTile
 
@@ -37,6 +40,7 @@ SHAPES = {
     "8B on 4 ranks": (4096, 8, 2, 3072),
 }
 TOKENS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+SHOWN_TOKENS = (1, 16, 32, 64, 128, 256)  # in the table
 AT_LEAST = 400e6  # bytes of weights, all layers together: several times what a cache holds
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -129,23 +133,6 @@ def measure(shapes: list[str], tokens: list[int], sweep: bool) -> Iterator[dict[
                     yield row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """For each layer and number of tokens: the library, the engine's choices, and the best with its name."""
-    found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if "microseconds" in row:
-            where = f"{row['shape']:<13} {row['layer']:<12} {row['tokens']:>6}"
-            found.setdefault(where, {})[row["layout"]] = row["microseconds"]
-    lines = [f"{'shape':<13} {'layer':<12} tokens  library  any GPU   chosen     best"]
-    for where, times in found.items():
-        # What the engine leaves to the library, it has chosen as well.
-        library = times.get("library", float("nan"))
-        figures = library, times.get("any GPU", library), times.get("chosen", library), min(times.values())
-        best = min(times, key=lambda layout: times[layout])
-        lines.append(where + "".join(f"{figure:9.2f}" for figure in figures) + f"  {best}")
-    return "\n".join(lines)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.linears", description=(__doc__ or "").split("\n")[0]
@@ -159,10 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("benchmarks.kernels.linears measures a GPU, and this machine has none", file=sys.stderr)
         return 2
-    from benchmarks.lib.harness import commit
-    from benchmarks.lib.worker import facts
-
-    tested = {"hash": options.commit, "modified": False} if options.commit else commit()
+    tested = harness.commit(told=options.commit)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for row in measure(options.shape or list(SHAPES), options.tokens or list(TOKENS), options.sweep):
@@ -175,8 +159,36 @@ def main(arguments: list[str] | None = None) -> int:
             # A run that is cut short keeps its rows.
             result = {"machine": facts("cuda"), "commit": tested, "rows": rows}
             options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print("\n" + table(rows))
     return 0
+
+
+def table(card: str, directory: Path) -> list[str]:
+    """A row for each layer, a column for some numbers of tokens: the library, the best of our kernels that run on any
+    GPU ("–": none was asked), and the best of what was then chosen and of other layouts of `early_linear`. Nothing
+    without a record."""
+    results = tables.find(("linears",), card, directory)
+    if not results:
+        return []
+    result = results["linears"]
+    times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for row in result["rows"]:
+        if "microseconds" in row:
+            by_tokens = times.setdefault((row["shape"], row["layer"]), {})
+            by_tokens.setdefault(row["tokens"], {})[row["layout"]] = row["microseconds"]
+    lines = tables.head("layer, by tokens", *map(str, SHOWN_TOKENS))
+    for (shape, layer), by_tokens in times.items():
+        cells = [cell(by_tokens[n]) if n in by_tokens else "–" for n in SHOWN_TOKENS]
+        lines.append(tables.row(f"{shape}: `{layer}`", *cells))
+    where = f"{result['machine']['device']}, {tables.versions(result, 'torch')}; commit {tables.commit(result)}"
+    told = "Microseconds: the library / ours for any GPU / the best of what was then chosen and of `early_linear`"
+    return [*lines, "", f"{told}; sums of parts included. Measured on {where}."]
+
+
+def cell(by_layout: dict[str, float]) -> str:
+    of_any = by_layout.get("any GPU")
+    best = min(time for layout, time in by_layout.items() if layout.startswith("early ") or layout == "chosen")
+    shown = [by_layout["library"], None if of_any == by_layout["library"] else of_any, best]
+    return " / ".join("–" if time is None else f"{time:.1f}" for time in shown)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks.lib import harness, wording
+from benchmarks.lib import harness, tables
 from benchmarks.stages.showcases import ladder
 from benchmarks.stages.stage_bench import add_options, measure, vocab_size
 from tools.ctrl_c import until_ctrl_c
@@ -32,7 +30,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure = next(f for f in result["figures"] if f["key"] == "throughput")
-    titles = wording.contender_titles()
+    titles = tables.contender_titles()
     values = figure["values"]
     labels = [titles.get(name, name) for name in values]
     medians = [value["median"] for value in values.values()]
@@ -45,7 +43,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.barh(labels, medians, xerr=[below, above], color=colours, edgecolor="black", ecolor="black", capsize=5)
         for row, (median, upper) in enumerate(zip(medians, above, strict=True)):
             axes.annotate(
-                wording.number(median, "tokens/s"),
+                tables.number(median, "tokens/s"),
                 (median + upper, row),
                 (8, 0),
                 textcoords="offset points",
@@ -53,7 +51,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             )
         axes.invert_yaxis()
         axes.set_xlim(0, 1.18 * max(m + a for m, a in zip(medians, above, strict=True)))
-        axes.set_xlabel(f"output {figure['unit']} (median of {rounds(result)} rounds)")
+        axes.set_xlabel(f"output {figure['unit']} (median of {tables.num_rounds(result)} rounds)")
         axes.spines[["top", "right"]].set_visible(False)
         path.parent.mkdir(parents=True, exist_ok=True)
         # No version of matplotlib in the file, so that drawing the same result again gives the same bytes
@@ -61,16 +59,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
         plt.close(canvas)
 
 
-def rounds(result: dict[str, Any]) -> int:
-    return len({record["round"] for record in result["rounds"]})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="One workload through every stage and Hugging Face.")
     add_options(parser)
     parser.add_argument("--figure", type=Path, default=FIGURE, help="where the picture goes")
     options = parser.parse_args()
-    result = measure(ladder(vocab_size(options.model), options.quick), options, Console())
+    result = measure(ladder(vocab_size(options.model), options.quick), options)
     draw(result, options.figure)
 
 

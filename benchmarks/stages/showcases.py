@@ -6,9 +6,13 @@ the figures then mean nothing.
 
 from __future__ import annotations
 
-from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, hf_contender, metric, stage_contender
+from dataclasses import replace
+
+import torch
+
+from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, metric
 from benchmarks.lib.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
-from benchmarks.stages.showcase_ranks import tensor_parallel
+from benchmarks.stages.runners import hf_contender, stage_contender
 
 HF = "HF generate"
 HF_BATCH = "HF padded batch"
@@ -37,7 +41,6 @@ def naive(vocab_size: int, quick: bool = False) -> Showcase:
             for name, n in zip(names, prompts, strict=True)
         ],
         headline=f"ms_{prompts[-1]}",
-        shown=tuple(f"ms_{n}" for n in prompts),
         contender="stage 1",
         rival=without_cache,
     )
@@ -99,7 +102,6 @@ def paged_blocks(vocab_size: int, quick: bool = False) -> Showcase:
                 "equal", "equal lengths, memory for all", "tokens/s", "higher", metric("equal", "tokens_per_second")
             ),
         ],
-        headline="at_once",
         shown=("at_once", "waste", "mixed"),
         contender="stage 3",
         rival="stage 2",
@@ -137,7 +139,6 @@ def prefix_caching(vocab_size: int, quick: bool = False) -> Showcase:
                 metric("unrelated", "tokens_per_second"),
             ),
         ],
-        headline="turns",
         shown=("turns", "call", "slots"),
         contender="stage 4",
         rival="stage 3",
@@ -183,11 +184,17 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
             Figure("survived", "tokens unchanged there", "yes/no", "higher", survived),
             Figure("even", "equal lengths", "tokens/s", "higher", metric("even", "tokens_per_second")),
         ],
-        headline="mixed",
         shown=("mixed", "tiny"),
         contender="stage 5",
         rival="stage 4",
     )
+
+
+def decode_steps(batches: tuple[int, ...]) -> list[Figure]:
+    return [
+        Figure(f"decode_{n}", f"decode step, batch {n}", "ms", "lower", metric(f"batch {n}", "decode_ms"))
+        for n in batches
+    ]
 
 
 def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
@@ -195,10 +202,8 @@ def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
     batches, prompt, tokens = ((1, 3), 8, 4) if quick else ((1, 8, 64), 64, 32)
     contenders = [stage_contender(5), stage_contender(6), hf_contender(HF, batch=True)]
     if not quick:
-        stage_5_kernel = {"kind": "stage", "number": 5, "options": {"attention": "triton"}}
-        compiled = {"kind": "stage", "number": 6, "options": {"compile": True}}
-        contenders.append(Contender("stage 6 compiled", compiled))
-        contenders.append(Contender("stage 5 with the kernel", stage_5_kernel, only=("batch 1",)))
+        contenders.append(stage_contender(6, name="stage 6 compiled", compile=True))
+        contenders.append(stage_contender(5, only=("batch 1",), name="stage 5 with the kernel", attention="triton"))
     return Showcase(
         name="stage_6",
         title="Time of a decode step",
@@ -208,15 +213,44 @@ def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
             Scenario(f"batch {n}", [make_requests([(prompt, tokens)] * n, vocab_size, seed=n)], max_num_seqs=n)
             for n in batches
         ],
-        figures=[
-            Figure(f"decode_{n}", f"decode step, batch {n}", "ms", "lower", metric(f"batch {n}", "decode_ms"))
-            for n in batches
-        ],
-        headline="decode_1",
-        shown=tuple(f"decode_{n}" for n in batches),
+        figures=decode_steps(batches),
         contender="stage 6",
         rival="stage 5",
         notes=["stage 5 gathers keys and values; on a GPU stage 6 reads them by the Triton kernel, as stage 5 can"],
+    )
+
+
+def ranks_contender(ranks: int) -> Contender:
+    name = f"stage 7, {ranks} rank{'s' if ranks > 1 else ''}"
+    return stage_contender(7, name=name, tensor_parallel_size=ranks)
+
+
+def tensor_parallel(vocab_size: int, quick: bool = False) -> Showcase:
+    batches, prompt, tokens = ((1, 3), 8, 4) if quick else ((1, 8), 64, 32)
+    ranks = (1, 2) if quick else (1, 2, 4)
+    return Showcase(
+        name="stage_7",
+        title="Memory and time of a rank",
+        workload=f"{' or '.join(map(str, batches))} requests at once, {prompt} prompt tokens and {tokens} to generate",
+        contenders=[stage_contender(5), *map(ranks_contender, ranks), hf_contender(HF, batch=True)],
+        scenarios=[
+            Scenario(
+                f"batch {n}",
+                [make_requests([(prompt, tokens)] * n, vocab_size, seed=n)],
+                max_num_seqs=n,
+                several_processes=True,
+            )
+            for n in batches
+        ],
+        figures=[
+            Figure("weights", "weights a rank", "MiB", "lower", metric("batch 1", "weights_mib")),
+            Figure("kv", "KV memory a rank", "MiB", "lower", metric("batch 1", "kv_mib")),
+            *decode_steps(batches),
+        ],
+        shown=("weights", f"decode_{batches[0]}", f"decode_{batches[1]}"),
+        contender="stage 7, 2 ranks",
+        rival="stage 5",
+        notes=["on a CPU the ranks share the same cores, so all that they gain is memory; on GPUs each has its own"],
     )
 
 
@@ -247,7 +281,6 @@ def ladder(vocab_size: int, quick: bool = False) -> Showcase:
             Figure("ttft", "time to first token", "ms", "lower", metric("ladder", "ttft_ms")),
             Figure("at_once", "sequences at once", "", "higher", metric("ladder", "most_at_once")),
         ],
-        headline="throughput",
         shown=("throughput",),
         contender="stage 5",
         rival="stage 1",
@@ -265,3 +298,12 @@ SHOWCASES = {
 }
 # Showcases that say something on a GPU only, and the shape of the model that they are recorded with (benchmarks/shapes)
 NEED_A_GPU = {6: "Qwen3-0.6B"}
+
+
+def within_reach(showcase: Showcase, device: str) -> Showcase:
+    """Without the contenders that want more GPUs than there are."""
+    if not device.startswith("cuda"):
+        return showcase
+    found = torch.cuda.device_count()
+    kept = [c for c in showcase.contenders if c.spec.get("options", {}).get("tensor_parallel_size", 1) <= found]
+    return replace(showcase, contenders=kept)

@@ -55,7 +55,7 @@ class Recording:
 @dataclass(frozen=True)
 class About:
     made: str  # ISO date
-    machine: dict[str, Any]  # `benchmarks.lib.worker.facts`
+    machine: dict[str, Any]  # `benchmarks.lib.process.facts`
     commit: dict[str, Any]
     model: str
     together: bool  # all engines at once, sharing the machine

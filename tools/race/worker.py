@@ -17,8 +17,8 @@ from typing import Any, Protocol, TextIO
 
 import torch
 
+from benchmarks.lib.process import facts, synchronize
 from benchmarks.lib.recorder import CLOCKS, ClockName
-from benchmarks.lib.worker import facts, synchronize
 from stages.manifest import Stage, load_stage
 from tools.race.workload import BLOCK_SIZE, NANOVLLM, Workload
 

@@ -1,7 +1,7 @@
-"""Kernels against what the GPU can do: GB/s of KV read in decode, TFLOP/s in prefill, as shares of the measured limits.
+"""Attention against what the GPU can do: GB/s of KV read in decode, TFLOP/s in prefill, as shares of the limits.
 
-    python -m benchmarks.kernels.kernels --out kernels.json
-    python -m benchmarks.kernels.kernels --out sweep.json --decode 64,4,3,3 --ring 32,4,3,1,160 --prefill 128,64,8,3
+    python -m benchmarks.kernels.attention --out kernels.json
+    python -m benchmarks.kernels.attention --out sweep.json --decode 64,4,3,3 --ring 32,4,3,1,160 --prefill 128,64,8,3
 
 Shape: 16 query heads, 8 KV heads, head_dim 128, bf16. A layout of the decode kernel is keys,warps,stages,programs a
 multiprocessor; of the decode kernel for Hopper, the ring: keys,heads,stages,programs a multiprocessor, and perhaps
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib import harness, tables
+
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
 SCALE = HEAD_DIM**-0.5
 L2_FLUSH = 256 * 2**20  # bytes of KV between two readings of the same: more than any cache holds
@@ -30,6 +32,7 @@ DECODE_LAYOUTS = [
     (64, 4, 3, 3), (64, 4, 2, 3), (64, 4, 5, 3), (64, 4, 5, 2), (64, 8, 3, 2), (64, 4, 3, 4),
     (32, 4, 3, 4), (32, 4, 5, 4), (32, 2, 3, 5), (128, 4, 3, 2), (128, 8, 3, 1), (128, 8, 5, 1),
 ]  # fmt: skip
+NAMES = {"triton": "ours", "flash_attn": "flash-attn"}  # in the table
 RING_LAYOUTS = [(32, 4, 3, 1, 160), (32, 4, 3, 1), (16, 4, 2, 2, 112), (16, 8, 2, 1, 128)]
 PREFILL_LAYOUTS = [
     (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (64, 64, 4, 3), (64, 128, 4, 3),
@@ -211,20 +214,20 @@ def show(row: dict[str, Any], limits: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.kernels", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.kernels.attention", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--decode", type=layout(4), action="append", metavar="KEYS,WARPS,STAGES,PROGRAMS")
     parser.add_argument("--ring", type=layout(4, 5), action="append", metavar="KEYS,HEADS,STAGES,PROGRAMS[,REGISTERS]")
     parser.add_argument("--prefill", type=layout(4, 6), action="append", metavar="ROWS,KEYS,WARPS,STAGES[,1,REGISTERS]")
+    parser.add_argument("--commit", help="the commit that is measured, where there is no git")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks.kernels.kernels measures a GPU, and this machine has none", file=sys.stderr)
+        print("benchmarks.kernels.attention measures a GPU, and this machine has none", file=sys.stderr)
         return 2
     import triton
 
     from benchmarks.kernels.ceilings import matmul_rate, read_bandwidth
-    from benchmarks.lib.harness import commit
     from nanovllm.kernels.attention.paged_decode import decode_config
     from nanovllm.kernels.attention.paged_prefill import prefill_config
     from nanovllm.kernels.hopper.ring_layout import ring_layout
@@ -240,7 +243,7 @@ def main() -> int:
     result = {
         "card": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "commit": commit(),
+        "commit": harness.commit(told=arguments.commit),
         "layouts_in_use": {
             "decode": astuple(decode_config(HEAD_DIM, 2)),
             "ring decode": None if ring is None else astuple(ring),
@@ -273,6 +276,40 @@ def main() -> int:
         for each, problem in product(layouts or [], shown):
             record(by_layout(kind, each, problem))
     return 0
+
+
+def table(card: str, directory: Path) -> list[str]:
+    """A row for each problem: our kernels and flash-attn, beside what the card can do."""
+    results = tables.find(("kernels",), card, directory)
+    if not results:
+        return []
+    result = results["kernels"]
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}  # by problem and size of a block, then by kernel
+    for row in result["rows"]:
+        if row["kernel"] in NAMES and "microseconds" in row:
+            found.setdefault((row["problem"], row["block_size"]), {})[row["kernel"]] = row
+    columns = [f"{name} {of}" for name in NAMES.values() for of in ("(us)", "of the limit")]
+    lines = tables.head("attention of a layer", "blocks of", *columns)
+    for (problem, block_size), rows in found.items():
+        cells = [text for kernel in NAMES for text in cells_of(rows.get(kernel))]
+        lines.append(tables.row(problem, str(block_size), *cells))
+    limits, versions = result["limits"], ", ".join(f"{n} {result['versions'][n]}" for n in ("torch", "triton"))
+    read, multiplied = limits["read"]["bytes_per_second"] / 1e9, limits["matmul"]["operations_per_second"] / 1e12
+    return [
+        *lines,
+        "",
+        f"16 query heads, 8 KV heads, head_dim 128, bf16. The limit is {read:,.0f} GB/s for decodes and "
+        f"{multiplied:.0f} TFLOP/s for the others. Measured on {result['card']}, {versions}; commit "
+        f"{tables.commit(result)}.",
+    ]
+
+
+def cells_of(row: dict[str, Any] | None) -> tuple[str, str]:
+    if row is None:
+        return "–", "–"
+    decodes = row["problem"].startswith("decode")
+    rate = f"{row['gb_per_second']:,.0f} GB/s" if decodes else f"{row['tflop_per_second']:.0f} TFLOP/s"
+    return f"{row['microseconds']:.1f}", f"{rate}, {100 * row['share_of_limit']:.0f}%"
 
 
 if __name__ == "__main__":
