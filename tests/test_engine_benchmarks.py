@@ -78,7 +78,7 @@ def run_command(name: str, module: ModuleType, model: Path, directory: Path, pat
         command += ["--only", ablations.BASE, "--only", "no prefix cache", "--only", "flash_attn"]
     patch.setattr(sys, "argv", command)
     if name == "throughput":
-        assert not throughput.compare(throughput.parse()).failures
+        assert not throughput.compare(throughput.parse_options()).failures
         return
     with pytest.raises(SystemExit) as ended:
         module.main()

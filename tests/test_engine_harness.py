@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import latency
+from benchmarks.engine import check_options, latency, make_parser, ours, vllm
 from benchmarks.lib import harness
-from benchmarks.lib.harness import Comparison, Contender, Figure, Showcase, check_options, metric, ours
+from benchmarks.lib.harness import Comparison, Contender, Figure, Showcase, metric
 from benchmarks.lib.process import Engine
 
 
 def options_of(out: Path, **changes: Any) -> argparse.Namespace:
-    options = harness.parser("tiny", "Nothing.", rounds=2).parse_args(["--out", str(out), "--quick", "--device", "cpu"])
+    options = make_parser("tiny", "Nothing.", rounds=2).parse_args(["--out", str(out), "--quick", "--device", "cpu"])
     for name, value in changes.items():
         setattr(options, name, value)
     return check_options(options)
@@ -109,7 +109,7 @@ def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
     (site / "vllm" / "__init__.py").write_text(FAKE_VLLM)
     (site / "xxhash.py").write_text("raise ImportError('this one is for vLLM alone')")
     options = options_of(tmp_path, rounds=1, vllm_path=str(site))
-    contenders = [ours(options), *harness.vllm(options)]
+    contenders = [ours(options), *vllm(options)]
     sizes = {"batches": [1], "prompt_len": 4, "num_tokens": 3, "highest_id": 500}
     monkeypatch.delenv("PYTHONPATH", raising=False)
 

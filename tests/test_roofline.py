@@ -2,9 +2,8 @@
 
 import pytest
 
-from benchmarks.engine import idle, phases
+from benchmarks.engine import SHAPE, idle, phases
 from benchmarks.lib import roofline, workloads
-from benchmarks.lib.harness import SHAPE
 from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import read_config
 

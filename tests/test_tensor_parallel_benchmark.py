@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine import LARGE_SHAPE as SHAPE
 from benchmarks.engine import tensor_parallel
-from benchmarks.engine.tensor_parallel import FULL, SHAPE, name_of, num_all_reduces, showcase
+from benchmarks.engine.tensor_parallel import FULL, name_of, num_all_reduces, showcase
 from benchmarks.kernels import all_reduce
 from benchmarks.lib import harness, report
 from nanovllm.models.config import read_config
@@ -28,7 +29,8 @@ def table_of(ranks: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     """As if it had been measured on a GPU."""
-    options = tensor_parallel.parse(["--quick", "--device", "cpu", "--out", "unused", "--vllm-path", "somewhere"])
+    command = ["--quick", "--device", "cpu", "--out", "unused", "--vllm-path", "somewhere"]
+    options = tensor_parallel.parse_options(command)
     shown = showcase(options, FULL)
     facts = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "transformers": "5.17.0", "threads": 1}
     comparison = tensor_parallel.TensorParallel(shown, options, {"all_reduce": [table_of(2)]})

@@ -16,9 +16,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import latency, throughput
+from benchmarks.engine import check_options, latency, make_parser, ours, throughput
 from benchmarks.lib import harness, roofline, tables
-from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, metric
+from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, lower, metric
 from benchmarks.lib.process import Engine, random_prompts
 from nanovllm.kernels import FusedKernels
 
@@ -177,7 +177,7 @@ def showcase(
     figures += by_batch("ms_per_token", "time per token", batches)
     for n in prompts["batches"]:
         label = f"time to first token, {n} prompt{'s' * (n > 1)} of {prompts['prompt_len']}"
-        figures.append(Figure(f"first_{n}", label, "ms", "lower", metric(f"{n} prompts", "first_token_ms")))
+        figures.append(lower(f"first_{n}", label, "ms", f"{n} prompts", "first_token_ms"))
     return Showcase(
         name="ablations",
         title="What each part is worth",
@@ -189,9 +189,9 @@ def showcase(
 
 
 def main() -> None:
-    parser = harness.parser("ablations", __doc__, repeats=2)
+    parser = make_parser("ablations", __doc__, repeats=2)
     parser.add_argument("--only", action="append", choices=VARIANTS, help="this variant (and others so named) only")
-    options = harness.check_options(parser.parse_args())
+    options = check_options(parser.parse_args())
     limit = roofline.roofline(options)
     small: dict[str, Any] = {"repeats": 5, "batches": [1, 8, 32, 256], "prompt_len": 128, "num_tokens": 128}
     prompts: dict[str, Any] = {"repeats": 10, "batches": [1, 16], "prompt_len": 1024}
@@ -200,7 +200,7 @@ def main() -> None:
         prompts |= {"repeats": 2, "batches": [1, 2], "prompt_len": 32}
     for sizes in (small, prompts):
         sizes["highest_id"] = 500 if options.quick else 10_000
-    contenders = [harness.ours(options, name, variant=name, **v.options) for name, v in VARIANTS.items()]
+    contenders = [ours(options, name, variant=name, **v.options) for name, v in VARIANTS.items()]
     shown = showcase(contenders, limit, small["batches"], prompts)
     arguments = {"repeats": options.repeats, "sizes": limit["workload"], "small": small, "prompts": prompts}
     only = options.only or list(VARIANTS)

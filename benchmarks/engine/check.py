@@ -48,7 +48,7 @@ def check_throughput(recorded_in: Path, scratch: Path, table: Table) -> bool:
     path = harness.result_path("throughput", torch.cuda.get_device_name(), recorded_in)
     if not path.is_file():
         return True
-    options = throughput.parse(["--out", str(scratch), "--rounds", "1"])
+    options = throughput.parse_options(["--out", str(scratch), "--rounds", "1"])
     recorded, fresh = share(load(path.stem, recorded_in)), share(throughput.compare(options).result())
     good = fresh >= recorded * (1 - SHARE_TOLERANCE)
     table.add_row("throughput", f"{recorded:.0f}%", f"{fresh:.0f}%", "holds" if good else "FAILS")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.lib import tables
-from benchmarks.lib.harness import EMBEDDED_MODEL, Contender, Figure, Showcase, metric
+from benchmarks.lib.harness import EMBEDDED_MODEL, Contender, Showcase, higher, lower
 from benchmarks.lib.workloads import Scenario, make_requests, mixed_lengths
 from benchmarks.stages.runners import hf_contender
 from benchmarks.stages.stage_bench import add_options, measure, vocab_size
@@ -44,11 +44,9 @@ def showcase(name: str, vocab_size: int, tokens: int, quick: bool = False) -> Sh
             Scenario("mixed", [make_requests(lengths, vocab_size, seed=4)], max_num_seqs=batch),
         ],
         figures=[
-            Figure("ms_1", "time per token, batch 1", "ms", "lower", metric("one", "ms_per_token")),
-            Figure("rate_16", f"{batch} alike", "tokens/s", "higher", metric("alike", "tokens_per_second")),
-            Figure(
-                "rate_mixed", f"{batch} of mixed lengths", "tokens/s", "higher", metric("mixed", "tokens_per_second")
-            ),
+            lower("ms_1", "time per token, batch 1", "ms", "one", "ms_per_token"),
+            higher("rate_16", f"{batch} alike", "tokens/s", "alike", "tokens_per_second"),
+            higher("rate_mixed", f"{batch} of mixed lengths", "tokens/s", "mixed", "tokens_per_second"),
         ],
         headline="rate_16",
         rival=ONE_BY_ONE,

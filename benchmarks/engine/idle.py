@@ -19,8 +19,9 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.engine import ours, parse
 from benchmarks.lib import harness
-from benchmarks.lib.harness import Comparison, Contender, Figure, Measured, Showcase, metric
+from benchmarks.lib.harness import Comparison, Contender, Measured, Showcase, lower
 from benchmarks.lib.process import Engine, random_prompts
 
 MARK = "benchmark step"
@@ -137,16 +138,16 @@ def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
         title="Does the GPU wait for the host?",
         workload=f"{sizes['batch']} sequences decode, {sizes['prompt_len']} tokens of prompt, {sizes['steps']} steps",
         contenders=contenders,
-        figures=[Figure(key, label, unit, "lower", metric("idle", key)) for key, (label, unit) in LABELS.items()],
+        figures=[lower(key, label, unit, "idle", key) for key, (label, unit) in LABELS.items()],
         shown=("idle_between_percent", "idle_inside_percent"),
     )
 
 
 def main() -> None:
-    options = harness.check_options(harness.parser("idle", __doc__).parse_args())
+    options = parse("idle", __doc__)
     sizes = QUICK if options.quick else SIZES
-    contenders = [harness.ours(options)]
-    contenders.append(harness.ours(options, "no asynchronous scheduling", async_scheduling=False))
+    contenders = [ours(options)]
+    contenders.append(ours(options, "no asynchronous scheduling", async_scheduling=False))
     options.out.mkdir(parents=True, exist_ok=True)
 
     def run(contender: Contender) -> dict[str, Any]:

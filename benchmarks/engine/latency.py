@@ -9,6 +9,7 @@ over the 511 steps between: so neither prefill nor the cost of a call is in it.
 import sys
 from typing import Any
 
+from benchmarks.engine import ours, parse, vllm
 from benchmarks.lib import harness
 from benchmarks.lib.harness import Contender, Measured, Showcase, by_batch
 from benchmarks.lib.process import Engine, random_prompts
@@ -50,9 +51,9 @@ def showcase(contenders: list[Contender], sizes: dict[str, Any]) -> Showcase:
 
 
 def main() -> None:
-    options = harness.check_options(harness.parser("latency", __doc__, rounds=2, repeats=3).parse_args())
+    options = parse("latency", __doc__, rounds=2, repeats=3)
     sizes = QUICK if options.quick else SIZES
-    shown = showcase([harness.ours(options), *harness.vllm(options)], sizes)
+    shown = showcase([ours(options), *vllm(options)], sizes)
     arguments = {"repeats": options.repeats, **sizes}
     sys.exit(bool(harness.compare(shown, "benchmarks.engine.latency", arguments, options).failures))
 

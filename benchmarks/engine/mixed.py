@@ -11,8 +11,9 @@ import statistics
 import sys
 import time
 
+from benchmarks.engine import ours, parse
 from benchmarks.lib import harness
-from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, metric
+from benchmarks.lib.harness import Contender, Measured, Showcase, lower
 from benchmarks.lib.process import Engine, random_prompts
 
 SIZES = {"streams": 32, "stream_prompt": 128, "tokens": 400, "arrivals": 8, "every": 40, "long_prompt": 3000}
@@ -89,17 +90,17 @@ def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
         workload=f"{sizes['streams']} streams of {sizes['tokens']} tokens; a prompt of {sizes['long_prompt']:,} tokens "
         f"after every {sizes['every']} tokens of theirs, {sizes['arrivals']} in all",
         contenders=contenders,
-        figures=[Figure(key, label, "ms", "lower", metric("mixed", key)) for key, label in LABELS.items()],
+        figures=[lower(key, label, "ms", "mixed", key) for key, label in LABELS.items()],
         headline="gap_p99_ms",
     )
 
 
 def main() -> None:
-    options = harness.check_options(harness.parser("mixed", __doc__, repeats=2).parse_args())
+    options = parse("mixed", __doc__, repeats=2)
     sizes, budgets = (QUICK, (16, 32)) if options.quick else (SIZES, (512, 2048))
-    contenders = [harness.ours(options, f"chunks of up to {n:,}", max_num_batched_tokens=n) for n in budgets]
-    contenders.append(harness.ours(options, "default budget"))
-    contenders.append(harness.ours(options, "whole prompts", enable_chunked_prefill=False))
+    contenders = [ours(options, f"chunks of up to {n:,}", max_num_batched_tokens=n) for n in budgets]
+    contenders.append(ours(options, "default budget"))
+    contenders.append(ours(options, "whole prompts", enable_chunked_prefill=False))
     arguments = {"repeats": options.repeats, **sizes}
     comparison = harness.compare(showcase(contenders, sizes), "benchmarks.engine.mixed", arguments, options)
     sys.exit(bool(comparison.failures))

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine import ours, parse
 from benchmarks.lib import harness, roofline, tables, workloads
-from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, metric
+from benchmarks.lib.harness import Contender, Measured, Showcase, lower
 from benchmarks.lib.process import Engine
 from benchmarks.lib.roofline import Limits
 from nanovllm.engine.plan import Scheduled
@@ -107,7 +108,7 @@ def showcase(contenders: list[Contender]) -> Showcase:
         workload="the headline workload, by the kind of step",
         contenders=contenders,
         figures=[
-            Figure(f"{key}, {kind}", f"{label}, {kind}", unit, "lower", metric(kind, key))
+            lower(f"{key}, {kind}", f"{label}, {kind}", unit, kind, key)
             for kind in KINDS
             for key, (label, unit) in labels.items()
         ],
@@ -117,7 +118,7 @@ def showcase(contenders: list[Contender]) -> Showcase:
 
 
 def main() -> None:
-    options = harness.check_options(harness.parser("phases", __doc__, repeats=3).parse_args())
+    options = parse("phases", __doc__, repeats=3)
     limit = roofline.roofline(options)
     arguments = {
         "repeats": options.repeats,
@@ -126,7 +127,7 @@ def main() -> None:
         "model": str(options.model),
         "itemsize": 4 if options.quick else 2,
     }
-    shown = showcase([harness.ours(options)])
+    shown = showcase([ours(options)])
     comparison = harness.compare(shown, "benchmarks.engine.phases", arguments, options, {"roofline": limit})
     sys.exit(bool(comparison.failures))
 

@@ -8,6 +8,7 @@ arrive. "After one": a request with the same system prompt came before, which is
 
 import sys
 
+from benchmarks.engine import ours, parse, vllm
 from benchmarks.lib import harness
 from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, metric
 from benchmarks.lib.process import Engine, random_prompts
@@ -65,10 +66,10 @@ def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
 
 
 def main() -> None:
-    options = harness.check_options(harness.parser("prefix", __doc__, repeats=3).parse_args())
+    options = parse("prefix", __doc__, repeats=3)
     sizes = QUICK if options.quick else SIZES
-    without = harness.ours(options, "without prefix cache", enable_prefix_caching=False)
-    shown = showcase([harness.ours(options), without, *harness.vllm(options)], sizes)
+    without = ours(options, "without prefix cache", enable_prefix_caching=False)
+    shown = showcase([ours(options), without, *vllm(options)], sizes)
     arguments = {"repeats": options.repeats, **sizes}
     sys.exit(bool(harness.compare(shown, "benchmarks.engine.prefix", arguments, options).failures))
 

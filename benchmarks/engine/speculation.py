@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine import LARGE_SHAPE, check_options, make_parser, ours
 from benchmarks.engine.cpu import SMOLLM2
 from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Comparison, Contender, Figure, Measured, Showcase
@@ -27,7 +28,6 @@ from benchmarks.lib.process import Engine, random_prompts
 from benchmarks.lib.recorder import CLOCKS, choose_clock
 from benchmarks.lib.replay_proposer import ReplayProposer, acceptance
 
-SHAPE = harness.SHAPE.parent / "Qwen3-8B"
 NONE = "none"
 SIZES: dict[str, Any] = {"batches": [1, 2, 4, 8, 16, 32, 64], "prompt_len": 128, "num_tokens": 64}
 CPU: dict[str, Any] = {**SIZES, "prompt_len": 32, "num_tokens": 40}
@@ -145,7 +145,7 @@ def showcase(name: str, title: str, workload: str, ways: list[str], batches: lis
     figures = harness.by_batch("ms_per_token", "time per token", batches)
     figures.append(Figure("tokens_per_step", "tokens a step of a sequence", "", "higher", mean("tokens_per_step")))
     figures.append(Figure("acceptance", "accepted of the guesses looked at", "", "higher", mean("acceptance")))
-    contenders = [harness.ours(options, name) for name in (NONE, *ways)]
+    contenders = [ours(options, name) for name in (NONE, *ways)]
     return Showcase(name, title, workload, contenders, figures, contender=ways[0], rival=NONE)
 
 
@@ -183,9 +183,9 @@ def compare(
 ) -> list[str]:
     """Measure, print and write down one showcase; says what was not as it should be. `config`: of both engines."""
     comparison = Comparison(shown, options)
-    plain = harness.ours(options, **config)
+    plain = ours(options, **config)
     most = max(way["k"] for way in ways.values())
-    guessing = harness.ours(options, **config, speculative={"method": "ngram", "k": most})
+    guessing = ours(options, **config, speculative={"method": "ngram", "k": most})
     arguments = arguments | {
         "repeats": options.repeats,
         "ways": ways,
@@ -238,14 +238,14 @@ def ngrams(options: Namespace, num_tokens: int, tiny: bool) -> list[str]:
 
 
 def main() -> None:
-    options = harness.parser("speculation", __doc__, repeats=2).parse_args()
+    options = make_parser("speculation", __doc__, repeats=2).parse_args()
     tiny = options.quick
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.quick = tiny or options.device == "cpu"  # the embedded model
-    options.model = options.model or (None if options.quick else SHAPE)
+    options.model = options.model or (None if options.quick else LARGE_SHAPE)
     options.threads = 1 if options.device == "cpu" else None
     options.clock = choose_clock(options.device, 1)
-    options = harness.check_options(options)
+    options = check_options(options)
     try:
         missed = replay(options, **(QUICK if tiny else CPU if options.quick else SIZES))
         if tiny or SMOLLM2.is_dir():

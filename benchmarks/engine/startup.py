@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine import ours, parse, vllm
 from benchmarks.lib import harness
-from benchmarks.lib.harness import Comparison, Contender, Figure, Measured, Showcase, metric
+from benchmarks.lib.harness import Comparison, Contender, Measured, Showcase, lower
 from benchmarks.lib.process import Engine
 
 # Where compilers keep what they made: Triton, Inductor, CUDA's own, vLLM
@@ -46,7 +47,7 @@ def import_once(contender: Contender) -> None:
 
 def showcase(contenders: list[Contender]) -> Showcase:
     figures = [
-        Figure(kind, f"start to first token, {caches} compile caches", "s", "lower", metric(kind, "seconds"))
+        lower(kind, f"start to first token, {caches} compile caches", "s", kind, "seconds")
         for kind, caches in (("cold", "empty"), ("warm", "warm"))
     ]
     title, workload = "From starting Python to the first token", "a prompt of 3 tokens; random weights"
@@ -54,8 +55,8 @@ def showcase(contenders: list[Contender]) -> Showcase:
 
 
 def main() -> None:
-    options = harness.check_options(harness.parser("startup", __doc__).parse_args())
-    contenders = [harness.ours(options), *harness.vllm(options)]
+    options = parse("startup", __doc__)
+    contenders = [ours(options), *vllm(options)]
     for contender in contenders:
         import_once(contender)
     comparison = Comparison(showcase(contenders), options)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import latency
+from benchmarks.engine import LARGE_SHAPE, check_options, latency, make_parser, ours, vllm
 from benchmarks.kernels import all_reduce
 from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Comparison, Contender, Showcase, by_batch
@@ -23,7 +23,6 @@ from benchmarks.lib.tables import cell, row
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import shard_config
 
-SHAPE = harness.SHAPE.parent / "Qwen3-8B"
 TARGET = 0.85  # of vLLM's time for a step
 MAX_NUM_SEQS = 64
 PARTS = ("weights", "keys", "all-reduces", "rest")
@@ -44,8 +43,8 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
     found = []
     for n in numbers_of_ranks(options):
         config: dict[str, Any] = {"tensor_parallel_size": n, "max_num_seqs": MAX_NUM_SEQS}
-        found.append(harness.ours(options, name_of("nanovllm", n), **config))
-        found += harness.vllm(options, name_of("vLLM", n), **config)
+        found.append(ours(options, name_of("nanovllm", n), **config))
+        found += vllm(options, name_of("vLLM", n), **config)
     return found
 
 
@@ -119,19 +118,19 @@ class TensorParallel(Comparison):
         return made | {"where": where_it_goes(made, self.extra["all_reduce"], model, self.sizes)}
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = harness.parser("tensor_parallel", __doc__, repeats=3)
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser("tensor_parallel", __doc__, repeats=3)
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4, 8), help="the most (default %(default)s)")
     parser.add_argument("--least", type=int, default=1, choices=(1, 2, 4, 8), help="the fewest (default %(default)s)")
     options = parser.parse_args(arguments)
     if options.least > options.ranks:
         parser.error(f"--least {options.least} is more than --ranks {options.ranks}")
-    options.model = options.model or (None if options.quick else SHAPE)
-    return harness.check_options(options)
+    options.model = options.model or (None if options.quick else LARGE_SHAPE)
+    return check_options(options)
 
 
 def main() -> None:
-    options = parse()
+    options = parse_options()
     sizes = QUICK if options.quick else FULL
     several = [n for n in numbers_of_ranks(options) if n > 1]
     latencies = [all_reduce.latencies(n, options.device, options.quick) for n in several]

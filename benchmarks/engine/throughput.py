@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine import ours, parse, vllm
 from benchmarks.lib import harness, roofline, tables, workloads
 from benchmarks.lib.harness import Comparison, Contender, Figure, Measured, Showcase, metric
 from benchmarks.lib.process import Engine
@@ -60,14 +61,14 @@ def showcase(contenders: list[Contender], limit: dict[str, Any]) -> Showcase:
     )
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    return harness.check_options(harness.parser("throughput", __doc__, rounds=2, repeats=3).parse_args(arguments))
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    return parse("throughput", __doc__, rounds=2, repeats=3, arguments=arguments)
 
 
 def compare(options: argparse.Namespace) -> Comparison:
-    """Measure, print and write down; options as `parse` gives them."""
+    """Measure, print and write down; options as `parse_options` gives them."""
     limit = roofline.roofline(options)
-    shown = showcase([harness.ours(options), *harness.vllm(options)], limit)
+    shown = showcase([ours(options), *vllm(options)], limit)
     arguments = {"repeats": options.repeats, "sizes": limit["workload"]}
     return harness.compare(shown, "benchmarks.engine.throughput", arguments, options, {"roofline": limit})
 
@@ -95,4 +96,4 @@ def table(card: str, directory: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(compare(parse()).failures))
+    sys.exit(bool(compare(parse_options()).failures))

@@ -1,13 +1,9 @@
 """Attention against what the GPU can do: GB/s of KV read in decode, TFLOP/s in prefill, as shares of the limits.
 
     python -m benchmarks.kernels.attention --out kernels.json
-    python -m benchmarks.kernels.attention --out sweep.json --decode 64,4,3,3 --ring 32,4,3,1,160 --prefill 128,64,8,3
 
-Shape: 16 query heads, 8 KV heads, head_dim 128, bf16. A layout of the decode kernel is keys,warps,stages,programs a
-multiprocessor; of the decode kernel for Hopper, the ring: keys,heads,stages,programs a multiprocessor, and perhaps
-the most registers of a thread; of the prefill kernel rows,keys,warps,stages, and if keys shall come by TMA (Hopper and
-later) 1 and the most registers of a thread, 0 for the compiler's choice. Without any, a small set of each is tried.
-Every layout's output is compared with that of the layout the engine uses.
+Shape: 16 query heads, 8 KV heads, head_dim 128, bf16. Our kernels as the engine chooses them, and flash-attn's prefill
+where it is installed. Commit a1442d1 has a sweep over the layouts of each kernel, with its figures.
 """
 
 import argparse
@@ -15,8 +11,8 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from itertools import accumulate, cycle, product
+from dataclasses import dataclass
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +23,7 @@ from benchmarks.lib import harness, tables
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
 SCALE = HEAD_DIM**-0.5
 L2_FLUSH = 256 * 2**20  # bytes of KV between two readings of the same: more than any cache holds
-
-DECODE_LAYOUTS = [
-    (64, 4, 3, 3), (64, 4, 2, 3), (64, 4, 5, 3), (64, 4, 5, 2), (64, 8, 3, 2), (64, 4, 3, 4),
-    (32, 4, 3, 4), (32, 4, 5, 4), (32, 2, 3, 5), (128, 4, 3, 2), (128, 8, 3, 1), (128, 8, 5, 1),
-]  # fmt: skip
-NAMES = {"triton": "ours", "flash_attn": "flash-attn"}  # in the table
-RING_LAYOUTS = [(32, 4, 3, 1, 160), (32, 4, 3, 1), (16, 4, 2, 2, 112), (16, 8, 2, 1, 128)]
-PREFILL_LAYOUTS = [
-    (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (64, 64, 4, 3), (64, 128, 4, 3),
-    (128, 64, 8, 2, 1, 128), (128, 64, 8, 3, 1, 128), (64, 64, 4, 3, 1, 0), (64, 32, 4, 2, 1, 128),
-]  # fmt: skip
+NAMES = {"triton": "ours", "flash_attn": "flash-attn"}  # of the backends, in the table
 
 
 @dataclass
@@ -131,75 +117,8 @@ def by_backend(name: str, problem: Problem) -> dict[str, Any]:
     return row | problem.measure(attend)
 
 
-def by_layout(kind: str, layout: tuple[int, ...], problem: Problem) -> dict[str, Any]:
-    """One layout of our kernel. A layout that does not fit the GPU, or whose output is wrong, is reported as such."""
-    from triton.runtime.errors import OutOfResources
-
-    from nanovllm.attention import select_backend
-    from nanovllm.kernels.attention.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode, plan_decode
-    from nanovllm.kernels.attention.paged_prefill import PrefillConfig, paged_prefill
-    from nanovllm.kernels.hopper.ring_layout import RingLayout
-    from nanovllm.kernels.launch import gluon_kernel
-
-    row = {"kernel": kind, "layout": layout, "problem": problem.name, "block_size": problem.block_size}
-    q, meta = problem.q, problem.meta
-    out = torch.empty_like(q)
-    inputs = meta.block_table, meta.query_start, meta.context_len, SCALE, out
-    if kind == "ring decode" and gluon_kernel("ring_decode", q.device) is None:
-        return {**row, "error": "this GPU has no ring of keys"}
-    if kind != "prefill":
-        ring = RingLayout(*layout) if kind == "ring decode" else None
-        config = DecodeConfig(*layout) if ring is None else ring.config
-        num_sms = torch.cuda.get_device_properties().multi_processor_count
-        pieces = num_sms * config.programs_per_sm // NUM_KV_HEADS
-        workspace = DecodeWorkspace.allocate(pieces, 1, NUM_HEADS, HEAD_DIM, q.device)
-        plan = plan_decode(meta.context_len, pieces, config)
-
-        def attend(kv: torch.Tensor) -> torch.Tensor:
-            if ring is None:
-                paged_decode(q, kv, *inputs, workspace, plan, config)
-            else:
-                from nanovllm.kernels.hopper.ring_decode import ring_decode
-
-                ring_decode(q, kv, *inputs, workspace, plan, ring)
-            return out
-    else:
-        rows, keys, warps, stages = layout[:4]
-        tma, registers = layout[4:] or (0, 0)
-        if tma and torch.cuda.get_device_capability()[0] < 9:
-            return {**row, "error": "this GPU has no TMA"}
-        prefill = PrefillConfig(rows, keys, warps, stages, bool(tma), registers or None)
-
-        def attend(kv: torch.Tensor) -> torch.Tensor:
-            paged_prefill(q, kv, *inputs, prefill)
-            return out
-
-    try:
-        found = attend(problem.kvs[0]).clone()
-    except (OutOfResources, ValueError) as error:
-        return {**row, "error": str(error)}
-    usual = select_backend("triton", q.device, HEAD_DIM, problem.block_size, q.dtype)
-    expected = usual.attend(q, problem.kvs[0], meta, SCALE)
-    if not (found - expected).abs().max() < 2e-2:
-        return {**row, "error": f"output is off by {(found - expected).abs().max():.3f}"}
-    return row | problem.measure(attend)
-
-
-def layout(*lengths: int) -> Callable[[str], tuple[int, ...]]:
-    """An argument of so many numbers."""
-
-    def read(text: str) -> tuple[int, ...]:
-        numbers = tuple(map(int, text.split(",")))
-        if len(numbers) not in lengths:
-            raise argparse.ArgumentTypeError(f"{' or '.join(map(str, lengths))} numbers are needed, not {text!r}")
-        return numbers
-
-    return read
-
-
 def show(row: dict[str, Any], limits: dict[str, Any]) -> None:
-    name = f"{row['kernel']} {','.join(map(str, row.get('layout', ())))}".strip()
-    text = f"{name:<24} {row['problem']:<24} block {row['block_size']:>3}  "
+    text = f"{row['kernel']:<12} {row['problem']:<24} block {row['block_size']:>3}  "
     if "error" in row:
         print(text + row["error"], flush=True)
         return
@@ -213,68 +132,36 @@ def show(row: dict[str, Any], limits: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.attention", description=(__doc__ or "").split("\n")[0]
-    )
+    name, says = "python -m benchmarks.kernels.attention", (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog=name, description=says)
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--decode", type=layout(4), action="append", metavar="KEYS,WARPS,STAGES,PROGRAMS")
-    parser.add_argument("--ring", type=layout(4, 5), action="append", metavar="KEYS,HEADS,STAGES,PROGRAMS[,REGISTERS]")
-    parser.add_argument("--prefill", type=layout(4, 6), action="append", metavar="ROWS,KEYS,WARPS,STAGES[,1,REGISTERS]")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks.kernels.attention measures a GPU, and this machine has none", file=sys.stderr)
         return 2
     import triton
 
     from benchmarks.kernels.ceilings import matmul_rate, read_bandwidth
-    from nanovllm.kernels.attention.paged_decode import decode_config
-    from nanovllm.kernels.attention.paged_prefill import prefill_config
-    from nanovllm.kernels.hopper.ring_layout import ring_layout
-    from nanovllm.kernels.hopper.warp_layout import KEYS, ROWS, STAGES
-    from nanovllm.kernels.launch import gluon_kernel, is_hopper
 
     limits = {"read": read_bandwidth(), "matmul": matmul_rate()}
     print(f"read {limits['read']['bytes_per_second'] / 1e9:.0f} GB/s, ", end="")
     print(f"matmul {limits['matmul']['operations_per_second'] / 1e12:.0f} TFLOP/s", flush=True)
-    rows: list[dict[str, Any]] = []
-    decodes = decode_problems()
-    ring = ring_layout(decodes[0].q, decodes[0].kvs[0], len(decodes[0].lengths))
-    result = {
+    result: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "commit": harness.commit(told=arguments.commit),
-        "layouts_in_use": {
-            "decode": astuple(decode_config(HEAD_DIM, 2)),
-            "ring decode": None if ring is None else astuple(ring),
-            "prefill": astuple(prefill_config(HEAD_DIM, 2, 256, is_hopper(torch.device("cuda", 0)))),
-            "warp prefill": (ROWS, KEYS, STAGES) if gluon_kernel("warp_prefill", torch.device("cuda", 0)) else None,
-        },
+        "commit": harness.commit(told=options.commit),
         "limits": limits,
-        "rows": rows,
+        "rows": [],
     }
-
-    def record(row: dict[str, Any]) -> None:
+    decodes = [("triton", problem) for problem in decode_problems()]
+    for kernel, problem in [*decodes, *((kernel, p) for p in prefill_problems() for kernel in NAMES)]:
+        row = by_backend(kernel, problem)
         show(row, limits)
-        rows.append(row)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(
-            json.dumps(result, indent=1) + "\n"
-        )  # after each row: a run that is cut short keeps its rows
-
-    chosen = arguments.decode or arguments.ring or arguments.prefill
-    for kind, problems, layouts in (
-        ("decode", decodes, arguments.decode if chosen else DECODE_LAYOUTS),
-        ("ring decode", decodes, arguments.ring if chosen else RING_LAYOUTS),
-        ("prefill", prefill_problems(), arguments.prefill if chosen else PREFILL_LAYOUTS),
-    ):
-        for problem in problems if kind != "ring decode" else ():
-            record(by_backend("triton", problem))
-            if kind == "prefill":
-                record(by_backend("flash_attn", problem))
-        shown = [problems[0], problems[-1] if kind == "prefill" else problems[2]]
-        for each, problem in product(layouts or [], shown):
-            record(by_layout(kind, each, problem))
+        result["rows"].append(row)
+        # After each row: a run that is cut short keeps its rows.
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,14 +1,14 @@
 """The linear layers of a decode step: microseconds of our kernels and of the library's, for few tokens.
 
-    python -m benchmarks.kernels.linears --out linears.json [--shape 0.6B --shape 8B] [--tokens 1 --tokens 32] [--sweep]
+    python -m benchmarks.kernels.linears --out linears.json [--shape 0.6B --shape 8B] [--tokens 1 --tokens 32]
 
 bf16. Every call gets other weights, as layers do, so that none come from a cache. The calls follow each other in a CUDA
 graph: what a kernel hides behind the one before it is hidden here, too. The library's product has the gate behind it;
 the layers whose result may come in parts (o and down) have the norm behind them that sums these.
 
 "chosen" is what the engine takes (`nanovllm/kernels/linear/few_tokens.py`, whose borders come from here), "any GPU"
-what it takes where `early_linear` does not run, and beside them are the plausible layouts of that one;
-`--sweep` tries all.
+what it takes where `early_linear` does not run, and beside them are the plausible layouts of that one. Commit a1442d1
+has a sweep over all layouts of all kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial as bind
-from itertools import cycle, product
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ SHAPES = {
 }
 TOKENS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 SHOWN_TOKENS = (1, 16, 32, 64, 128, 256)  # in the table
+EARLY_TOKENS = {16: (16,), 32: (32,), 64: (32, 64), 256: (64, 128)}  # up to so many: the most of a program to try
 AT_LEAST = 400e6  # bytes of weights, all layers together: several times what a cache holds
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -55,13 +56,11 @@ def layers_of(hidden: int, heads: int, kv_heads: int, inner: int) -> list[tuple[
     ]
 
 
-def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any], sweep: bool) -> Iterator[tuple[str, Run]]:
+def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any]) -> Iterator[tuple[str, Run]]:
     """Name of a layout, and what runs it."""
     from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
     from nanovllm.kernels.launch import gluon_kernel
     from nanovllm.kernels.linear.few_tokens import few_tokens, on_any_gpu
-    from nanovllm.kernels.linear.skinny_linear import SkinnyConfig, skinny_linear
-    from nanovllm.kernels.linear.tiled_linear import Tile, tiled_linear
 
     yield "library", (lambda x, w: silu_and_mul(F.linear(x, w))) if how.get("gated") else F.linear
     if (chosen := few_tokens(num_tokens, weight, **how)) is not None:
@@ -69,40 +68,24 @@ def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any], sweep: bool
     if (before := on_any_gpu(num_tokens, weight, **how)) is not None:
         yield "any GPU", before
     if (early_linear := gluon_kernel("early_linear", weight.device)) is not None:
-        for tile in early_tiles(num_tokens, weight, sweep, **how):
+        for tile in early_tiles(num_tokens, weight, **how):
             if tile != getattr(chosen, "keywords", {}).get("tile"):  # else it is measured by now
                 name = f"early {tile.tokens} x {tile.inner} / {tile.splits}, {tile.stages} stages"
                 yield name, bind(early_linear, tile=tile, **how)
-    if not sweep:
-        return
-    if num_tokens <= 32:
-        for columns, inner in product((16, 32), (512, 1024)):
-            config = SkinnyConfig(columns, 4, inner)
-            yield f"skinny {columns} x {inner}", bind(skinny_linear, config=config, **how)
-    for columns, inner, stages, swapped in product((32, 64), (64, 128, 256), (3, 4), (False, True)):
-        if columns == 64 or not swapped:
-            name = f"tiled {columns} x {inner}, {stages} stages" + (", swapped" if swapped else "")
-            yield name, bind(tiled_linear, tile=Tile(columns, inner, stages, swapped), **how)
 
 
-def early_tiles(
-    num_tokens: int, weight: Tensor, sweep: bool, gated: bool = False, partial: bool = False
-) -> list[EarlyTile]:
+def early_tiles(num_tokens: int, weight: Tensor, gated: bool = False, partial: bool = False) -> list[EarlyTile]:
+    """The plausible layouts of `early_linear`: by the most tokens of a program, and with half as many parts."""
     from nanovllm.kernels.linear.few_tokens import early_tile
 
     columns, inputs = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
     tiles = []
-    for most in (
-        (16,) if num_tokens <= 16 else (32,) if num_tokens <= 32 else (32, 64) if num_tokens <= 64 else (64, 128)
-    ):
+    for most in next(sizes for limit, sizes in EARLY_TOKENS.items() if num_tokens <= limit):
         tile = early_tile(num_tokens, columns, inputs, most, gated, partial)
         tiles.append(tile)
-        deep = 196608 // (2 * tile.inner * (64 + tile.tokens))  # stages, of a program that has a multiprocessor
         if tile.splits > 1 and num_tokens > 64:
+            deep = 196608 // (2 * tile.inner * (64 + tile.tokens))  # stages, of a program that has a multiprocessor
             tiles.append(tile._replace(splits=tile.splits // 2, stages=min(6, deep)))
-        if sweep:
-            tiles += [tile._replace(stages=stages) for stages in (3, 4, 6) if stages <= deep]
-            tiles += [tile._replace(inner=64, stages=stages) for stages in (4, 6)]
     return list(dict.fromkeys(tiles))
 
 
@@ -114,7 +97,7 @@ def with_norm(run: Run, x: Tensor, outputs: int) -> Run:
     return lambda x, w: add_rms_norm(run(x, w), residual, weight, 1e-6)[0]
 
 
-def measure(shapes: list[str], tokens: list[int], sweep: bool) -> Iterator[dict[str, Any]]:
+def measure(shapes: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
     from benchmarks.kernels.ceilings import graph_microseconds
 
     for shape in shapes:
@@ -123,7 +106,7 @@ def measure(shapes: list[str], tokens: list[int], sweep: bool) -> Iterator[dict[
             weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") / 32 for _ in range(count)]
             for n in tokens:
                 x, layers = torch.randn(n, inputs, dtype=torch.bfloat16, device="cuda"), cycle(weights)
-                for layout, run in candidates(n, weights[0], how, sweep):
+                for layout, run in candidates(n, weights[0], how):
                     row = {"shape": shape, "layer": name, "tokens": n, "layout": layout, "bytes": 2 * inputs * outputs}
                     call = with_norm(run, x, outputs) if how.get("partial") else run
                     try:
@@ -140,7 +123,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--shape", choices=SHAPES, action="append", help="(default: all)")
     parser.add_argument("--tokens", type=int, action="append", help=f"batch sizes (default {TOKENS})")
-    parser.add_argument("--sweep", action="store_true", help="every layout")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -149,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     tested = harness.commit(told=options.commit)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for row in measure(options.shape or list(SHAPES), options.tokens or list(TOKENS), options.sweep):
+        for row in measure(options.shape or list(SHAPES), options.tokens or list(TOKENS)):
             rows.append(row)
             said = row.get("error")
             if said is None:

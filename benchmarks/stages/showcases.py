@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, metric
+from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, higher, lower
 from benchmarks.lib.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
 from benchmarks.stages.runners import hf_contender, stage_contender
 
@@ -37,7 +37,7 @@ def naive(vocab_size: int, quick: bool = False) -> Showcase:
             for name, n in zip(names, prompts, strict=True)
         ],
         figures=[
-            Figure(f"ms_{n}", f"time per token, prompt of {n}", "ms", "lower", metric(name, "ms_per_token"))
+            lower(f"ms_{n}", f"time per token, prompt of {n}", "ms", name, "ms_per_token")
             for name, n in zip(names, prompts, strict=True)
         ],
         headline=f"ms_{prompts[-1]}",
@@ -65,13 +65,11 @@ def kv_cache(vocab_size: int, quick: bool = False) -> Showcase:
         scenarios=scenarios,
         figures=[
             *(
-                Figure(
-                    f"decode_{n}", f"time per token, context {n}", "ms", "lower", metric(f"context {n}", "decode_ms")
-                )
+                lower(f"decode_{n}", f"time per token, context {n}", "ms", f"context {n}", "decode_ms")
                 for n in contexts
             ),
             Figure("growth", f"growth from {first} to {last}", "times", "lower", growth),
-            Figure("batch", f"{batch} requests at once", "tokens/s", "higher", metric("batch", "tokens_per_second")),
+            higher("batch", f"{batch} requests at once", "tokens/s", "batch", "tokens_per_second"),
         ],
         headline=f"decode_{last}",
         shown=(f"decode_{first}", f"decode_{last}", "growth"),
@@ -95,12 +93,10 @@ def paged_blocks(vocab_size: int, quick: bool = False) -> Showcase:
             Scenario("equal", [make_requests(equal, vocab_size, seed=4)]),
         ],
         figures=[
-            Figure("at_once", "sequences at once", "", "higher", metric("mixed", "most_at_once")),
-            Figure("waste", "KV memory wasted", "%", "lower", metric("mixed", "waste_percent")),
-            Figure("mixed", "throughput", "tokens/s", "higher", metric("mixed", "tokens_per_second")),
-            Figure(
-                "equal", "equal lengths, memory for all", "tokens/s", "higher", metric("equal", "tokens_per_second")
-            ),
+            higher("at_once", "sequences at once", "", "mixed", "most_at_once"),
+            lower("waste", "KV memory wasted", "%", "mixed", "waste_percent"),
+            higher("mixed", "throughput", "tokens/s", "mixed", "tokens_per_second"),
+            higher("equal", "equal lengths, memory for all", "tokens/s", "equal", "tokens_per_second"),
         ],
         shown=("at_once", "waste", "mixed"),
         contender="stage 3",
@@ -128,16 +124,10 @@ def prefix_caching(vocab_size: int, quick: bool = False) -> Showcase:
             Scenario("unrelated", [make_requests([(short, tokens)] * count, vocab_size, seed=3)]),
         ],
         figures=[
-            Figure("turns", "time to first token, one after another", "ms", "lower", metric("turns", "ttft_ms")),
-            Figure("call", "time to first token, in one call", "ms", "lower", metric("call", "ttft_ms")),
-            Figure("slots", "KV memory, in one call", "tokens", "lower", metric("call", "peak_slots")),
-            Figure(
-                "unrelated",
-                f"prompts of {short}, nothing shared",
-                "tokens/s",
-                "higher",
-                metric("unrelated", "tokens_per_second"),
-            ),
+            lower("turns", "time to first token, one after another", "ms", "turns", "ttft_ms"),
+            lower("call", "time to first token, in one call", "ms", "call", "ttft_ms"),
+            lower("slots", "KV memory, in one call", "tokens", "call", "peak_slots"),
+            higher("unrelated", f"prompts of {short}, nothing shared", "tokens/s", "unrelated", "tokens_per_second"),
         ],
         shown=("turns", "call", "slots"),
         contender="stage 4",
@@ -178,11 +168,11 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
             Scenario("even", [even], max_num_seqs=seats),
         ],
         figures=[
-            Figure("mixed", "throughput", "tokens/s", "higher", metric("mixed", "tokens_per_second")),
-            Figure("tiny", "in a tiny pool", "tokens/s", "higher", metric("tiny", "tokens_per_second")),
-            Figure("preemptions", "preemptions there", "", "lower", metric("tiny", "preemptions")),
+            higher("mixed", "throughput", "tokens/s", "mixed", "tokens_per_second"),
+            higher("tiny", "in a tiny pool", "tokens/s", "tiny", "tokens_per_second"),
+            lower("preemptions", "preemptions there", "", "tiny", "preemptions"),
             Figure("survived", "tokens unchanged there", "yes/no", "higher", survived),
-            Figure("even", "equal lengths", "tokens/s", "higher", metric("even", "tokens_per_second")),
+            higher("even", "equal lengths", "tokens/s", "even", "tokens_per_second"),
         ],
         shown=("mixed", "tiny"),
         contender="stage 5",
@@ -191,10 +181,7 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
 
 
 def decode_steps(batches: tuple[int, ...]) -> list[Figure]:
-    return [
-        Figure(f"decode_{n}", f"decode step, batch {n}", "ms", "lower", metric(f"batch {n}", "decode_ms"))
-        for n in batches
-    ]
+    return [lower(f"decode_{n}", f"decode step, batch {n}", "ms", f"batch {n}", "decode_ms") for n in batches]
 
 
 def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
@@ -243,8 +230,8 @@ def tensor_parallel(vocab_size: int, quick: bool = False) -> Showcase:
             for n in batches
         ],
         figures=[
-            Figure("weights", "weights a rank", "MiB", "lower", metric("batch 1", "weights_mib")),
-            Figure("kv", "KV memory a rank", "MiB", "lower", metric("batch 1", "kv_mib")),
+            lower("weights", "weights a rank", "MiB", "batch 1", "weights_mib"),
+            lower("kv", "KV memory a rank", "MiB", "batch 1", "kv_mib"),
             *decode_steps(batches),
         ],
         shown=("weights", f"decode_{batches[0]}", f"decode_{batches[1]}"),
@@ -277,9 +264,9 @@ def ladder(vocab_size: int, quick: bool = False) -> Showcase:
         contenders=hugging_face + stages,
         scenarios=[Scenario("ladder", [requests], kv_slots=slots, max_num_seqs=8)],
         figures=[
-            Figure("throughput", "throughput", "tokens/s", "higher", metric("ladder", "tokens_per_second")),
-            Figure("ttft", "time to first token", "ms", "lower", metric("ladder", "ttft_ms")),
-            Figure("at_once", "sequences at once", "", "higher", metric("ladder", "most_at_once")),
+            higher("throughput", "throughput", "tokens/s", "ladder", "tokens_per_second"),
+            lower("ttft", "time to first token", "ms", "ladder", "ttft_ms"),
+            higher("at_once", "sequences at once", "", "ladder", "most_at_once"),
         ],
         shown=("throughput",),
         contender="stage 5",
