@@ -121,7 +121,7 @@ def encode(path: str, body: bytes) -> bytes:
 
 
 async def request(port: int, behaviour: Behaviour, body: dict[str, Any], due: float, leave_after: int) -> Record:
-    """Send a streaming completion and read it; `leave_after` so many tokens, if it is one that vanishes.
+    """Send a streaming completion and read it; `leave_after` so many tokens, if it is one that vanishes (0: at once).
 
     due: when it should have been sent, in seconds of `time.perf_counter()`.
     """
@@ -132,6 +132,10 @@ async def request(port: int, behaviour: Behaviour, body: dict[str, Any], due: fl
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(encode("/v1/completions", content))
+        if behaviour == "vanishes" and leave_after == 0:
+            await writer.drain()
+            await asyncio.sleep(0.01)
+            return record
         record.status = int((await reader.readuntil(b" ") and await reader.readuntil(b" ")).strip() or 0)
         while line := await reader.readline():
             if not line.startswith(b"data: {"):
@@ -152,16 +156,6 @@ async def request(port: int, behaviour: Behaviour, body: dict[str, Any], due: fl
     return record
 
 
-async def leave_at_once(port: int, body: dict[str, Any]) -> Record:
-    """Gone before the first token."""
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(encode("/v1/completions", json.dumps(body).encode()))
-    await writer.drain()
-    await asyncio.sleep(0.01)
-    writer.transport.abort()
-    return Record("vanishes")
-
-
 async def load(port: int, rate: float, seconds: float, draw: random.Random, highest_id: int) -> list[Record]:
     """Poisson arrivals for so many seconds, then wait for the answers."""
     start, due, tasks = time.perf_counter(), 0.0, []
@@ -171,12 +165,10 @@ async def load(port: int, rate: float, seconds: float, draw: random.Random, high
         body = {"prompt": prompt, "max_tokens": draw.randint(8, 64), "stream": True, "ignore_eos": True}
         body["stream_options"] = {"include_usage": True}
         dice, leave_after = draw.random(), draw.randint(0, 6)
-        if dice < VANISHING and leave_after == 0:
-            work = leave_at_once(port, body)
-        else:
-            behaviour = "vanishes" if dice < VANISHING else "malformed" if dice < VANISHING + MALFORMED else "served"
-            work = request(port, behaviour, body, start + due, leave_after)  # type: ignore[arg-type]
-        tasks.append(asyncio.create_task(work))
+        chosen: Behaviour = "served"
+        if dice < VANISHING + MALFORMED:
+            chosen = "vanishes" if dice < VANISHING else "malformed"
+        tasks.append(asyncio.create_task(request(port, chosen, body, start + due, leave_after)))
     return list(await asyncio.gather(*tasks))
 
 
@@ -230,6 +222,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     phases: list[dict[str, Any]] = []
     all_records: list[Record] = []
     status: dict[str, float] = {}
+    print(*tables.head(*COLUMNS, left=0)[:1], flush=True)
     with server(options) as process:
         asyncio.run(load(process.port, 4, 2, draw, options.highest_id))  # warm up
         process.wait_idle()
@@ -238,7 +231,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             idle, status = process.wait_idle(), process.process_status()
             all_records += records
             phases.append(summarize(rate, options.seconds, records, (options.slo_first, options.slo_token)))
-            print(line(phases[-1]), flush=True)
+            print(row_of(phases[-1]), flush=True)
         wrong = complaints(all_records, before, status, idle)
     result = {
         "name": "serving",
@@ -255,17 +248,12 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return result, wrong
 
 
-def line(phase: dict[str, Any]) -> str:
-    first, token = phase["first_token_ms"], phase["token_ms"]
-    return (
-        f"{phase['rate']:6.1f} requests/s: {phase['requests']:5d} sent, {phase['refused']} refused, first token "
-        f"{ms(first['p50'])} ms (p99 {ms(first['p99'])}), a token {ms(token['p50'])} ms (p99 {ms(token['p99'])}), "
-        f"{phase['output_tokens_per_second']:.0f} tokens/s, goodput {phase['goodput']:.2f}/s"
-    )
-
-
-def ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def row_of(phase: dict[str, Any]) -> str:
+    """The figures of a rate, in the order of `COLUMNS`."""
+    times = [phase[name][share] for name in ("first_token_ms", "token_ms") for share in ("p50", "p99")]
+    shown = ["–" if time is None else tables.number(time, "ms") for time in times]
+    rates = [tables.number(phase[name], "1/s") for name in ("output_tokens_per_second", "goodput")]
+    return tables.row(f"{phase['rate']:g}", str(phase["requests"]), str(phase["finished"]), *shown, *rates)
 
 
 def table(card: str, directory: Path) -> list[str]:
@@ -275,12 +263,7 @@ def table(card: str, directory: Path) -> list[str]:
         return []
     result = results["serving"]
     lines = tables.head(*COLUMNS, left=0)
-    for phase in result["phases"]:
-        times = [phase[name][share] for name in ("first_token_ms", "token_ms") for share in ("p50", "p99")]
-        shown = ["–" if time is None else tables.number(time, "ms") for time in times]
-        rates = [tables.number(phase[name], "1/s") for name in ("output_tokens_per_second", "goodput")]
-        counts = [f"{phase['rate']:g}", str(phase["requests"]), str(phase["finished"])]
-        lines.append(tables.row(*counts, *shown, *rates))
+    lines += map(row_of, result["phases"])
     facts, slo, memory = result["machine"], result["slo"], result["memory_mib"]
     lines += ["", f"Workload: {result['workload']}; each rate for {result['seconds']:g} s, the last one twice."]
     lines.append(

@@ -180,6 +180,12 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
     )
 
 
+def batches_of(batches: tuple[int, ...], prompt: int, tokens: int, vocab_size: int, **how: bool) -> list[Scenario]:
+    """So many requests at once, `prompt` tokens in and `tokens` out."""
+    requests = {n: make_requests([(prompt, tokens)] * n, vocab_size, seed=n) for n in batches}
+    return [Scenario(f"batch {n}", [requests[n]], max_num_seqs=n, **how) for n in batches]
+
+
 def decode_steps(batches: tuple[int, ...]) -> list[Figure]:
     return [lower(f"decode_{n}", f"decode step, batch {n}", "ms", f"batch {n}", "decode_ms") for n in batches]
 
@@ -196,10 +202,7 @@ def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
         title="Time of a decode step",
         workload=f"{' or '.join(map(str, batches))} requests at once, {prompt} prompt tokens and {tokens} to generate",
         contenders=contenders,
-        scenarios=[
-            Scenario(f"batch {n}", [make_requests([(prompt, tokens)] * n, vocab_size, seed=n)], max_num_seqs=n)
-            for n in batches
-        ],
+        scenarios=batches_of(batches, prompt, tokens, vocab_size),
         figures=decode_steps(batches),
         contender="stage 6",
         rival="stage 5",
@@ -220,15 +223,7 @@ def tensor_parallel(vocab_size: int, quick: bool = False) -> Showcase:
         title="Memory and time of a rank",
         workload=f"{' or '.join(map(str, batches))} requests at once, {prompt} prompt tokens and {tokens} to generate",
         contenders=[stage_contender(5), *map(ranks_contender, ranks), hf_contender(HF, batch=True)],
-        scenarios=[
-            Scenario(
-                f"batch {n}",
-                [make_requests([(prompt, tokens)] * n, vocab_size, seed=n)],
-                max_num_seqs=n,
-                several_processes=True,
-            )
-            for n in batches
-        ],
+        scenarios=batches_of(batches, prompt, tokens, vocab_size, several_processes=True),
         figures=[
             lower("weights", "weights a rank", "MiB", "batch 1", "weights_mib"),
             lower("kv", "KV memory a rank", "MiB", "batch 1", "kv_mib"),

@@ -26,8 +26,9 @@ def test_goodput_counts_what_is_finished_and_in_time() -> None:
     assert phase["goodput"] == 0.1 and phase["finished"] == 3 and phase["refused"] == 1
     assert phase["token_ms"]["p50"] == pytest.approx(10.0) and phase["first_token_ms"]["p99"] == pytest.approx(2000)
     assert phase["output_tokens_per_second"] == pytest.approx(33 / 10)
-    assert "goodput 0.10/s" in load.line(phase)
-    assert "first token - ms" in load.line(load.summarize(1.0, 1.0, [], slo=(1.0, 0.1)))
+    assert load.row_of(phase) == "| 2 | 6 | 3 | 100 | 2,000 | 10.0 | 900 | 3.30 | 0.10 |"
+    nothing = load.summarize(1.0, 1.0, [], slo=(1.0, 0.1))
+    assert load.row_of(nothing) == "| 1 | 0 | 0 | – | – | – | – | 0.00 | 0.00 |"
 
 
 def test_what_is_left_over_is_complained_about() -> None:
