@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,27 +33,34 @@ def hf_contender(
     return Contender(name, {"kind": "hf", "batch": batch, "use_cache": cache, "limited": limited}, only)
 
 
-class Runner(Protocol):
-    """What generates, with its model's vocabulary."""
+class Runner:
+    """What generates, with its model's vocabulary. `recorder` hears the events of the call under way."""
 
-    vocab_size: int
+    vocab_size: int = 0
+    recorder: CallRecorder | None = None
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        if self.recorder is not None:
+            self.recorder.on_event(event)
 
     def prepare(self, scenario: Scenario) -> None:
         """Get ready for a scenario: nothing of earlier ones may be left in a cache."""
-        ...
+        raise NotImplementedError
 
-    def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]: ...
+    def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
+        """The tokens of each request."""
+        raise NotImplementedError
 
     def memory(self) -> dict[str, float]:
         """MiB of weights, and of room for keys and values, that this process holds, where they can be looked at."""
-        ...
+        return {}
 
 
 def mib(model: torch.nn.Module) -> float:
     return sum(p.nbytes for p in model.parameters()) / 2**20
 
 
-class StageRunner:
+class StageRunner(Runner):
     """An engine of `stages/`, built anew for every scenario with the scenario's limits."""
 
     def __init__(self, model: str, device: str, *, number: int, options: dict[str, Any]) -> None:
@@ -61,9 +68,7 @@ class StageRunner:
 
         self.stage, self.options = load_stage(number), options
         self.model, self.device = model, device
-        self.recorder: CallRecorder | None = None
         self.engine: Any = None
-        self.vocab_size = 0
         if number == 2:
             self.watch_static_cache()
 
@@ -93,10 +98,6 @@ class StageRunner:
         self.engine = self.stage.engine_class()(self.model, device=self.device, on_event=self.on_event, **options)
         self.vocab_size = self.engine.vocab_size
 
-    def on_event(self, event: dict[str, Any]) -> None:
-        if self.recorder is not None:
-            self.recorder.on_event(event)
-
     def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
         from stages.core import SamplingParams
 
@@ -112,13 +113,11 @@ class StageRunner:
         return found
 
 
-class EngineRunner:
+class EngineRunner(Runner):
     """`nanovllm.LLM`, built anew for every scenario with the scenario's limits; token ids in and out."""
 
     def __init__(self, model: str, device: str) -> None:
         self.model, self.device = model, device
-        self.vocab_size = 0
-        self.recorder: CallRecorder | None = None
         self.first = 0  # the engine numbers its requests over all calls, a recorder those of its own
 
     def prepare(self, scenario: Scenario) -> None:
@@ -137,8 +136,7 @@ class EngineRunner:
         self.first = 0
 
     def on_event(self, event: dict[str, Any]) -> None:
-        if self.recorder is not None:
-            self.recorder.on_event({**event, "request": int(event["request"]) - self.first})
+        super().on_event({**event, "request": int(event["request"]) - self.first})
 
     def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
         from nanovllm import SamplingParams
@@ -149,11 +147,8 @@ class EngineRunner:
         self.first += len(requests)
         return [output.outputs[0].token_ids for output in outputs]
 
-    def memory(self) -> dict[str, float]:
-        return {}
 
-
-class HuggingFaceRunner:
+class HuggingFaceRunner(Runner):
     """`batch=False` serves one request after the other, `batch=True` static batches padded on the left.
 
     The model knows no EOS here, so that each row gets as many tokens as are asked for (`min_new_tokens` would do that
@@ -177,7 +172,7 @@ class HuggingFaceRunner:
         self.device = device
         self.batch, self.use_cache, self.limited = batch, use_cache, limited
         self.num_rows = 1
-        self.vocab_size: int = self.model.config.vocab_size
+        self.vocab_size = self.model.config.vocab_size
 
     def prepare(self, scenario: Scenario) -> None:
         requests = [request for call in scenario.calls for request in call]
