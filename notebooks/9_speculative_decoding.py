@@ -14,9 +14,9 @@ import time
 
 import torch
 
-from benchmarks.lib.process import Engine
 from benchmarks.engine.speculation import time_a_token
 from benchmarks.lib.harness import RESULTS
+from benchmarks.lib.process import Engine
 from benchmarks.lib.replay_proposer import ReplayProposer, acceptance, tokens_per_step
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.guesses import NgramProposer
@@ -305,10 +305,9 @@ lines(
 #
 # All this lives on idle arithmetic, on the flat part of the first curve. A batch of 64 has no flat part left: it
 # computes 64 tokens already, and guesses only make it 320. To see this apart from the quality of a draft, guesses of a
-# *chosen* quality are replayed (`benchmarks/lib/replay_proposer.py`): what will come is known from an earlier run, and as
-# many of
-# the guesses are spoilt as one likes. **Guess:** with four guesses a step, 60% of them right, from which batch size on
-# does it lose, on one core and with this model?
+# *chosen* quality are replayed (`benchmarks/lib/replay_proposer.py`): what will come is known from an earlier run, and
+# as many of the guesses are spoilt as one likes. **Guess:** with four guesses a step, 60% of them right, from which
+# batch size on does it lose, on one core and with this model?
 
 # %%
 my_guess = None  # requests at a time

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from benchmarks.lib import report, tables
+from benchmarks.lib import tables
 from stages.manifest import load_stages
 from tools.docs import build, pages
 from tools.docs.build import ROOT, Site, filled
