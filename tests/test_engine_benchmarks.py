@@ -273,7 +273,7 @@ def test_the_engines_table_has_vllm_and_the_spread(recorded: Path, tmp_path: Pat
     ours, theirs = {"median": 300.0, "min": 290.0, "max": 310.0}, {"median": 150.0, "min": 150.0, "max": 150.0}
     result["figures"][0]["values"] = {"nanovllm": ours, "vLLM": theirs}
     (tmp_path / "throughput.h100.json").write_text(json.dumps(result))
-    lines = throughput.table("h100", tmp_path)
+    lines = report.table("engine.h100", tmp_path).splitlines()
     assert "| throughput (tokens/s) | 300 (290 to 310) | 150 | 2.00× |" in lines
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import check_options, latency, make_parser, ours, throughput
 from benchmarks.lib import harness, roofline, tables
 from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, lower, metric
 from benchmarks.lib.process import Engine, random_prompts
+from benchmarks.lib.tables import Result
 from nanovllm.kernels import FusedKernels
 
 BASE = "as it is"
@@ -209,11 +209,8 @@ def main() -> None:
     sys.exit(bool(comparison.failures))
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """The engine as it is, and below it every variant, each with the change that it makes."""
-    results = tables.find(("ablations",), card, directory)
-    if not results:
-        return []
     result = results["ablations"]
     figures, usual = result["figures"], result["contender"]
     lines = tables.head("", *map(tables.label, figures))

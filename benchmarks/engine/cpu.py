@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.lib import tables
 from benchmarks.lib.harness import EMBEDDED_MODEL, Contender, Showcase, higher, lower
+from benchmarks.lib.tables import Result
 from benchmarks.lib.workloads import Scenario, make_requests, mixed_lengths
 from benchmarks.stages.runners import hf_contender
 from benchmarks.stages.stage_bench import add_options, measure, vocab_size
@@ -83,11 +84,8 @@ def main() -> None:
         sys.exit("targets missed: " + "; ".join(missed))
 
 
-def table(_: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """Both models beside Hugging Face."""
-    results = tables.find(("engine_cpu", "engine_cpu_smollm2"), "", directory)
-    if not results:
-        return []
     names = [ENGINE, ONE_BY_ONE, PADDED]
     lines = tables.head("model", "what is measured", *names, "gain", "at least", left=2)
     for result in results.values():

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.lib import tables
 from benchmarks.lib.harness import RESULTS, commit, write_result
 from benchmarks.lib.process import facts
+from benchmarks.lib.tables import Result
 
 PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32"}
 COLUMNS = ("bf16", "fp16", "fp32", "not named")
@@ -61,11 +62,8 @@ def summarize(reports: list[Path]) -> dict[str, Any]:
     return {"files": files, "skipped": dict(reasons), "failed": failed, "seconds": round(seconds, 1)}
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """A row for each file of tests, a column for each precision; nothing without a record."""
-    results = tables.find(("gpu_tests",), card, directory)
-    if not results:
-        return []
     result = results["gpu_tests"]
     lines = tables.head("passed", *COLUMNS)
     total: Counter[str] = Counter()

@@ -18,6 +18,7 @@ from benchmarks.lib import harness, roofline, tables, workloads
 from benchmarks.lib.harness import Contender, Measured, Showcase, lower
 from benchmarks.lib.process import Engine
 from benchmarks.lib.roofline import Limits
+from benchmarks.lib.tables import Result
 from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import ModelConfig, read_config
 
@@ -132,11 +133,8 @@ def main() -> None:
     sys.exit(bool(comparison.failures))
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """Of each kind of step the shortest round."""
-    results = tables.find(("phases",), card, directory)
-    if not results:
-        return []
     figures = {figure["key"]: figure for figure in results["phases"]["figures"]}
     lines = tables.head("steps", "number", "time (s)", "at least (s)", "above that (s)")
     totals = [0.0, 0.0]

@@ -27,6 +27,7 @@ from benchmarks.lib.harness import Comparison, Contender, Figure, Measured, Show
 from benchmarks.lib.process import Engine, random_prompts
 from benchmarks.lib.recorder import CLOCKS, choose_clock
 from benchmarks.lib.replay_proposer import ReplayProposer, acceptance
+from benchmarks.lib.tables import Result
 
 NONE = "none"
 SIZES: dict[str, Any] = {"batches": [1, 2, 4, 8, 16, 32, 64], "prompt_len": 128, "num_tokens": 64}
@@ -256,9 +257,8 @@ def main() -> None:
     sys.exit("not what was to be measured: " + "; ".join(missed) if missed and not tiny else 0)
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """What guessing ahead gains, by batch size, and from where on it loses."""
-    results = tables.find(("speculation", "speculation_ngram"), card, directory)
     lines: list[str] = []
     if result := results.get("speculation"):
         none, *ways = tables.contenders(result)

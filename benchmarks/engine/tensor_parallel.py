@@ -19,7 +19,7 @@ from benchmarks.kernels import all_reduce
 from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Comparison, Contender, Showcase, by_batch
 from benchmarks.lib.roofline import Needs
-from benchmarks.lib.tables import cell, row
+from benchmarks.lib.tables import Result, cell, row
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import shard_config
 
@@ -199,11 +199,8 @@ def all_reduce_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """Steps beside vLLM, where they go, and the all-reduces."""
-    results = tables.find(("tensor_parallel",), card, directory)
-    if not results:
-        return []
     result = results["tensor_parallel"]
     lines = steps_table(result) + parts_table(result) + all_reduce_table(result)
     return [*lines, "", f"Workload: {result['workload']}.", "", tables.origin(results)]

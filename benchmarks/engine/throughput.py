@@ -7,15 +7,13 @@ A process runs the workload several times with fresh token ids; processes take t
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import ours, parse, vllm
 from benchmarks.lib import harness, roofline, tables, workloads
 from benchmarks.lib.harness import Comparison, Contender, Figure, Measured, Showcase, metric
 from benchmarks.lib.process import Engine
-
-SUMMARISED = ("throughput", "latency", "startup", "idle")  # in the table beside vLLM
+from benchmarks.lib.tables import Result
 
 
 def measure(engine: Engine, repeats: int, sizes: dict[str, int]) -> list[Measured]:
@@ -73,11 +71,8 @@ def compare(options: argparse.Namespace) -> Comparison:
     return harness.compare(shown, "benchmarks.engine.throughput", arguments, options, {"roofline": limit})
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """Throughput, share of the limit, small batches, start-up and idle time, beside vLLM."""
-    results = tables.find(SUMMARISED, card, directory)
-    if not results:
-        return []
     lines = tables.head("", "nanovllm", "vLLM", "gain")
     for result in results.values():
         for figure in result["figures"]:

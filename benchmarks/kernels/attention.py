@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib import harness, tables
+from benchmarks.lib.tables import Result
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -165,11 +166,8 @@ def main() -> int:
     return 0
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """A row for each problem: our kernels and flash-attn, beside what the card can do."""
-    results = tables.find(("kernels",), card, directory)
-    if not results:
-        return []
     result = results["kernels"]
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}  # by problem and size of a block, then by kernel
     for row in result["rows"]:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.lib import harness, tables
 from benchmarks.lib.process import facts
+from benchmarks.lib.tables import Result
 
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.few_tokens import EarlyTile
@@ -144,13 +145,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """A row for each layer, a column for some numbers of tokens: the library, the best of our kernels that run on any
     GPU ("–": none was asked), and the best of what was then chosen and of other layouts of `early_linear`. Nothing
     without a record."""
-    results = tables.find(("linears",), card, directory)
-    if not results:
-        return []
     result = results["linears"]
     times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for row in result["rows"]:

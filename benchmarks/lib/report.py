@@ -14,7 +14,6 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from benchmarks.engine import ablations, cpu, gpu_tests, phases, speculation, tensor_parallel, throughput
@@ -23,32 +22,40 @@ from benchmarks.lib import tables
 from benchmarks.lib.harness import RESULTS, ROOT
 from benchmarks.serving import load as serving
 from benchmarks.stages import stage_bench
+from benchmarks.stages.showcases import SHOWCASES
 
-# Of the card, or "" for a CPU, and the directory of the results: the lines of the table, none without a result
-TABLES: dict[str, Callable[[str, Path], list[str]]] = {
-    "engine": throughput.table,
-    "ablations": ablations.table,
-    "prefix": partial(tables.of_engine, "prefix"),
-    "mixed": partial(tables.of_engine, "mixed"),
-    "phases": phases.table,
-    "engine_cpu": cpu.table,
-    "speculation": speculation.table,
-    "gpu_tests": gpu_tests.table,
-    "tensor_parallel": tensor_parallel.table,
-    "serving": serving.table,
-    "kernels": attention.table,
-    "linears": linears.table,
-    "stages": stage_bench.stages_table,
-    "ladder": stage_bench.ladder_table,
+# The results that a table is made from, and the function that makes it from those that exist, by name
+TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], list[str]]]] = {
+    "stages": (tuple(f"stage_{n}" for n in SHOWCASES), stage_bench.stages_table),
+    "ladder": (("ladder",), stage_bench.ladder_table),
+    "engine": (("throughput", "latency", "startup", "idle"), throughput.table),
+    "ablations": (("ablations",), ablations.table),
+    "prefix": (("prefix",), tables.of_engine),
+    "mixed": (("mixed",), tables.of_engine),
+    "phases": (("phases",), phases.table),
+    "engine_cpu": (("engine_cpu", "engine_cpu_smollm2"), cpu.table),
+    "speculation": (("speculation", "speculation_ngram"), speculation.table),
+    "gpu_tests": (("gpu_tests",), gpu_tests.table),
+    "tensor_parallel": (("tensor_parallel",), tensor_parallel.table),
+    "serving": (("serving",), serving.table),
+    "kernels": (("kernels",), attention.table),
+    "linears": (("linears",), linears.table),
 }
+NEEDED = ("stages", "ladder")  # without their results there is an error, for all others no table
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
 
 
 def table(name: str, results: Path) -> str:
-    """The table `name`. Raises ValueError if the stages that it is about were not measured yet."""
+    """The table `name`, empty if nothing was measured. Raises ValueError if the stages were to be and were not."""
     kind, _, card = name.partition(".")
-    make = TABLES.get(kind)
-    lines = make(card, results) if make else stage_bench.whole_table(tables.load(name, results))
+    if kind not in TABLES:
+        lines = stage_bench.whole_table(tables.load(name, results))
+    else:
+        names, make = TABLES[kind]
+        found = tables.find(names, card, results)
+        if not found and kind in NEEDED:
+            raise ValueError(f"the table {name!r} needs a result, and none was measured yet: run `make stage-1-bench`")
+        lines = make(found) if found else []
     return "".join(f"{line}\n" for line in lines)
 
 

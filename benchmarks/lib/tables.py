@@ -202,10 +202,10 @@ def whole(result: Result) -> list[str]:
     return [*lines, "", f"Workload: {result['workload']}.", ""]
 
 
-def of_engine(name: str, card: str, directory: Path) -> list[str]:
-    """All that a benchmark of the engine has measured."""
-    results = find((name,), card, directory)
-    return [*whole(results[name]), origin(results)] if results else []
+def of_engine(results: dict[str, Result]) -> list[str]:
+    """All that one benchmark of the engine has measured."""
+    [result] = results.values()
+    return [*whole(result), origin(results)]
 
 
 def render(result: Result) -> Table:

@@ -30,6 +30,7 @@ from typing import Any, Literal
 from benchmarks.lib import tables
 from benchmarks.lib.harness import EMBEDDED_MODEL, RESULTS, ROOT, commit, model_name, result_path
 from benchmarks.lib.process import facts
+from benchmarks.lib.tables import Result
 
 LONGEST_RUN = 540  # seconds of load, so that a run stays under ten minutes with start and end
 VANISHING, MALFORMED = 0.10, 0.05
@@ -256,11 +257,8 @@ def row_of(phase: dict[str, Any]) -> str:
     return tables.row(f"{phase['rate']:g}", str(phase["requests"]), str(phase["finished"]), *shown, *rates)
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """A row for each rate: medians and 99th percentiles. `card` is empty for the result of a CPU."""
-    results = tables.find(("serving",), card, directory)
-    if not results:
-        return []
     result = results["serving"]
     lines = tables.head(*COLUMNS, left=0)
     lines += map(row_of, result["phases"])

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Comparison, Contender, Showcase
 from benchmarks.lib.recorder import choose_clock
-from benchmarks.lib.tables import row
+from benchmarks.lib.tables import Result, row
 from benchmarks.lib.workloads import random_checkpoint
 from benchmarks.stages import runners
 from benchmarks.stages.showcases import NEED_A_GPU, SHOWCASES, within_reach
@@ -94,15 +94,12 @@ def best_of_hugging_face(figure: dict[str, Any]) -> str:
     return f"{tables.with_unit(values[name], figure['unit'])} ({name.removeprefix('HF ')})"
 
 
-def stages_table(_: str, directory: Path) -> list[str]:
-    """A row for each figure that a stage is about. Raises ValueError if no stage was measured yet."""
+def stages_table(results: dict[str, Result]) -> list[str]:
+    """A row for each figure that a stage is about."""
     lines = tables.head("stage", "what is measured", "before", "with it", "gain", "Hugging Face", left=2)
-    shown = []
     for stage in load_stages():
-        if not (directory / f"stage_{stage.number}.json").is_file():
+        if (result := results.get(f"stage_{stage.number}")) is None:
             continue  # a stage that needs a GPU has its figures in a file with the card's name
-        result = tables.load(f"stage_{stage.number}", directory)
-        shown.append(result)
         title, contender, rival = f"{stage.number}. {stage.title}", result["contender"], result["rival"]
         for figure in result["figures"]:
             if figure["key"] not in result["shown"]:
@@ -114,14 +111,12 @@ def stages_table(_: str, directory: Path) -> list[str]:
             gain = tables.ratio(figure, contender, rival)
             lines.append(row(title, figure["label"], before, after, gain, best_of_hugging_face(figure)))
             title = ""
-    if not shown:
-        raise ValueError("the table of stages needs results, and none was measured yet: run `make stage-1-bench`")
-    return lines + footer(shown)
+    return lines + footer(list(results.values()))
 
 
-def ladder_table(_: str, directory: Path) -> list[str]:
-    """A row for each contender. Raises ValueError if the ladder was not measured yet."""
-    result = tables.load("ladder", directory)
+def ladder_table(results: dict[str, Result]) -> list[str]:
+    """A row for each contender."""
+    result = results["ladder"]
     titles, figures = tables.contender_titles(), result["figures"]
     throughput = next(f for f in figures if f["key"] == result["headline"])
     lines = tables.head("", *map(tables.label, figures), "against stage 1")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lib import report
 from benchmarks.serving import load
-from benchmarks.serving.load import Record, table
+from benchmarks.serving.load import Record
 
 
 def test_percentiles() -> None:
@@ -43,13 +44,13 @@ def test_what_is_left_over_is_complained_about() -> None:
 
 
 def test_the_table_has_a_row_for_each_rate_and_says_what_went_wrong(tmp_path: Path) -> None:
-    assert table("", tmp_path) == []
+    assert report.table("serving", tmp_path) == ""
     recorded = json.loads((load.RESULTS / "serving.json").read_text())
     assert recorded["complaints"] == [] and not recorded["commit"]["modified"]
     nothing = load.summarize(32.0, 30.0, [], slo=(1.0, 0.1))
     result = recorded | {"phases": [*recorded["phases"], nothing], "complaints": ["KV blocks are not free"]}
     (tmp_path / "serving.h100.json").write_text(json.dumps(result))
-    lines = table("h100", tmp_path)
+    lines = report.table("serving.h100", tmp_path).splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert len({len(row) for row in rows}) == 1 and len(rows) == 2 + len(result["phases"])
     assert float(rows[2][-1]) == pytest.approx(recorded["phases"][0]["goodput"], abs=0.01)

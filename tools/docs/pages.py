@@ -158,12 +158,12 @@ def results_page() -> str:
     parts.append(section("One workload through all of them", picture + report.table("ladder", RESULTS)))
     parts.append("## The engine\n")
     cards = sorted({path.stem.partition(".")[2] for path in RESULTS.glob("*.*.json")})
-    for name, make in report.TABLES.items():
-        for card in ("", *cards) if name not in ("stages", "ladder") else ():
-            lines = make(card, RESULTS)
-            if lines and not (card and name == "engine_cpu"):
+    for name in report.TABLES:
+        for card in ("", *cards) if name not in report.NEEDED else ():
+            table = report.table(f"{name}.{card}" if card else name, RESULTS)
+            if table:
                 title = TITLES.get(name, name.replace("_", " ")) + (f" ({card.upper()})" if card else "")
-                parts.append(section(title, "\n".join(lines) + "\n"))
+                parts.append(section(title, table))
     parts.append("## Everything measured of each stage\n")
     for path in sorted(RESULTS.glob("stage_*.json")):
         parts.append(section(tables.load(path.stem, RESULTS)["title"], report.table(path.stem, RESULTS)))
