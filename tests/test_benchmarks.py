@@ -17,7 +17,6 @@ from benchmarks.lib.workloads import Request, Scenario, make_requests
 from benchmarks.stages import ladder, runners, stage_bench
 from benchmarks.stages.runners import stage_contender
 from benchmarks.stages.showcases import SHOWCASES
-from benchmarks.stages.showcases import ladder as ladder_showcase
 from stages.manifest import load_stages
 from tests.weights import VOCAB, lively_qwen3
 
@@ -45,7 +44,7 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "run_process", in_this_process)
-        for build in [*SHOWCASES.values(), ladder_showcase]:
+        for build in [*SHOWCASES.values(), ladder.showcase]:
             stage_bench.measure(build(VOCAB, quick=True), options(directory, model))
     return directory
 

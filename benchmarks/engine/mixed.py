@@ -33,27 +33,17 @@ def measure(engine: Engine, repeats: int, **sizes: int) -> list[Measured]:
     highest_id = sizes["highest_id"]
     engine.warm_up(random_prompts([sizes["stream_prompt"]] * sizes["streams"], 10**6, highest_id))
     engine.warm_up(random_prompts([sizes["long_prompt"]], 10**6 + 1, highest_id))
-    return [{"mixed": one_run(engine, 1000 * repeat, **sizes)} for repeat in range(repeats)]
+    return [{"mixed": one_run(engine, 1000 * repeat, sizes)} for repeat in range(repeats)]
 
 
-def one_run(
-    engine: Engine,
-    seed: int,
-    *,
-    streams: int,
-    stream_prompt: int,
-    tokens: int,
-    arrivals: int,
-    every: int,
-    long_prompt: int,
-    highest_id: int,
-) -> dict[str, float]:
+def one_run(engine: Engine, seed: int, sizes: dict[str, int]) -> dict[str, float]:
     """Gaps between the tokens of the streams, from the first long prompt on; waits of the long prompts."""
-    core = engine.llm.engine
-    params = engine.make_params(temperature=0.0, ignore_eos=True, max_tokens=tokens)
-    for i, prompt in enumerate(random_prompts([stream_prompt] * streams, seed, highest_id)):
+    core, highest_id = engine.llm.engine, sizes["highest_id"]
+    arrivals, every = sizes["arrivals"], sizes["every"]
+    params = engine.make_params(temperature=0.0, ignore_eos=True, max_tokens=sizes["tokens"])
+    for i, prompt in enumerate(random_prompts([sizes["stream_prompt"]] * sizes["streams"], seed, highest_id)):
         core.add_request(f"{seed} stream {i}", prompt, params)
-    waiting = random_prompts([long_prompt] * arrivals, seed + 1, highest_id)
+    waiting = random_prompts([sizes["long_prompt"]] * arrivals, seed + 1, highest_id)
     one_token = engine.make_params(temperature=0.0, ignore_eos=True, max_tokens=1)
     last: dict[str, float] = {}
     gaps, waits = [], []

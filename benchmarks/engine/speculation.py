@@ -142,14 +142,6 @@ def mean(name: str) -> Callable[[Measured], float | None]:
     return value
 
 
-def showcase(name: str, title: str, workload: str, ways: list[str], batches: list[int], options: Namespace) -> Showcase:
-    figures = harness.by_batch("ms_per_token", "time per token", batches)
-    figures.append(Figure("tokens_per_step", "tokens a step of a sequence", "", "higher", mean("tokens_per_step")))
-    figures.append(Figure("acceptance", "accepted of the guesses looked at", "", "higher", mean("acceptance")))
-    contenders = [ours(options, name) for name in (NONE, *ways)]
-    return Showcase(name, title, workload, contenders, figures, contender=ways[0], rival=NONE)
-
-
 def loses_from(result: dict[str, Any]) -> dict[str, int | None]:
     """For every way of guessing the smallest batch from which on it never gains; None if it gains at the largest."""
     times = {int(f["key"].rpartition("_")[2]): f["values"] for f in result["figures"] if "ms_per_token" in f["key"]}
@@ -176,34 +168,41 @@ def misses(result: dict[str, Any], ways: dict[str, dict[str, Any]]) -> list[str]
 
 
 def compare(
-    shown: Showcase,
-    ways: dict[str, dict[str, Any]],
-    arguments: dict[str, Any],
-    config: dict[str, Any],
     options: Namespace,
+    name: str,
+    title: str,
+    workload: str,
+    ways: dict[str, dict[str, Any]],
+    config: dict[str, Any],
+    **work: Any,
 ) -> list[str]:
-    """Measure, print and write down one showcase; says what was not as it should be. `config`: of both engines."""
+    """Measure, print and write down one result; says what was not as it should be.
+
+    config: of both engines. work: the other arguments of `measure`.
+    """
+    figures = harness.by_batch("ms_per_token", "time per token", work["batches"])
+    figures.append(Figure("tokens_per_step", "tokens a step of a sequence", "", "higher", mean("tokens_per_step")))
+    figures.append(Figure("acceptance", "accepted of the guesses looked at", "", "higher", mean("acceptance")))
+    none, *others = contenders = [ours(options, way) for way in (NONE, *ways)]
+    shown = Showcase(name, title, workload, contenders, figures, contender=others[0].name, rival=none.name)
     comparison = Comparison(shown, options)
-    plain = ours(options, **config)
     most = max(way["k"] for way in ways.values())
     guessing = ours(options, **config, speculative={"method": "ngram", "k": most})
-    arguments = arguments | {
-        "repeats": options.repeats,
-        "ways": ways,
-        "plain": {"package": "nanovllm", "model": str(options.model), "options": plain.spec["options"]},
-    }
+    plain = {"package": "nanovllm", "model": str(options.model), "options": ours(options, **config).spec["options"]}
+    arguments = {"repeats": options.repeats, "ways": ways, "plain": plain, **work}
     for number in range(options.rounds):
         measured = harness.run_process(guessing, "benchmarks.engine.speculation", arguments, options)
-        for contender in shown.contenders:
+        for contender in contenders:
             mine = [found[contender.name] for found in measured["repetitions"]]
             comparison.take(number, contender, {**measured, "repetitions": mine})
             comparison.extra = {"loses_from": loses_from(comparison.result())}
     result = comparison.finish()
-    comparison.console.print(f"loses from batch: {result['loses_from']}")
+    print(f"loses from batch: {result['loses_from']}")
     return misses(result, ways)
 
 
 def replay(options: Namespace, batches: list[int], prompt_len: int, num_tokens: int) -> list[str]:
+    """Guesses that are right as often as is chosen."""
     block_size = 16 if options.device == "cpu" else 256
     config = {
         "max_model_len": prompt_len + num_tokens,
@@ -211,18 +210,14 @@ def replay(options: Namespace, batches: list[int], prompt_len: int, num_tokens: 
         "num_kv_blocks": max(batches) * -(-(prompt_len + num_tokens) // block_size),
         "kvcache_block_size": block_size,
     }
-    arguments = {
-        "batches": batches,
-        "prompts": random_prompts([prompt_len] * max(batches), 1, 500 if options.quick else 10_000),
-        "num_tokens": num_tokens,
-        "steady": not options.quick,
-    }
     workload = f"greedy, {prompt_len} tokens in, {num_tokens} out, all requests of a batch at once; known guesses"
-    shown = showcase("speculation", "Guesses of a chosen quality", workload, list(WAYS), batches, options)
-    return compare(shown, WAYS, arguments, config, options)
+    prompts = random_prompts([prompt_len] * max(batches), 1, 500 if options.quick else 10_000)
+    work = {"batches": batches, "prompts": prompts, "num_tokens": num_tokens, "steady": not options.quick}
+    return compare(options, "speculation", "Guesses of a chosen quality", workload, WAYS, config, **work)
 
 
 def ngrams(options: Namespace, num_tokens: int, tiny: bool) -> list[str]:
+    """Guesses from the n-grams of a text."""
     if tiny:
         prompt = [1, 2, 3, 4, 5, 6] * 2
     else:
@@ -232,10 +227,9 @@ def ngrams(options: Namespace, num_tokens: int, tiny: bool) -> list[str]:
     config: dict[str, Any] = {"max_model_len": len(prompt) + num_tokens, "max_num_seqs": 1, "load_format": "auto"}
     if options.device != "cpu":
         config |= {"dtype": "bfloat16", "num_kv_blocks": 8}
-    arguments = {"batches": [1], "prompts": [prompt], "num_tokens": num_tokens, "steady": False}
     workload = f"greedy, one request, {len(prompt)} tokens of records in one format, {num_tokens} out"
-    shown = showcase("speculation_ngram", "Guesses from the text itself", workload, list(NGRAM_WAYS), [1], options)
-    return compare(shown, NGRAM_WAYS, arguments, config, options)
+    work = {"batches": [1], "prompts": [prompt], "num_tokens": num_tokens, "steady": False}
+    return compare(options, "speculation_ngram", "Guesses from the text itself", workload, NGRAM_WAYS, config, **work)
 
 
 def main() -> None:

@@ -236,39 +236,6 @@ def tensor_parallel(vocab_size: int, quick: bool = False) -> Showcase:
     )
 
 
-def ladder(vocab_size: int, quick: bool = False) -> Showcase:
-    count, prompt, output, shared, slots = (
-        (4, (4, 12), (2, 4), 16, 128) if quick else (18, (16, 64), (8, 24), 192, 1536)
-    )
-    own = make_requests(mixed_lengths(count, prompt, output, seed=7, long_every=6, long=3), vocab_size, seed=7)
-    with_prefix = share_prefix(own, shared, vocab_size, seed=7)
-    requests = [with_prefix[i] if i % 3 else own[i] for i in range(count)]  # two in three share their beginning
-    stages = [stage_contender(n) for n in (1, 2, 3, 4, 5)]
-    hugging_face = [
-        hf_contender(HF_ONE),
-        hf_contender(HF_BATCH, batch=True),
-        hf_contender("HF padded, any memory", batch=True, limited=False),
-    ]
-    return Showcase(
-        name="ladder",
-        title="One workload through every stage",
-        workload=f"{count} requests of {prompt[0]} to {prompt[1]} prompt tokens and {output[0]} to {output[1]} to "
-        f"generate, every sixth three times as long; two in three open with the same {shared} tokens; "
-        f"KV memory for {slots} tokens, at most 8 sequences in a step"
-        " (Hugging Face once with all the memory it wants)",
-        contenders=hugging_face + stages,
-        scenarios=[Scenario("ladder", [requests], kv_slots=slots, max_num_seqs=8)],
-        figures=[
-            higher("throughput", "throughput", "tokens/s", "ladder", "tokens_per_second"),
-            lower("ttft", "time to first token", "ms", "ladder", "ttft_ms"),
-            higher("at_once", "sequences at once", "", "ladder", "most_at_once"),
-        ],
-        shown=("throughput",),
-        contender="stage 5",
-        rival="stage 1",
-    )
-
-
 SHOWCASES = {
     1: naive,
     2: kv_cache,

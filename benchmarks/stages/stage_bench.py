@@ -114,18 +114,6 @@ def stages_table(results: dict[str, Result]) -> list[str]:
     return lines + footer(list(results.values()))
 
 
-def ladder_table(results: dict[str, Result]) -> list[str]:
-    """A row for each contender."""
-    result = results["ladder"]
-    titles, figures = tables.contender_titles(), result["figures"]
-    throughput = next(f for f in figures if f["key"] == result["headline"])
-    lines = tables.head("", *map(tables.label, figures), "against stage 1")
-    for name in tables.contenders(result):
-        cells = [tables.cell(figure, name, "{}") for figure in figures]
-        lines.append(row(titles.get(name, name), *cells, tables.ratio(throughput, name, result["rival"])))
-    return [*lines, "", f"Workload: {result['workload']}.", *footer([result])]
-
-
 def whole_table(result: dict[str, Any]) -> list[str]:
     """Everything that was measured, with the spread over the rounds."""
     remarks = [*tables.same_tokens(result), *result["notes"], tables.clock(result)]
