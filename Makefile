@@ -97,7 +97,7 @@ bench: $(STAMP) ## the engine on a GPU, into build/bench (ARGS="--vllm-path DIR"
 	done; test -z "$$failed" || { echo "not complete:$$failed"; exit 1; }
 
 bench-cpu: $(STAMP) ## the engine on a CPU, beside Hugging Face
-	$(RUN) -m benchmarks.engine.engine_cpu $(ARGS)
+	$(RUN) -m benchmarks.engine.cpu $(ARGS)
 
 bench-check: $(STAMP) ## compare a fresh quick measurement with the recorded ones
 	$(RUN) -m benchmarks.engine.check $(ARGS)

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.lib.report import RESULTS
+from benchmarks.lib.harness import RESULTS
 from stages.core import make_sequences
 from stages.stage_4_prefix_caching import PrefixCachingPool
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine

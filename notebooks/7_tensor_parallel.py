@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from benchmarks.lib.report import RESULTS
+from benchmarks.lib.harness import RESULTS
 from stages.core import SamplingParams, Sequence
 from stages.ranks import Group, Team
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine

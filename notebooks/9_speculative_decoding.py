@@ -14,10 +14,10 @@ import time
 
 import torch
 
-from benchmarks.engine.engine_worker import Engine
 from benchmarks.engine.speculation import time_a_token
 from benchmarks.lib.harness import RESULTS
-from benchmarks.lib.replay import Replay, acceptance, tokens_per_step
+from benchmarks.lib.process import Engine
+from benchmarks.lib.replay_proposer import ReplayProposer, acceptance, tokens_per_step
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.guesses import NgramProposer
 from nanovllm.engine.scheduler import Scheduler
@@ -304,10 +304,9 @@ lines(
 #
 # All this lives on idle arithmetic, on the flat part of the first curve. A batch of 64 has no flat part left: it
 # computes 64 tokens already, and guesses only make it 320. To see this apart from the quality of a draft, guesses of a
-# *chosen* quality are replayed (`benchmarks/lib/replay.py`): what will come is known from an earlier run, and as
-# many of
-# the guesses are spoilt as one likes. **Guess:** with four guesses a step, 60% of them right, from which batch size on
-# does it lose, on one core and with this model?
+# *chosen* quality are replayed (`benchmarks/lib/replay_proposer.py`): what will come is known from an earlier run, and
+# as many of the guesses are spoilt as one likes. **Guess:** with four guesses a step, 60% of them right, from which
+# batch size on does it lose, on one core and with this model?
 
 # %%
 my_guess = None  # requests at a time
@@ -320,7 +319,7 @@ guesser = Engine("nanovllm", STORY_MODEL, options | {"speculative": {"method": "
 openings = [[7 * i + j for j in range(12)] for i in range(48)]
 known = {str(i): o.outputs[0].token_ids for i, o in enumerate(plain.generate(openings, [TOKENS] * 48))}
 scheduler = guesser.llm.engine.scheduler
-scheduler.proposer = Replay(known, 0.6, vocab_size=4096)
+scheduler.proposer = ReplayProposer(known, 0.6, vocab_size=4096)
 step_ms = {}  # by batch size and k; a step without guesses brings one token
 for batch in BATCHES:
     step_ms[batch, 0] = time_a_token(plain, openings[:batch], TOKENS)["ms_per_token"]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import check
-from benchmarks.lib import harness, report, wording, worker
+from benchmarks.lib import harness, process, report, tables
 from benchmarks.lib.workloads import Request, Scenario, make_requests
-from benchmarks.stages import ladder, stage_bench
+from benchmarks.stages import ladder, runners, stage_bench
+from benchmarks.stages.runners import stage_contender
 from benchmarks.stages.showcases import SHOWCASES
-from benchmarks.stages.showcases import ladder as ladder_showcase
 from stages.manifest import load_stages
 from tests.weights import VOCAB, lively_qwen3
 
@@ -28,30 +28,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return lively_qwen3(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
-def job(contender: harness.Contender, scenarios: list[Scenario], model: Path) -> dict[str, Any]:
-    return {
-        "contender": contender.spec,
-        "model": str(model),
-        "device": "cpu",
-        "threads": 1,
-        "scenarios": [s.as_json() for s in scenarios if contender.only is None or s.name in contender.only],
-    }
+def options(out: Path, model: Path, **changes: Any) -> argparse.Namespace:
+    given = {"out": out, "model": model, "device": "cpu", "threads": 1, "rounds": 1, "quick": True}
+    return argparse.Namespace(**given | changes)
 
 
-def run_here(showcase: harness.Showcase, model: Path) -> dict[str, Any]:
-    """One round of a showcase in this process."""
-    records = [
-        {"round": 0, "contender": c.name, **worker.run(job(c, showcase.scenarios, model))} for c in showcase.contenders
-    ]
-    return json.loads(json.dumps(harness.assemble(showcase, records, model)))
+def in_this_process(contender: harness.Contender, *work: Any) -> dict[str, Any]:
+    """Stands in for `run_process`."""
+    return json.loads(json.dumps(process.run(json.loads(json.dumps(harness.job_of(contender, *work))))))
 
 
 @pytest.fixture(scope="module")
 def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a quick result of every showcase, each run in this process."""
     directory = tmp_path_factory.mktemp("results")
-    for build in [*SHOWCASES.values(), ladder_showcase]:
-        harness.write_result(run_here(build(VOCAB, quick=True), model), directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "run_process", in_this_process)
+        for build in [*SHOWCASES.values(), ladder.showcase]:
+            stage_bench.measure(build(VOCAB, quick=True), options(directory, model))
     return directory
 
 
@@ -60,7 +54,7 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", [*(f"stage_{n}" for n in SHOWCASES), "ladder"])
 def test_a_quick_showcase_is_complete(name: str, results: Path) -> None:
-    result = report.load(name, results)
+    result = tables.load(name, results)
     assert result["machine"]["threads"] >= 1 and result["commit"]["hash"]
     assert not result["differing_tokens"], "greedy tokens in float32 are the same from everybody"
     figures = {figure["key"]: figure for figure in result["figures"]}
@@ -79,18 +73,18 @@ def test_every_stage_that_exists_has_a_showcase() -> None:
 
 def test_paged_blocks_hold_more_and_waste_less(results: Path) -> None:
     """Counts do not depend on the machine, so these are judged."""
-    figures = {f["key"]: f["values"] for f in report.load("stage_3", results)["figures"]}
+    figures = {f["key"]: f["values"] for f in tables.load("stage_3", results)["figures"]}
     assert figures["at_once"]["stage 3"]["median"] > figures["at_once"]["stage 2"]["median"]
     assert figures["waste"]["stage 3"]["median"] < figures["waste"]["stage 2"]["median"]
 
 
 def test_prefix_caching_stores_the_shared_beginning_once(results: Path) -> None:
-    figures = {f["key"]: f["values"] for f in report.load("stage_4", results)["figures"]}
+    figures = {f["key"]: f["values"] for f in tables.load("stage_4", results)["figures"]}
     assert figures["slots"]["stage 4"]["median"] < figures["slots"]["stage 3"]["median"] * 0.75
 
 
 def test_the_tiny_pool_of_stage_5_is_survived(results: Path) -> None:
-    figures = {f["key"]: f["values"] for f in report.load("stage_5", results)["figures"]}
+    figures = {f["key"]: f["values"] for f in tables.load("stage_5", results)["figures"]}
     assert figures["survived"]["stage 5"]["median"] == 1
     assert figures["preemptions"]["stage 5"]["median"] > 0
 
@@ -99,12 +93,13 @@ def test_the_tiny_pool_of_stage_5_is_survived(results: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_round_starts_with_another_contender_and_each_process_is_fresh(model: Path) -> None:
+def test_each_round_starts_with_another_contender_and_each_process_is_fresh(model: Path, tmp_path: Path) -> None:
     scenario = Scenario("short", [make_requests([(8, 3), (5, 2)], VOCAB, seed=1)])
     throughput = harness.Figure("f", "throughput", "tokens/s", "higher", harness.metric("short", "tokens_per_second"))
-    stages = [harness.stage_contender(2), harness.stage_contender(3)]
-    showcase = harness.Showcase("s", "", "", stages, [scenario], [throughput], "f", ("f",), "stage 3", "stage 2")
-    records = list(harness.run_rounds(showcase, model, device="cpu", threads=1, rounds=2))
+    stages = [stage_contender(2), stage_contender(3)]
+    showcase = harness.Showcase("s", "", "", stages, [throughput], scenarios=[scenario])
+    result = stage_bench.measure(showcase, options(tmp_path, model, rounds=2))
+    records = result["rounds"]
     assert [(r["round"], r["contender"]) for r in records] == [
         (0, "stage 2"),
         (0, "stage 3"),
@@ -112,8 +107,8 @@ def test_each_round_starts_with_another_contender_and_each_process_is_fresh(mode
         (1, "stage 2"),
     ]
     assert len({r["pid"] for r in records}) == 4
-    assert {r["facts"]["threads"] for r in records} == {1}
-    [figure] = harness.summarize(showcase, records)
+    assert result["machine"]["threads"] == 1
+    [figure] = result["figures"]
     for name, value in figure["values"].items():
         mine = [r["scenarios"]["short"]["tokens_per_second"] for r in records if r["contender"] == name]
         assert (value["min"], value["max"]) == (min(mine), max(mine))
@@ -124,13 +119,17 @@ def test_each_round_starts_with_another_contender_and_each_process_is_fresh(mode
 
 
 def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
+    scenarios = [Scenario("short", [[Request([1], 1)]])]
+    figures = [harness.Figure("f", "", "", "lower", len)]
+    showcase = harness.Showcase("s", "", "", [stage_contender(2)], figures, scenarios=scenarios)
+    chosen = options(tmp_path, tmp_path / "nothing")
+    arguments = runners.arguments_of(stage_contender(2), showcase, chosen.model, "cpu", "wall")
     with pytest.raises(RuntimeError, match=r"stage 2 failed(.|\n)*ValueError: model="):
-        scenario = Scenario("short", [[Request([1], 1)]])
-        harness.run_worker(harness.stage_contender(2), [scenario], tmp_path / "nothing", "cpu", 1)
+        harness.run_process(stage_contender(2), "benchmarks.stages.runners", arguments, chosen)
 
 
 def test_rotation_gives_everybody_the_first_place() -> None:
-    contenders = [harness.stage_contender(n) for n in (1, 2, 3)]
+    contenders = [stage_contender(n) for n in (1, 2, 3)]
     firsts = [harness.order_of_round(contenders, n)[0].name for n in range(3)]
     assert sorted(firsts) == ["stage 1", "stage 2", "stage 3"]
 
@@ -144,8 +143,8 @@ def test_results_of_a_card_have_its_name() -> None:
 
 def test_gain_counts_in_the_direction_that_is_better() -> None:
     values = {"a": {"median": 2.0}, "b": {"median": 4.0}}
-    assert harness.gain({"better": "higher", "values": values}, "b", "a") == 2
-    assert harness.gain({"better": "lower", "values": values}, "b", "a") == 0.5
+    assert tables.gain({"better": "higher", "values": values}, "b", "a") == 2
+    assert tables.gain({"better": "lower", "values": values}, "b", "a") == 0.5
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -212,59 +211,59 @@ def test_recorded_results_name_no_place() -> None:
 
 
 def test_a_loss_is_told(results: Path) -> None:
-    result = copy.deepcopy(report.load("stage_3", results))
+    result = copy.deepcopy(tables.load("stage_3", results))
     equal = next(f for f in result["figures"] if f["key"] == "equal")
     equal["values"]["stage 2"]["median"], equal["values"]["stage 3"]["median"] = 100.0, 80.0
-    assert wording.losses(result)[-1].startswith("stage 3 loses 20% against stage 2")
-    assert "loses 20%" in "".join(report.result_table(result))
+    assert tables.losses(result)[-1].startswith("stage 3 loses 20% against stage 2")
+    assert "loses 20%" in "".join(stage_bench.whole_table(result))
 
 
 def test_numbers_have_few_digits() -> None:
-    shown = [wording.number(v, "ms") for v in (1234.5, 123.4, 12.34, 1.234)]
+    shown = [tables.number(v, "ms") for v in (1234.5, 123.4, 12.34, 1.234)]
     assert shown == ["1,234", "123", "12.3", "1.23"]
-    assert [wording.number(1.0, "yes/no"), wording.number(3.0, "")] == ["yes", "3"]
+    assert [tables.number(1.0, "yes/no"), tables.number(3.0, "")] == ["yes", "3"]
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def fake_worker(results: Path, stage: int, factor: float = 1.0) -> Any:
-    """Stands in for `run_worker`: what was measured in the fixture, with the time of the showcased stage stretched."""
-    recorded = report.load(f"stage_{stage}", results)
+def fake_process(results: Path, stage: int, factor: float = 1.0) -> Any:
+    """Stands in for `run_process`: what was measured in the fixture, with the time of the showcased stage stretched."""
+    recorded = tables.load(f"stage_{stage}", results)
     pids = itertools.count()
 
-    def run_worker(contender: harness.Contender, *_: Any) -> dict[str, Any]:
+    def run_process(contender: harness.Contender, *_: Any) -> dict[str, Any]:
         scenarios = next(copy.deepcopy(r["scenarios"]) for r in recorded["rounds"] if r["contender"] == contender.name)
         for measured in scenarios.values():
             measured["ttft_ms"] = 10 * factor if contender.name == recorded["contender"] else 50.0
         facts = {**recorded["machine"], "clock": "cpu"}
-        return {"pid": next(pids), "facts": facts, "parameters": 1, "scenarios": scenarios}
+        return {"pid": next(pids), "facts": facts, "repetitions": [scenarios]}
 
-    return run_worker
+    return run_process
 
 
 def test_stage_bench_writes_what_it_prints(
     model: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(harness, "run_worker", fake_worker(results, 4))
+    monkeypatch.setattr(harness, "run_process", fake_process(results, 4))
     command = ["bench", "4", "--quick", "--rounds", "2", "--model", str(model), "--results", str(tmp_path)]
     monkeypatch.setattr("sys.argv", command)
     stage_bench.main()
-    written = report.load("stage_4", tmp_path)
+    written = tables.load("stage_4", tmp_path)
     assert [r["contender"] for r in written["rounds"]] == [
         *("stage 3", "stage 4", "HF generate"),
         *("stage 4", "HF generate", "stage 3"),
     ]
     assert "5.00 times better than stage 3" in " ".join(capsys.readouterr().out.split())
     turned_round = written | {"contender": "stage 3", "rival": "stage 4"}
-    assert stage_bench.remarks(turned_round)[0].endswith("stage 3 is not better than stage 4")
+    assert tables.remarks(turned_round)[0].endswith("stage 3 is not better than stage 4")
     # The check measures again: the same holds, a stage twice as slow does not
     monkeypatch.setattr("sys.argv", ["check", *command[1:]])
     check.main()
-    monkeypatch.setattr(harness, "run_worker", fake_worker(results, 4, factor=2))
+    monkeypatch.setattr(harness, "run_process", fake_process(results, 4, factor=2))
     with pytest.raises(SystemExit, match="stage 4: the recorded gain is not borne out"):
         check.main()
-    assert report.load("stage_4", tmp_path) == written
+    assert tables.load("stage_4", tmp_path) == written
 
 
 def test_the_check_has_a_stated_tolerance() -> None:
@@ -274,17 +273,17 @@ def test_the_check_has_a_stated_tolerance() -> None:
 
 
 def test_the_ladder_is_drawn(results: Path, tmp_path: Path) -> None:
-    ladder.draw(report.load("ladder", results), tmp_path / "figures" / "ladder.png")
+    ladder.draw(tables.load("ladder", results), tmp_path / "figures" / "ladder.png")
     drawn = (tmp_path / "figures" / "ladder.png").read_bytes()
     assert drawn.startswith(b"\x89PNG")
-    ladder.draw(report.load("ladder", results), tmp_path / "again.png")
+    ladder.draw(tables.load("ladder", results), tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == drawn
 
 
 def test_a_showcase_that_needs_a_gpu_is_only_tried_out_without_one(
     model: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(harness, "run_worker", fake_worker(results, 6))
+    monkeypatch.setattr(harness, "run_process", fake_process(results, 6))
     command = ["bench", "6", "--rounds", "1", "--model", str(model), "--results", str(tmp_path)]
     monkeypatch.setattr("sys.argv", command)
     stage_bench.main()  # lost or won, it is no failure
@@ -292,9 +291,9 @@ def test_a_showcase_that_needs_a_gpu_is_only_tried_out_without_one(
     assert "The showcase of stage 6 needs a GPU" in out and "a quick run: these figures mean nothing" in out
     monkeypatch.setattr(stage_bench, "random_checkpoint", lambda shape: Path(f"random {shape}"))
     for given, taken in ((harness.EMBEDDED_MODEL, Path("random Qwen3-0.6B")), (model, model)):
-        options = argparse.Namespace(stage=6, device="cuda", model=given, quick=False)
-        stage_bench.fit_to_device(options)
-        assert (options.model, options.quick) == (taken, False)
+        chosen = argparse.Namespace(stage=6, device="cuda", model=given, quick=False)
+        stage_bench.fit_to_device(chosen)
+        assert (chosen.model, chosen.quick) == (taken, False)
 
 
 def test_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:

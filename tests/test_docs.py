@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from benchmarks.lib import report
+from benchmarks.lib import tables
 from stages.manifest import load_stages
 from tools.docs import build, pages
 from tools.docs.build import ROOT, Site, filled
@@ -155,7 +155,7 @@ def test_signatures_stand_as_they_are_written() -> None:
 def test_results_have_a_table_of_every_stage_that_was_measured() -> None:
     page = pages.results_page()
     for path in (ROOT / "benchmarks" / "results").glob("stage_*.json"):
-        assert f"### {report.load(path.stem, path.parent)['title']}\n\n|" in page
+        assert f"### {tables.load(path.stem, path.parent)['title']}\n\n|" in page
 
 
 def test_short_formulas_are_spelled_out() -> None:

@@ -16,12 +16,7 @@ import pytest
 from benchmarks.engine import (
     ablations,
     check,
-    engine_cpu,
-    engine_figure,
-    engine_harness,
-    engine_report,
-    engine_worker,
-    headline,
+    cpu,
     idle,
     latency,
     mixed,
@@ -31,8 +26,9 @@ from benchmarks.engine import (
     startup,
     throughput,
 )
-from benchmarks.lib import harness, report, roofline, worker
+from benchmarks.lib import harness, process, report, roofline, tables, workloads
 from benchmarks.lib.harness import RESULTS, Contender
+from benchmarks.stages import stage_bench
 from nanovllm import kernels
 from nanovllm.graphs.sizes import MAX_REPLAYED
 from tests.weights import VOCAB, lively_qwen3
@@ -56,10 +52,10 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what every command wrote, each run as with `--quick`, in this process."""
     directory = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roofline, "in_a_process", roofline.roofline)
+        patch.setattr(harness, "run_process", run_here)
+        patch.setattr(roofline, "run_process", run_here)
         patch.setattr(startup, "import_once", lambda contender: None)
         for name, module in COMMANDS.items():
-            patch.setattr(module, "run_process", run_here)
             run_command(name, module, model, directory, patch)
     return directory
 
@@ -67,9 +63,9 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_here(
     contender: Contender, module: str, arguments: dict[str, Any], options: argparse.Namespace, *_: Any
 ) -> dict[str, Any]:
-    job = engine_harness.job_of(contender, module, arguments, options)
+    job = harness.job_of(contender, module, arguments, options)
     try:
-        return json.loads(json.dumps(engine_worker.run(json.loads(json.dumps(job)))))
+        return json.loads(json.dumps(process.run(json.loads(json.dumps(job)))))
     except ValueError as error:  # which would end a process of its own
         raise RuntimeError(str(error)) from error
 
@@ -82,7 +78,7 @@ def run_command(name: str, module: ModuleType, model: Path, directory: Path, pat
         command += ["--only", ablations.BASE, "--only", "no prefix cache", "--only", "flash_attn"]
     patch.setattr(sys, "argv", command)
     if name == "throughput":
-        assert not throughput.compare(throughput.parse()).failures
+        assert not throughput.compare(throughput.parse_options()).failures
         return
     with pytest.raises(SystemExit) as ended:
         module.main()
@@ -117,7 +113,7 @@ def test_every_step_of_the_headline_is_of_one_kind(results: Path) -> None:
     result = json.loads((results / "phases.json").read_text())
     values = {k: v["nanovllm"]["median"] for k, v in figures_of("phases", results).items()}
     decodes = sum(values[f"steps, {kind}"] for kind in phases.KINDS if kind != phases.PROMPTS)
-    _, max_tokens = headline.draw(0, headline.QUICK)
+    _, max_tokens = workloads.headline(0, workloads.QUICK)
     assert decodes == max(max_tokens) - 1 and values[f"steps, {phases.PROMPTS}"] == 1
     least = sum(values[f"least_seconds, {kind}"] for kind in phases.KINDS)
     assert least == pytest.approx(result["roofline"]["seconds"])
@@ -142,11 +138,11 @@ def test_the_trace_is_kept_beside_the_figures(results: Path) -> None:
 
 
 def test_guesses_are_as_good_as_was_chosen_and_who_loses_is_found(results: Path) -> None:
-    result = report.load("speculation", results)
+    result = tables.load("speculation", results)
     assert result["loses_from"].keys() == speculation.WAYS.keys()
     wrong = {name: {"acceptance": way["acceptance"] - 0.4} for name, way in speculation.WAYS.items()}
     assert len(speculation.misses(result, wrong)) == len(wrong)
-    assert report.load("speculation_ngram", results)["headline"] == "ms_per_token_1"
+    assert tables.load("speculation_ngram", results)["headline"] == "ms_per_token_1"
 
     def figure(batch: int, **ms: float) -> dict[str, Any]:
         return {"key": f"ms_per_token_{batch}", "values": {name: {"median": value} for name, value in ms.items()}}
@@ -199,8 +195,8 @@ def test_an_ablation_adds_to_what_an_earlier_run_has_written(
 ) -> None:
     before = json.loads((results / "ablations.json").read_text())
     (tmp_path / "ablations.json").write_text(json.dumps(before))
-    monkeypatch.setattr(roofline, "in_a_process", roofline.roofline)
-    monkeypatch.setattr(ablations, "run_process", run_here)
+    monkeypatch.setattr(harness, "run_process", run_here)
+    monkeypatch.setattr(roofline, "run_process", run_here)
     command = ["ablations", "--quick", "--device", "cpu", "--model", str(model), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*command, "--repeats", "1", "--only", "blocks of 16"])
     with pytest.raises(SystemExit):
@@ -218,24 +214,21 @@ def test_an_ablation_adds_to_what_an_earlier_run_has_written(
 def cpu_results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both models' results, from one small model in this process."""
     directory = tmp_path_factory.mktemp("cpu")
-    showcase = engine_cpu.embedded(VOCAB, quick=True)
-    records = []
-    for c in showcase.contenders:
-        scenarios = [s.as_json() for s in showcase.scenarios if c.only is None or s.name in c.only]
-        job = {"contender": c.spec, "model": str(model), "device": "cpu", "threads": 1, "scenarios": scenarios}
-        records.append({"round": 0, "contender": c.name, **worker.run(job)})
-    for each in (showcase, engine_cpu.smollm2(VOCAB, quick=True)):
-        harness.write_result(harness.assemble(each, records, model), directory)
+    options = argparse.Namespace(out=directory, model=model, device="cpu", threads=1, rounds=1, quick=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "run_process", run_here)
+        for build in (cpu.embedded, cpu.smollm2):
+            stage_bench.measure(build(VOCAB, quick=True), options)
     return directory
 
 
 def test_the_engine_gives_hugging_faces_tokens_in_the_cpu_benchmark(cpu_results: Path) -> None:
-    result = report.load("engine_cpu", cpu_results)
+    result = tables.load("engine_cpu", cpu_results)
     assert result["differing_tokens"] == {}
     for figure in result["figures"]:
-        rival, _ = engine_cpu.TARGETS[figure["key"]]
-        assert {engine_cpu.ENGINE, rival} <= figure["values"].keys()
-    assert all(r["scenarios"]["one"]["ttft_ms"] > 0 for r in result["rounds"] if r["contender"] == engine_cpu.ENGINE)
+        rival, _ = cpu.TARGETS[figure["key"]]
+        assert {cpu.ENGINE, rival} <= figure["values"].keys()
+    assert all(r["scenarios"]["one"]["ttft_ms"] > 0 for r in result["rounds"] if r["contender"] == cpu.ENGINE)
 
 
 # --- tables and the check --------------------------------------------------------------------------------------------
@@ -280,24 +273,14 @@ def test_the_engines_table_has_vllm_and_the_spread(recorded: Path, tmp_path: Pat
     ours, theirs = {"median": 300.0, "min": 290.0, "max": 310.0}, {"median": 150.0, "min": 150.0, "max": 150.0}
     result["figures"][0]["values"] = {"nanovllm": ours, "vLLM": theirs}
     (tmp_path / "throughput.h100.json").write_text(json.dumps(result))
-    lines = engine_report.engine_table("h100", tmp_path)
+    lines = report.table("engine.h100", tmp_path).splitlines()
     assert "| throughput (tokens/s) | 300 (290 to 310) | 150 | 2.00× |" in lines
-
-
-def test_the_picture_is_drawn_from_the_results(recorded: Path, tmp_path: Path) -> None:
-    found = engine_report.read(["throughput.h100", "latency.h100"], recorded)
-    pictures = [tmp_path / "figures" / "engine.png", tmp_path / "again.png", tmp_path / "slower.png"]
-    for path, ms in zip(pictures, (10.0, 10.0, 20.0), strict=True):
-        found["latency"]["figures"][0]["values"]["nanovllm"] = {"median": ms, "min": ms - 1, "max": ms + 1}
-        engine_figure.draw(found, path)
-    first, again, slower = (path.read_bytes() for path in pictures)
-    assert first == again != slower
 
 
 def test_the_check_compares_the_engine_too(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured = report.load("engine_cpu", recorded)
+    measured = tables.load("engine_cpu", recorded)
     for figure in measured["figures"]:
         if figure["key"] == "rate_16":
             figure["values"] = {"nanovllm": {"median": 50.0}, "HF one by one": {"median": 10.0}}

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import engine_harness, engine_worker, latency
-from benchmarks.engine.engine_harness import Comparison, check_options, ours
-from benchmarks.lib.harness import Contender, Figure, Showcase, metric
+from benchmarks.engine import check_options, latency, make_parser, ours, vllm
+from benchmarks.lib import harness
+from benchmarks.lib.harness import Comparison, Contender, Figure, Showcase, metric
+from benchmarks.lib.process import Engine
 
 
 def options_of(out: Path, **changes: Any) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    engine_harness.add_options(parser, rounds=2)
-    options = parser.parse_args(["--out", str(out), "--quick", "--device", "cpu"])
+    options = make_parser("tiny", "Nothing.", rounds=2).parse_args(["--out", str(out), "--quick", "--device", "cpu"])
     for name, value in changes.items():
         setattr(options, name, value)
     return check_options(options)
@@ -26,7 +25,7 @@ def tiny_showcase(*names: str) -> Showcase:
     spec = {"package": "nanovllm", "options": {"device": "cpu", "max_model_len": 64}, "variant": None, "path": None}
     figure = Figure("speed", "speed", "tokens/s", "higher", metric("s", "speed"))
     contenders = [Contender(name, spec) for name in names]
-    return Showcase("tiny", "", "", contenders, [], [figure], "speed", ("speed",), names[0], names[-1])
+    return Showcase("tiny", "", "", contenders, [figure])
 
 
 def answer(*speeds: float) -> dict[str, Any]:
@@ -110,15 +109,15 @@ def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
     (site / "vllm" / "__init__.py").write_text(FAKE_VLLM)
     (site / "xxhash.py").write_text("raise ImportError('this one is for vLLM alone')")
     options = options_of(tmp_path, rounds=1, vllm_path=str(site))
-    contenders = [ours(options), *engine_harness.vllm(options)]
-    sizes = {"batches": [1], "prompt_len": 4, "num_tokens": 3}
+    contenders = [ours(options), *vllm(options)]
+    sizes = {"batches": [1], "prompt_len": 4, "num_tokens": 3, "highest_id": 500}
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
     def measure(contender: Contender) -> dict[str, Any]:
-        arguments = {"repeats": 1, **sizes, "highest_id": 500}
-        return engine_harness.run_process(contender, "benchmarks.engine.latency", arguments, options)
+        arguments = {"repeats": 1, **sizes}
+        return harness.run_process(contender, "benchmarks.engine.latency", arguments, options)
 
-    result = Comparison(latency.showcase(contenders, **sizes), options).run(measure)  # type: ignore[arg-type]
+    result = Comparison(latency.showcase(contenders, sizes), options).run(measure)
     assert result["failures"] == {}
     assert {name: e["engine"] for name, e in result["engines"].items()} == {"nanovllm": "nanovllm", "vLLM": "vllm 9.9"}
     assert len({r["pid"] for r in result["rounds"]}) == 2
@@ -138,13 +137,13 @@ def test_a_process_that_fails_or_hangs_leaves_its_last_words(
     script.write_text(f"#!/bin/sh\n{program}\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    monkeypatch.setattr(engine_harness, "PROCESS_SECONDS", limit)
+    monkeypatch.setattr(harness, "PROCESS_SECONDS", limit)
     with pytest.raises(RuntimeError, match=f"nanovllm failed(.|\n)*{words}"):
-        engine_harness.run_process(ours(options_of(tmp_path)), "benchmarks.engine.latency", {}, options_of(tmp_path))
+        harness.run_process(ours(options_of(tmp_path)), "benchmarks.engine.latency", {}, options_of(tmp_path))
 
 
 def test_wrong_numbers_of_tokens_are_no_result() -> None:
-    engine = engine_worker.Engine.__new__(engine_worker.Engine)
+    engine = Engine.__new__(Engine)
     engine.make_params = dict
     output = argparse.Namespace(outputs=[argparse.Namespace(token_ids=[1, 2])])
     engine.llm = argparse.Namespace(generate=lambda *_, **__: [output])

@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lib import random_checkpoint
+from benchmarks.lib import workloads
 from stages.checkpoint import load_model
 
 
 def test_a_random_checkpoint_has_the_shape_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = json.loads((random_checkpoint.SHAPES / "Qwen3-0.6B" / "config.json").read_text(encoding="utf-8"))
+    shape = json.loads((workloads.SHAPES / "Qwen3-0.6B" / "config.json").read_text(encoding="utf-8"))
     small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 500}
     (tmp_path / "shapes" / "small").mkdir(parents=True)
     (tmp_path / "shapes" / "small" / "config.json").write_text(json.dumps(shape | small))
-    monkeypatch.setattr(random_checkpoint, "SHAPES", tmp_path / "shapes")
-    path = random_checkpoint.random_checkpoint("small", tmp_path)
+    monkeypatch.setattr(workloads, "SHAPES", tmp_path / "shapes")
+    path = workloads.random_checkpoint("small", tmp_path)
     loaded = load_model(path)
     assert (loaded.config.num_hidden_layers, loaded.config.head_dim, loaded.config.dtype) == (1, 128, torch.bfloat16)
     before = (path / "model.safetensors").stat().st_mtime_ns
-    assert random_checkpoint.random_checkpoint("small", tmp_path) == path
+    assert workloads.random_checkpoint("small", tmp_path) == path
     assert (path / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(ValueError, match=r"no shape 'large'.*there are small"):
-        random_checkpoint.random_checkpoint("large", tmp_path)
+        workloads.random_checkpoint("large", tmp_path)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from benchmarks.engine import headline, idle, phases
-from benchmarks.engine.engine_harness import SHAPE
-from benchmarks.lib import roofline
+from benchmarks.engine import SHAPE, idle, phases
+from benchmarks.lib import roofline, workloads
 from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import read_config
 
@@ -12,13 +11,13 @@ from nanovllm.models.config import read_config
 
 
 def test_the_headline_workload_is_the_one_that_others_quote() -> None:
-    prompts, max_tokens = headline.draw(0)
+    prompts, max_tokens = workloads.headline(0)
     assert (len(prompts), sum(map(len, prompts)), sum(max_tokens)) == (256, 142_827, 133_966)
     assert prompts[0][:4] == [6311, 6890, 663, 4242] and max_tokens[:3] == [845, 312, 607]
 
 
 def test_later_rounds_have_the_same_lengths_and_nothing_in_common() -> None:
-    rounds = [headline.draw(n) for n in (0, 1, 2)]
+    rounds = [workloads.headline(n) for n in (0, 1, 2)]
     lengths = [([len(p) for p in prompts], max_tokens) for prompts, max_tokens in rounds]
     assert lengths[0] == lengths[1] == lengths[2]
     beginnings = {tuple(p[:16]) for prompts, _ in rounds for p in prompts}
@@ -26,7 +25,7 @@ def test_later_rounds_have_the_same_lengths_and_nothing_in_common() -> None:
 
 
 def test_the_roofline_of_the_headline() -> None:
-    costs = roofline.headline_costs(SHAPE, headline.HEADLINE, itemsize=2)
+    costs = roofline.headline_costs(SHAPE, workloads.HEADLINE, itemsize=2)
     assert (costs.prompt_tokens, costs.output_tokens) == (142_827, 133_966)
     assert round(costs.kv_bytes / 1e12, 2) == 13.85
     assert round(costs.weight_bytes / 1e12, 2) == 1.22

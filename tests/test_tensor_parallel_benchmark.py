@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine import LARGE_SHAPE as SHAPE
 from benchmarks.engine import tensor_parallel
-from benchmarks.engine.tensor_parallel import FULL, SHAPE, name_of, num_all_reduces, showcase, where_it_goes
+from benchmarks.engine.tensor_parallel import FULL, name_of, num_all_reduces, showcase
 from benchmarks.kernels import all_reduce
 from benchmarks.lib import harness, report
 from nanovllm.models.config import read_config
@@ -28,18 +29,18 @@ def table_of(ranks: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     """As if it had been measured on a GPU."""
-    options = tensor_parallel.parse(["--quick", "--device", "cpu", "--out", "unused", "--vllm-path", "somewhere"])
-    shown = showcase(options, **FULL)
+    command = ["--quick", "--device", "cpu", "--out", "unused", "--vllm-path", "somewhere"]
+    options = tensor_parallel.parse_options(command)
+    shown = showcase(options, FULL)
     facts = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "transformers": "5.17.0", "threads": 1}
-    records = []
+    comparison = tensor_parallel.TensorParallel(shown, options, {"all_reduce": [table_of(2)]})
+    comparison.sizes, comparison.machine = FULL, facts
+    options.model = SHAPE
     for (package, ranks), ms in STEPS.items():
         scenarios = {f"batch {b}": {"ms_per_token": ms + 0.01 * b, "first_token_ms": 9.0} for b in FULL["batches"]}
-        name = name_of(package, ranks)
-        records.append(
-            {"round": 0, "contender": name, "pid": 1, "facts": facts, "parameters": None, "scenarios": scenarios}
-        )
-    made = harness.assemble(shown, records, SHAPE) | {"all_reduce": [table_of(2)], "engines": {}}
-    return made | {"where": where_it_goes(made, made["all_reduce"], read_config(SHAPE), FULL)}
+        record = {"round": 0, "contender": name_of(package, ranks), "pid": 1, "scenarios": scenarios}
+        comparison.records.append(record)
+    return comparison.result()
 
 
 def test_everybody_is_compared_and_vllm_is_the_rival(result: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@
 #   RANKS=4                       the most GPUs for tensor_parallel; with more than one, the tests of several ranks run, too
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
 #   COMMIT=HASH                   what is measured, if git is not there or does not know
-#   KERNELS=1                     the kernels by themselves, and the experiments of docs/kernels.md
+#   KERNELS=1                     the kernels by themselves: the tables of docs/kernels.md
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}; out=${OUT:-build/gpu}; mkdir -p "$out"
@@ -63,29 +63,8 @@ if [ -n "${KERNELS:-}" ]; then
 import json, sys
 from benchmarks.lib.harness import card_slug
 print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || exit 1
-  "$python" -m benchmarks.kernels.kernels --out "$out/kernels.$card.json" || status=1
-  for name in fused linears; do
-    "$python" -m "benchmarks.kernels.$name" --out "$out/$name.$card.json" --commit "$commit" || status=1
-  done
-  experiment() { # RECORD BATCHES VARIANTS...: a decode step with these changes, beside the engine as it is
-    # Those named before `ring_decode` change `paged_decode`: so the plain kernel is what to compare them with.
-    local options=(--out "$out/$1.$card.json" --commit "$commit" --rounds 3 --variant "as it is"
-                   --variant "plain decode kernel") batch variant
-    for batch in $2; do options+=(--at "$batch"); done
-    for variant in "${@:3}"; do options+=(--variant "$variant"); done
-    "$python" -m benchmarks.engine.decode_step "${options[@]}" || status=1
-  }
-  mapfile -t halves < <("$python" -c 'from benchmarks.engine.half_batches import VARIANTS; print(*VARIANTS, sep="\n")')
-  mapfile -t others < <("$python" -c '
-from benchmarks.engine import decode_step, half_batches
-elsewhere = {decode_step.BASE, decode_step.PLAIN, *decode_step.RING_VARIANTS, "merged inside", *half_batches.VARIANTS}
-print(*(name for name in decode_step.VARIANTS if name not in elsewhere), sep="\n")')
-  experiment decode_step "8,384 32,384 64,850 256,850" "${others[@]}"
-  experiment half_batches "64,850 128,850 256,850" "${halves[@]}"
-  sizes="1,384 8,384 16,384 32,384 64,850 128,850 256,850"
-  experiment merge_inside "$sizes" "merged inside"
-  mapfile -t ring < <("$python" -c 'from benchmarks.engine.decode_step import RING_VARIANTS; print(*RING_VARIANTS, sep="\n")')
-  experiment ring_decode "$sizes" "${ring[@]}"
+  "$python" -m benchmarks.kernels.attention --out "$out/kernels.$card.json" || status=1
+  "$python" -m benchmarks.kernels.linears --out "$out/linears.$card.json" --commit "$commit" || status=1
 fi
 for benchmark in ${BENCHMARKS:-}; do
   options=()

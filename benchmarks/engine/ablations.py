@@ -7,7 +7,6 @@ the file in --out has other variants of the same commit, card and workload, they
 measured in several runs. `--flash-path` is where flash-attn can be imported from, if it is not installed.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +15,11 @@ from importlib import import_module
 from itertools import zip_longest
 from typing import Any
 
-from benchmarks.engine import latency, throughput
-from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, run_process
-from benchmarks.engine.engine_worker import Engine, Repetition, random_prompts
-from benchmarks.lib import roofline
-from benchmarks.lib.harness import Contender, Figure, Showcase, metric
+from benchmarks.engine import check_options, latency, make_parser, ours, throughput
+from benchmarks.lib import harness, roofline, tables
+from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, lower, metric
+from benchmarks.lib.process import Engine, random_prompts
+from benchmarks.lib.tables import Result
 from nanovllm.kernels import FusedKernels
 
 BASE = "as it is"
@@ -144,7 +143,7 @@ VARIANTS: dict[str, Variant] = {
 
 def measure(
     engine: Engine, repeats: int, sizes: dict[str, int], small: dict[str, Any], prompts: dict[str, Any]
-) -> list[Repetition]:
+) -> list[Measured]:
     """In the process of one variant: the headline workload, small batches and prompts, where other parts count.
 
     The last two take so little time that they are repeated more often.
@@ -154,15 +153,15 @@ def measure(
         latency.measure(engine, **small),
         first_token(engine, **prompts),
     )
-    repetitions: list[Repetition] = []
+    repetitions: list[Measured] = []
     for parts in zip_longest(*found):
         repetitions.append({name: figures for part in parts if part for name, figures in part.items()})
     return repetitions
 
 
-def first_token(engine: Engine, repeats: int, batches: list[int], prompt_len: int, highest_id: int) -> list[Repetition]:
+def first_token(engine: Engine, repeats: int, batches: list[int], prompt_len: int, highest_id: int) -> list[Measured]:
     """Time to the first token of so many prompts at once."""
-    repetitions: list[Repetition] = [{} for _ in range(repeats)]
+    repetitions: list[Measured] = [{} for _ in range(repeats)]
     for batch in batches:
         for repeat in range(-2, repeats):  # the first two are for warming up
             prompts = random_prompts([prompt_len] * batch, 20_000 * batch + repeat, highest_id)
@@ -172,51 +171,37 @@ def first_token(engine: Engine, repeats: int, batches: list[int], prompt_len: in
     return repetitions
 
 
+def prepare(variant: str) -> None:
+    """In the process of one variant, before there is an engine."""
+    patch = VARIANTS[variant].patch
+    if patch is not None:
+        patch()
+
+
 def showcase(
     contenders: list[Contender], limit: dict[str, Any], batches: list[int], prompts: dict[str, Any]
 ) -> Showcase:
-    figures = [
-        Figure("throughput", "throughput", "tokens/s", "higher", metric("headline", "tokens_per_second")),
-        *(
-            Figure(f"ms_{b}", f"time a token, batch {b}", "ms", "lower", metric(f"batch {b}", "ms_per_token"))
-            for b in batches
-        ),
-        *(
-            Figure(
-                f"first_{n}",
-                f"time to first token, {n} prompt{'s' * (n > 1)} of {prompts['prompt_len']}",
-                "ms",
-                "lower",
-                metric(f"{n} prompts", "first_token_ms"),
-            )
-            for n in prompts["batches"]
-        ),
-    ]
+    tokens_per_second = metric("headline", "tokens_per_second")
+    figures = [Figure("throughput", "throughput", "tokens/s", "higher", tokens_per_second)]
+    figures += by_batch("ms_per_token", "time per token", batches)
+    for n in prompts["batches"]:
+        label = f"time to first token, {n} prompt{'s' * (n > 1)} of {prompts['prompt_len']}"
+        figures.append(lower(f"first_{n}", label, "ms", f"{n} prompts", "first_token_ms"))
     return Showcase(
         name="ablations",
         title="What each part is worth",
         workload=f"{throughput.describe(limit)}; and batches of {', '.join(map(str, batches))}, greedy",
         contenders=contenders,
-        scenarios=[],
         figures=figures,
-        headline="throughput",
-        shown=tuple(figure.key for figure in figures),
-        contender=contenders[0].name,
-        rival=contenders[-1].name,
         notes=[roofline.describe(limit)],
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.ablations", description=(__doc__ or "").split("\n")[0]
-    )
-    add_options(parser, rounds=1)
-    parser.add_argument("--repeats", type=int, default=2, help="times that a process runs the workload (default 2)")
+    parser = make_parser("ablations", __doc__, repeats=2)
     parser.add_argument("--only", action="append", choices=VARIANTS, help="this variant (and others so named) only")
     options = check_options(parser.parse_args())
-    names = [name for name in VARIANTS if options.only is None or name in options.only]
-    limit = roofline.in_a_process(options)
+    limit = roofline.roofline(options)
     small: dict[str, Any] = {"repeats": 5, "batches": [1, 8, 32, 256], "prompt_len": 128, "num_tokens": 128}
     prompts: dict[str, Any] = {"repeats": 10, "batches": [1, 16], "prompt_len": 1024}
     if options.quick:
@@ -224,13 +209,30 @@ def main() -> None:
         prompts |= {"repeats": 2, "batches": [1, 2], "prompt_len": 32}
     for sizes in (small, prompts):
         sizes["highest_id"] = 500 if options.quick else 10_000
-    contenders = [ours(options, name, variant=name, **variant.options) for name, variant in VARIANTS.items()]
+    contenders = [ours(options, name, variant=name, **v.options) for name, v in VARIANTS.items()]
+    shown = showcase(contenders, limit, small["batches"], prompts)
     arguments = {"repeats": options.repeats, "sizes": limit["workload"], "small": small, "prompts": prompts}
-    comparison = Comparison(showcase(contenders, limit, small["batches"], prompts), options, {"roofline": limit})
-    comparison.run(
-        lambda contender: run_process(contender, "benchmarks.engine.ablations", arguments, options), only=names
-    )
-    sys.exit(1 if comparison.failures else 0)
+    only = options.only or list(VARIANTS)
+    extra = {"roofline": limit}
+    comparison = harness.compare(shown, "benchmarks.engine.ablations", arguments, options, extra, only)
+    sys.exit(bool(comparison.failures))
+
+
+def table(results: dict[str, Result]) -> list[str]:
+    """The engine as it is, and below it every variant, each with the change that it makes."""
+    result = results["ablations"]
+    figures, usual = result["figures"], result["contender"]
+    lines = tables.head("", *map(tables.label, figures))
+
+    def cell(figure: dict[str, Any], variant: str) -> str:
+        text = tables.cell(figure, variant, "{}")
+        base, value = (figure["values"].get(name, {}).get("median") for name in (usual, variant))
+        return text if None in (base, value) or variant == usual else f"{text} ({100 * (value / base - 1):+.1f}%)"
+
+    for variant in figures[0]["values"]:
+        lines.append(tables.row(variant, *(cell(figure, variant) for figure in figures)))
+    lines += [tables.row(variant, *["failed"] * len(figures)) for variant in result["failures"]]
+    return [*lines, "", f"Workload: {result['workload']}.", "", tables.origin(results)]
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import engine_cpu, throughput
+from benchmarks.engine import cpu, throughput
 from benchmarks.lib import harness
-from benchmarks.lib.report import load
-from benchmarks.lib.wording import number
+from benchmarks.lib.tables import load, number
 from benchmarks.stages.showcases import NEED_A_GPU, SHOWCASES
 from benchmarks.stages.stage_bench import add_options, measure, vocab_size
 
@@ -49,7 +48,7 @@ def check_throughput(recorded_in: Path, scratch: Path, table: Table) -> bool:
     path = harness.result_path("throughput", torch.cuda.get_device_name(), recorded_in)
     if not path.is_file():
         return True
-    options = throughput.parse(["--out", str(scratch), "--rounds", "1"])
+    options = throughput.parse_options(["--out", str(scratch), "--rounds", "1"])
     recorded, fresh = share(load(path.stem, recorded_in)), share(throughput.compare(options).result())
     good = fresh >= recorded * (1 - SHARE_TOLERANCE)
     table.add_row("throughput", f"{recorded:.0f}%", f"{fresh:.0f}%", "holds" if good else "FAILS")
@@ -58,7 +57,7 @@ def check_throughput(recorded_in: Path, scratch: Path, table: Table) -> bool:
 
 def build(what: str, vocab_size: int, quick: bool) -> harness.Showcase:
     if what == ENGINE:
-        return engine_cpu.embedded(vocab_size, quick)
+        return cpu.embedded(vocab_size, quick)
     return SHOWCASES[int(what)](vocab_size, quick)
 
 
@@ -72,27 +71,26 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.what) - set(checked):
         sys.exit(f"there is no showcase of stage {min(unknown)} on a CPU; there are {', '.join(checked)}")
-    console = Console()
     table = Table(
         title=f"Gain over the stage before, or Hugging Face: recorded and now (tolerance {options.tolerance:.0%})"
     )
     for heading in ("", "recorded", "now", ""):
         table.add_column(heading, justify="right")
     failed = []
-    recorded_in, size = options.results or harness.RESULTS, vocab_size(options.model)
+    recorded_in, size = options.out or harness.RESULTS, vocab_size(options.model)
     with tempfile.TemporaryDirectory() as scratch:
-        options.results = Path(scratch)  # what is recorded stays as it is
+        options.out = Path(scratch)  # what is recorded stays as it is
         for what in options.what or checked:
             name = "engine_cpu" if what == ENGINE else f"stage_{what}"
             recorded = harness.headline_gain(load(name, recorded_in))
-            fresh = harness.headline_gain(measure(build(what, size, options.quick), options, console))
+            fresh = harness.headline_gain(measure(build(what, size, options.quick), options))
             good = holds(fresh, recorded, options.tolerance)
             if not good:
                 failed.append(what if what == ENGINE else f"stage {what}")
             table.add_row(what, number(recorded, "times"), number(fresh, "times"), "holds" if good else "FAILS")
         if not check_throughput(recorded_in, Path(scratch), table):
             failed.append("throughput")
-    console.print(table)
+    Console().print(table)
     if failed:
         sys.exit(f"{', '.join(failed)}: the recorded gain is not borne out")
 

@@ -10,20 +10,17 @@ parameters name. Exits with 1 if a test failed.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.lib import wording
+from benchmarks.lib import tables
 from benchmarks.lib.harness import RESULTS, commit, write_result
-from benchmarks.lib.worker import facts
+from benchmarks.lib.process import facts
+from benchmarks.lib.tables import Result
 
 PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32"}
 COLUMNS = ("bf16", "fp16", "fp32", "not named")
@@ -65,13 +62,10 @@ def summarize(reports: list[Path]) -> dict[str, Any]:
     return {"files": files, "skipped": dict(reasons), "failed": failed, "seconds": round(seconds, 1)}
 
 
-def table(card: str, directory: Path) -> list[str]:
+def table(results: dict[str, Result]) -> list[str]:
     """A row for each file of tests, a column for each precision; nothing without a record."""
-    path = directory / f"gpu_tests.{card}.json"
-    if not path.is_file():
-        return []
-    result = json.loads(path.read_text(encoding="utf-8"))
-    lines = [f"| passed | {' | '.join(COLUMNS)} |", "|---|" + "--:|" * len(COLUMNS)]
+    result = results["gpu_tests"]
+    lines = tables.head("passed", *COLUMNS)
     total: Counter[str] = Counter()
     for file, by_precision in sorted(result["files"].items()):
         cells = []
@@ -80,12 +74,11 @@ def table(card: str, directory: Path) -> list[str]:
             total.update(counts)
             others = [f"{counts[o]} {o}" for o in ("failed", "skipped") if counts.get(o)]
             cells.append(", ".join([str(counts.get("passed", 0)), *others]) if counts else "–")
-        lines.append(f"| `{file}` | {' | '.join(cells)} |")
-    machine = result["machine"]
-    versions = ", ".join(f"{n} {machine[n]}" for n in ("python", "torch", "cuda", "triton", "transformers"))
+        lines.append(tables.row(f"`{file}`", *cells))
+    versions = tables.versions(result, "python", "torch", "cuda", "triton", "transformers")
     lines += ["", f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped."]
     lines += [f"Skipped {count}: {reason}." for reason, count in result["skipped"].items()]
-    return [*lines, "", f"{machine['device']}, {versions}; commit {wording.commit(result)}."]
+    return [*lines, "", f"{result['machine']['device']}, {versions}; commit {tables.commit(result)}."]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,9 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    machine = facts("cuda") | {"cuda": torch.version.cuda, "triton": metadata.version("triton")}
-    tested = {"hash": options.commit, "modified": False} if options.commit else commit("nanovllm", "stages", "tests")
-    path = write_result({"name": "gpu_tests", "machine": machine, "commit": tested, **summary}, options.out)
+    tested = commit("nanovllm", "stages", "tests", told=options.commit)
+    path = write_result({"name": "gpu_tests", "machine": facts("cuda"), "commit": tested, **summary}, options.out)
     print(f"{path.name}: {sum(sum(c.values()) for f in summary['files'].values() for c in f.values())} tests")
     for test in summary["failed"]:
         print(f"failed: {test}")

@@ -7,7 +7,6 @@ of one step and the first of the next the GPU is idle; gaps between the kernels 
 graph they are the graph's own). The trace is kept beside the JSON. On a CPU, torch's operators stand in for kernels.
 """
 
-import argparse
 import gzip
 import json
 import sys
@@ -20,21 +19,29 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, run_process
-from benchmarks.engine.engine_worker import Engine, Repetition, random_prompts
-from benchmarks.lib.harness import Contender, Figure, Showcase, metric
+from benchmarks.engine import ours, parse
+from benchmarks.lib import harness
+from benchmarks.lib.harness import Comparison, Contender, Measured, Showcase, lower
+from benchmarks.lib.process import Engine, random_prompts
 
 MARK = "benchmark step"
 UNMARKED = 5
-SIZES = {"batch": 256, "prompt_len": 700, "settle": 80, "steps": 50}
-QUICK = {"batch": 3, "prompt_len": 8, "settle": 3, "steps": 6}
+SIZES = {"batch": 256, "prompt_len": 700, "settle": 80, "steps": 50, "highest_id": 10_000}
+QUICK = {"batch": 3, "prompt_len": 8, "settle": 3, "steps": 6, "highest_id": 500}
+LABELS = {
+    "idle_between_percent": ("GPU idle between steps", "%"),
+    "idle_inside_percent": ("GPU idle within a step", "%"),
+    "kernels_per_step": ("kernels in a step", ""),
+    "step_ms": ("a step, without the profiler", "ms"),
+    "traced_step_ms": ("a step, with it", "ms"),
+}
 
 Event = dict[str, Any]  # of a Chrome trace: times in microseconds
 
 
 def measure(
     engine: Engine, batch: int, prompt_len: int, settle: int, steps: int, highest_id: int, trace: str
-) -> list[Repetition]:
+) -> list[Measured]:
     """In the process of one contender. `settle`: steps before the trace begins, enough to compute all prompts."""
     from nanovllm.sampling_params import RequestOutputKind
 
@@ -126,45 +133,30 @@ def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
-    labels = {
-        "idle_between_percent": ("GPU idle between steps", "%"),
-        "idle_inside_percent": ("GPU idle within a step", "%"),
-        "kernels_per_step": ("kernels in a step", ""),
-        "step_ms": ("a step, without the profiler", "ms"),
-        "traced_step_ms": ("a step, with it", "ms"),
-    }
     return Showcase(
         name="idle",
         title="Does the GPU wait for the host?",
         workload=f"{sizes['batch']} sequences decode, {sizes['prompt_len']} tokens of prompt, {sizes['steps']} steps",
         contenders=contenders,
-        scenarios=[],
-        figures=[Figure(key, label, unit, "lower", metric("idle", key)) for key, (label, unit) in labels.items()],
-        headline="idle_between_percent",
+        figures=[lower(key, label, unit, "idle", key) for key, (label, unit) in LABELS.items()],
         shown=("idle_between_percent", "idle_inside_percent"),
-        contender=contenders[0].name,
-        rival=contenders[-1].name,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.idle", description=(__doc__ or "").split("\n")[0]
-    )
-    add_options(parser, rounds=1)
-    options = check_options(parser.parse_args())
+    options = parse("idle", __doc__)
     sizes = QUICK if options.quick else SIZES
-    contenders = [ours(options), ours(options, "no asynchronous scheduling", async_scheduling=False)]
+    contenders = [ours(options)]
+    contenders.append(ours(options, "no asynchronous scheduling", async_scheduling=False))
     options.out.mkdir(parents=True, exist_ok=True)
 
     def run(contender: Contender) -> dict[str, Any]:
         trace = options.out.resolve() / f"trace_{contender.name.replace(' ', '_')}.json.gz"
-        arguments = {**sizes, "highest_id": 500 if options.quick else 10_000, "trace": str(trace)}
-        return run_process(contender, "benchmarks.engine.idle", arguments, options)
+        return harness.run_process(contender, "benchmarks.engine.idle", {**sizes, "trace": str(trace)}, options)
 
     comparison = Comparison(showcase(contenders, sizes), options)
     comparison.run(run)
-    sys.exit(1 if comparison.failures else 0)
+    sys.exit(bool(comparison.failures))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,26 @@
-"""Small batches, where reading the weights and launching kernels decide: time to first token, time a token.
+"""Small batches, where reading the weights and launching kernels decide: time to first token, time per token.
 
     python -m benchmarks.engine.latency --out DIR [--vllm-path PATH] [--rounds 2] [--repeats 3]
 
-Greedy, 128 tokens in, 512 out. The time a token is the difference between generating 512 tokens and generating one,
+Greedy, 128 tokens in, 512 out. The time per token is the difference between generating 512 tokens and generating one,
 over the 511 steps between: so neither prefill nor the cost of a call is in it.
 """
 
-import argparse
 import sys
 from typing import Any
 
-from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, run_process, vllm
-from benchmarks.engine.engine_worker import Engine, Repetition, random_prompts
-from benchmarks.lib.harness import Contender, Figure, Showcase, metric
+from benchmarks.engine import ours, parse, vllm
+from benchmarks.lib import harness
+from benchmarks.lib.harness import Contender, Measured, Showcase, by_batch
+from benchmarks.lib.process import Engine, random_prompts
 
-BATCHES = (1, 8, 32)
+SIZES: dict[str, Any] = {"batches": [1, 8, 32], "prompt_len": 128, "num_tokens": 512, "highest_id": 10_000}
+QUICK: dict[str, Any] = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 5, "highest_id": 500}
 
 
 def measure(
     engine: Engine, repeats: int, batches: list[int], prompt_len: int, num_tokens: int, highest_id: int
-) -> list[Repetition]:
+) -> list[Measured]:
     """In the process of one contender."""
     for batch in batches:
         engine.warm_up(random_prompts([prompt_len] * batch, 10**6 + batch, highest_id))
@@ -35,44 +36,26 @@ def measure(
             step = (times[1] - times[0]) / (num_tokens - 1)
             scenarios[f"batch {batch}"] = {"first_token_ms": 1e3 * times[0], "ms_per_token": 1e3 * step}
         repetitions.append(scenarios)
-        print(scenarios, flush=True)
     return repetitions
 
 
-def showcase(contenders: list[Contender], batches: list[int], prompt_len: int, num_tokens: int) -> Showcase:
-    figures = []
-    for name, label in (("ms_per_token", "time a token"), ("first_token_ms", "time to first token")):
-        figures += [
-            Figure(f"{name}_{b}", f"{label}, batch {b}", "ms", "lower", metric(f"batch {b}", name)) for b in batches
-        ]
-    return Showcase(
-        name="latency",
-        title="Small batches",
-        workload=f"greedy, {prompt_len} tokens in, {num_tokens} out, all requests of a batch at once",
-        contenders=contenders,
-        scenarios=[],
-        figures=figures,
-        headline=f"ms_per_token_{batches[0]}",
-        shown=tuple(figure.key for figure in figures),
-        contender=contenders[0].name,
-        rival=contenders[-1].name,
-    )
+def describe(sizes: dict[str, Any]) -> str:
+    return f"greedy, {sizes['prompt_len']} tokens in, {sizes['num_tokens']} out, all requests of a batch at once"
+
+
+def showcase(contenders: list[Contender], sizes: dict[str, Any]) -> Showcase:
+    batches = sizes["batches"]
+    figures = by_batch("ms_per_token", "time per token", batches)
+    figures += by_batch("first_token_ms", "time to first token", batches)
+    return Showcase("latency", "Small batches", describe(sizes), contenders, figures)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.latency", description=(__doc__ or "").split("\n")[0]
-    )
-    add_options(parser)
-    parser.add_argument("--repeats", type=int, default=3, help="measurements in a process (default 3)")
-    options = check_options(parser.parse_args())
-    sizes: dict[str, Any] = {"batches": list(BATCHES), "prompt_len": 128, "num_tokens": 512}
-    if options.quick:
-        sizes = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 5}
-    arguments = {"repeats": options.repeats, **sizes, "highest_id": 500 if options.quick else 10_000}
-    comparison = Comparison(showcase([ours(options), *vllm(options)], **sizes), options)
-    comparison.run(lambda contender: run_process(contender, "benchmarks.engine.latency", arguments, options))
-    sys.exit(1 if comparison.failures else 0)
+    options = parse("latency", __doc__, rounds=2, repeats=3)
+    sizes = QUICK if options.quick else SIZES
+    shown = showcase([ours(options), *vllm(options)], sizes)
+    arguments = {"repeats": options.repeats, **sizes}
+    sys.exit(bool(harness.compare(shown, "benchmarks.engine.latency", arguments, options).failures))
 
 
 if __name__ == "__main__":

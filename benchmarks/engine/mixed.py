@@ -7,46 +7,43 @@ chunks that ride along with the decodes: no step lasts long, and the prompt's ow
 through `LLMEngine.step`, which reports every token when it is there.
 """
 
-import argparse
 import statistics
 import sys
 import time
-from typing import Any
 
-from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, run_process
-from benchmarks.engine.engine_worker import Engine, Repetition, random_prompts
-from benchmarks.lib.harness import Contender, Figure, Showcase, metric
+from benchmarks.engine import ours, parse
+from benchmarks.lib import harness
+from benchmarks.lib.harness import Contender, Measured, Showcase, lower
+from benchmarks.lib.process import Engine, random_prompts
 
 SIZES = {"streams": 32, "stream_prompt": 128, "tokens": 400, "arrivals": 8, "every": 40, "long_prompt": 3000}
+SIZES |= {"highest_id": 10_000}
 QUICK = {"streams": 3, "stream_prompt": 8, "tokens": 12, "arrivals": 2, "every": 4, "long_prompt": 100}
+QUICK |= {"highest_id": 500}
+LABELS = {
+    "gap_p50_ms": "between two tokens of a stream, median",
+    "gap_p99_ms": "99th percentile",
+    "gap_max_ms": "longest",
+    "prompt_wait_ms": "a long prompt's first token",
+}
 
 
-def measure(engine: Engine, repeats: int, highest_id: int, **sizes: int) -> list[Repetition]:
+def measure(engine: Engine, repeats: int, **sizes: int) -> list[Measured]:
     """In the process of one contender."""
-    short = random_prompts([sizes["stream_prompt"]] * sizes["streams"], 10**6, highest_id)
-    engine.warm_up(short)
+    highest_id = sizes["highest_id"]
+    engine.warm_up(random_prompts([sizes["stream_prompt"]] * sizes["streams"], 10**6, highest_id))
     engine.warm_up(random_prompts([sizes["long_prompt"]], 10**6 + 1, highest_id))
-    return [{"mixed": one_run(engine, 1000 * repeat, highest_id, **sizes)} for repeat in range(repeats)]
+    return [{"mixed": one_run(engine, 1000 * repeat, sizes)} for repeat in range(repeats)]
 
 
-def one_run(
-    engine: Engine,
-    seed: int,
-    highest_id: int,
-    *,
-    streams: int,
-    stream_prompt: int,
-    tokens: int,
-    arrivals: int,
-    every: int,
-    long_prompt: int,
-) -> dict[str, float]:
+def one_run(engine: Engine, seed: int, sizes: dict[str, int]) -> dict[str, float]:
     """Gaps between the tokens of the streams, from the first long prompt on; waits of the long prompts."""
-    core = engine.llm.engine
-    params = engine.make_params(temperature=0.0, ignore_eos=True, max_tokens=tokens)
-    for i, prompt in enumerate(random_prompts([stream_prompt] * streams, seed, highest_id)):
+    core, highest_id = engine.llm.engine, sizes["highest_id"]
+    arrivals, every = sizes["arrivals"], sizes["every"]
+    params = engine.make_params(temperature=0.0, ignore_eos=True, max_tokens=sizes["tokens"])
+    for i, prompt in enumerate(random_prompts([sizes["stream_prompt"]] * sizes["streams"], seed, highest_id)):
         core.add_request(f"{seed} stream {i}", prompt, params)
-    waiting = random_prompts([long_prompt] * arrivals, seed + 1, highest_id)
+    waiting = random_prompts([sizes["long_prompt"]] * arrivals, seed + 1, highest_id)
     one_token = engine.make_params(temperature=0.0, ignore_eos=True, max_tokens=1)
     last: dict[str, float] = {}
     gaps, waits = [], []
@@ -77,42 +74,26 @@ def one_run(
 
 
 def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
-    labels = {
-        "gap_p50_ms": "between two tokens of a stream, median",
-        "gap_p99_ms": "99th percentile",
-        "gap_max_ms": "longest",
-        "prompt_wait_ms": "a long prompt's first token",
-    }
     return Showcase(
         name="mixed",
         title="Streams while long prompts arrive",
         workload=f"{sizes['streams']} streams of {sizes['tokens']} tokens; a prompt of {sizes['long_prompt']:,} tokens "
         f"after every {sizes['every']} tokens of theirs, {sizes['arrivals']} in all",
         contenders=contenders,
-        scenarios=[],
-        figures=[Figure(key, label, "ms", "lower", metric("mixed", key)) for key, label in labels.items()],
+        figures=[lower(key, label, "ms", "mixed", key) for key, label in LABELS.items()],
         headline="gap_p99_ms",
-        shown=tuple(labels),
-        contender=contenders[0].name,
-        rival=contenders[-1].name,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.mixed", description=(__doc__ or "").split("\n")[0]
-    )
-    add_options(parser, rounds=1)
-    parser.add_argument("--repeats", type=int, default=2, help="measurements in a process (default 2)")
-    options = check_options(parser.parse_args())
-    sizes: dict[str, Any] = QUICK if options.quick else SIZES
-    budgets = (16, 32) if options.quick else (512, 2048)
+    options = parse("mixed", __doc__, repeats=2)
+    sizes, budgets = (QUICK, (16, 32)) if options.quick else (SIZES, (512, 2048))
     contenders = [ours(options, f"chunks of up to {n:,}", max_num_batched_tokens=n) for n in budgets]
-    contenders += [ours(options, "default budget"), ours(options, "whole prompts", enable_chunked_prefill=False)]
-    arguments = {"repeats": options.repeats, **sizes, "highest_id": 500 if options.quick else 10_000}
-    comparison = Comparison(showcase(contenders, sizes), options)
-    comparison.run(lambda contender: run_process(contender, "benchmarks.engine.mixed", arguments, options))
-    sys.exit(1 if comparison.failures else 0)
+    contenders.append(ours(options, "default budget"))
+    contenders.append(ours(options, "whole prompts", enable_chunked_prefill=False))
+    arguments = {"repeats": options.repeats, **sizes}
+    comparison = harness.compare(showcase(contenders, sizes), "benchmarks.engine.mixed", arguments, options)
+    sys.exit(bool(comparison.failures))
 
 
 if __name__ == "__main__":

@@ -3,31 +3,32 @@
     python -m benchmarks.engine.speculation --out DIR [--device cuda] [--rounds 1] [--repeats 2]
 
 Two results. `speculation`: an 8B shape, batches of 1 to 64, and guesses that are right as often as is chosen
-(`benchmarks/lib/replay.py`), 2, 4 or 8 a step. `speculation_ngram`: SmolLM2-135M-Instruct alone on records in one
-format,
-guessed from its own n-grams; left out where `make models` has not put the model into the cache. Each in one process
-with two engines, one that speculates and one as it is by default, which take turns. On a CPU, in CPU time, the embedded
-model stands for the shape.
+(`benchmarks/lib/replay_proposer.py`), 2, 4 or 8 per step. `speculation_ngram`: SmolLM2-135M-Instruct alone on records
+in one format, guessed from its own n-grams; left out where `make models` has not put the model into the cache. Each in
+one process with two engines, one that speculates and one as it is by default, which take turns. On a CPU, in CPU time,
+the embedded model stands for the shape.
 
-The time a token: once every request has its first token, until one has its last.
+The time per token: once every request has its first token, until one has its last.
 """
 
-import argparse
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.engine.engine_cpu import SMOLLM2
-from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, present, run_process, write
-from benchmarks.engine.engine_worker import Engine, Repetition, random_prompts
-from benchmarks.lib.harness import ROOT, Contender, Figure, Measured, Showcase, metric, order_of_round
+from benchmarks.engine import LARGE_SHAPE, check_options, make_parser, ours
+from benchmarks.engine.cpu import SMOLLM2
+from benchmarks.lib import harness, tables
+from benchmarks.lib.harness import Comparison, Contender, Figure, Measured, Showcase
+from benchmarks.lib.process import Engine, random_prompts
 from benchmarks.lib.recorder import CLOCKS, choose_clock
-from benchmarks.lib.replay import Replay, acceptance
+from benchmarks.lib.replay_proposer import ReplayProposer, acceptance
+from benchmarks.lib.tables import Result
 
-SHAPE = ROOT / "benchmarks" / "shapes" / "Qwen3-8B"
 NONE = "none"
 SIZES: dict[str, Any] = {"batches": [1, 2, 4, 8, 16, 32, 64], "prompt_len": 128, "num_tokens": 64}
 CPU: dict[str, Any] = {**SIZES, "prompt_len": 32, "num_tokens": 40}
@@ -57,7 +58,7 @@ def measure(
     ways: dict[str, dict[str, Any]],
     plain: dict[str, Any],
     steady: bool,
-) -> list[dict[str, Repetition]]:
+) -> list[dict[str, Measured]]:
     """In the process of both engines: of each repetition, each way's scenarios. `plain`: options of the other one."""
     rival = Engine(plain["package"], plain["model"], plain["options"], engine.started)
     for each in (engine, rival) if steady else ():
@@ -72,23 +73,22 @@ def measure(
         scheduler.max_guesses = ways[name]["k"]
         if "acceptance" in ways[name]:
             answers = {str(i): known[i] for i in range(batch)}
-            scheduler.proposer = Replay(answers, ways[name]["acceptance"], vocab_size)
+            scheduler.proposer = ReplayProposer(answers, ways[name]["acceptance"], vocab_size)
         else:
             scheduler.proposer = own_proposer
         return time_a_token(engine, prompts[:batch], limit)
 
-    names = [Contender(name, {}) for name in (NONE, *ways)]
-    for name in names:
+    order = [Contender(name, {}) for name in (NONE, *ways)]
+    for name in (NONE, *ways):
         for batch in batches if steady else batches[:1]:  # a CPU compiles nothing
-            run(name.name, batch, min(num_tokens, WARM_UP))
+            run(name, batch, min(num_tokens, WARM_UP))
     repetitions = []
     for repeat in range(repeats):
-        found: dict[str, Repetition] = {name.name: {} for name in names}
+        found: dict[str, Measured] = {name: {} for name in (NONE, *ways)}
         for batch in batches:
-            for name in order_of_round(names, repeat):
-                found[name.name][f"batch {batch}"] = run(name.name, batch, num_tokens)
+            for way in harness.order_of_round(order, repeat):
+                found[way.name][f"batch {batch}"] = run(way.name, batch, num_tokens)
         repetitions.append(found)
-        print(found, flush=True)
     return repetitions
 
 
@@ -132,7 +132,7 @@ def time_a_token(engine: Engine, prompts: list[list[int]], num_tokens: int) -> d
     return found
 
 
-def mean(name: str) -> Any:
+def mean(name: str) -> Callable[[Measured], float | None]:
     """The mean over the batches of a metric that a contender without guesses does not have."""
 
     def value(measured: Measured) -> float | None:
@@ -140,27 +140,6 @@ def mean(name: str) -> Any:
         return sum(values) / len(values) if values else None
 
     return value
-
-
-def showcase(name: str, title: str, workload: str, ways: list[str], batches: list[int], options: Namespace) -> Showcase:
-    figures = [
-        Figure(f"ms_per_token_{b}", f"time a token, batch {b}", "ms", "lower", metric(f"batch {b}", "ms_per_token"))
-        for b in batches
-    ]
-    figures.append(Figure("tokens_per_step", "tokens a step of a sequence", "", "higher", mean("tokens_per_step")))
-    figures.append(Figure("acceptance", "accepted of the guesses looked at", "", "higher", mean("acceptance")))
-    return Showcase(
-        name=name,
-        title=title,
-        workload=workload,
-        contenders=[ours(options, name) for name in (NONE, *ways)],
-        scenarios=[],
-        figures=figures,
-        headline=figures[0].key,
-        shown=tuple(figure.key for figure in figures),
-        contender=ways[0],
-        rival=NONE,
-    )
 
 
 def loses_from(result: dict[str, Any]) -> dict[str, int | None]:
@@ -189,37 +168,41 @@ def misses(result: dict[str, Any], ways: dict[str, dict[str, Any]]) -> list[str]
 
 
 def compare(
-    shown: Showcase,
-    ways: dict[str, dict[str, Any]],
-    arguments: dict[str, Any],
-    config: dict[str, Any],
     options: Namespace,
+    name: str,
+    title: str,
+    workload: str,
+    ways: dict[str, dict[str, Any]],
+    config: dict[str, Any],
+    **work: Any,
 ) -> list[str]:
-    """Measure, print and write down one showcase; says what was not as it should be. `config`: of both engines."""
+    """Measure, print and write down one result; says what was not as it should be.
+
+    config: of both engines. work: the other arguments of `measure`.
+    """
+    figures = harness.by_batch("ms_per_token", "time per token", work["batches"])
+    figures.append(Figure("tokens_per_step", "tokens a step of a sequence", "", "higher", mean("tokens_per_step")))
+    figures.append(Figure("acceptance", "accepted of the guesses looked at", "", "higher", mean("acceptance")))
+    none, *others = contenders = [ours(options, way) for way in (NONE, *ways)]
+    shown = Showcase(name, title, workload, contenders, figures, contender=others[0].name, rival=none.name)
     comparison = Comparison(shown, options)
-    plain = ours(options, **config)
-    guessing = ours(options, **config, speculative={"method": "ngram", "k": max(way["k"] for way in ways.values())})
-    arguments = arguments | {
-        "repeats": options.repeats,
-        "ways": ways,
-        "plain": {"package": "nanovllm", "model": str(options.model), "options": plain.spec["options"]},
-    }
+    most = max(way["k"] for way in ways.values())
+    guessing = ours(options, **config, speculative={"method": "ngram", "k": most})
+    plain = {"package": "nanovllm", "model": str(options.model), "options": ours(options, **config).spec["options"]}
+    arguments = {"repeats": options.repeats, "ways": ways, "plain": plain, **work}
     for number in range(options.rounds):
-        threads = {"OMP_NUM_THREADS": "1"} if options.device == "cpu" else {}
-        measured = run_process(guessing, "benchmarks.engine.speculation", arguments, options, threads)
-        measured["facts"]["clock"] = choose_clock(options.device, measured["facts"]["threads"])
-        for contender in shown.contenders:
+        measured = harness.run_process(guessing, "benchmarks.engine.speculation", arguments, options)
+        for contender in contenders:
             mine = [found[contender.name] for found in measured["repetitions"]]
             comparison.take(number, contender, {**measured, "repetitions": mine})
-    comparison.extra = {"loses_from": loses_from(comparison.result())}
-    result = comparison.result()
-    present(result, comparison.console)
-    comparison.console.print(f"loses from batch: {result['loses_from']}")
-    comparison.console.print(f"written to {write(result, options.out)}")
+            comparison.extra = {"loses_from": loses_from(comparison.result())}
+    result = comparison.finish()
+    print(f"loses from batch: {result['loses_from']}")
     return misses(result, ways)
 
 
 def replay(options: Namespace, batches: list[int], prompt_len: int, num_tokens: int) -> list[str]:
+    """Guesses that are right as often as is chosen."""
     block_size = 16 if options.device == "cpu" else 256
     config = {
         "max_model_len": prompt_len + num_tokens,
@@ -227,18 +210,14 @@ def replay(options: Namespace, batches: list[int], prompt_len: int, num_tokens: 
         "num_kv_blocks": max(batches) * -(-(prompt_len + num_tokens) // block_size),
         "kvcache_block_size": block_size,
     }
-    arguments = {
-        "batches": batches,
-        "prompts": random_prompts([prompt_len] * max(batches), 1, 500 if options.quick else 10_000),
-        "num_tokens": num_tokens,
-        "steady": not options.quick,
-    }
     workload = f"greedy, {prompt_len} tokens in, {num_tokens} out, all requests of a batch at once; known guesses"
-    shown = showcase("speculation", "Guesses of a chosen quality", workload, list(WAYS), batches, options)
-    return compare(shown, WAYS, arguments, config, options)
+    prompts = random_prompts([prompt_len] * max(batches), 1, 500 if options.quick else 10_000)
+    work = {"batches": batches, "prompts": prompts, "num_tokens": num_tokens, "steady": not options.quick}
+    return compare(options, "speculation", "Guesses of a chosen quality", workload, WAYS, config, **work)
 
 
 def ngrams(options: Namespace, num_tokens: int, tiny: bool) -> list[str]:
+    """Guesses from the n-grams of a text."""
     if tiny:
         prompt = [1, 2, 3, 4, 5, 6] * 2
     else:
@@ -248,23 +227,19 @@ def ngrams(options: Namespace, num_tokens: int, tiny: bool) -> list[str]:
     config: dict[str, Any] = {"max_model_len": len(prompt) + num_tokens, "max_num_seqs": 1, "load_format": "auto"}
     if options.device != "cpu":
         config |= {"dtype": "bfloat16", "num_kv_blocks": 8}
-    arguments = {"batches": [1], "prompts": [prompt], "num_tokens": num_tokens, "steady": False}
     workload = f"greedy, one request, {len(prompt)} tokens of records in one format, {num_tokens} out"
-    shown = showcase("speculation_ngram", "Guesses from the text itself", workload, list(NGRAM_WAYS), [1], options)
-    return compare(shown, NGRAM_WAYS, arguments, config, options)
+    work = {"batches": [1], "prompts": [prompt], "num_tokens": num_tokens, "steady": False}
+    return compare(options, "speculation_ngram", "Guesses from the text itself", workload, NGRAM_WAYS, config, **work)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.speculation", description=(__doc__ or "").split("\n")[0]
-    )
-    add_options(parser, rounds=1)
-    parser.add_argument("--repeats", type=int, default=2, help="measurements in a process (default 2)")
-    options = parser.parse_args()
+    options = make_parser("speculation", __doc__, repeats=2).parse_args()
     tiny = options.quick
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.quick = tiny or options.device == "cpu"  # the embedded model
-    options.model = options.model or (None if options.quick else SHAPE)
+    options.model = options.model or (None if options.quick else LARGE_SHAPE)
+    options.threads = 1 if options.device == "cpu" else None
+    options.clock = choose_clock(options.device, 1)
     options = check_options(options)
     try:
         missed = replay(options, **(QUICK if tiny else CPU if options.quick else SIZES))
@@ -274,6 +249,38 @@ def main() -> None:
     except RuntimeError as error:
         sys.exit(str(error))
     sys.exit("not what was to be measured: " + "; ".join(missed) if missed and not tiny else 0)
+
+
+def table(results: dict[str, Result]) -> list[str]:
+    """What guessing ahead gains, by batch size, and from where on it loses."""
+    lines: list[str] = []
+    if result := results.get("speculation"):
+        none, *ways = tables.contenders(result)
+        lines += tables.head("batch", "without guesses (ms)", *ways)
+        *times, per_step, accepted = result["figures"]
+        for figure in times:
+            gains = (tables.ratio(figure, way, none) for way in ways)
+            lines.append(tables.row(figure["key"].rpartition("_")[2], tables.cell(figure, none), *gains))
+        for figure in (per_step, accepted):
+            medians = (tables.number(figure["values"][way]["median"], "times") for way in ways)
+            lines.append(tables.row(figure["label"], "–", *medians))
+        lost = (result["loses_from"][way] for way in ways)
+        lines += [tables.row("loses from batch", "–", *("–" if batch is None else str(batch) for batch in lost)), ""]
+        lines += ["The time a token, and how many times shorter guessing makes it. "]
+        lines[-1] += f"Workload: {result['workload']}; {tables.clock(result)}."
+        lines += ["", tables.origin({"speculation": result})]
+    if result := results.get("speculation_ngram"):
+        none, *ways = tables.contenders(result)
+        figure, per_step, _ = result["figures"]
+        gains = (
+            f"{tables.ratio(figure, way, none)} with {way} ({tables.cell(per_step, way)} tokens a step that guesses)"
+            for way in ways
+        )
+        model = Path(result["model"]["name"]).name
+        text = f"{model}, {result['workload']}: {tables.cell(figure, none)} ms a token without guesses, "
+        text += f"gains {', '.join(gains)}; "
+        lines += ["", f"{text}{tables.clock(result)}; commit {tables.commit(result)}."]
+    return lines
 
 
 if __name__ == "__main__":

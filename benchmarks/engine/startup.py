@@ -14,23 +14,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.engine_harness import (
-    Comparison,
-    add_options,
-    check_options,
-    ours,
-    python_path,
-    run_process,
-    vllm,
-)
-from benchmarks.engine.engine_worker import Engine, Repetition
-from benchmarks.lib.harness import ROOT, Contender, Figure, Showcase, metric
+from benchmarks.engine import ours, parse, vllm
+from benchmarks.lib import harness
+from benchmarks.lib.harness import Comparison, Contender, Measured, Showcase, lower
+from benchmarks.lib.process import Engine
 
 # Where compilers keep what they made: Triton, Inductor, CUDA's own, vLLM
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
 
 
-def measure(engine: Engine) -> list[Repetition]:
+def measure(engine: Engine) -> list[Measured]:
     """In the process of one contender: the time since it was started."""
     engine.generate([[1, 2, 3]], [1])
     return [{"start": {"seconds": time.time() - engine.started, "ready_seconds": engine.ready_seconds}}]
@@ -40,46 +33,35 @@ def cold_and_warm(contender: Contender, options: argparse.Namespace) -> dict[str
     """Two processes in turn, on caches that are empty at first."""
     with tempfile.TemporaryDirectory() as scratch:
         caches = {name: str(Path(scratch) / name.lower()) for name in CACHES}
-        cold, warm = (run_process(contender, "benchmarks.engine.startup", {}, options, caches) for _ in range(2))
+        cold, warm = (
+            harness.run_process(contender, "benchmarks.engine.startup", {}, options, caches) for _ in range(2)
+        )
     scenarios = {"cold": cold["repetitions"][0]["start"], "warm": warm["repetitions"][0]["start"]}
     return {**warm, "repetitions": [scenarios]}
 
 
 def import_once(contender: Contender) -> None:
     command = [sys.executable, "-c", f"from {contender.spec['package']} import LLM"]
-    subprocess.run(command, cwd=ROOT, env=python_path(contender), capture_output=True)
+    subprocess.run(command, cwd=harness.ROOT, env=harness.python_path(contender), capture_output=True)
 
 
 def showcase(contenders: list[Contender]) -> Showcase:
-    return Showcase(
-        name="startup",
-        title="From starting Python to the first token",
-        workload="a prompt of 3 tokens; random weights",
-        contenders=contenders,
-        scenarios=[],
-        figures=[
-            Figure("cold", "start to first token, empty compile caches", "s", "lower", metric("cold", "seconds")),
-            Figure("warm", "start to first token, warm compile caches", "s", "lower", metric("warm", "seconds")),
-        ],
-        headline="warm",
-        shown=("cold", "warm"),
-        contender=contenders[0].name,
-        rival=contenders[-1].name,
-    )
+    figures = [
+        lower(kind, f"start to first token, {caches} compile caches", "s", kind, "seconds")
+        for kind, caches in (("cold", "empty"), ("warm", "warm"))
+    ]
+    title, workload = "From starting Python to the first token", "a prompt of 3 tokens; random weights"
+    return Showcase("startup", title, workload, contenders, figures, headline="warm")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.startup", description=(__doc__ or "").split("\n")[0]
-    )
-    add_options(parser, rounds=1)
-    options = check_options(parser.parse_args())
+    options = parse("startup", __doc__)
     contenders = [ours(options), *vllm(options)]
     for contender in contenders:
         import_once(contender)
     comparison = Comparison(showcase(contenders), options)
     comparison.run(lambda contender: cold_and_warm(contender, options))
-    sys.exit(1 if comparison.failures else 0)
+    sys.exit(bool(comparison.failures))
 
 
 if __name__ == "__main__":

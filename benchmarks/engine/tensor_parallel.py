@@ -11,22 +11,23 @@ reaches, and as many all-reduces as the model has, at what one takes by itself. 
 
 import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, run_process, vllm
+from benchmarks.engine import LARGE_SHAPE, check_options, latency, make_parser, ours, vllm
 from benchmarks.kernels import all_reduce
-from benchmarks.lib.harness import EMBEDDED_MODEL, ROOT, Contender, Figure, Showcase, metric
-from benchmarks.lib.roofline import num_parameters
+from benchmarks.lib import harness, tables
+from benchmarks.lib.harness import Comparison, Contender, Showcase, by_batch
+from benchmarks.lib.roofline import Needs
+from benchmarks.lib.tables import Result, cell, row
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import shard_config
 
-SHAPE = ROOT / "benchmarks" / "shapes" / "Qwen3-8B"
 TARGET = 0.85  # of vLLM's time for a step
 MAX_NUM_SEQS = 64
-FULL: dict[str, Any] = {"batches": [1, 32], "prompt_len": 128, "num_tokens": 257}
-QUICK: dict[str, Any] = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 5}
+PARTS = ("weights", "keys", "all-reduces", "rest")
+FULL: dict[str, Any] = {"batches": [1, 32], "prompt_len": 128, "num_tokens": 257, "highest_id": 10_000}
+QUICK: dict[str, Any] = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 5, "highest_id": 500}
 
 
 def name_of(package: str, ranks: int) -> str:
@@ -42,31 +43,24 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
     found = []
     for n in numbers_of_ranks(options):
         config: dict[str, Any] = {"tensor_parallel_size": n, "max_num_seqs": MAX_NUM_SEQS}
-        found += [ours(options, name_of("nanovllm", n), **config), *vllm(options, name_of("vLLM", n), **config)]
+        found.append(ours(options, name_of("nanovllm", n), **config))
+        found += vllm(options, name_of("vLLM", n), **config)
     return found
 
 
-def showcase(options: argparse.Namespace, batches: list[int], prompt_len: int, num_tokens: int) -> Showcase:
-    everybody = contenders(options)
-    figures = [
-        Figure(f"{key}_{b}", f"{label}, batch {b}", "ms", "lower", metric(f"batch {b}", key))
-        for key, label in (("ms_per_token", "a step"), ("first_token_ms", "time to first token"))
-        for b in batches
-    ]
-    numbers = numbers_of_ranks(options)
-    largest = numbers[-1]
-    beside_vllm = name_of("vLLM", largest) in {c.name for c in everybody}
+def showcase(options: argparse.Namespace, sizes: dict[str, Any]) -> Showcase:
+    everybody, numbers = contenders(options), numbers_of_ranks(options)
+    ours, theirs = name_of("nanovllm", numbers[-1]), name_of("vLLM", numbers[-1])
+    figures = by_batch("ms_per_token", "a step", sizes["batches"])
+    figures += by_batch("first_token_ms", "time to first token", sizes["batches"])
     return Showcase(
         name="tensor_parallel",
         title="A step on several GPUs",
-        workload=f"greedy, {prompt_len} tokens in, {num_tokens} out, all requests of a batch at once",
+        workload=latency.describe(sizes),
         contenders=everybody,
-        scenarios=[],
         figures=figures,
-        headline=f"ms_per_token_{batches[0]}",
-        shown=tuple(figure.key for figure in figures),
-        contender=name_of("nanovllm", largest),
-        rival=name_of("vLLM", largest) if beside_vllm else name_of("nanovllm", numbers[0]),
+        contender=ours,
+        rival=theirs if theirs in {c.name for c in everybody} else name_of("nanovllm", numbers[0]),
     )
 
 
@@ -80,14 +74,10 @@ def share_of_step(
 ) -> dict[str, float]:
     """Milliseconds of a decode step of one rank: {"weights": ..., "keys": ..., "all-reduces": ...}, each at its best.
 
-    keys: how many a sequence has, on average over the steps. latencies: of `all_reduce.table`.
+    keys: how many a sequence has, on average over the steps. latencies: of `all_reduce.latencies`.
     """
-    share = shard_config(model, ranks)
-    parameters = num_parameters(share)
-    read = parameters["all"] - (0 if model.tie_word_embeddings else parameters["head"])
-    key_bytes = 2 * share.num_hidden_layers * share.num_key_value_heads * share.head_dim * itemsize
-    rate = latencies["bytes_per_second"]
-    parts = {"weights": 1e3 * read * itemsize / rate, "keys": 1e3 * batch * keys * key_bytes / rate}
+    needs, rate = Needs(shard_config(model, ranks), itemsize), latencies["bytes_per_second"]
+    parts = {"weights": 1e3 * needs.weight_bytes / rate, "keys": 1e3 * batch * keys * needs.key_bytes / rate}
     if ranks > 1:
         message = batch * model.hidden_size * itemsize
         fitting = next((row for row in latencies["rows"] if row["bytes"] >= message), latencies["rows"][-1])
@@ -97,10 +87,10 @@ def share_of_step(
 
 
 def where_it_goes(
-    result: dict[str, Any], tables: list[dict[str, Any]], model: ModelConfig, sizes: dict[str, Any]
+    result: dict[str, Any], latencies: list[dict[str, Any]], model: ModelConfig, sizes: dict[str, Any]
 ) -> Any:
     """For each number of ranks and each batch: what the parts take, and the rest. Empty on a CPU."""
-    by_ranks = {table["ranks"]: table for table in tables if table["bytes_per_second"]}
+    by_ranks = {found["ranks"]: found for found in latencies if found["bytes_per_second"]}
     if not by_ranks:
         return []
     found = []
@@ -109,18 +99,16 @@ def where_it_goes(
         steps = next(f for f in result["figures"] if f["key"] == f"ms_per_token_{batch}")["values"]
         for ranks in [1, *by_ranks]:
             if (name := name_of("nanovllm", ranks)) in steps:
-                table = by_ranks.get(ranks, next(iter(by_ranks.values())))
-                parts = share_of_step(model, ranks, batch, keys, table, itemsize=2)
+                fitting = by_ranks.get(ranks, next(iter(by_ranks.values())))
+                parts = share_of_step(model, ranks, batch, keys, fitting, itemsize=2)
                 step = steps[name]["median"]
-                found.append(
-                    {"ranks": ranks, "batch": batch, "step": step, **parts, "rest": step - sum(parts.values())}
-                )
+                where = {"ranks": ranks, "batch": batch, "step": step, **parts, "rest": step - sum(parts.values())}
+                found.append(where)
     return found
 
 
-@dataclass(kw_only=True)
 class TensorParallel(Comparison):
-    """Adds where the time goes to whatever is written down."""
+    """Adds where the time goes to whatever is written down. sizes: of the workload."""
 
     sizes: dict[str, Any]
 
@@ -130,32 +118,92 @@ class TensorParallel(Comparison):
         return made | {"where": where_it_goes(made, self.extra["all_reduce"], model, self.sizes)}
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.tensor_parallel", description=(__doc__ or "").split("\n")[0]
-    )
-    add_options(parser, rounds=1)
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser("tensor_parallel", __doc__, repeats=3)
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4, 8), help="the most (default %(default)s)")
     parser.add_argument("--least", type=int, default=1, choices=(1, 2, 4, 8), help="the fewest (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements in a process (default %(default)s)")
     options = parser.parse_args(arguments)
     if options.least > options.ranks:
         parser.error(f"--least {options.least} is more than --ranks {options.ranks}")
-    options.model = options.model or (EMBEDDED_MODEL if options.quick else SHAPE)
+    options.model = options.model or (None if options.quick else LARGE_SHAPE)
     return check_options(options)
 
 
 def main() -> None:
-    options = parse()
+    options = parse_options()
     sizes = QUICK if options.quick else FULL
-    tables = [all_reduce.table(n, options.device, options.quick) for n in numbers_of_ranks(options) if n > 1]
-    for table in tables:
-        print(*(f"{table['ranks']} ranks: {row}" for row in table["rows"]), sep="\n", flush=True)
-        print(*(f"{kind}: {why}" for kind, why in table["failures"].items()), sep="\n", flush=True)
-    arguments = {"repeats": options.repeats, **sizes, "highest_id": 500 if options.quick else 10_000}
-    comparison = TensorParallel(showcase(options, **sizes), options, {"all_reduce": tables}, sizes=sizes)
-    comparison.run(lambda contender: run_process(contender, "benchmarks.engine.latency", arguments, options))
-    sys.exit(1 if comparison.failures else 0)
+    several = [n for n in numbers_of_ranks(options) if n > 1]
+    latencies = [all_reduce.latencies(n, options.device, options.quick) for n in several]
+    for found in latencies:
+        print(*(f"{found['ranks']} ranks: {row}" for row in found["rows"]), sep="\n", flush=True)
+        print(*(f"{kind}: {why}" for kind, why in found["failures"].items()), sep="\n", flush=True)
+    arguments = {"repeats": options.repeats, **sizes}
+    comparison = TensorParallel(showcase(options, sizes), options, {"all_reduce": latencies})
+    comparison.sizes = sizes
+    comparison.run(lambda c: harness.run_process(c, "benchmarks.engine.latency", arguments, options))
+    sys.exit(bool(comparison.failures))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def steps_table(result: dict[str, Any]) -> list[str]:
+    """A row for each batch and number of ranks: ours, vLLM's, ours in parts of vLLM's, and against one rank."""
+    share = f"of vLLM's (goal: at most {TARGET})"
+    lines = tables.head("ranks", "batch", "nanovllm (ms)", "vLLM (ms)", share, "against 1 rank", left=0)
+    for figure in result["figures"]:
+        if not figure["key"].startswith("ms_per_token_"):
+            continue
+        values = figure["values"]
+        alone = values.get(name_of("nanovllm", 1))
+        for ranks in (1, 2, 4, 8):
+            ours, theirs = (values.get(name_of(package, ranks)) for package in ("nanovllm", "vLLM"))
+            if ours is None:
+                continue
+            lines.append(
+                row(
+                    str(ranks),
+                    figure["key"].rpartition("_")[2],
+                    cell(figure, name_of("nanovllm", ranks)),
+                    cell(figure, name_of("vLLM", ranks)),
+                    "–" if theirs is None else f"{ours['median'] / theirs['median']:.2f}",
+                    "–" if alone is None else f"{alone['median'] / ours['median']:.2f}×",
+                )
+            )
+    return lines
+
+
+def parts_table(result: dict[str, Any]) -> list[str]:
+    """Where a step goes; nothing on a CPU."""
+    if not result["where"]:
+        return []
+    lines = tables.head("ranks", "batch", "a step (ms)", *PARTS, left=0)
+    for where in result["where"]:
+        parts = (f"{where[part]:.2f}" if part in where else "–" for part in PARTS)
+        lines.append(row(str(where["ranks"]), str(where["batch"]), f"{where['step']:.2f}", *parts))
+    return ["", *lines]
+
+
+def all_reduce_table(result: dict[str, Any]) -> list[str]:
+    """Microseconds by the size of the message, for each number of ranks and each way."""
+    measured = [found for found in result["all_reduce"] if found["rows"]]
+    if not measured:
+        return []
+    columns = [(found, way) for found in measured for way in found["rows"][0] if way != "bytes"]
+    names = [f"{way}, {found['ranks']} ranks (us)" for found, way in columns]
+    lines = ["", *tables.head("all-reduce of (KiB)", *names, left=0)]
+    for i, entry in enumerate(measured[0]["rows"]):
+        times = [found["rows"][i].get(way) for found, way in columns]
+        cells = ("–" if time is None else tables.number(time, "us") for time in times)
+        lines.append(row(f"{entry['bytes'] / 1024:g}", *cells))
+    return lines
+
+
+def table(results: dict[str, Result]) -> list[str]:
+    """Steps beside vLLM, where they go, and the all-reduces."""
+    result = results["tensor_parallel"]
+    lines = steps_table(result) + parts_table(result) + all_reduce_table(result)
+    return [*lines, "", f"Workload: {result['workload']}.", "", tables.origin(results)]
 
 
 if __name__ == "__main__":

@@ -9,53 +9,26 @@ import argparse
 import sys
 from typing import Any
 
-from benchmarks.engine import headline
-from benchmarks.engine.engine_harness import Comparison, add_options, check_options, ours, run_process, vllm
-from benchmarks.engine.engine_worker import Engine, Repetition
-from benchmarks.lib import roofline
-from benchmarks.lib.harness import Figure, Measured, Showcase, metric
+from benchmarks.engine import ours, parse, vllm
+from benchmarks.lib import harness, roofline, tables, workloads
+from benchmarks.lib.harness import Comparison, Contender, Figure, Measured, Showcase, metric
+from benchmarks.lib.process import Engine
+from benchmarks.lib.tables import Result
 
 
-def measure(engine: Engine, repeats: int, sizes: dict[str, int]) -> list[Repetition]:
+def measure(engine: Engine, repeats: int, sizes: dict[str, int]) -> list[Measured]:
     """In the process of one contender."""
-    chosen = headline.Sizes(**sizes)
-    prompts, _ = headline.draw(-1, chosen)
+    chosen = workloads.Sizes(**sizes)
+    prompts, _ = workloads.headline(-1, chosen)
     engine.warm_up(prompts, num_tokens=16)  # all of them: kernels are compiled for a step's size as well
     repetitions = []
     for number in range(repeats):
-        prompts, max_tokens = headline.draw(number, chosen)
-        seconds = engine.timed(prompts, max_tokens, headline.TEMPERATURE)
+        prompts, max_tokens = workloads.headline(number, chosen)
+        seconds = engine.timed(prompts, max_tokens, workloads.TEMPERATURE)
         tokens = sum(max_tokens)
         measured = {"seconds": seconds, "output_tokens": tokens, "tokens_per_second": tokens / seconds}
         repetitions.append({"headline": measured})
-        print(f"round {number}: {tokens / seconds:.0f} tokens/s", flush=True)
     return repetitions
-
-
-def share_of(limit: float) -> Any:
-    def share(measured: Measured) -> float:
-        return 100 * float(measured["headline"]["tokens_per_second"]) / limit
-
-    return share
-
-
-def showcase(contenders: list[Any], limit: dict[str, Any]) -> Showcase:
-    return Showcase(
-        name="throughput",
-        title="The headline workload",
-        workload=describe(limit),
-        contenders=contenders,
-        scenarios=[],
-        figures=[
-            Figure("throughput", "throughput", "tokens/s", "higher", metric("headline", "tokens_per_second")),
-            Figure("share", "share of the limit", "%", "higher", share_of(limit["tokens_per_second"])),
-        ],
-        headline="throughput",
-        shown=("throughput", "share"),
-        contender=contenders[0].name,
-        rival=contenders[-1].name,
-        notes=[roofline.describe(limit)],
-    )
 
 
 def describe(limit: dict[str, Any]) -> str:
@@ -63,29 +36,59 @@ def describe(limit: dict[str, Any]) -> str:
     length = f"{sizes['shortest']} to {sizes['longest']}"
     return (
         f"{sizes['num_requests']} requests at once, {length} tokens in and {length} out "
-        f"({costs['prompt_tokens']:,} and {costs['output_tokens']:,} in all), temperature {headline.TEMPERATURE}"
+        f"({costs['prompt_tokens']:,} and {costs['output_tokens']:,} in all), temperature {workloads.TEMPERATURE}"
     )
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.throughput", description=(__doc__ or "").split("\n")[0]
+def showcase(contenders: list[Contender], limit: dict[str, Any]) -> Showcase:
+    tokens_per_second = metric("headline", "tokens_per_second")
+
+    def share(measured: Measured) -> float:
+        return 100 * (tokens_per_second(measured) or 0) / limit["tokens_per_second"]
+
+    return Showcase(
+        name="throughput",
+        title="The headline workload",
+        workload=describe(limit),
+        contenders=contenders,
+        figures=[
+            Figure("throughput", "throughput", "tokens/s", "higher", tokens_per_second),
+            Figure("share", "share of the limit", "%", "higher", share),
+        ],
+        notes=[roofline.describe(limit)],
     )
-    add_options(parser)
-    parser.add_argument("--repeats", type=int, default=3, help="times that a process runs the workload (default 3)")
-    return check_options(parser.parse_args(arguments))
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    return parse("throughput", __doc__, rounds=2, repeats=3, arguments=arguments)
 
 
 def compare(options: argparse.Namespace) -> Comparison:
-    """Measure, print and write down; options as `parse` gives them."""
-    limit = roofline.in_a_process(options)
-    print(roofline.describe(limit), flush=True)
-    contenders = [ours(options), *vllm(options)]
+    """Measure, print and write down; options as `parse_options` gives them."""
+    limit = roofline.roofline(options)
+    shown = showcase([ours(options), *vllm(options)], limit)
     arguments = {"repeats": options.repeats, "sizes": limit["workload"]}
-    comparison = Comparison(showcase(contenders, limit), options, {"roofline": limit})
-    comparison.run(lambda contender: run_process(contender, "benchmarks.engine.throughput", arguments, options))
-    return comparison
+    return harness.compare(shown, "benchmarks.engine.throughput", arguments, options, {"roofline": limit})
+
+
+def table(results: dict[str, Result]) -> list[str]:
+    """Throughput, share of the limit, small batches, start-up and idle time, beside vLLM."""
+    lines = tables.head("", "nanovllm", "vLLM", "gain")
+    for result in results.values():
+        for figure in result["figures"]:
+            if figure["key"] in result["shown"]:
+                cells = [tables.cell(figure, name) for name in ("nanovllm", "vLLM")]
+                lines.append(tables.row(tables.label(figure), *cells, tables.ratio(figure, "nanovllm", "vLLM")))
+    lines += ["", f"Workloads: {'; '.join(r['workload'] for r in results.values())}."]
+    lines += [f"The {note}." for r in results.values() for note in r["notes"]]
+    if {"throughput", "latency"} <= results.keys():
+        weights = results["throughput"]["roofline"]["weights_ms"]
+        alone = results["latency"]["figures"][0]["values"]["nanovllm"]["median"]
+        lines.append(
+            f"Reading the weights once takes {weights:.2f} ms, a token at batch 1 {alone / weights:.1f} times that."
+        )
+    return [*lines, "", tables.origin(results)]
 
 
 if __name__ == "__main__":
-    sys.exit(1 if compare(parse()).failures else 0)
+    sys.exit(bool(compare(parse_options()).failures))

@@ -1,31 +1,25 @@
 """How long an all-reduce takes, by the size of the message and by who does it.
 
-    python -m benchmarks.kernels.all_reduce RESULT --ranks 2 --device cuda --kind nccl
-
 nccl:      what the engine does with large messages (on a CPU: gloo).
 symmetric: what it does with small ones, over memory that the GPUs share (see `nanovllm/distributed/one_shot.py`).
 
 On GPUs each also with the residual addition and norm behind it. Each is measured as it would run in a recorded decode
 step: 20 behind one another in a CUDA graph. Each result is compared with the sum first.
+`benchmarks/engine/tensor_parallel.py` asks for all this and has the table.
 """
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.lib.harness import ROOT
+from benchmarks.lib.harness import Contender, Measured, run_process
 from nanovllm.distributed.group import Group, devices_of
 from nanovllm.distributed.one_shot import SWITCH, default_bytes
 from nanovllm.workers.spawned import SpawnedTeam
@@ -110,7 +104,8 @@ def bandwidth(device: torch.device) -> float | None:
     return float(read_bandwidth()["bytes_per_second"])
 
 
-def run(ranks: int, device: str, kind: str, sizes: list[int]) -> dict[str, Any]:
+def measure(ranks: int, device: str, kind: str, sizes: list[int]) -> list[Measured]:
+    """In a process that leads the ranks: the rows of one kind, as the one repetition."""
     os.environ[SWITCH] = str(max(sizes) if kind == "symmetric" else 0)
     part, devices = Part(kind, sizes), devices_of(torch.device(device), ranks)
     bytes_per_second = bandwidth(devices[0]) if kind == "nccl" else None
@@ -118,57 +113,27 @@ def run(ranks: int, device: str, kind: str, sizes: list[int]) -> dict[str, Any]:
     try:
         team.join()
         with team.in_step(loading=True):
-            return {"rows": part.measure(team.group), "bytes_per_second": bytes_per_second}
+            return [{kind: {"rows": part.measure(team.group), "bytes_per_second": bytes_per_second}}]
     finally:
         team.close()
 
 
-def in_a_process(ranks: int, device: str, kind: str, quick: bool) -> dict[str, Any]:
-    """`run`, in a process of its own. Raises RuntimeError with its last words if it fails."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.kernels.all_reduce", str(path), "--ranks", str(ranks)]
-        command += ["--device", device, "--kind", kind] + ["--quick"] * quick
-        try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"the all-reduces by {kind} were not done after {SECONDS} s") from None
-        if done.returncode != 0:
-            raise RuntimeError(f"the all-reduces by {kind} failed:\n{done.stderr.strip()[-2000:]}")
-        result: dict[str, Any] = json.loads(path.read_text())
-    return result
-
-
-def table(ranks: int, device: str, quick: bool) -> dict[str, Any]:
+def latencies(ranks: int, device: str, quick: bool) -> dict[str, Any]:
     """All ways side by side; those that cannot run here are named in `failures`."""
     found: dict[str, Any] = {"ranks": ranks, "rows": [], "bytes_per_second": None, "failures": {}}
     # Up to how many bytes the engine uses it in this run
     found["one_shot_bytes"] = int(os.environ.get(SWITCH, default_bytes(ranks)))
+    options = Namespace(model=None, device=device)
     for kind in ("nccl", "symmetric") if device != "cpu" else ("nccl",):
+        arguments = {"ranks": ranks, "device": device, "kind": kind, "sizes": QUICK_SIZES if quick else SIZES}
+        contender = Contender(f"the all-reduce by {kind}", {})
         try:
-            result = in_a_process(ranks, device, kind, quick)
+            done = run_process(contender, "benchmarks.kernels.all_reduce", arguments, options, seconds=SECONDS)
         except RuntimeError as error:
             found["failures"][kind] = str(error).splitlines()[-1]
             continue
+        result = done["repetitions"][0][kind]
         found["bytes_per_second"] = found["bytes_per_second"] or result["bytes_per_second"]
         rows = found["rows"] or [{"bytes": row["bytes"]} for row in result["rows"]]
         found["rows"] = [old | new for old, new in zip(rows, result["rows"], strict=True)]
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.all_reduce", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("result", type=Path, help="the JSON to write")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--kind", choices=("nccl", "symmetric"), default="nccl")
-    parser.add_argument("--quick", action="store_true", help="two sizes only")
-    options = parser.parse_args()
-    result = run(options.ranks, options.device, options.kind, QUICK_SIZES if options.quick else SIZES)
-    options.result.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,14 @@
 """The linear layers of a decode step: microseconds of our kernels and of the library's, for few tokens.
 
-    python -m benchmarks.kernels.linears --out linears.json [--shape 0.6B --shape 8B] [--tokens 1 --tokens 32] [--sweep]
+    python -m benchmarks.kernels.linears --out linears.json [--shape 0.6B --shape 8B] [--tokens 1 --tokens 32]
 
 bf16. Every call gets other weights, as layers do, so that none come from a cache. The calls follow each other in a CUDA
 graph: what a kernel hides behind the one before it is hidden here, too. The library's product has the gate behind it;
 the layers whose result may come in parts (o and down) have the norm behind them that sums these.
 
 "chosen" is what the engine takes (`nanovllm/kernels/linear/choice.py`, whose borders come from here), "any GPU"
-what it takes where `weight_prefetch_linear` does not run, and beside them are the plausible layouts of that one;
-`--sweep` tries all.
+what it takes where `weight_prefetch_linear` does not run, and beside them are the plausible layouts of that one.
+Commit a1442d1 has a sweep over all layouts of all kernels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial as bind
-from itertools import cycle, product
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from benchmarks.lib import harness, tables
+from benchmarks.lib.process import facts
+from benchmarks.lib.tables import Result
 
 if TYPE_CHECKING:
     from nanovllm.kernels.hopper.weight_prefetch_linear import PrefetchTile
@@ -37,6 +41,8 @@ SHAPES = {
     "8B on 4 ranks": (4096, 8, 2, 3072),
 }
 TOKENS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+SHOWN_TOKENS = (1, 16, 32, 64, 128, 256)  # in the table
+EARLY_TOKENS = {16: (16,), 32: (32,), 64: (32, 64), 256: (64, 128)}  # up to so many: the most of a program to try
 AT_LEAST = 400e6  # bytes of weights, all layers together: several times what a cache holds
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -51,12 +57,10 @@ def layers_of(hidden: int, heads: int, kv_heads: int, inner: int) -> list[tuple[
     ]
 
 
-def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any], sweep: bool) -> Iterator[tuple[str, Run]]:
+def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any]) -> Iterator[tuple[str, Run]]:
     """Name of a layout, and what runs it."""
     from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
     from nanovllm.kernels.linear.choice import choose_linear, choose_on_any_gpu, hopper_linear
-    from nanovllm.kernels.linear.skinny_linear import SkinnyConfig, skinny_linear
-    from nanovllm.kernels.linear.tiled_linear import Tile, tiled_linear
 
     yield "library", (lambda x, w: silu_and_mul(F.linear(x, w))) if how.get("gated") else F.linear
     if (chosen := choose_linear(num_tokens, weight, **how)) is not None:
@@ -64,40 +68,24 @@ def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any], sweep: bool
     if (before := choose_on_any_gpu(num_tokens, weight, **how)) is not None:
         yield "any GPU", before
     if (hopper := hopper_linear(weight.device)) is not None:
-        for tile in prefetch_tiles(num_tokens, weight, sweep, **how):
+        for tile in prefetch_tiles(num_tokens, weight, **how):
             if tile != getattr(chosen, "keywords", {}).get("tile"):  # else it is measured by now
                 name = f"early {tile.tokens} x {tile.inner} / {tile.splits}, {tile.stages} stages"
                 yield name, bind(hopper.weight_prefetch_linear, tile=tile, **how)
-    if not sweep:
-        return
-    if num_tokens <= 32:
-        for columns, inner in product((16, 32), (512, 1024)):
-            config = SkinnyConfig(columns, 4, inner)
-            yield f"skinny {columns} x {inner}", bind(skinny_linear, config=config, **how)
-    for columns, inner, stages, swapped in product((32, 64), (64, 128, 256), (3, 4), (False, True)):
-        if columns == 64 or not swapped:
-            name = f"tiled {columns} x {inner}, {stages} stages" + (", swapped" if swapped else "")
-            yield name, bind(tiled_linear, tile=Tile(columns, inner, stages, swapped), **how)
 
 
-def prefetch_tiles(
-    num_tokens: int, weight: Tensor, sweep: bool, gated: bool = False, partial: bool = False
-) -> list[PrefetchTile]:
+def prefetch_tiles(num_tokens: int, weight: Tensor, gated: bool = False, partial: bool = False) -> list[PrefetchTile]:
+    """The plausible layouts for Hopper: by the most tokens of a program, and with half as many parts."""
     from nanovllm.kernels.hopper.weight_prefetch_linear import choose_tile
 
     columns, inputs = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
     tiles = []
-    for most in (
-        (16,) if num_tokens <= 16 else (32,) if num_tokens <= 32 else (32, 64) if num_tokens <= 64 else (64, 128)
-    ):
+    for most in next(sizes for limit, sizes in EARLY_TOKENS.items() if num_tokens <= limit):
         tile = choose_tile(num_tokens, columns, inputs, most, gated, partial)
         tiles.append(tile)
-        deep = 196608 // (2 * tile.inner * (64 + tile.tokens))  # stages, of a program that has a multiprocessor
         if tile.splits > 1 and num_tokens > 64:
+            deep = 196608 // (2 * tile.inner * (64 + tile.tokens))  # stages, of a program that has a multiprocessor
             tiles.append(tile._replace(splits=tile.splits // 2, stages=min(6, deep)))
-        if sweep:
-            tiles += [tile._replace(stages=stages) for stages in (3, 4, 6) if stages <= deep]
-            tiles += [tile._replace(inner=64, stages=stages) for stages in (4, 6)]
     return list(dict.fromkeys(tiles))
 
 
@@ -109,7 +97,7 @@ def with_norm(run: Run, x: Tensor, outputs: int) -> Run:
     return lambda x, w: add_rms_norm(run(x, w), residual, weight, 1e-6)[0]
 
 
-def measure(shapes: list[str], tokens: list[int], sweep: bool) -> Iterator[dict[str, Any]]:
+def measure(shapes: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
     from benchmarks.kernels.ceilings import graph_microseconds
 
     for shape in shapes:
@@ -118,7 +106,7 @@ def measure(shapes: list[str], tokens: list[int], sweep: bool) -> Iterator[dict[
             weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") / 32 for _ in range(count)]
             for n in tokens:
                 x, layers = torch.randn(n, inputs, dtype=torch.bfloat16, device="cuda"), cycle(weights)
-                for layout, run in candidates(n, weights[0], how, sweep):
+                for layout, run in candidates(n, weights[0], how):
                     row = {"shape": shape, "layer": name, "tokens": n, "layout": layout, "bytes": 2 * inputs * outputs}
                     call = with_norm(run, x, outputs) if how.get("partial") else run
                     try:
@@ -128,23 +116,6 @@ def measure(shapes: list[str], tokens: list[int], sweep: bool) -> Iterator[dict[
                     yield row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """For each layer and number of tokens: the library, the engine's choices, and the best with its name."""
-    found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if "microseconds" in row:
-            where = f"{row['shape']:<13} {row['layer']:<12} {row['tokens']:>6}"
-            found.setdefault(where, {})[row["layout"]] = row["microseconds"]
-    lines = [f"{'shape':<13} {'layer':<12} tokens  library  any GPU   chosen     best"]
-    for where, times in found.items():
-        # What the engine leaves to the library, it has chosen as well.
-        library = times.get("library", float("nan"))
-        figures = library, times.get("any GPU", library), times.get("chosen", library), min(times.values())
-        best = min(times, key=lambda layout: times[layout])
-        lines.append(where + "".join(f"{figure:9.2f}" for figure in figures) + f"  {best}")
-    return "\n".join(lines)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.linears", description=(__doc__ or "").split("\n")[0]
@@ -152,19 +123,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--shape", choices=SHAPES, action="append", help="(default: all)")
     parser.add_argument("--tokens", type=int, action="append", help=f"batch sizes (default {TOKENS})")
-    parser.add_argument("--sweep", action="store_true", help="every layout")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.kernels.linears measures a GPU, and this machine has none", file=sys.stderr)
         return 2
-    from benchmarks.lib.harness import commit
-    from benchmarks.lib.worker import facts
-
-    tested = {"hash": options.commit, "modified": False} if options.commit else commit()
+    tested = harness.commit(told=options.commit)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for row in measure(options.shape or list(SHAPES), options.tokens or list(TOKENS), options.sweep):
+        for row in measure(options.shape or list(SHAPES), options.tokens or list(TOKENS)):
             rows.append(row)
             said = row.get("error")
             if said is None:
@@ -174,8 +141,35 @@ def main(arguments: list[str] | None = None) -> int:
             # A run that is cut short keeps its rows.
             result = {"machine": facts("cuda"), "commit": tested, "rows": rows}
             options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print("\n" + table(rows))
     return 0
+
+
+def table(results: dict[str, Result]) -> list[str]:
+    """A row for each layer, a column for some numbers of tokens: the library, the best of our kernels that run on any
+    GPU ("–": none was asked), and the best of what was then chosen and of other layouts for Hopper. Nothing
+    without a record."""
+    result = results["linears"]
+    times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for row in result["rows"]:
+        if "microseconds" in row:
+            by_tokens = times.setdefault((row["shape"], row["layer"]), {})
+            by_tokens.setdefault(row["tokens"], {})[row["layout"]] = row["microseconds"]
+    lines = tables.head("layer, by tokens", *map(str, SHOWN_TOKENS))
+    for (shape, layer), by_tokens in times.items():
+        cells = [cell(by_tokens[n]) if n in by_tokens else "–" for n in SHOWN_TOKENS]
+        lines.append(tables.row(f"{shape}: `{layer}`", *cells))
+    where = f"{result['machine']['device']}, {tables.versions(result, 'torch')}; commit {tables.commit(result)}"
+    told = (
+        "Microseconds: the library / ours for any GPU / the best of what was then chosen and of the kernel for Hopper"
+    )
+    return [*lines, "", f"{told}; sums of parts included. Measured on {where}."]
+
+
+def cell(by_layout: dict[str, float]) -> str:
+    of_any = by_layout.get("any GPU")
+    best = min(time for layout, time in by_layout.items() if layout.startswith("early ") or layout == "chosen")
+    shown = [by_layout["library"], None if of_any == by_layout["library"] else of_any, best]
+    return " / ".join("–" if time is None else f"{time:.1f}" for time in shown)
 
 
 if __name__ == "__main__":

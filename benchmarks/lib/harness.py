@@ -1,55 +1,64 @@
-"""How a comparison is made: each contender in a fresh process, in turn, several rounds, medians, all written down.
+"""How contenders are compared: each in a fresh process, in turn, several rounds, medians, all written down.
 
-A showcase names contenders, scenarios and figures. Each round starts each contender anew, and each round begins with
-another one, so that neither a warm machine nor a busy minute favours anybody.
+A showcase names contenders and figures. Each round starts each contender anew, and each round begins with another
+contender, so that neither a warm machine nor a busy minute favours anybody. The result is written after every process:
+a run that is cut short keeps its rounds. A contender that fails is reported, and the others go on.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Console
+
+from benchmarks.lib import tables
+from benchmarks.lib.process import facts
 from benchmarks.lib.workloads import Scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
+PROCESS_SECONDS = 600  # a process that takes longer hangs: vLLM took 136 s to start for the first time
+# No questions to the network; FlashInfer is no part of what was packed for machines without one.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
-Measured = dict[str, dict[str, Any]]  # scenario name -> its metrics (`recorder.metrics`)
+Measured = dict[str, dict[str, Any]]  # by scenario, the figures of one repetition: {"batch 1": {"ms_per_token": 1.2}}
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`spec` is what the worker needs to know; `only` names the scenarios it takes part in (None: all)."""
+    """`spec` is what its process needs to know; `only` names the scenarios that it takes part in (None: all)."""
 
     name: str
     spec: dict[str, Any]
     only: tuple[str, ...] | None = None
 
 
-def stage_contender(number: int, only: tuple[str, ...] | None = None) -> Contender:
-    return Contender(f"stage {number}", {"kind": "stage", "number": number}, only)
-
-
-def hf_contender(
-    name: str, *, batch: bool = False, cache: bool = True, limited: bool = True, only: tuple[str, ...] | None = None
-) -> Contender:
-    """`limited=False` lets it have as much KV memory as it wants, whatever the others have."""
-    return Contender(name, {"kind": "hf", "batch": batch, "use_cache": cache, "limited": limited}, only)
-
-
 @dataclass(frozen=True)
 class Figure:
-    """A column of the table. `value` takes it from what one process measured; None where it does not apply."""
+    """A column of the table. `value` takes it from one repetition; None where it does not apply."""
 
     key: str
     label: str
@@ -58,21 +67,31 @@ class Figure:
     value: Callable[[Measured], float | None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Showcase:
-    """What is compared. `contender` must win the figure `headline` against `rival`; the README has those in `shown`."""
+    """What is compared.
+
+    `contender` (default: the first) is to win the figure `headline` against `rival` (default: the last). The tables of
+    the README have the figures in `shown` (default: all). `scenarios` are for stages and Hugging Face.
+    """
 
     name: str
     title: str
     workload: str
     contenders: list[Contender]
-    scenarios: list[Scenario]
     figures: list[Figure]
-    headline: str
-    shown: tuple[str, ...]
-    contender: str
-    rival: str
+    headline: str = ""
+    shown: tuple[str, ...] = ()
+    contender: str = ""
+    rival: str = ""
     notes: list[str] = field(default_factory=list)
+    scenarios: list[Scenario] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.headline = self.headline or self.figures[0].key
+        self.shown = self.shown or tuple(figure.key for figure in self.figures)
+        self.contender = self.contender or self.contenders[0].name
+        self.rival = self.rival or self.contenders[-1].name
 
 
 def metric(scenario: str, name: str) -> Callable[[Measured], float | None]:
@@ -80,31 +99,87 @@ def metric(scenario: str, name: str) -> Callable[[Measured], float | None]:
     return lambda measured: measured[scenario].get(name) if scenario in measured else None
 
 
-def run_worker(
-    contender: Contender, scenarios: list[Scenario], model: Path, device: str, threads: int
+def lower(key: str, label: str, unit: str, scenario: str, name: str) -> Figure:
+    """A figure that is simply a metric of a scenario, better the lower it is."""
+    return Figure(key, label, unit, "lower", metric(scenario, name))
+
+
+def higher(key: str, label: str, unit: str, scenario: str, name: str) -> Figure:
+    return Figure(key, label, unit, "higher", metric(scenario, name))
+
+
+def by_batch(name: str, label: str, batches: Sequence[int]) -> list[Figure]:
+    """A figure in milliseconds for each batch size; its scenarios are called "batch 8"."""
+    return [lower(f"{name}_{b}", f"{label}, batch {b}", "ms", f"batch {b}", name) for b in batches]
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def python_path(contender: Contender) -> dict[str, str]:
+    """The environment of a process of this contender: only its own packages can be imported."""
+    path = contender.spec.get("path")
+    return {**os.environ, **ENVIRONMENT, **({"PYTHONPATH": path} if path else {})}
+
+
+def job_of(contender: Contender, module: str, arguments: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What `process.run` needs to know. `options.threads` and `options.clock` may be missing."""
+    return {
+        **contender.spec,
+        "model": str(options.model),
+        "device": options.device,
+        "threads": getattr(options, "threads", None),
+        "clock": getattr(options, "clock", "wall"),
+        "module": module,
+        "arguments": arguments,
+        "started": time.time(),
+    }
+
+
+def run_process(
+    contender: Contender,
+    module: str,
+    arguments: dict[str, Any],
+    options: argparse.Namespace,
+    environment: dict[str, str] | None = None,
+    seconds: float | None = None,
 ) -> dict[str, Any]:
-    """What `contender` measured in a process of its own. Raises RuntimeError with its last words if it fails."""
-    job = {
-        "contender": contender.spec,
-        "model": str(model),
-        "device": device,
-        "threads": threads,
-        "scenarios": [s.as_json() for s in scenarios if contender.only is None or s.name in contender.only],
-    }
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
+    """What `module.measure` found in a fresh process, which is given up after `seconds` (default `PROCESS_SECONDS`).
+
+    Raises RuntimeError with the last words of one that fails.
+    """
+    seconds = PROCESS_SECONDS if seconds is None else seconds
+    job = job_of(contender, module, arguments, options)
+    threads = {"OMP_NUM_THREADS": str(job["threads"])} if job["threads"] else {}
     with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.lib.worker", str(result)]
-        done = subprocess.run(command, input=json.dumps(job), text=True, capture_output=True, cwd=ROOT, env=environment)
-        if done.returncode != 0:
-            raise RuntimeError(f"{contender.name} failed (exit {done.returncode}):\n{done.stderr[-2000:]}")
+        result, log = Path(scratch) / "result.json", Path(scratch) / "log"
+        with log.open("w") as words:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.lib.process", str(result)],
+                stdin=subprocess.PIPE,
+                stdout=words,
+                stderr=words,
+                text=True,
+                cwd=ROOT,
+                env={**python_path(contender), **threads, **(environment or {})},
+                start_new_session=True,
+            )
+            try:
+                process.communicate(json.dumps(job), timeout=seconds)
+            except subprocess.TimeoutExpired:
+                words.write(f"\ngave up after {seconds} s\n")
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and what it started, so that the card is free
+                process.wait()
+        if process.returncode != 0 or not result.is_file():
+            last_words = log.read_text()[-2000:].strip()
+            raise RuntimeError(f"{contender.name} failed (exit {process.returncode}):\n{last_words}")
         measured: dict[str, Any] = json.loads(result.read_text())
     return measured
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
 
 
 def order_of_round(contenders: list[Contender], number: int) -> list[Contender]:
@@ -113,16 +188,127 @@ def order_of_round(contenders: list[Contender], number: int) -> list[Contender]:
     return contenders[first:] + contenders[:first]
 
 
-def run_rounds(showcase: Showcase, model: Path, *, device: str, threads: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """One record for each process, as soon as it is done: round, contender, and what the worker measured."""
-    for number in range(rounds):
-        for contender in order_of_round(showcase.contenders, number):
-            measured = run_worker(contender, showcase.scenarios, model, device, threads)
-            yield {"round": number, "contender": contender.name, **measured}
+class Comparison:
+    """A showcase under way: its records so far, and what failed.
+
+    options: of the command line, with `out`, `rounds`, `model` and `device`. extra: more for the result.
+    """
+
+    def __init__(self, showcase: Showcase, options: argparse.Namespace, extra: dict[str, Any] | None = None) -> None:
+        self.showcase, self.options, self.extra = showcase, options, extra or {}
+        self.records: list[dict[str, Any]] = []
+        self.machine: dict[str, Any] = {}
+        self.engines: dict[str, dict[str, Any]] = {}
+        self.failures: dict[str, str] = {}
+        self.earlier_failures: dict[str, str] = {}  # in the file that is added to
+        self.console = Console(width=150)
+
+    def run(
+        self, measure: Callable[[Contender], dict[str, Any]], only: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        """Call `measure` for every contender in every round (see `run_process`), write it all down and print it.
+
+        only: the names of the contenders to measure. Of the others the result keeps what is in the file already.
+        """
+        start = time.perf_counter()
+        contenders = [c for c in self.showcase.contenders if only is None or c.name in only]
+        if only is not None:
+            self.keep_others(only)
+        for number in range(self.options.rounds):
+            for contender in order_of_round(contenders, number):
+                if contender.name in self.failures:
+                    continue
+                begin = time.perf_counter()
+                try:
+                    measured = measure(contender)
+                except RuntimeError as error:
+                    self.failures[contender.name] = str(error)
+                    self.console.print(str(error), markup=False)
+                    continue
+                self.take(number, contender, measured)
+                took, total = time.perf_counter() - begin, time.perf_counter() - start
+                self.console.print(f"round {number + 1} {contender.name}: {took:.0f} s, {total:.0f} s so far")
+        if not self.records:
+            sys.exit(f"{self.showcase.name}: nothing could be measured")
+        return self.finish()
+
+    def keep_others(self, measured_now: Collection[str]) -> None:
+        """Take over the other contenders from the file that will be written, if the same was measured there."""
+        path = result_path(self.showcase.name, facts(self.options.device)["device"], self.options.out)
+        if not path.is_file():
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["commit"] != self.commit() or found["workload"] != self.showcase.workload:
+            self.console.print(f"{path} is of another commit or workload: written anew")
+            return
+        known = {contender.name for contender in self.showcase.contenders} - set(measured_now)
+        self.machine = found["machine"]
+        self.records += [record for record in found["rounds"] if record["contender"] in known]
+        self.engines |= {name: engine for name, engine in found["engines"].items() if name in known}
+        self.earlier_failures = {name: text for name, text in found["failures"].items() if name in known}
+
+    def take(self, number: int, contender: Contender, measured: dict[str, Any]) -> None:
+        """Add what a process measured in round `number`, and write the result."""
+        repetitions = measured["repetitions"]
+        self.machine = self.machine or measured["facts"]
+        common = {"contender": contender.name, "pid": measured["pid"]}
+        for i, scenarios in enumerate(repetitions):
+            self.records.append({"round": number * len(repetitions) + i, **common, "scenarios": scenarios})
+        if "engine" in measured:
+            config = {k: v for k, v in contender.spec["options"].items() if k != "device"}
+            known = {"engine": measured["engine"], "options": config, "ready_s": []}
+            self.engines.setdefault(contender.name, known)["ready_s"].append(measured["ready_seconds"])
+        write_result(self.result(), self.options.out)
+
+    def result(self) -> dict[str, Any]:
+        """What is written down so far."""
+        s = self.showcase
+        return {
+            **{key: getattr(s, key) for key in ("name", "title", "workload", "headline", "shown")},
+            **{key: getattr(s, key) for key in ("contender", "rival", "notes")},
+            "machine": self.machine,
+            "commit": self.commit(),
+            "model": {"name": model_name(self.options.model)},
+            "figures": summarize(s, self.records),
+            "differing_tokens": differing_tokens(self.records),
+            "rounds": self.records,
+            "engines": self.engines,
+            "failures": self.earlier_failures | {k: v.splitlines()[-1] for k, v in self.failures.items()},
+            **self.extra,
+        }
+
+    def commit(self) -> dict[str, Any]:
+        packages = {"stage": "stages", "engine": "nanovllm"}
+        kinds = {contender.spec.get("kind", "engine") for contender in self.showcase.contenders}
+        paths = [package for kind, package in packages.items() if kind in kinds]
+        return commit("benchmarks/*.py", *paths, told=getattr(self.options, "commit", None))
+
+    def finish(self) -> dict[str, Any]:
+        """Write the result, print its table, and below it what the figures say."""
+        result = self.result()
+        path = write_result(result, self.options.out)
+        self.console.print(tables.render(result))
+        for line in tables.remarks(result):
+            self.console.print(f"- {line}")
+        self.console.print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+        return result
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def compare(
+    showcase: Showcase,
+    module: str,
+    arguments: dict[str, Any],
+    options: argparse.Namespace,
+    extra: dict[str, Any] | None = None,
+    only: Collection[str] | None = None,
+) -> Comparison:
+    """Measure every contender by `module.measure(engine, **arguments)` in processes of its own."""
+    comparison = Comparison(showcase, options, extra)
+    comparison.run(lambda contender: run_process(contender, module, arguments, options), only)
+    return comparison
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
 
 
 def summarize(showcase: Showcase, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,10 +320,10 @@ def summarize(showcase: Showcase, records: list[dict[str, Any]]) -> list[dict[st
             mine = [figure.value(r["scenarios"]) for r in records if r["contender"] == contender.name]
             numbers = [value for value in mine if value is not None]
             if numbers:
-                values[contender.name] = spread(numbers)
-        figures.append(
-            {"key": figure.key, "label": figure.label, "unit": figure.unit, "better": figure.better, "values": values}
-        )
+                median = statistics.median(numbers)
+                values[contender.name] = {"median": median, "min": min(numbers), "max": max(numbers)}
+        about = {key: getattr(figure, key) for key in ("key", "label", "unit", "better")}
+        figures.append({**about, "values": values})
     return figures
 
 
@@ -155,32 +341,18 @@ def differing_tokens(records: list[dict[str, Any]]) -> dict[str, list[str]]:
     return {scenario: names for scenario, names in differing.items() if names}
 
 
-def gain(figure: dict[str, Any], contender: str, rival: str) -> float:
-    """How many times better `contender` is than `rival` by their medians; below 1 it loses."""
-    mine, other = figure["values"][contender]["median"], figure["values"][rival]["median"]
-    ratio: float = mine / other if figure["better"] == "higher" else other / mine
-    return ratio
-
-
 def headline_gain(result: dict[str, Any]) -> float:
     """The gain in the figure that the showcase is about."""
     figure = next(f for f in result["figures"] if f["key"] == result["headline"])
-    return gain(figure, result["contender"], result["rival"])
+    return tables.gain(figure, result["contender"], result["rival"])
 
 
-def code_of(showcase: Showcase) -> list[str]:
-    """The paths in this repository that its figures depend on."""
-    packages = {"stage": "stages", "engine": "nanovllm"}
-    kinds = {contender.spec.get("kind") for contender in showcase.contenders}
-    return ["benchmarks/*.py", *(path for kind, path in packages.items() if kind in kinds)]
-
-
-def commit(*paths: str) -> dict[str, Any]:
+def commit(*paths: str, told: str | None = None) -> dict[str, Any]:
     """Which code was measured: the commit, and whether there was more than that in `paths` (default: the engine).
 
-    A copy of the tree whose git does not know is told by NANOVLLM_COMMIT.
+    A copy of the tree whose git does not know is told, here or by NANOVLLM_COMMIT.
     """
-    if told := os.environ.get("NANOVLLM_COMMIT"):
+    if told := told or os.environ.get("NANOVLLM_COMMIT"):
         return {"hash": told, "modified": False}
 
     def git(*arguments: str) -> str:
@@ -195,26 +367,6 @@ def commit(*paths: str) -> dict[str, Any]:
 def model_name(model: Path) -> str:
     """The model without the place where somebody keeps it."""
     return model.relative_to(ROOT).as_posix() if model.is_relative_to(ROOT) else model.name
-
-
-def assemble(showcase: Showcase, records: list[dict[str, Any]], model: Path) -> dict[str, Any]:
-    """The result of a showcase, ready to be written down."""
-    return {
-        "name": showcase.name,
-        "title": showcase.title,
-        "workload": showcase.workload,
-        "headline": showcase.headline,
-        "shown": showcase.shown,
-        "contender": showcase.contender,
-        "rival": showcase.rival,
-        "notes": showcase.notes,
-        "machine": records[0]["facts"],
-        "commit": commit(*code_of(showcase)),
-        "model": {"name": model_name(model), "parameters": records[0]["parameters"]},
-        "figures": summarize(showcase, records),
-        "differing_tokens": differing_tokens(records),
-        "rounds": [{k: r[k] for k in ("round", "contender", "pid", "scenarios")} for r in records],
-    }
 
 
 def card_slug(device_name: str) -> str:

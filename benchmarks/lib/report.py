@@ -3,154 +3,59 @@
     python -m benchmarks.lib.report            # write every table anew
     python -m benchmarks.lib.report --check    # fail if one differs from what the JSON says
 
-A table stands between `<!-- generated: NAME -->` and `<!-- end generated -->`, where NAME is `stages` (a row for each
-figure of every stage), `ladder`, one of the engine's (see `benchmarks/engine/engine_report.py`), or a result such as
-`stage_3` or `stage_3.h100` (its whole table).
+A table stands between `<!-- generated: NAME -->` and `<!-- end generated -->`, in README.md or anywhere in docs. NAME
+is one of `TABLES`, with a card behind it (`engine.h200`) if it was measured on one, or else a showcase of the stages,
+such as `stage_3` or `stage_6.h200`, for its whole table.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from benchmarks.engine import decode_step_report, engine_report, tensor_parallel_report
-from benchmarks.kernels import kernels_report, linears_report
-from benchmarks.lib import wording
-from benchmarks.lib.harness import RESULTS, ROOT, gain
-from benchmarks.serving import serving_report
-from stages.manifest import load_stages
+from benchmarks.engine import ablations, cpu, gpu_tests, phases, speculation, tensor_parallel, throughput
+from benchmarks.kernels import attention, linears
+from benchmarks.lib import tables
+from benchmarks.lib.harness import RESULTS, ROOT
+from benchmarks.serving import load as serving
+from benchmarks.stages import ladder, stage_bench
+from benchmarks.stages.showcases import SHOWCASES
 
-ENGINE_TABLES = engine_report.TABLES | {
-    "tensor_parallel": tensor_parallel_report.table,
-    "all_reduce_symmetric": partial(tensor_parallel_report.table, name="all_reduce_symmetric", only_sums=True),
-    "serving": serving_report.table,
-    "decode_step": decode_step_report.table,
-    "half_batches": partial(decode_step_report.table, name="half_batches"),
-    "kernels": kernels_report.table,
-    "linears": linears_report.table,
-    "merge_inside": partial(decode_step_report.table, name="merge_inside"),
-    "ring_decode": partial(decode_step_report.table, name="ring_decode"),
+# The results that a table is made from, and the function that makes it from those that exist, by name
+TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], list[str]]]] = {
+    "stages": (tuple(f"stage_{n}" for n in SHOWCASES), stage_bench.stages_table),
+    "ladder": (("ladder",), ladder.table),
+    "engine": (("throughput", "latency", "startup", "idle"), throughput.table),
+    "ablations": (("ablations",), ablations.table),
+    "prefix": (("prefix",), tables.of_engine),
+    "mixed": (("mixed",), tables.of_engine),
+    "phases": (("phases",), phases.table),
+    "engine_cpu": (("engine_cpu", "engine_cpu_smollm2"), cpu.table),
+    "speculation": (("speculation", "speculation_ngram"), speculation.table),
+    "gpu_tests": (("gpu_tests",), gpu_tests.table),
+    "tensor_parallel": (("tensor_parallel",), tensor_parallel.table),
+    "serving": (("serving",), serving.table),
+    "kernels": (("kernels",), attention.table),
+    "linears": (("linears",), linears.table),
 }
+NEEDED = ("stages", "ladder")  # without their results there is an error, for all others no table
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end generated -->)", re.DOTALL)
 
 
-def load(name: str, results: Path) -> dict[str, Any]:
-    """A result. Raises ValueError if it was not measured yet."""
-    path = results / f"{name}.json"
-    if not path.is_file():
-        raise ValueError(f"a table asks for {name!r}, and there is no {name}.json: run the benchmark that writes it")
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return result
-
-
-def row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def footer(results: list[dict[str, Any]]) -> list[str]:
-    """Where the figures are from (once, if all are from the same place) and where a stage loses."""
-    commits: dict[str, list[str]] = {}
-    for result in results:
-        commits.setdefault(wording.machine(result), []).append(wording.commit(result))
-    lines = [""]
-    for place, measured in commits.items():
-        names = list(dict.fromkeys(measured))
-        lines.append(f"Measured on {place}, commit{'s' if len(names) > 1 else ''} {', '.join(names)}.")
-    lost = [line for result in results for line in wording.losses(result)]
-    if lost:
-        lines += ["", "Where a stage loses against the one before it:", "", *(f"- {line}" for line in lost)]
-    return lines
-
-
-def best_of_hugging_face(figure: dict[str, Any]) -> str:
-    """Hugging Face's best figure in a comparison, and which way of calling it that was."""
-    values = {name: v["median"] for name, v in figure["values"].items() if name.startswith("HF")}
-    if not values:
-        return "–"
-    name = (max if figure["better"] == "higher" else min)(values, key=lambda name: values[name])
-    return f"{wording.with_unit(values[name], figure['unit'])} ({name.removeprefix('HF ')})"
-
-
-def stages_table(results: Path) -> list[str]:
-    """A row for each figure that a stage is about."""
-    lines = [row("stage", "what is measured", "before", "with it", "gain", "Hugging Face"), "|---|---|--:|--:|--:|--:|"]
-    shown = []
-    for stage in load_stages():
-        if not (results / f"stage_{stage.number}.json").is_file():
-            continue  # a stage that needs a GPU has its figures in a file with the card's name
-        result = load(f"stage_{stage.number}", results)
-        shown.append(result)
-        title = f"{stage.number}. {stage.title}"
-        for figure in result["figures"]:
-            if figure["key"] not in result["shown"]:
-                continue
-            before, after = (figure["values"][name]["median"] for name in (result["rival"], result["contender"]))
-            rival = result["rival"] if result["rival"].startswith("HF") else ""
-            lines.append(
-                row(
-                    title,
-                    figure["label"],
-                    wording.with_unit(before, figure["unit"]) + (f" ({rival})" if rival else ""),
-                    wording.with_unit(after, figure["unit"]),
-                    f"{wording.number(gain(figure, result['contender'], result['rival']), 'times')}×",
-                    best_of_hugging_face(figure),
-                )
-            )
-            title = ""
-    if not shown:
-        raise ValueError("the table of stages needs results, and none was measured yet: run `make stage-1-bench`")
-    return lines + footer(shown)
-
-
-def ladder_table(results: Path) -> list[str]:
-    result = load("ladder", results)
-    titles = wording.contender_titles()
-    names = wording.contenders(result)
-    figures = result["figures"]
-    throughput = next(f for f in figures if f["key"] == result["headline"])
-    lines = [row("", *map(wording.label, figures), "against stage 1"), "|---|" + "--:|" * (len(figures) + 1)]
-    for name in names:
-        cells = [
-            wording.number(f["values"][name]["median"], f["unit"]) if name in f["values"] else "–" for f in figures
-        ]
-        ratio = wording.number(gain(throughput, name, result["rival"]), "times")
-        lines.append(row(titles.get(name, name), *cells, f"{ratio}×"))
-    return [*lines, "", f"Workload: {result['workload']}.", *footer([result])]
-
-
-def result_table(result: dict[str, Any]) -> list[str]:
-    """Everything that was measured, with the spread over the rounds."""
-    names = wording.contenders(result)
-    lines = [row(result["title"], *names), "|---|" + "--:|" * len(names)]
-    for figure in result["figures"]:
-        cells = []
-        for name in names:
-            value = figure["values"].get(name)
-            if value is None:
-                cells.append("–")
-                continue
-            low, middle, high = (wording.number(value[k], figure["unit"]) for k in ("min", "median", "max"))
-            cells.append(middle if low == high else f"{middle} ({low} to {high})")
-        lines.append(row(wording.label(figure), *cells))
-    remarks = [*wording.same_tokens(result), *result["notes"], wording.clock(result)]
-    return [*lines, "", f"Workload: {result['workload']}.", "", *(f"- {r}" for r in remarks), *footer([result])]
-
-
 def table(name: str, results: Path) -> str:
-    if name == "stages":
-        lines = stages_table(results)
-    elif name == "ladder":
-        lines = ladder_table(results)
-    elif (engine := name.partition("."))[0] in ENGINE_TABLES:
-        lines = ENGINE_TABLES[engine[0]](engine[2], results)
+    """The table `name`, empty if nothing was measured. Raises ValueError if the stages were to be and were not."""
+    kind, _, card = name.partition(".")
+    if kind not in TABLES:
+        lines = stage_bench.whole_table(tables.load(name, results))
     else:
-        lines = result_table(load(name, results))
+        names, make = TABLES[kind]
+        found = tables.find(names, card, results)
+        if not found and kind in NEEDED:
+            raise ValueError(f"the table {name!r} needs a result, and none was measured yet: run `make stage-1-bench`")
+        lines = make(found) if found else []
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -159,16 +64,10 @@ def regenerate(text: str, results: Path) -> str:
     return MARKED.sub(lambda m: m[1] + table(m["name"], results) + m[4], text)
 
 
-def pages(root: Path) -> Iterator[Path]:
-    readme = root / "README.md"
-    if readme.is_file():
-        yield readme
-    yield from sorted((root / "docs").rglob("*.md"))
-
-
 def stale_pages(root: Path, results: Path) -> list[Path]:
     """Pages with a table that is not what the results say."""
-    texts = {page: page.read_text(encoding="utf-8") for page in pages(root)}
+    pages = [*root.glob("README.md"), *sorted((root / "docs").rglob("*.md"))]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
     return [page for page, text in texts.items() if regenerate(text, results) != text]
 
 

@@ -1,7 +1,5 @@
 """How fast the headline workload could be on this card, from its lengths and two measured rates.
 
-    python -m benchmarks.lib.roofline --out DIR
-
 Every decode step has to read the weights once and the keys and values of all that its sequences have seen; prefill has
 to do its multiplications. The rates are the best that a plain read kernel and a plain matrix product reach on the same
 card in the same run (`benchmarks/kernels/ceilings.py`). Everything else (activations, sampling, the host) is counted
@@ -9,21 +7,16 @@ as free.
 """
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.engine import headline
-from benchmarks.engine.engine_harness import add_options, check_options, commit, write
-from benchmarks.lib.harness import ROOT, model_name
-from benchmarks.lib.worker import facts
+from benchmarks.lib import workloads
+from benchmarks.lib.harness import Contender, Measured, run_process
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.transformer import Transformer
 
@@ -54,6 +47,20 @@ class Limits:
         return costs.output_tokens / self.seconds(costs)
 
 
+class Needs:
+    """What the parts of a step of `model` cannot do without, in bytes to read and operations to do.
+
+    itemsize: bytes of a number.
+    """
+
+    def __init__(self, model: ModelConfig, itemsize: int) -> None:
+        c, parameters = model, num_parameters(model)
+        self.weight_bytes = itemsize * (parameters["all"] - (0 if c.tie_word_embeddings else parameters["head"]))
+        self.key_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * itemsize  # of a token
+        self.pair_operations = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim  # of a query and a key
+        self.token_operations, self.sample_operations = 2 * parameters["matrices"], 2 * parameters["head"]
+
+
 def num_parameters(model: ModelConfig) -> dict[str, int]:
     """Parameters, counted on a model without memory: of the layers' matrices, of the output head, and all of them."""
     with torch.device("meta"):
@@ -64,30 +71,26 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
 
 
 def costs_of(model: ModelConfig, prompts: list[int], outputs: list[int], itemsize: int = 2) -> Costs:
-    """Costs of generating `outputs[i]` tokens after `prompts[i]` tokens, all requests at once. A number has `itemsize`
-    bytes.
+    """Costs of generating `outputs[i]` tokens after `prompts[i]` tokens, all requests at once.
 
     A request's first token comes out of its prefill, so n tokens take n - 1 decode steps, and the step for token j sees
     prompt + j - 1 keys. Prefill computes the logits of the last token of each prompt only.
     """
-    parameters = num_parameters(model)
-    read_each_step = parameters["all"] - (0 if model.tie_word_embeddings else parameters["head"])
+    needs = Needs(model, itemsize)
     keys = sum(n * (n - 1) // 2 + (n - 1) * p for p, n in zip(prompts, outputs, strict=True))
-    kv_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize  # of a token
     pairs = sum(p * (p + 1) // 2 for p in prompts)  # of a query and a key it may see
-    attention = 4 * pairs * model.num_hidden_layers * model.num_attention_heads * model.head_dim
-    products = 2 * (sum(prompts) * parameters["matrices"] + len(prompts) * parameters["head"])
+    products = sum(prompts) * needs.token_operations + len(prompts) * needs.sample_operations
     return Costs(
         prompt_tokens=sum(prompts),
         output_tokens=sum(outputs),
-        weight_bytes=(max(outputs) - 1) * read_each_step * itemsize,
-        kv_bytes=keys * kv_bytes,
-        prefill_operations=products + attention,
+        weight_bytes=(max(outputs) - 1) * needs.weight_bytes,
+        kv_bytes=keys * needs.key_bytes,
+        prefill_operations=products + pairs * needs.pair_operations,
     )
 
 
-def headline_costs(model: Path, sizes: headline.Sizes, itemsize: int) -> Costs:
-    prompts, outputs = headline.draw(0, sizes)
+def headline_costs(model: Path, sizes: workloads.Sizes, itemsize: int) -> Costs:
+    prompts, outputs = workloads.headline(0, sizes)
     return costs_of(read_config(model), [len(p) for p in prompts], outputs, itemsize)
 
 
@@ -104,40 +107,34 @@ def measure_limits(device: str) -> Limits:
     return Limits(x.numel() * x.element_size() / read, 2 * size**3 / product)
 
 
-def seconds(call: Any) -> float:
+def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def roofline(options: argparse.Namespace) -> dict[str, Any]:
-    """The costs of the headline workload, this card's limits, and what follows from both."""
-    sizes, itemsize = (headline.QUICK, 4) if options.quick else (headline.HEADLINE, 2)
-    costs, limits = headline_costs(options.model, sizes, itemsize), measure_limits(options.device)
-    return {
-        "name": "roofline",
-        "machine": facts(options.device),
-        "commit": commit(options),
-        "model": {"name": model_name(options.model)},
+def measure(model: str, device: str, quick: bool) -> list[Measured]:
+    """The costs of the headline workload, this card's limits, and what follows from both, as one repetition."""
+    sizes, itemsize = (workloads.QUICK, 4) if quick else (workloads.HEADLINE, 2)
+    costs, limits = headline_costs(Path(model), sizes, itemsize), measure_limits(device)
+    found = {
         "workload": asdict(sizes),
         "costs": asdict(costs),
         "limits": asdict(limits),
         "seconds": limits.seconds(costs),
         "tokens_per_second": limits.tokens_per_second(costs),
-        "weights_ms": 1e3 * num_parameters(read_config(options.model))["all"] * itemsize / limits.bytes_per_second,
+        "weights_ms": 1e3 * num_parameters(read_config(Path(model)))["all"] * itemsize / limits.bytes_per_second,
     }
+    return [{"roofline": found}]
 
 
-def in_a_process(options: argparse.Namespace) -> dict[str, Any]:
-    """The same, measured in a process of its own: this one must not hold memory of the card while others measure."""
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "benchmarks.lib.roofline", "--out", scratch, "--model", str(options.model)]
-        command += ["--device", options.device] + ["--quick"] * options.quick
-        command += ["--commit", options.commit] if options.commit else []
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        [path] = Path(scratch).iterdir()
-        result: dict[str, Any] = json.loads(path.read_text())
-    return result
+def roofline(options: argparse.Namespace) -> dict[str, Any]:
+    """What `measure` finds in a process of its own: this one must not hold memory of the card while others measure."""
+    arguments = {"model": str(options.model), "device": options.device, "quick": options.quick}
+    measured = run_process(Contender("the roofline", {}), "benchmarks.lib.roofline", arguments, options)
+    found: dict[str, Any] = measured["repetitions"][0]["roofline"]
+    print(describe(found), flush=True)
+    return found
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -148,18 +145,3 @@ def describe(result: dict[str, Any]) -> str:
         f"{limits['bytes_per_second'] / 1e9:,.0f} GB/s, {costs['prefill_operations'] / 1e12:.0f} TFLOP of prefill at "
         f"{limits['operations_per_second'] / 1e12:.0f} TFLOP/s)"
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lib.roofline", description=(__doc__ or "").split("\n")[0]
-    )
-    add_options(parser)
-    options = check_options(parser.parse_args())
-    result = roofline(options)
-    print(describe(result))
-    print(f"written to {write(result, options.out)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,26 @@
-"""What is generated in a measurement: requests of exact lengths, made from a seed, the same for every contender.
+"""What is generated in a measurement, and by which model: requests of exact lengths, and random weights.
 
-Token ids are random. The time of a step depends on how many tokens there are, never on which, and random ids fit every
-model and share nothing by accident: what two prompts have in common is put there on purpose.
+Both are made from a seed, so that every contender gets the same. The time of a step depends on how many tokens there
+are, never on which. Random ids fit every model and share nothing by accident: what two prompts have in common is put
+there on purpose.
+
+The headline workload is the one that the field quotes: 256 requests, 100 to 1024 tokens in, 100 to 1024 out. Prompts,
+lengths and their order of drawing are those of nano-vllm's benchmark, so that figures can be put side by side.
 """
 
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
+
+SHAPES = Path(__file__).resolve().parents[1] / "shapes"
+CHECKPOINTS = Path(__file__).resolve().parents[2] / "build" / "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -91,3 +102,63 @@ def share_prefix(requests: list[Request], num_tokens: int, vocab_size: int, seed
     rng = random.Random(seed)
     prefix = [rng.randrange(vocab_size) for _ in range(num_tokens)]
     return [Request(prefix + request.prompt, request.max_tokens) for request in requests]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of the headline workload is drawn."""
+
+    num_requests: int = 256
+    shortest: int = 100
+    longest: int = 1024
+    highest_id: int = 10000
+
+
+HEADLINE = Sizes()
+QUICK = Sizes(num_requests=4, shortest=4, longest=12, highest_id=500)
+TEMPERATURE = 0.6
+
+
+def headline(number: int, sizes: Sizes = HEADLINE) -> tuple[list[list[int]], list[int]]:
+    """Round `number` of the headline workload: prompts, and how many tokens each is to be given.
+
+    All rounds have the same lengths. Round 0 has nano-vllm's token ids, the others fresh ones: a prefix cache never
+    finds anything of an earlier round.
+    """
+    rng = random.Random(0)
+    prompts = []
+    for _ in range(sizes.num_requests):
+        length = rng.randint(sizes.shortest, sizes.longest)
+        prompts.append([rng.randint(0, sizes.highest_id) for _ in range(length)])
+    max_tokens = [rng.randint(sizes.shortest, sizes.longest) for _ in range(sizes.num_requests)]
+    if number:
+        rng = random.Random(1000 + number)
+        prompts = [[rng.randint(0, sizes.highest_id) for _ in prompt] for prompt in prompts]
+    return prompts, max_tokens
+
+
+def random_checkpoint(shape: str, directory: Path = CHECKPOINTS) -> Path:
+    """Write (or find) the checkpoint `directory`/`shape`-random, in bfloat16, from a fixed seed: the time that a step
+    takes does not depend on what its weights say.
+
+    Raises ValueError if there is no such shape in benchmarks/shapes.
+    """
+    if not (SHAPES / shape / "config.json").is_file():
+        known = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
+        raise ValueError(f"there is no shape {shape!r} in benchmarks/shapes; there are {known}")
+    target = directory / f"{shape}-random"
+    if target.is_dir():
+        return target
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to import
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(SHAPES / shape)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes a quarter of a minute for it
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    scratch = directory / f"{shape}.partial"  # renamed when it is whole: an interrupted run leaves nothing to be found
+    shutil.rmtree(scratch, ignore_errors=True)
+    model.save_pretrained(scratch)
+    scratch.rename(target)
+    return target

@@ -6,9 +6,13 @@ the figures then mean nothing.
 
 from __future__ import annotations
 
-from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, hf_contender, metric, stage_contender
+from dataclasses import replace
+
+import torch
+
+from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, higher, lower
 from benchmarks.lib.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
-from benchmarks.stages.showcase_ranks import tensor_parallel
+from benchmarks.stages.runners import hf_contender, stage_contender
 
 HF = "HF generate"
 HF_BATCH = "HF padded batch"
@@ -33,11 +37,10 @@ def naive(vocab_size: int, quick: bool = False) -> Showcase:
             for name, n in zip(names, prompts, strict=True)
         ],
         figures=[
-            Figure(f"ms_{n}", f"time per token, prompt of {n}", "ms", "lower", metric(name, "ms_per_token"))
+            lower(f"ms_{n}", f"time per token, prompt of {n}", "ms", name, "ms_per_token")
             for name, n in zip(names, prompts, strict=True)
         ],
         headline=f"ms_{prompts[-1]}",
-        shown=tuple(f"ms_{n}" for n in prompts),
         contender="stage 1",
         rival=without_cache,
     )
@@ -62,13 +65,11 @@ def kv_cache(vocab_size: int, quick: bool = False) -> Showcase:
         scenarios=scenarios,
         figures=[
             *(
-                Figure(
-                    f"decode_{n}", f"time per token, context {n}", "ms", "lower", metric(f"context {n}", "decode_ms")
-                )
+                lower(f"decode_{n}", f"time per token, context {n}", "ms", f"context {n}", "decode_ms")
                 for n in contexts
             ),
             Figure("growth", f"growth from {first} to {last}", "times", "lower", growth),
-            Figure("batch", f"{batch} requests at once", "tokens/s", "higher", metric("batch", "tokens_per_second")),
+            higher("batch", f"{batch} requests at once", "tokens/s", "batch", "tokens_per_second"),
         ],
         headline=f"decode_{last}",
         shown=(f"decode_{first}", f"decode_{last}", "growth"),
@@ -92,14 +93,11 @@ def paged_blocks(vocab_size: int, quick: bool = False) -> Showcase:
             Scenario("equal", [make_requests(equal, vocab_size, seed=4)]),
         ],
         figures=[
-            Figure("at_once", "sequences at once", "", "higher", metric("mixed", "most_at_once")),
-            Figure("waste", "KV memory wasted", "%", "lower", metric("mixed", "waste_percent")),
-            Figure("mixed", "throughput", "tokens/s", "higher", metric("mixed", "tokens_per_second")),
-            Figure(
-                "equal", "equal lengths, memory for all", "tokens/s", "higher", metric("equal", "tokens_per_second")
-            ),
+            higher("at_once", "sequences at once", "", "mixed", "most_at_once"),
+            lower("waste", "KV memory wasted", "%", "mixed", "waste_percent"),
+            higher("mixed", "throughput", "tokens/s", "mixed", "tokens_per_second"),
+            higher("equal", "equal lengths, memory for all", "tokens/s", "equal", "tokens_per_second"),
         ],
-        headline="at_once",
         shown=("at_once", "waste", "mixed"),
         contender="stage 3",
         rival="stage 2",
@@ -126,18 +124,11 @@ def prefix_caching(vocab_size: int, quick: bool = False) -> Showcase:
             Scenario("unrelated", [make_requests([(short, tokens)] * count, vocab_size, seed=3)]),
         ],
         figures=[
-            Figure("turns", "time to first token, one after another", "ms", "lower", metric("turns", "ttft_ms")),
-            Figure("call", "time to first token, in one call", "ms", "lower", metric("call", "ttft_ms")),
-            Figure("slots", "KV memory, in one call", "tokens", "lower", metric("call", "peak_slots")),
-            Figure(
-                "unrelated",
-                f"prompts of {short}, nothing shared",
-                "tokens/s",
-                "higher",
-                metric("unrelated", "tokens_per_second"),
-            ),
+            lower("turns", "time to first token, one after another", "ms", "turns", "ttft_ms"),
+            lower("call", "time to first token, in one call", "ms", "call", "ttft_ms"),
+            lower("slots", "KV memory, in one call", "tokens", "call", "peak_slots"),
+            higher("unrelated", f"prompts of {short}, nothing shared", "tokens/s", "unrelated", "tokens_per_second"),
         ],
-        headline="turns",
         shown=("turns", "call", "slots"),
         contender="stage 4",
         rival="stage 3",
@@ -177,17 +168,26 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
             Scenario("even", [even], max_num_seqs=seats),
         ],
         figures=[
-            Figure("mixed", "throughput", "tokens/s", "higher", metric("mixed", "tokens_per_second")),
-            Figure("tiny", "in a tiny pool", "tokens/s", "higher", metric("tiny", "tokens_per_second")),
-            Figure("preemptions", "preemptions there", "", "lower", metric("tiny", "preemptions")),
+            higher("mixed", "throughput", "tokens/s", "mixed", "tokens_per_second"),
+            higher("tiny", "in a tiny pool", "tokens/s", "tiny", "tokens_per_second"),
+            lower("preemptions", "preemptions there", "", "tiny", "preemptions"),
             Figure("survived", "tokens unchanged there", "yes/no", "higher", survived),
-            Figure("even", "equal lengths", "tokens/s", "higher", metric("even", "tokens_per_second")),
+            higher("even", "equal lengths", "tokens/s", "even", "tokens_per_second"),
         ],
-        headline="mixed",
         shown=("mixed", "tiny"),
         contender="stage 5",
         rival="stage 4",
     )
+
+
+def batches_of(batches: tuple[int, ...], prompt: int, tokens: int, vocab_size: int, **how: bool) -> list[Scenario]:
+    """So many requests at once, `prompt` tokens in and `tokens` out."""
+    requests = {n: make_requests([(prompt, tokens)] * n, vocab_size, seed=n) for n in batches}
+    return [Scenario(f"batch {n}", [requests[n]], max_num_seqs=n, **how) for n in batches]
+
+
+def decode_steps(batches: tuple[int, ...]) -> list[Figure]:
+    return [lower(f"decode_{n}", f"decode step, batch {n}", "ms", f"batch {n}", "decode_ms") for n in batches]
 
 
 def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
@@ -195,62 +195,44 @@ def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
     batches, prompt, tokens = ((1, 3), 8, 4) if quick else ((1, 8, 64), 64, 32)
     contenders = [stage_contender(5), stage_contender(6), hf_contender(HF, batch=True)]
     if not quick:
-        stage_5_kernel = {"kind": "stage", "number": 5, "options": {"attention": "triton"}}
-        compiled = {"kind": "stage", "number": 6, "options": {"compile": True}}
-        contenders.append(Contender("stage 6 compiled", compiled))
-        contenders.append(Contender("stage 5 with the kernel", stage_5_kernel, only=("batch 1",)))
+        contenders.append(stage_contender(6, name="stage 6 compiled", compile=True))
+        contenders.append(stage_contender(5, only=("batch 1",), name="stage 5 with the kernel", attention="triton"))
     return Showcase(
         name="stage_6",
         title="Time of a decode step",
         workload=f"{' or '.join(map(str, batches))} requests at once, {prompt} prompt tokens and {tokens} to generate",
         contenders=contenders,
-        scenarios=[
-            Scenario(f"batch {n}", [make_requests([(prompt, tokens)] * n, vocab_size, seed=n)], max_num_seqs=n)
-            for n in batches
-        ],
-        figures=[
-            Figure(f"decode_{n}", f"decode step, batch {n}", "ms", "lower", metric(f"batch {n}", "decode_ms"))
-            for n in batches
-        ],
-        headline="decode_1",
-        shown=tuple(f"decode_{n}" for n in batches),
+        scenarios=batches_of(batches, prompt, tokens, vocab_size),
+        figures=decode_steps(batches),
         contender="stage 6",
         rival="stage 5",
         notes=["stage 5 gathers keys and values; on a GPU stage 6 reads them by the Triton kernel, as stage 5 can"],
     )
 
 
-def ladder(vocab_size: int, quick: bool = False) -> Showcase:
-    count, prompt, output, shared, slots = (
-        (4, (4, 12), (2, 4), 16, 128) if quick else (18, (16, 64), (8, 24), 192, 1536)
-    )
-    own = make_requests(mixed_lengths(count, prompt, output, seed=7, long_every=6, long=3), vocab_size, seed=7)
-    with_prefix = share_prefix(own, shared, vocab_size, seed=7)
-    requests = [with_prefix[i] if i % 3 else own[i] for i in range(count)]  # two in three share their beginning
-    stages = [stage_contender(n) for n in (1, 2, 3, 4, 5)]
-    hugging_face = [
-        hf_contender(HF_ONE),
-        hf_contender(HF_BATCH, batch=True),
-        hf_contender("HF padded, any memory", batch=True, limited=False),
-    ]
+def ranks_contender(ranks: int) -> Contender:
+    name = f"stage 7, {ranks} rank{'s' if ranks > 1 else ''}"
+    return stage_contender(7, name=name, tensor_parallel_size=ranks)
+
+
+def tensor_parallel(vocab_size: int, quick: bool = False) -> Showcase:
+    batches, prompt, tokens = ((1, 3), 8, 4) if quick else ((1, 8), 64, 32)
+    ranks = (1, 2) if quick else (1, 2, 4)
     return Showcase(
-        name="ladder",
-        title="One workload through every stage",
-        workload=f"{count} requests of {prompt[0]} to {prompt[1]} prompt tokens and {output[0]} to {output[1]} to "
-        f"generate, every sixth three times as long; two in three open with the same {shared} tokens; "
-        f"KV memory for {slots} tokens, at most 8 sequences in a step"
-        " (Hugging Face once with all the memory it wants)",
-        contenders=hugging_face + stages,
-        scenarios=[Scenario("ladder", [requests], kv_slots=slots, max_num_seqs=8)],
+        name="stage_7",
+        title="Memory and time of a rank",
+        workload=f"{' or '.join(map(str, batches))} requests at once, {prompt} prompt tokens and {tokens} to generate",
+        contenders=[stage_contender(5), *map(ranks_contender, ranks), hf_contender(HF, batch=True)],
+        scenarios=batches_of(batches, prompt, tokens, vocab_size, several_processes=True),
         figures=[
-            Figure("throughput", "throughput", "tokens/s", "higher", metric("ladder", "tokens_per_second")),
-            Figure("ttft", "time to first token", "ms", "lower", metric("ladder", "ttft_ms")),
-            Figure("at_once", "sequences at once", "", "higher", metric("ladder", "most_at_once")),
+            lower("weights", "weights a rank", "MiB", "batch 1", "weights_mib"),
+            lower("kv", "KV memory a rank", "MiB", "batch 1", "kv_mib"),
+            *decode_steps(batches),
         ],
-        headline="throughput",
-        shown=("throughput",),
-        contender="stage 5",
-        rival="stage 1",
+        shown=("weights", f"decode_{batches[0]}", f"decode_{batches[1]}"),
+        contender="stage 7, 2 ranks",
+        rival="stage 5",
+        notes=["on a CPU the ranks share the same cores, so all that they gain is memory; on GPUs each has its own"],
     )
 
 
@@ -265,3 +247,12 @@ SHOWCASES = {
 }
 # Showcases that say something on a GPU only, and the shape of the model that they are recorded with (benchmarks/shapes)
 NEED_A_GPU = {6: "Qwen3-0.6B"}
+
+
+def within_reach(showcase: Showcase, device: str) -> Showcase:
+    """Without the contenders that want more GPUs than there are."""
+    if not device.startswith("cuda"):
+        return showcase
+    found = torch.cuda.device_count()
+    kept = [c for c in showcase.contenders if c.spec.get("options", {}).get("tensor_parallel_size", 1) <= found]
+    return replace(showcase, contenders=kept)

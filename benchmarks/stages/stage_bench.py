@@ -14,25 +14,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.lib import harness, wording
-from benchmarks.lib.harness import Showcase
-from benchmarks.lib.random_checkpoint import random_checkpoint
-from benchmarks.stages.showcase_ranks import within_reach
-from benchmarks.stages.showcases import NEED_A_GPU, SHOWCASES
+from benchmarks.lib import harness, tables
+from benchmarks.lib.harness import Comparison, Contender, Showcase
+from benchmarks.lib.recorder import choose_clock
+from benchmarks.lib.tables import Result, row
+from benchmarks.lib.workloads import random_checkpoint
+from benchmarks.stages import runners
+from benchmarks.stages.showcases import NEED_A_GPU, SHOWCASES, within_reach
+from stages.manifest import load_stages
 from tools.ctrl_c import until_ctrl_c
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of everything that measures."""
+    """The options of everything that measures stages."""
     parser.add_argument("--model", type=Path, default=harness.EMBEDDED_MODEL, help="checkpoint directory")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of every contender (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of every contender (default 3)")
     parser.add_argument("--quick", action="store_true", help="a tiny workload: for tests, its figures mean nothing")
-    parser.add_argument("--results", type=Path, help="directory for the JSON (default: benchmarks/results)")
+    parser.add_argument("--results", type=Path, dest="out", help="directory for the JSON (default: benchmarks/results)")
 
 
 def vocab_size(model: Path) -> int:
@@ -43,76 +43,84 @@ def vocab_size(model: Path) -> int:
     return size
 
 
-def measure(showcase: Showcase, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(showcase: Showcase, options: argparse.Namespace) -> dict[str, Any]:
     """Run a showcase, with a line for each process; print its table, write its JSON and return it."""
     if options.rounds < 1 or options.threads < 1:
         sys.exit(f"--rounds {options.rounds} --threads {options.threads}: both must be at least 1")
-    model = options.model.resolve()
-    total = options.rounds * len(showcase.contenders)
-    records = []
-    for record in harness.run_rounds(
-        showcase, model, device=options.device, threads=options.threads, rounds=options.rounds
-    ):
-        records.append(record)
-        seconds = sum(measured["seconds"] for measured in record["scenarios"].values())
-        console.print(f"{len(records)}/{total} round {record['round'] + 1} {record['contender']}: {seconds:.1f} s")
-    result = harness.assemble(showcase, records, model)
+    several = any(scenario.several_processes for scenario in showcase.scenarios)
     # What a quick run measures means nothing, so it must not end up where the README's tables come from
     default = harness.ROOT / "build" / "bench" if options.quick else harness.RESULTS
-    path = harness.write_result(result, options.results or default)
-    console.print(render(result))
-    for line in remarks(result):
-        console.print(f"- {line}")
+    chosen = argparse.Namespace(**vars(options))
+    chosen.model, chosen.out = options.model.resolve(), options.out or default
+    chosen.clock = "wall" if several else choose_clock(options.device, options.threads)
+
+    def run(contender: Contender) -> dict[str, Any]:
+        arguments = runners.arguments_of(contender, showcase, chosen.model, chosen.device, chosen.clock)
+        return harness.run_process(contender, "benchmarks.stages.runners", arguments, chosen)
+
+    comparison = Comparison(showcase, chosen)
+    result = comparison.run(run)
     if options.quick:
-        console.print("a quick run: these figures mean nothing")
-    console.print(f"written to {path.relative_to(harness.ROOT) if path.is_relative_to(harness.ROOT) else path}")
+        print("a quick run: these figures mean nothing")
+    if comparison.failures:
+        sys.exit(f"not measured: {', '.join(comparison.failures)}")
     return result
 
 
-def render(result: dict[str, Any]) -> Table:
-    """Every figure of every contender: the median, and the spread below it where there is one.
-
-    A row for each figure, or for each contender where there are more of these.
-    """
-    names, figures = wording.contenders(result), result["figures"]
-    cells = {(name, figure["key"]): cell(figure, name) for name in names for figure in figures}
-    table = Table(title=result["title"], caption=result["workload"], show_lines=True)
-    table.add_column("")
-    if len(names) > len(figures):
-        for figure in figures:
-            table.add_column(wording.label(figure), justify="right")
-        for name in names:
-            style = "bold" if name == result["contender"] else None
-            table.add_row(name, *(cells[name, figure["key"]] for figure in figures), style=style)
-    else:
-        for name in names:
-            table.add_column(name, justify="right", style="bold" if name == result["contender"] else None)
-        for figure in figures:
-            table.add_row(wording.label(figure), *(cells[name, figure["key"]] for name in names))
-    return table
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def cell(figure: dict[str, Any], contender: str) -> str:
-    value = figure["values"].get(contender)
-    if value is None:
+def footer(results: list[dict[str, Any]]) -> list[str]:
+    """Where the figures are from (once, if all are from the same place) and where a stage loses."""
+    commits: dict[str, list[str]] = {}
+    for result in results:
+        commits.setdefault(tables.machine(result), []).append(tables.commit(result))
+    lines = [""]
+    for place, measured in commits.items():
+        names = list(dict.fromkeys(measured))
+        lines.append(f"Measured on {place}, commit{'s' if len(names) > 1 else ''} {', '.join(names)}.")
+    lost = [line for result in results for line in tables.losses(result)]
+    if lost:
+        lines += ["", "Where a stage loses against the one before it:", "", *(f"- {line}" for line in lost)]
+    return lines
+
+
+def best_of_hugging_face(figure: dict[str, Any]) -> str:
+    """Hugging Face's best figure in a comparison, and which way of calling it that was."""
+    values = {name: v["median"] for name, v in figure["values"].items() if name.startswith("HF")}
+    if not values:
         return "–"
-    low, middle, high = (wording.number(value[k], figure["unit"]) for k in ("min", "median", "max"))
-    return middle if low == high else f"{middle}\n[dim]{low} to {high}[/dim]"
+    name = (max if figure["better"] == "higher" else min)(values, key=lambda name: values[name])
+    return f"{tables.with_unit(values[name], figure['unit'])} ({name.removeprefix('HF ')})"
 
 
-def remarks(result: dict[str, Any]) -> list[str]:
-    """Below the table: the gain, where the stage loses, whose tokens differ, what was measured where and how."""
-    headline = next(figure for figure in result["figures"] if figure["key"] == result["headline"])
-    gain = harness.headline_gain(result)
-    better = f"{wording.number(gain, 'times')} times" if gain > 1 else "not"
-    return [
-        f"{headline['label']}: {result['contender']} is {better} better than {result['rival']}",
-        *wording.losses(result),
-        *wording.same_tokens(result),
-        *result["notes"],
-        wording.clock(result),
-        f"{wording.machine(result)}, commit {wording.commit(result)}",
-    ]
+def stages_table(results: dict[str, Result]) -> list[str]:
+    """A row for each figure that a stage is about."""
+    lines = tables.head("stage", "what is measured", "before", "with it", "gain", "Hugging Face", left=2)
+    for stage in load_stages():
+        if (result := results.get(f"stage_{stage.number}")) is None:
+            continue  # a stage that needs a GPU has its figures in a file with the card's name
+        title, contender, rival = f"{stage.number}. {stage.title}", result["contender"], result["rival"]
+        for figure in result["figures"]:
+            if figure["key"] not in result["shown"]:
+                continue
+            before, after = (
+                tables.with_unit(figure["values"][n]["median"], figure["unit"]) for n in (rival, contender)
+            )
+            before += f" ({rival})" if rival.startswith("HF") else ""
+            gain = tables.ratio(figure, contender, rival)
+            lines.append(row(title, figure["label"], before, after, gain, best_of_hugging_face(figure)))
+            title = ""
+    return lines + footer(list(results.values()))
+
+
+def whole_table(result: dict[str, Any]) -> list[str]:
+    """Everything that was measured, with the spread over the rounds."""
+    remarks = [*tables.same_tokens(result), *result["notes"], tables.clock(result)]
+    return [*tables.whole(result), *(f"- {remark}" for remark in remarks), *footer([result])]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def fit_to_device(options: argparse.Namespace) -> None:
@@ -136,8 +144,7 @@ def main() -> None:
     options = parser.parse_args()
     fit_to_device(options)
     showcase = SHOWCASES[options.stage](vocab_size(options.model), options.quick)
-    showcase = within_reach(showcase, options.device)
-    result = measure(showcase, options, Console())
+    result = measure(within_reach(showcase, options.device), options)
     if harness.headline_gain(result) <= 1 and not options.quick:
         sys.exit(f"stage {options.stage} did not win its showcase")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.lib.replay import Replay
+from benchmarks.lib.replay_proposer import ReplayProposer
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs import sizes
@@ -180,7 +180,7 @@ def test_verification_is_replayed(
         unguided = make_llm(path, device, monkeypatch, max_num_seqs=4)
         known = {str(i): ids for i, ids in enumerate(tokens_of(unguided, prompts, params))}
         for llm in (recorded, plain):
-            llm.engine.scheduler.proposer = Replay(known, 0.8, VOCAB)
+            llm.engine.scheduler.proposer = ReplayProposer(known, 0.8, VOCAB)
     expected = tokens_of(plain, prompts, params)
     if guesser == "replay":
         assert expected == list(known.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib.replay import Replay, acceptance, tokens_per_step
+from benchmarks.lib.replay_proposer import ReplayProposer, acceptance, tokens_per_step
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput, SpeculationStats
 from tests.weights import VOCAB, lively_qwen3
@@ -41,7 +41,7 @@ def replayed(
     """What comes out when this share of the guesses at `known` is right, and how guessing went."""
     scheduler = llm.engine.scheduler
     llm._ids = count()  # the requests are called "0", "1", ... again
-    scheduler.proposer = Replay({str(i): ids for i, ids in enumerate(known)}, right, VOCAB)
+    scheduler.proposer = ReplayProposer({str(i): ids for i, ids in enumerate(known)}, right, VOCAB)
     scheduler.speculation = SpeculationStats()
     return generate(llm, params), scheduler.speculation
 

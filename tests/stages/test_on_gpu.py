@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.lib.random_checkpoint import SHAPES
+from benchmarks.lib.workloads import SHAPES
 from stages.core import SamplingParams
 from stages.model import Transformer
 from tests import oracle

@@ -143,8 +143,7 @@ def states_tables() -> str:
 
 def results_page() -> str:
     """The page of results: every table for which figures were recorded."""
-    from benchmarks.engine import engine_report
-    from benchmarks.lib import report
+    from benchmarks.lib import report, tables
     from benchmarks.lib.harness import RESULTS
 
     def section(title: str, table: str, level: int = 3) -> str:
@@ -159,15 +158,15 @@ def results_page() -> str:
     parts.append(section("One workload through all of them", picture + report.table("ladder", RESULTS)))
     parts.append("## The engine\n")
     cards = sorted({path.stem.partition(".")[2] for path in RESULTS.glob("*.*.json")})
-    for name, make in engine_report.TABLES.items():
-        for card in ("", *cards):
-            lines = make(card, RESULTS)
-            if lines and not (card and name in ("engine_cpu", "serving")):
+    for name in report.TABLES:
+        for card in ("", *cards) if name not in report.NEEDED else ():
+            table = report.table(f"{name}.{card}" if card else name, RESULTS)
+            if table:
                 title = TITLES.get(name, name.replace("_", " ")) + (f" ({card.upper()})" if card else "")
-                parts.append(section(title, "\n".join(lines) + "\n"))
+                parts.append(section(title, table))
     parts.append("## Everything measured of each stage\n")
     for path in sorted(RESULTS.glob("stage_*.json")):
-        parts.append(section(report.load(path.stem, RESULTS)["title"], report.table(path.stem, RESULTS)))
+        parts.append(section(tables.load(path.stem, RESULTS)["title"], report.table(path.stem, RESULTS)))
     return "\n".join(parts)
 
 

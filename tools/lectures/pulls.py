@@ -19,8 +19,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import wording
-from benchmarks.lib.harness import RESULTS, gain
+from benchmarks.lib import tables
+from benchmarks.lib.harness import RESULTS
+from benchmarks.lib.tables import gain
 from stages.manifest import load_stage
 from tools import ROOT
 from tools.exercises.exercises import Hole, find_holes
@@ -207,12 +208,12 @@ def pull_value(name: str, key: str, contender: str) -> str:
     found = figure(name, key)
     if contender not in found["values"]:
         raise ValueError(f"{name} has no {contender!r}; it has {', '.join(found['values'])}")
-    return wording.with_unit(found["values"][contender]["median"], found["unit"])
+    return tables.with_unit(found["values"][contender]["median"], found["unit"])
 
 
 def pull_gain(name: str, key: str) -> str:
     """How many times better the stage is than its rival: "5.14×", or "0.71×" where the stage is worse."""
-    return f"{wording.number(gain(figure(name, key), result(name)['contender'], result(name)['rival']), 'times')}×"
+    return f"{tables.number(gain(figure(name, key), result(name)['contender'], result(name)['rival']), 'times')}×"
 
 
 def pull_table(name: str, *keys: str) -> list[list[str]]:
@@ -230,7 +231,7 @@ def pull_table(name: str, *keys: str) -> list[list[str]]:
 def pull_source(name: str) -> str:
     """Where and when a result was measured."""
     found = result(name)
-    return f"{found['workload']}. Measured on {wording.machine(found)}."
+    return f"{found['workload']}. Measured on {tables.machine(found)}."
 
 
 def pull_found(path: str, text: str, pattern: str) -> str:

@@ -209,7 +209,7 @@ def load_recording(directory: Path = RECORDINGS) -> dict[str, Any] | None:
 
 def main() -> None:
     from benchmarks.lib.harness import card_slug
-    from benchmarks.lib.random_checkpoint import random_checkpoint
+    from benchmarks.lib.workloads import random_checkpoint
 
     parser = argparse.ArgumentParser(description="Record one decode step of stage 5 and of stage 6.")
     parser.add_argument("--model", type=Path, help=f"checkpoint directory (default: {SHAPE} with random weights)")

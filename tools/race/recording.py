@@ -25,7 +25,7 @@ class Race:
     """What all engines of one race have in common."""
 
     made: str  # ISO date
-    machine: dict[str, Any]  # `benchmarks.lib.worker.facts`
+    machine: dict[str, Any]  # `benchmarks.lib.process.facts`
     commit: dict[str, Any]
     model: str
     together: bool  # all engines at once, sharing the machine

@@ -18,8 +18,8 @@ from typing import Any, TextIO
 
 import torch
 
+from benchmarks.lib.process import facts, synchronize
 from benchmarks.lib.recorder import CLOCKS, ClockName
-from benchmarks.lib.worker import facts, synchronize
 from stages.manifest import load_stage
 from tools.race.workload import BLOCK_SIZE, NANOVLLM, Workload
 

@@ -1,6 +1,6 @@
 """Load test of `nanovllm serve`: requests that arrive at random, at rising rates, and some clients that misbehave.
 
-    python -m benchmarks.serving.serving [--model DIR] [--rates 1 2 4 8] [--seconds 30] [--quick] [--out FILE]
+    python -m benchmarks.serving.load [--model DIR] [--rates 1 2 4 8] [--seconds 30] [--quick] [--out FILE]
 
 The server is a process of its own on a free port of loopback. Arrivals are a Poisson process: nobody waits for an
 answer before the next one asks, so a server that is too slow gets a growing queue and not a gentler load. One request
@@ -23,17 +23,22 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from benchmarks.lib import tables
 from benchmarks.lib.harness import EMBEDDED_MODEL, RESULTS, ROOT, commit, model_name, result_path
-from benchmarks.lib.worker import facts
-from benchmarks.serving.serving_client import Record, leave_at_once, request
+from benchmarks.lib.process import facts
+from benchmarks.lib.tables import Result
 
 LONGEST_RUN = 540  # seconds of load, so that a run stays under ten minutes with start and end
 VANISHING, MALFORMED = 0.10, 0.05
 MAX_THREADS = 60  # torch's and those in which asyncio lets prompts be tokenized, 32 at most
 MAX_GROWTH_MIB = 32.0  # of the server's memory from one round at the highest rate to the next
+COLUMNS = ("requests/s", "sent", "finished", "first token (ms)", "p99", "a token (ms)", "p99", "tokens/s", "goodput/s")
+
+Behaviour = Literal["served", "vanishes", "malformed"]
 
 
 class ServerProcess:
@@ -89,6 +94,69 @@ def server(options: argparse.Namespace) -> Iterator[ServerProcess]:
         popen.wait()
 
 
+# --- clients: over bare sockets, so that hundreds of them fit in the process that makes the load ----------------------
+
+
+@dataclass
+class Record:
+    """What became of a request. Times are in seconds from when it was due, so that a late client counts as waiting."""
+
+    behaviour: Behaviour
+    status: int = 0  # of HTTP; 0 if there was no answer
+    num_tokens: int = 0
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: bool = False
+
+    @property
+    def token_time(self) -> float | None:
+        """Seconds a token after the first."""
+        if self.first_token is None or self.last_token is None or self.num_tokens < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.num_tokens - 1)
+
+
+def encode(path: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def request(port: int, behaviour: Behaviour, body: dict[str, Any], due: float, leave_after: int) -> Record:
+    """Send a streaming completion and read it; `leave_after` so many tokens, if it is one that vanishes (0: at once).
+
+    due: when it should have been sent, in seconds of `time.perf_counter()`.
+    """
+    record = Record(behaviour)
+    content = json.dumps(body).encode()
+    if behaviour == "malformed":
+        content = content[: len(content) // 2]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(encode("/v1/completions", content))
+        if behaviour == "vanishes" and leave_after == 0:
+            await writer.drain()
+            await asyncio.sleep(0.01)
+            return record
+        record.status = int((await reader.readuntil(b" ") and await reader.readuntil(b" ")).strip() or 0)
+        while line := await reader.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line.removeprefix(b"data: "))
+            now = time.perf_counter() - due
+            for choice in chunk.get("choices", []):
+                record.num_tokens += 1  # about: a chunk is a token or, for a slow reader or a split character, some
+                record.first_token = now if record.first_token is None else record.first_token
+                record.last_token = now
+                record.finished = choice["finish_reason"] is not None
+            if chunk.get("usage"):
+                record.num_tokens = chunk["usage"]["completion_tokens"]
+            if behaviour == "vanishes" and record.num_tokens >= leave_after:
+                break
+    finally:
+        writer.transport.abort()
+    return record
+
+
 async def load(port: int, rate: float, seconds: float, draw: random.Random, highest_id: int) -> list[Record]:
     """Poisson arrivals for so many seconds, then wait for the answers."""
     start, due, tasks = time.perf_counter(), 0.0, []
@@ -98,12 +166,10 @@ async def load(port: int, rate: float, seconds: float, draw: random.Random, high
         body = {"prompt": prompt, "max_tokens": draw.randint(8, 64), "stream": True, "ignore_eos": True}
         body["stream_options"] = {"include_usage": True}
         dice, leave_after = draw.random(), draw.randint(0, 6)
-        if dice < VANISHING and leave_after == 0:
-            work = leave_at_once(port, body)
-        else:
-            behaviour = "vanishes" if dice < VANISHING else "malformed" if dice < VANISHING + MALFORMED else "served"
-            work = request(port, behaviour, body, start + due, leave_after)  # type: ignore[arg-type]
-        tasks.append(asyncio.create_task(work))
+        chosen: Behaviour = "served"
+        if dice < VANISHING + MALFORMED:
+            chosen = "vanishes" if dice < VANISHING else "malformed"
+        tasks.append(asyncio.create_task(request(port, chosen, body, start + due, leave_after)))
     return list(await asyncio.gather(*tasks))
 
 
@@ -157,6 +223,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     phases: list[dict[str, Any]] = []
     all_records: list[Record] = []
     status: dict[str, float] = {}
+    print(*tables.head(*COLUMNS, left=0)[:1], flush=True)
     with server(options) as process:
         asyncio.run(load(process.port, 4, 2, draw, options.highest_id))  # warm up
         process.wait_idle()
@@ -165,12 +232,12 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             idle, status = process.wait_idle(), process.process_status()
             all_records += records
             phases.append(summarize(rate, options.seconds, records, (options.slo_first, options.slo_token)))
-            print(line(phases[-1]), flush=True)
+            print(row_of(phases[-1]), flush=True)
         wrong = complaints(all_records, before, status, idle)
     result = {
         "name": "serving",
         "machine": facts(options.device),
-        "commit": commit("nanovllm", "benchmarks/serving*.py"),
+        "commit": commit("nanovllm", "benchmarks/serving/*.py"),
         "model": {"name": model_name(options.model)},
         "workload": "prompts of 16 to 128 random tokens, 8 to 64 to generate; 10% vanish, 5% are malformed",
         "slo": {"first_token_s": options.slo_first, "token_s": options.slo_token},
@@ -182,22 +249,38 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return result, wrong
 
 
-def line(phase: dict[str, Any]) -> str:
-    first, token = phase["first_token_ms"], phase["token_ms"]
-    return (
-        f"{phase['rate']:6.1f} requests/s: {phase['requests']:5d} sent, {phase['refused']} refused, first token "
-        f"{ms(first['p50'])} ms (p99 {ms(first['p99'])}), a token {ms(token['p50'])} ms (p99 {ms(token['p99'])}), "
-        f"{phase['output_tokens_per_second']:.0f} tokens/s, goodput {phase['goodput']:.2f}/s"
+def row_of(phase: dict[str, Any]) -> str:
+    """The figures of a rate, in the order of `COLUMNS`."""
+    times = [phase[name][share] for name in ("first_token_ms", "token_ms") for share in ("p50", "p99")]
+    shown = ["–" if time is None else tables.number(time, "ms") for time in times]
+    rates = [tables.number(phase[name], "1/s") for name in ("output_tokens_per_second", "goodput")]
+    return tables.row(f"{phase['rate']:g}", str(phase["requests"]), str(phase["finished"]), *shown, *rates)
+
+
+def table(results: dict[str, Result]) -> list[str]:
+    """A row for each rate: medians and 99th percentiles. `card` is empty for the result of a CPU."""
+    result = results["serving"]
+    lines = tables.head(*COLUMNS, left=0)
+    lines += map(row_of, result["phases"])
+    facts, slo, memory = result["machine"], result["slo"], result["memory_mib"]
+    lines += ["", f"Workload: {result['workload']}; each rate for {result['seconds']:g} s, the last one twice."]
+    lines.append(
+        f"Times are medians and 99th percentiles. Goodput is what finished with its first token within "
+        f"{slo['first_token_s']:g} s and {slo['token_s']:g} s a token."
     )
-
-
-def ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+    if memory["before"] is not None:
+        grown = memory["after"] - memory["before"]
+        lines.append(f"The last round left the server's memory at {memory['after']:.0f} MiB ({grown:+.1f}).")
+    lines += [f"It went wrong: {complaint}." for complaint in result["complaints"]]
+    where = facts["processor"] if facts["device"] == "cpu" else facts["device"]
+    threads = f"{facts['threads']} thread{'s' if facts['threads'] > 1 else ''}"
+    measured = [where, threads, f"torch {facts['torch']}; {result['model']['name']}"]
+    return [*lines, "", f"Measured on {', '.join(measured)}; commit {tables.commit(result)}."]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving.serving", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.serving.load", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL)
     parser.add_argument("--device", default="cpu", help="cpu or cuda, for the server and the name of the result")
@@ -220,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.quick or options.out:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for complaint in wrong:
-        print(f"benchmarks.serving.serving: {complaint}", file=sys.stderr)
+        print(f"benchmarks.serving.load: {complaint}", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -2,7 +2,7 @@
 
 What speculation gains depends on how often guesses are right, and that on draft, target and text. Here it is chosen, so
 that one measurement stands for any draft of that quality, the draft's own cost aside. The guesses are verified like all
-others: put `Replay` in the place of an engine's own proposer, `llm.engine.scheduler.proposer`.
+others: put a `ReplayProposer` in the place of an engine's own proposer, `llm.engine.scheduler.proposer`.
 """
 
 import random
@@ -13,7 +13,7 @@ from nanovllm.outputs import SpeculationStats
 from nanovllm.sampling_params import derive_seed
 
 
-class Replay:
+class ReplayProposer:
     """Guesses tokens that are known: the share `acceptance` of each request's is right, in places drawn at random.
 
     known: by request id, what the request will generate. Whether a guess is right depends on `seed`, the request and

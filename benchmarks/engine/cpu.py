@@ -1,4 +1,4 @@
-"""The engine on a CPU beside Hugging Face, in float32: `python -m benchmarks.engine.engine_cpu`.
+"""The engine on a CPU beside Hugging Face, in float32: `python -m benchmarks.engine.cpu`.
 
 Measures the embedded model and, where `make models` has put it into the cache, SmolLM2-135M-Instruct. Writes
 benchmarks/results/engine_cpu.json and engine_cpu_smollm2.json.
@@ -11,10 +11,11 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from benchmarks.lib.harness import EMBEDDED_MODEL, Contender, Figure, Showcase, gain, hf_contender, metric
+from benchmarks.lib import tables
+from benchmarks.lib.harness import EMBEDDED_MODEL, Contender, Showcase, higher, lower
+from benchmarks.lib.tables import Result
 from benchmarks.lib.workloads import Scenario, make_requests, mixed_lengths
+from benchmarks.stages.runners import hf_contender
 from benchmarks.stages.stage_bench import add_options, measure, vocab_size
 
 ENGINE, ONE_BY_ONE, PADDED = "nanovllm", "HF one by one", "HF padded batch"
@@ -44,15 +45,11 @@ def showcase(name: str, vocab_size: int, tokens: int, quick: bool = False) -> Sh
             Scenario("mixed", [make_requests(lengths, vocab_size, seed=4)], max_num_seqs=batch),
         ],
         figures=[
-            Figure("ms_1", "time a token, batch 1", "ms", "lower", metric("one", "ms_per_token")),
-            Figure("rate_16", f"{batch} alike", "tokens/s", "higher", metric("alike", "tokens_per_second")),
-            Figure(
-                "rate_mixed", f"{batch} of mixed lengths", "tokens/s", "higher", metric("mixed", "tokens_per_second")
-            ),
+            lower("ms_1", "time per token, batch 1", "ms", "one", "ms_per_token"),
+            higher("rate_16", f"{batch} alike", "tokens/s", "alike", "tokens_per_second"),
+            higher("rate_mixed", f"{batch} of mixed lengths", "tokens/s", "mixed", "tokens_per_second"),
         ],
         headline="rate_16",
-        shown=tuple(TARGETS),
-        contender=ENGINE,
         rival=ONE_BY_ONE,
     )
 
@@ -66,9 +63,7 @@ def smollm2(vocab_size: int, quick: bool = False) -> Showcase:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.engine_cpu", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.cpu", description=(__doc__ or "").split("\n")[0])
     add_options(parser)
     parser.add_argument("--only", choices=("embedded", "smollm2"), help="this model only")
     options = parser.parse_args()
@@ -78,15 +73,31 @@ def main() -> None:
         if options.only not in (None, label) or (label == "smollm2" and options.only is None and not model.is_dir()):
             continue
         options.model = model
-        result = measure(build(vocab_size(model), options.quick), options, Console())
+        result = measure(build(vocab_size(model), options.quick), options)
         for figure in result["figures"]:
             rival, target = TARGETS[figure["key"]]
-            if gain(figure, ENGINE, rival) < target:
+            if tables.gain(figure, ENGINE, rival) < target:
                 missed.append(
-                    f"{figure['label']} ({label}): {gain(figure, ENGINE, rival):.2f} of {target} times {rival}"
+                    f"{figure['label']} ({label}): {tables.gain(figure, ENGINE, rival):.2f} of {target} times {rival}"
                 )
     if missed and not options.quick:
         sys.exit("targets missed: " + "; ".join(missed))
+
+
+def table(results: dict[str, Result]) -> list[str]:
+    """Both models beside Hugging Face."""
+    names = [ENGINE, ONE_BY_ONE, PADDED]
+    lines = tables.head("model", "what is measured", *names, "gain", "at least", left=2)
+    for result in results.values():
+        model = Path(result["model"]["name"]).name
+        for figure in result["figures"]:
+            rival, target = TARGETS[figure["key"]]
+            cells = [tables.cell(figure, name) for name in names]
+            gained = f"{tables.ratio(figure, ENGINE, rival)} {rival}"
+            lines.append(tables.row(model, tables.label(figure), *cells, gained, f"{target:g}×"))
+            model = ""
+    lines += ["", *(f"- {r['model']['name']}: {r['workload']}; {tables.clock(r)}" for r in results.values())]
+    return [*lines, "", tables.origin(results)]
 
 
 if __name__ == "__main__":

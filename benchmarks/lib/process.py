@@ -1,15 +1,17 @@
-"""One engine in a process that does nothing else: `python -m benchmarks.engine.engine_worker RESULT < JOB`.
+"""One contender in a process that does nothing else: `python -m benchmarks.lib.process RESULT < JOB`.
 
-Job and result are JSON (`engine_harness.run_process` writes and reads them). nanovllm and vLLM are called in the same
-way, so one class serves both. What is measured is up to the benchmark's module: its function `measure(engine,
-**arguments)` returns the figures of each repetition.
+Job and result are JSON (`harness.run_process` writes and reads them). What is measured is up to the benchmark's module:
+its function `measure(**arguments)` returns the figures of each repetition by scenario. If the job names a package,
+`measure` is given an engine of that package first; nanovllm and vLLM are called in the same way.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
+import platform
 import random
 import sys
 import time
@@ -18,11 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from benchmarks.lib.worker import facts
-
-# A repetition's figures by scenario: {"batch 1": {"ms_per_token": 1.2}}
-Repetition = dict[str, dict[str, Any]]
 
 
 class Engine:
@@ -62,37 +59,57 @@ def random_prompts(lengths: Sequence[int], seed: int, highest_id: int) -> list[l
     return [[rng.randint(0, highest_id) for _ in range(length)] for length in lengths]
 
 
-def versions(device: str) -> dict[str, Any]:
-    if torch.device(device).type == "cpu":
-        return {}
-    import triton
+def synchronize(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
 
-    return {"triton": triton.__version__, "cuda": torch.version.cuda}
+
+def processor_name() -> str:
+    """The CPU's model as the operating system calls it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def facts(device: str) -> dict[str, Any]:
+    """What a figure depends on besides the code; nothing that names the machine or its owner."""
+    found = {
+        "device": "cpu",
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+    }
+    if torch.device(device).type == "cuda":
+        versions = {"triton": importlib.metadata.version("triton"), "cuda": torch.version.cuda}
+        found |= {"device": torch.cuda.get_device_name(device), **versions}
+    return found
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Do a job in this process."""
-    if job["variant"] is not None:
-        from benchmarks.engine.ablations import VARIANTS
-
-        patch = VARIANTS[job["variant"]].patch
-        if patch is not None:
-            patch()
-    engine = Engine(job["package"], job["model"], job["options"], job["started"])
-    repetitions: list[Repetition] = importlib.import_module(job["module"]).measure(engine, **job["arguments"])
-    return {
-        "pid": os.getpid(),
-        "engine": engine.version,
-        "ready_seconds": engine.ready_seconds,
-        "facts": {**facts(job["device"]), **versions(job["device"]), "clock": "wall"},
-        "repetitions": repetitions,
-    }
+    module, engine = importlib.import_module(job["module"]), None
+    if job.get("variant") is not None:
+        module.prepare(job["variant"])
+    if "package" in job:
+        engine = Engine(job["package"], job["model"], job["options"], job["started"])
+    repetitions = module.measure(*([] if engine is None else [engine]), **job["arguments"])
+    about = {} if engine is None else {"engine": engine.version, "ready_seconds": engine.ready_seconds}
+    machine = facts(job["device"]) | {"clock": job["clock"]}
+    return {"pid": os.getpid(), "facts": machine, "repetitions": repetitions, **about}
 
 
 def main() -> None:
     job = json.load(sys.stdin)
-    result = run(job)
-    Path(sys.argv[1]).write_text(json.dumps(result))
+    if job["threads"]:
+        torch.set_num_threads(job["threads"])
+    Path(sys.argv[1]).write_text(json.dumps(run(job)))
 
 
 # vLLM starts its engine in a process of its own that imports this module again

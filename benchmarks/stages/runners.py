@@ -1,0 +1,261 @@
+"""Who generates in the showcases: a stage, Hugging Face or the engine, each with the scenario's limits; greedy.
+
+`measure` is what a process does for one contender. Model and libraries are loaded and warmed up before the clock
+starts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.lib.harness import Contender, Measured, Showcase
+from benchmarks.lib.process import synchronize
+from benchmarks.lib.recorder import CLOCKS, CallRecorder, ClockName, metrics
+from benchmarks.lib.workloads import Request, Scenario
+
+BLOCK_SIZE = 16
+
+
+def stage_contender(number: int, only: tuple[str, ...] | None = None, name: str = "", **options: Any) -> Contender:
+    """Stage `number`. options: of its engine, besides the limits of the scenarios."""
+    return Contender(name or f"stage {number}", {"kind": "stage", "number": number, "options": options}, only)
+
+
+def hf_contender(
+    name: str, *, batch: bool = False, cache: bool = True, limited: bool = True, only: tuple[str, ...] | None = None
+) -> Contender:
+    """`limited=False` lets it have as much KV memory as it wants, whatever the others have."""
+    return Contender(name, {"kind": "hf", "batch": batch, "use_cache": cache, "limited": limited}, only)
+
+
+class Runner:
+    """What generates, with its model's vocabulary. `recorder` hears the events of the call under way."""
+
+    vocab_size: int = 0
+    recorder: CallRecorder | None = None
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        if self.recorder is not None:
+            self.recorder.on_event(event)
+
+    def prepare(self, scenario: Scenario) -> None:
+        """Get ready for a scenario: nothing of earlier ones may be left in a cache."""
+        raise NotImplementedError
+
+    def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
+        """The tokens of each request."""
+        raise NotImplementedError
+
+    def memory(self) -> dict[str, float]:
+        """MiB of weights, and of room for keys and values, that this process holds, where they can be looked at."""
+        return {}
+
+
+def mib(model: torch.nn.Module) -> float:
+    return sum(p.nbytes for p in model.parameters()) / 2**20
+
+
+class StageRunner(Runner):
+    """An engine of `stages/`, built anew for every scenario with the scenario's limits."""
+
+    def __init__(self, model: str, device: str, *, number: int, options: dict[str, Any]) -> None:
+        from stages.manifest import load_stage
+
+        self.stage, self.options = load_stage(number), options
+        self.model, self.device = model, device
+        self.engine: Any = None
+        if number == 2:
+            self.watch_static_cache()
+
+    def watch_static_cache(self) -> None:
+        """Stage 2 has no blocks to tell of, so the rectangle that it allocates is looked at as it is made."""
+        from stages import stage_2_kv_cache
+
+        runner = self
+
+        class WatchedKVCache(stage_2_kv_cache.KVCache):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                if runner.recorder is not None:
+                    runner.recorder.on_rectangle(*self.k.shape[1:3])
+
+        stage_2_kv_cache.KVCache = WatchedKVCache  # type: ignore[misc, assignment]
+
+    def prepare(self, scenario: Scenario) -> None:
+        longest = max(request.length for call in scenario.calls for request in call)
+        limits = {
+            "block_size": BLOCK_SIZE,
+            "num_blocks": scenario.num_blocks(BLOCK_SIZE),
+            "max_num_seqs": scenario.max_num_seqs if self.stage.number > 2 else scenario.num_rows(longest),
+        }
+        options = {name: value for name, value in limits.items() if name in self.stage.options} | self.options
+        self.engine = None  # the one before goes first, with its memory and its processes
+        self.engine = self.stage.engine_class()(self.model, device=self.device, on_event=self.on_event, **options)
+        self.vocab_size = self.engine.vocab_size
+
+    def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
+        from stages.core import SamplingParams
+
+        self.recorder = recorder
+        params = [SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True) for r in requests]
+        outputs: list[list[int]] = self.engine.generate([r.prompt for r in requests], params)
+        return outputs
+
+    def memory(self) -> dict[str, float]:
+        found = {"weights_mib": mib(self.engine.model)}
+        if cache := getattr(self.engine, "cache", None):
+            found["kv_mib"] = (cache.k.nbytes + cache.v.nbytes) / 2**20
+        return found
+
+
+class EngineRunner(Runner):
+    """`nanovllm.LLM`, built anew for every scenario with the scenario's limits; token ids in and out."""
+
+    def __init__(self, model: str, device: str) -> None:
+        self.model, self.device = model, device
+        self.first = 0  # the engine numbers its requests over all calls, a recorder those of its own
+
+    def prepare(self, scenario: Scenario) -> None:
+        from nanovllm import LLM
+
+        self.llm = LLM(
+            self.model,
+            device=self.device,
+            skip_tokenizer_init=True,
+            on_event=self.on_event,
+            max_num_seqs=scenario.max_num_seqs,
+            kvcache_block_size=BLOCK_SIZE,
+            num_kv_blocks=scenario.num_blocks(BLOCK_SIZE),
+        )
+        self.vocab_size = self.llm.engine.vocab_size
+        self.first = 0
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        super().on_event({**event, "request": int(event["request"]) - self.first})
+
+    def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
+        from nanovllm import SamplingParams
+
+        self.recorder = recorder
+        params = [SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True) for r in requests]
+        outputs = self.llm.generate([r.prompt for r in requests], params, use_tqdm=False)
+        self.first += len(requests)
+        return [output.outputs[0].token_ids for output in outputs]
+
+
+class HuggingFaceRunner(Runner):
+    """`batch=False` serves one request after the other, `batch=True` static batches padded on the left.
+
+    The model knows no EOS here, so that each row gets as many tokens as are asked for (`min_new_tokens` would do that
+    too, but at the price of a logits processor in every step). A batch runs as long as its longest request; what the
+    other rows get beyond their own length is dropped and not counted.
+    """
+
+    def __init__(self, model: str, device: str, *, batch: bool, use_cache: bool, limited: bool) -> None:
+        from transformers import AutoModelForCausalLM  # takes seconds to import
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as in the stages: it would plan anew for every length
+        # As the stages: the checkpoint's own dtype on a GPU, float32 on a CPU
+        dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        self.model.to(device).eval()
+        self.model.generation_config.eos_token_id = None
+        self.model.generation_config.pad_token_id = 0
+        self.device = device
+        self.batch, self.use_cache, self.limited = batch, use_cache, limited
+        self.num_rows = 1
+        self.vocab_size = self.model.config.vocab_size
+
+    def prepare(self, scenario: Scenario) -> None:
+        requests = [request for call in scenario.calls for request in call]
+        # A row may have to hold the longest prompt's padding and the longest output
+        row_length = max(len(r.prompt) for r in requests) + max(r.max_tokens for r in requests)
+        rows = scenario.num_rows(row_length) if self.limited else scenario.max_num_seqs
+        self.num_rows = rows if self.batch else 1
+
+    def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
+        outputs: list[list[int]] = []
+        for start in range(0, len(requests), self.num_rows):
+            rows = requests[start : start + self.num_rows]
+            tokens, times = self.generate_rectangle(rows, recorder)
+            for i, request in enumerate(rows):
+                outputs.append(tokens[i][: request.max_tokens])
+                recorder.token_times[start + i] = times[: request.max_tokens]
+        return outputs
+
+    def generate_rectangle(self, rows: list[Request], recorder: CallRecorder) -> tuple[list[list[int]], list[float]]:
+        """New tokens of every row, as many as the longest needs, and when each column of them was there."""
+        longest = max(len(row.prompt) for row in rows)
+        padded = [[0] * (longest - len(row.prompt)) + row.prompt for row in rows]
+        mask = [[0] * (longest - len(row.prompt)) + [1] * len(row.prompt) for row in rows]
+        times: list[float] = []
+        result = self.model.generate(
+            torch.tensor(padded, device=self.device),  # [B, L]
+            attention_mask=torch.tensor(mask, device=self.device),
+            max_new_tokens=max(row.max_tokens for row in rows),
+            do_sample=False,
+            use_cache=self.use_cache,
+            stopping_criteria=[look_at_the_clock(recorder.clock, times)],
+            return_dict_in_generate=True,
+        )
+        if self.use_cache:
+            recorder.on_rectangle(len(rows), result.past_key_values.get_seq_length())
+        tokens: list[list[int]] = result.sequences[:, longest:].tolist()
+        return tokens, times
+
+    def memory(self) -> dict[str, float]:
+        return {"weights_mib": mib(self.model)}
+
+
+def look_at_the_clock(clock: Callable[[], float], times: list[float]) -> Callable[..., torch.Tensor]:
+    """A stopping criterion that never stops anything. It is asked after every token, and then notes the time."""
+
+    def never(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()  # `generate` waits for the step at this point in any case
+        times.append(clock())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    return never
+
+
+RUNNERS: dict[str, Callable[..., Runner]] = {"stage": StageRunner, "engine": EngineRunner, "hf": HuggingFaceRunner}
+
+
+def arguments_of(contender: Contender, showcase: Showcase, model: Path, device: str, clock: str) -> dict[str, Any]:
+    """What `measure` needs to know of this contender."""
+    mine = [s.as_json() for s in showcase.scenarios if contender.only is None or s.name in contender.only]
+    return {"spec": contender.spec, "model": str(model), "device": device, "clock": clock, "scenarios": mine}
+
+
+def measure(
+    spec: dict[str, Any], model: str, device: str, clock: ClockName, scenarios: list[dict[str, Any]]
+) -> list[Measured]:
+    """In the process of one contender: the metrics of each of its scenarios."""
+    options = {name: value for name, value in spec.items() if name != "kind"}
+    runner = RUNNERS[spec["kind"]](model, device, **options)
+    return [{s.name: run_scenario(runner, s, device, clock) for s in map(Scenario.from_json, scenarios)}]
+
+
+def run_scenario(runner: Runner, scenario: Scenario, device: str, clock: ClockName) -> dict[str, Any]:
+    runner.prepare(scenario)
+    warm_up = scenario.warm_up(runner.vocab_size)
+    runner.generate(warm_up, CallRecorder(warm_up, BLOCK_SIZE, clock))
+    calls, outputs = [], []
+    wall_start = time.perf_counter()
+    for requests in scenario.calls:
+        recorder = CallRecorder(requests, BLOCK_SIZE, clock)
+        synchronize(device)
+        start = CLOCKS[clock]()
+        outputs.append(runner.generate(requests, recorder))
+        synchronize(device)
+        calls.append((recorder, start, CLOCKS[clock]()))
+    return metrics(calls, outputs, time.perf_counter() - wall_start) | runner.memory()
