@@ -39,10 +39,14 @@ class Runner(Protocol):
 class StageRunner:
     """An engine of `stages/`, built anew for every scenario with the scenario's limits."""
 
-    def __init__(self, model: str, device: str, *, number: int, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, model: str, device: str, *, number: int, options: dict[str, Any] | None = None, compiled: bool = False
+    ) -> None:
+        from benchmarks.stages.compiled import CompiledEngine
         from stages.manifest import load_stage
 
         self.stage = load_stage(number)
+        self.engine_class: Any = CompiledEngine if compiled else self.stage.engine_class()
         self.options = options or {}
         self.model, self.device = model, device
         self.recorder: CallRecorder | None = None
@@ -74,9 +78,9 @@ class StageRunner:
         }
         options = {name: value for name, value in limits.items() if name in self.stage.options} | self.options
         self.engine = None  # the one before goes first, with its memory and its processes
-        self.engine = self.stage.engine_class()(self.model, device=self.device, on_event=self.on_event, **options)
+        self.engine = self.engine_class(self.model, device=self.device, on_event=self.on_event, **options)
         self.num_parameters = sum(p.numel() for p in self.engine.model.parameters())
-        self.vocab_size = self.engine.vocab_size
+        self.vocab_size = self.engine.config.vocab_size
 
     def on_event(self, event: dict[str, Any]) -> None:
         if self.recorder is not None:

@@ -196,7 +196,7 @@ def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
     contenders = [stage_contender(5), stage_contender(6), hf_contender(HF, batch=True)]
     if not quick:
         stage_5_kernel = {"kind": "stage", "number": 5, "options": {"attention": "triton"}}
-        compiled = {"kind": "stage", "number": 6, "options": {"compile": True}}
+        compiled = {"kind": "stage", "number": 6, "compiled": True}
         contenders.append(Contender("stage 6 compiled", compiled))
         contenders.append(Contender("stage 5 with the kernel", stage_5_kernel, only=("batch 1",)))
     return Showcase(
