@@ -199,7 +199,7 @@ def test_replays_of_the_shape_of_qwen3(subject: Subject, checkpoints: Path, dtyp
 @HALF
 def test_compiled_replays(subject: Subject, story_model: Path, dtype: torch.dtype) -> None:
     prompts = story_prompts(story_model)
-    engine = CompiledEngine(story_model, **options(dtype) | {"max_num_batched_tokens": 512})
+    engine = CompiledEngine(str(story_model), **options(dtype) | {"max_num_batched_tokens": 512})
     check_batches(engine, story_model, [prompts[:8], prompts[8:11], prompts[11:12]], greedy(64, ignore_eos=True), dtype)
 
 

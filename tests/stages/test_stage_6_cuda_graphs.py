@@ -234,7 +234,7 @@ class Keeping:
 @since(6, 6)
 def test_compiled_layers_give_the_same_tokens(subject: Subject, checkpoints: Path) -> None:
     path = lively_qwen3(checkpoints)
-    engine = CompiledEngine(path, **ROOMY)
+    engine = CompiledEngine(str(path), **ROOMY)
     weights = [p.data_ptr() for p in engine.model.parameters()]
     assert [p.data_ptr() for p in engine.compiled.model.parameters()] == weights, "one copy of the weights"
     for prompts in (PROMPTS, PROMPTS[:3], PROMPTS[4:5]):
