@@ -71,7 +71,7 @@ compare(my_guess, 100 * (computed - needed) / computed, "percent")
 # %% [markdown]
 # ## The idea: score, choose, append
 #
-# Here is `generate` without its surroundings. `seq.tokens` is the prompt and everything chosen so far, in one list.
+# Here is `generate` without its surroundings. `seq.token_ids` is the prompt and everything chosen so far, in one list.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -144,12 +144,12 @@ source(sample)
 C = prompts[2]
 question = C + tokenizer.encode(" Who else had a fine").ids
 draws = 4000
-[sequence] = make_sequences([question], params[2], vocab_size=engine.vocab_size, max_model_len=2048)
+[sequence] = make_sequences([question], params[2], vocab_size=engine.config.vocab_size, max_model_len=2048)
 with torch.inference_mode():
     logits = engine.next_token_logits(sequence)  # [1, V]
 hot = [SamplingParams(temperature=1.0, max_tokens=1, seed=seed) for seed in range(draws)]
-sequences = make_sequences([question] * draws, hot, vocab_size=engine.vocab_size, max_model_len=2048)
-counts = torch.bincount(torch.tensor(sample(logits.expand(draws, -1), sequences)), minlength=engine.vocab_size)
+sequences = make_sequences([question] * draws, hot, vocab_size=engine.config.vocab_size, max_model_len=2048)
+counts = torch.bincount(torch.tensor(sample(logits.expand(draws, -1), sequences)), minlength=engine.config.vocab_size)
 print("token       softmax   drawn")
 for p, token in zip(*logits[0].softmax(-1).topk(6), strict=True):
     print(f"{tokenizer.decode([int(token)])!r:11} {p:7.1%} {counts[token] / draws:7.1%}")

@@ -84,7 +84,7 @@ work_map(run.events, request=1, title="Stage 2, request B: what each step comput
 engine = KVCacheEngine(STORY_MODEL, max_num_seqs=2)
 caches = []
 for tokens in (prompts[1], [*prompts[1], run.outputs[1][0]]):
-    caches.append(KVCache(engine.config, 1, len(tokens), engine.device, engine.dtype))
+    caches.append(KVCache(engine.config, 1, len(tokens), engine.device))
     with torch.inference_mode():
         engine.forward(caches[-1], torch.tensor([tokens]), torch.arange(len(tokens))[None])
 old, new = caches
@@ -207,7 +207,7 @@ my_guess = None  # times as many tokens a second
 # %%
 engine = KVCacheEngine(STORY_MODEL, max_num_seqs=16)
 events: list[dict] = []
-engine.events.on_event = events.append
+engine.trace.on_event = events.append
 sizes, rates = [1, 2, 4, 8, 16], []
 for size in sizes:
     events.clear()

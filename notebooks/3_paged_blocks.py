@@ -12,7 +12,7 @@ import json
 
 from stages.core import SamplingParams, Sequence
 from stages.stage_2_kv_cache import KVCacheEngine
-from stages.stage_3_paged_blocks import BlockPool, PagedEngine, PagedKVCache, slots_of
+from stages.stage_3_paged_blocks import BlockPool, PagedEngine, PagedKVCache, gather_attention, slots_of
 from tools.pictures.blocks import block_map, cache_growth, holdings, pool_slots, waste
 from tools.pictures.steps import swimlane
 from tools.pictures.three_requests import (
@@ -176,11 +176,12 @@ source(slots_of)
 
 # %% [markdown]
 # The cache is one tensor for each of keys and values. Laid flat it is a list of slots, so writing is one indexed
-# assignment. Attention *gathers* the slots of a sequence into one contiguous piece and continues as in stage 2:
+# assignment. Then `batch.attention` *gathers* the slots of a sequence into one contiguous piece and continues as in
+# stage 2:
 
 # %%
 # NBVAL_CHECK_OUTPUT
-source(PagedKVCache.write, PagedKVCache.attend)
+source(PagedKVCache.attend, gather_attention)
 
 # %% [markdown]
 # And the step. Nothing is padded: the new tokens of all sequences lie end to end, because the model only cares about

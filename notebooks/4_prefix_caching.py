@@ -194,7 +194,7 @@ for event in lru.events:
 source(chained_digest)
 
 # %% [markdown]
-# The walk along the chain, until a name is unknown. Two lines deserve a second look. `len(seq.tokens) - 1`: at least
+# The walk along the chain, until a name is unknown. Two lines deserve a second look. `len(seq.token_ids) - 1`: at least
 # one token must be computed, or there would be no logits to choose the next token from. And the comparison: even if the
 # name is known, tokens and parent are compared as well. Hashes can collide.
 

@@ -184,21 +184,21 @@ source(Scheduled)
 
 # %%
 # NBVAL_CHECK_OUTPUT
-source(Scheduler.schedule)
+source(Scheduler.schedule, Scheduler.make_room, Scheduler.admit)
 
 # %%
 # NBVAL_CHECK_OUTPUT
 source(Scheduler.preempt)
 
 # %% [markdown]
-# And a step: schedule, compute, sample where the gap was closed, let those leave that are over.
+# And a step: schedule, run the model and sample where the gap was closed, commit what came of it.
 
 # %%
 # NBVAL_CHECK_OUTPUT
-source(ContinuousBatchingEngine.step)
+source(ContinuousBatchingEngine.step, ContinuousBatchingEngine.run, Scheduler.commit)
 
 # %% [markdown]
-# `forward` is stage 3's batch of tokens laid end to end. It never cared whose tokens they were or how many each had,
+# `run` lays tokens end to end with stage 3's `make_batch`. It never cared whose tokens they were or how many each had,
 # and so it needed no change.
 #
 # ## Is it right?

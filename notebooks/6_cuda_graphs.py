@@ -229,7 +229,7 @@ buckets(bucket_ladder(40))
 # NBVAL_CHECK_OUTPUT
 three = make_sequences(prompts, params, vocab_size=4096, max_model_len=2048)
 pool = PrefixCachingPool(NUM_BLOCKS, BLOCK_SIZE)
-assert all(pool.allocate(seq, len(seq.tokens)) for seq in three)
+assert all(pool.allocate(seq, len(seq.token_ids)) for seq in three)
 memory = Rows.of(torch.zeros(4 * (5 + 6), dtype=torch.int64), bucket=4)  # five numbers and a table of six blocks a row
 memory.fill(three, BLOCK_SIZE, scratch_block=NUM_BLOCKS)
 for name in ("input_ids", "positions", "slots", "context_lens", "block_tables"):
@@ -312,9 +312,9 @@ picture if recording else None
 # many small steps. The CPU hands over the roll; its last long bar is `tolist`, which waits for the tokens. It could
 # schedule the next step meanwhile, which is what `nanovllm` does.
 #
-# Hundreds of small kernels remain, each of which writes to memory what the next one reads again. With
-# `compile=True` torch.compile fuses those between the matrix products. Compiling takes much longer than recording,
-# every time an engine is built, which is why it is a flag.
+# Hundreds of small kernels remain, each of which writes to memory what the next one reads again. torch.compile fuses
+# those between the matrix products: "stage 6 compiled" is this stage with compiled layers, made for the benchmark alone
+# (`benchmarks/stages/compiled.py`). Compiling takes much longer than recording, every time an engine is built.
 #
 # The showcase of this stage, as it was measured:
 

@@ -193,7 +193,7 @@ my_guess = None  # times
 # %%
 # NBVAL_CHECK_OUTPUT
 crossings = listen_in(engine)
-engine.events.on_event = None
+engine.trace.on_event = None
 engine.generate([prompts[2]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
 step = crossings[-(len(crossings) // 3) :]  # three steps: a prefill and two of decode
 compare(my_guess, len(step), "times")
@@ -238,9 +238,8 @@ source(winners)
 #
 # ## One message a step
 #
-# How do workers know what to do? The leader schedules, and writes one message for all of them into **shared memory**, a
-# piece of memory that belongs to several processes. Then it rings each one's bell, which is a pipe. Here is the message
-# for the second decode step of request C:
+# How do workers know what to do? The leader schedules, and sends one message to all of them, through a pipe to each.
+# Here is the message for the second decode step of request C:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -359,12 +358,12 @@ except RuntimeError as error:
 
 # %% [markdown]
 # The leader hears of it through the pipe, whose other end has closed. It could not go on: half of every layer is gone,
-# and half of the keys and values with it. What matters is that it says so at once, and that nothing is left behind,
-# neither processes nor shared memory, however the engine ends:
+# and half of the keys and values with it. What matters is that it says so at once, and that no process is left behind,
+# however the engine ends:
 
 # %%
 # NBVAL_CHECK_OUTPUT
-print("workers:", len(engine.team.workers), " shared memory:", engine.team.segments)
+print("workers:", len(engine.team.workers))
 engine.close()  # does nothing a second time
 
 # %% [markdown]

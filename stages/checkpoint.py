@@ -6,9 +6,9 @@ unknown architecture, a missing, unexpected or misshapen tensor, a RoPE scaling 
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,10 +20,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 
 
-@dataclass(frozen=True)
-class LoadedModel:
+class LoadedModel(NamedTuple):
     model: Transformer
-    config: ModelConfig
+    config: ModelConfig  # its dtype is that of the loaded weights
     eos_token_ids: frozenset[int]
     path: Path
 
@@ -40,6 +39,7 @@ def load_model(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | N
     config = read_config(path)
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else config.dtype
+    config = replace(config, dtype=dtype)
     with torch.device("meta"):  # shapes without memory: every parameter is then replaced by the loaded tensor
         transformer = Transformer(config)
     wanted = {name: tuple(p.shape) for name, p in transformer.named_parameters()}

@@ -1,7 +1,7 @@
-"""What every stage shares: sampling parameters, a sequence, the sampler, events and the checks on what comes in.
+"""What all stages share: sampling parameters, sequences, the checks on what comes in, the sampler, and events.
 
-Nothing here is an idea of its own. A stage is a file that says how tokens become more tokens; this file keeps the
-parts that would otherwise be repeated in each of them and would never differ.
+Nothing here is an idea of its own. A stage is a file that says how tokens become more tokens. This file keeps what
+every stage needs and no stage changes.
 """
 
 import random
@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 import xxhash
+
+from stages.model import ModelConfig
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
@@ -65,7 +67,7 @@ class Sequence:
     """One request on its way: the prompt, then every token chosen so far, in one list."""
 
     request: int  # index into the prompts of this `generate` call
-    tokens: list[int]
+    token_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
@@ -75,27 +77,53 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        return self.tokens[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def max_tokens_total(self) -> int:
-        """Length at which the sequence ends for lack of budget, prompt included."""
+    def limit(self) -> int:
+        """Length at which the sequence ends with "length", prompt included."""
         return self.num_prompt_tokens + self.params.max_tokens
 
     @property
     def max_slots(self) -> int:
-        """Keys and values it can ever need: the last token is never fed back, so it never gets any."""
-        return self.max_tokens_total - 1
+        """How many slots for keys and values it can ever need: the last token is never fed back, so it needs none."""
+        return self.limit - 1
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> Literal["stop", "length"] | None:
         """Why the sequence is over after its newest token, or None if it goes on."""
-        if not self.params.ignore_eos and self.num_output_tokens and self.tokens[-1] in eos_token_ids:
+        if not self.params.ignore_eos and self.num_output_tokens and self.token_ids[-1] in eos_token_ids:
             return "stop"
-        return "length" if len(self.tokens) >= self.max_tokens_total else None
+        return "length" if len(self.token_ids) >= self.limit else None
+
+
+class Trace:
+    """Tells a listener what happens in an engine: plain dicts, for notebooks, demos and tests.
+
+    Types: added (prompt_tokens), admitted (cached), scheduled (tokens, cached), token (ids), preempted (tokens),
+    finished (reason), blocks (taken, shared, freed). Nearly free without a listener.
+    """
+
+    def __init__(self, on_event: OnEvent | None) -> None:
+        self.on_event = on_event
+        self.step = 0
+
+    def emit(self, type: str, request: int | None = None, **details: Any) -> None:
+        if self.on_event is not None:
+            event = {"t": time.perf_counter(), "step": self.step, "type": type, "request": request}
+            self.on_event(event | details)
+
+
+def check_options(*, attention: str = "gather", **sizes: int) -> None:
+    """Check an engine's options before a model is loaded. Raises ValueError naming the option and its value."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if attention not in ("gather", "triton"):
+        raise ValueError(f"attention must be 'gather' or 'triton', got {attention!r}")
 
 
 def make_sequences(
@@ -130,6 +158,26 @@ def make_sequences(
     return sequences
 
 
+def accept(
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    config: ModelConfig,
+    trace: Trace,
+    check: Callable[[Sequence], None] = lambda seq: None,
+) -> list[Sequence]:
+    """How every `generate` begins: sequences of the requests if all of them pass all checks, and the event "added".
+
+    `check` raises ValueError for a sequence that the engine has no room for.
+    """
+    limits = {"vocab_size": config.vocab_size, "max_model_len": config.max_position_embeddings}
+    sequences = make_sequences(prompts, params, **limits)
+    for seq in sequences:
+        check(seq)
+    for seq in sequences:
+        trace.emit("added", seq.request, prompt_tokens=seq.num_prompt_tokens)
+    return sequences
+
+
 def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
     """Choose the next token of each sequence from its row of `logits` [N, V] (float32, any device).
 
@@ -153,28 +201,11 @@ def gumbel(seq: Sequence, vocab_size: int) -> torch.Tensor:
     return -torch.empty(vocab_size, dtype=torch.float64).exponential_(generator=generator).log()
 
 
-class Events:
-    """What an engine tells the outside: plain dicts, for notebooks, demos and tests. Nearly free when nobody listens.
-
-    Types: added, admitted, scheduled (tokens, cached), token (ids), preempted, finished (reason),
-    blocks (taken, shared, freed).
-    """
-
-    def __init__(self, on_event: OnEvent | None) -> None:
-        self.on_event = on_event
-        self.step = 0
-
-    def emit(self, type: str, request: int | None = None, **details: Any) -> None:
-        if self.on_event is not None:
-            event = {"t": time.perf_counter(), "step": self.step, "type": type, "request": request}
-            self.on_event(event | details)
-
-
-def append_token(seq: Sequence, token: int, eos_token_ids: frozenset[int], events: Events) -> bool:
-    """Add a chosen token to its sequence, tell the listener, and say whether the sequence is now over."""
-    seq.tokens.append(token)
-    events.emit("token", seq.request, ids=[token])
+def append_token(seq: Sequence, token: int, eos_token_ids: frozenset[int], trace: Trace) -> bool:
+    """Add a chosen token to its sequence, tell the listener, and return whether the sequence is now over."""
+    seq.token_ids.append(token)
+    trace.emit("token", seq.request, ids=[token])
     reason = seq.finish_reason(eos_token_ids)
     if reason is not None:
-        events.emit("finished", seq.request, reason=reason)
+        trace.emit("finished", seq.request, reason=reason)
     return reason is not None

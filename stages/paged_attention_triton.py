@@ -23,9 +23,32 @@ the 64 rows of a tile share each key that is read. What still hurts: a long sequ
 program while most of the GPU idles. The engine's decode kernel (nanovllm/kernels) splits the keys as well.
 """
 
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
+
+from stages.core import Sequence
+
+
+def attend_in_place(work: SequenceOf[tuple[Sequence, int]], device: torch.device) -> partial[torch.Tensor]:
+    """`paged_attention` for one step of stage 3 and its heirs, in place of the gather.
+
+    work: sequences, each with how many tokens the step computes beyond its num_computed. The function that is returned
+    takes queries [T, Hq, D] and a layer's blocks of keys and values.
+    """
+
+    def tensor(rows: object) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int32, device=device)
+
+    widest = max(len(seq.block_table) for seq, _ in work)
+    block_table = tensor([seq.block_table + [0] * (widest - len(seq.block_table)) for seq, _ in work])  # [S, M]
+    query_start = tensor([0, *accumulate(n for _, n in work)])  # [S + 1]
+    context_len = tensor([seq.num_computed + n for seq, n in work])  # [S]
+    return partial(paged_attention, block_table=block_table, query_start=query_start, context_len=context_len)
 
 
 @triton.jit
@@ -97,7 +120,6 @@ def paged_attention(
     block_table: torch.Tensor,
     query_start: torch.Tensor,
     context_len: torch.Tensor,
-    scale: float,
 ) -> torch.Tensor:
     """Causal attention of each sequence's newest tokens over its whole context, read through the block table.
 
@@ -108,7 +130,6 @@ def paged_attention(
         block_table: [S, M] int32; entry [s, j] is the block with keys j * block_size ... of sequence s.
         query_start: [S + 1] int32; sequence s owns the rows query_start[s] to query_start[s + 1] of `q`.
         context_len: [S] int32, the keys that the last query of a sequence sees, its own included.
-        scale: what scores are multiplied with, usually D ** -0.5.
 
     Returns:
         [T, Hq, D], in the dtype of `q`.
@@ -126,7 +147,7 @@ def paged_attention(
     sequences = torch.arange(len(tiles), device=q.device)
     tile_sequence = sequences.repeat_interleave(tiles)  # [num_tiles]
     tile_index = torch.arange(len(tile_sequence), device=q.device) - (tiles.cumsum(0) - tiles)[tile_sequence]
-    return launch(q, k_cache, v_cache, block_table, context_len, scale, rows, (tile_sequence, tile_index, query_start))
+    return launch(q, k_cache, v_cache, block_table, context_len, rows, (tile_sequence, tile_index, query_start))
 
 
 def paged_decode_attention(
@@ -135,7 +156,6 @@ def paged_decode_attention(
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
     context_len: torch.Tensor,
-    scale: float,
 ) -> torch.Tensor:
     """The same where every sequence has exactly one query, q [S, Hq, D]: what a CUDA graph can record (stage 6).
 
@@ -143,7 +163,7 @@ def paged_decode_attention(
     follows from the shapes alone; lengths and tables are read on the device only.
     """
     check_tiles(k_cache, v_cache)
-    return launch(q.contiguous(), k_cache, v_cache, block_table, context_len, scale, rows=16, tiles=None)
+    return launch(q.contiguous(), k_cache, v_cache, block_table, context_len, rows=16, tiles=None)
 
 
 def check_tiles(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
@@ -162,7 +182,6 @@ def launch(
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
     context_len: torch.Tensor,
-    scale: float,
     rows: int,
     tiles: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
@@ -173,7 +192,7 @@ def launch(
     out = torch.empty_like(q)  # [T, Hq, D]
     _paged_attention_kernel[(len(tile_sequence), num_kv_heads)](
         q, k_cache, v_cache, out, tile_sequence, tile_index, block_table, query_start, context_len,
-        scale, block_table.stride(0), *k_cache.stride()[:3],
+        head_dim**-0.5, block_table.stride(0), *k_cache.stride()[:3],
         NUM_HEADS=q.shape[1], GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         QUERIES=rows // group, ROWS=rows, KEYS=min(block_size, 128 // q.element_size()), DECODE=tiles is None,
         num_stages=2,

@@ -1,8 +1,8 @@
 """The processes behind stage 7: how ranks are started, told what to do and ended, so that nothing is left behind.
 
 A *rank* is a process with a device of its own. The leader, rank 0, made the engine; the others are its workers. In a
-`Team` the leader tells them, once a step: one message in shared memory, and a bell (a pipe) to each. In a `Group` all
-ranks compute together: sums and gathers of tensors, by gloo on CPUs and by NCCL on GPUs.
+`Team` the leader sends them one message in each step, through a pipe to each. In a `Group` all ranks compute together:
+sums and gathers of tensors, by gloo on CPUs and by NCCL on GPUs.
 """
 
 import multiprocessing
@@ -19,7 +19,6 @@ from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.shared_memory import SharedMemory
 from time import monotonic
 from typing import Any
 
@@ -35,15 +34,15 @@ _leaving = threading.RLock()  # of all groups: who watches a worker and who ends
 
 
 class PeerLost(RuntimeError):
-    """Another rank did not do its part. Which one, and why, is for the leader to find out."""
+    """Another rank did not do its part. The leader finds out which one, and why."""
 
 
 class WorkerDied(PeerLost):
-    """This is why: the traceback of a worker, or the signal that killed it."""
+    """A worker is the cause; the message is its traceback, or the signal that killed it."""
 
 
 class Group:
-    """Collectives among the ranks of one engine. It is no global of the process, which may lead several engines."""
+    """Collectives among the ranks of one engine. A process may lead several engines, so this is no global of it."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -81,7 +80,7 @@ class Group:
 
     @contextmanager
     def others(self) -> Iterator[Any]:
-        """Their backend. What fails in here is not this rank's fault."""
+        """The backend that reaches the other ranks. Whatever fails inside is a fault of theirs: PeerLost."""
         try:
             if self.backend is None:
                 raise PeerLost("the ranks are no longer connected")
@@ -90,7 +89,7 @@ class Group:
             raise PeerLost(str(error)) from error
 
     def leave(self) -> None:
-        """Let go of the others. A collective that waits for one of them (NCCL would for ever) ends without a result."""
+        """Disconnect. A collective that waits for another rank (under NCCL, for ever) ends without a result."""
         with _leaving:  # a process that ends while another thread aborts NCCL is torn down by it
             backend, self.backend = self.backend, None
             if backend is not None and self.device.type == "cuda":
@@ -109,22 +108,22 @@ def devices_of(first: torch.device, ranks: int) -> list[torch.device]:
 
 
 class Team:
-    """The leader's side: its workers, and what it tells them. With one device there are none, and nothing is told."""
+    """The leader's workers, and how it tells them what to do. With one device there are no workers."""
 
     def __init__(self, devices: list[torch.device]) -> None:
         self.size, self.devices = len(devices), devices
         self.group = Group(0, self.size, devices[0])
         self.workers: dict[Connection, BaseProcess] = {}  # by our end of the pipe to it
-        self.segments: list[SharedMemory] = []  # the one in use, if any
         self.store: dist.TCPStore | None = None
         self.threads = max(1, torch.get_num_threads() // self.size)  # of the CPU's, for each rank
         # Called by the user, by the garbage collector or when Python ends, whichever is first; only once in any case
-        self.close = weakref.finalize(self, release, self.workers, self.segments, self.group)
+        self.close = weakref.finalize(self, release, self.workers, self.group)
 
     def start(self, make: Make, arguments: tuple[Any, ...]) -> None:
-        """Start the workers. Each calls `make(group, *arguments)`, and what that returns with every message.
+        """Start the workers. Each makes `do = make(group, *arguments)`, and calls `do` with every message.
 
-        They are new Pythons ("spawn"): a fork has but half of the threads and the GPU. They find `make` by its name.
+        Workers are new Python processes ("spawn"), since a fork has neither the threads nor the GPU of its parent. They
+        import `make` by its name.
         """
         if self.size == 1:
             return
@@ -178,34 +177,27 @@ class Team:
             torch.set_num_threads(threads)
 
     def tell(self, message: object) -> None:
-        """Write `message` once, for all workers to read, and ring their bells."""
+        """Send `message` to every worker."""
         if self.size == 1:
             return
         payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        if self.segments:
-            self.wait_for_all()  # nobody still reads what is about to be overwritten
-        if not self.segments or self.segments[0].size < len(payload):
-            free(self.segments)
-            self.segments.append(SharedMemory(create=True, size=2 * len(payload)))  # under a name that nobody else has
-        buffer: Any = self.segments[0].buf
-        buffer[: len(payload)] = payload
-        for bell in self.workers:
-            with suppress(OSError):  # of a dead worker: its end of the pipe says more
-                bell.send((self.segments[0].name, len(payload)))
+        for pipe in self.workers:
+            with suppress(OSError):  # the worker is dead: whoever waits for its part will hear of it
+                pipe.send_bytes(payload)
 
     def wait_for_all(self) -> None:
-        """Each worker says once that it is ready, and after each message that it has read it."""
+        """Return when every worker has said that it is ready."""
         waiting = set(self.workers)
         while waiting:
-            for bell in connection.wait(list(self.workers)):  # on all: one that has answered may die meanwhile
-                self.hear(bell)
-                waiting.discard(bell)
+            for pipe in connection.wait(list(self.workers)):  # on all: one that has answered may die meanwhile
+                self.hear(pipe)
+                waiting.discard(pipe)
 
-    def hear(self, bell: Any) -> None:
-        """Take an answer. Raises PeerLost if there is none, or if it tells of a failure."""
-        worker = self.workers[bell]
+    def hear(self, pipe: Any) -> None:
+        """Take what a worker says. Raises PeerLost if that is nothing, because it has died, or a failure."""
+        worker = self.workers[pipe]
         try:
-            report = bell.recv()
+            report = pipe.recv()
         except (EOFError, OSError):
             worker.join(GRACE)
             kind = WorkerDied if worker.exitcode else PeerLost  # one that left was let down by another
@@ -218,26 +210,26 @@ class Team:
         """Why a step failed, in the words of the worker that failed first, where one did."""
         deadline, silent = monotonic() + GRACE, list(self.workers)
         while silent and monotonic() < deadline and not isinstance(lost, WorkerDied):
-            for bell in connection.wait(silent, deadline - monotonic()):
+            for pipe in connection.wait(silent, deadline - monotonic()):
                 try:
-                    self.hear(bell)
+                    self.hear(pipe)
                 except WorkerDied as found:
                     lost = found
                 except PeerLost:
-                    silent.remove(bell)  # type: ignore[arg-type]
+                    silent.remove(pipe)  # type: ignore[arg-type]
         return str(lost)
 
 
 def leave_with_the_first(sentinels: list[int], group: Group) -> None:
-    """NCCL never notices that a rank has died: without this the leader would wait for its part for ever."""
+    """Disconnect when the first worker dies. NCCL does not notice that, and the leader would wait for ever."""
     connection.wait(sentinels)
     group.leave()
 
 
-def release(workers: dict[Connection, BaseProcess], segments: list[SharedMemory], group: Group) -> None:
-    """End the workers, the gentle way if they listen, and free what was shared with them."""
-    for bell in workers:
-        bell.close()  # to a worker that waits for a message this is the end
+def release(workers: dict[Connection, BaseProcess], group: Group) -> None:
+    """End the workers: gently if they listen, and otherwise by force."""
+    for pipe in workers:
+        pipe.close()  # to a worker that waits for a message this is the end
     deadline = monotonic() + GRACE / 4
     for worker in workers.values():
         worker.join(max(0, deadline - monotonic()))
@@ -245,19 +237,11 @@ def release(workers: dict[Connection, BaseProcess], segments: list[SharedMemory]
             worker.kill()
             worker.join()
     workers.clear()
-    free(segments)
     group.leave()
 
 
-def free(segments: list[SharedMemory]) -> None:
-    for segment in segments:
-        segment.close()
-        segment.unlink()
-    segments.clear()
-
-
-def work(make: Make, arguments: tuple[Any, ...], group: Group, port: int, bell: Connection, threads: int) -> None:
-    """A worker's life: get ready, do what each message says, and end when the leader does or closes the pipe."""
+def work(make: Make, arguments: tuple[Any, ...], group: Group, port: int, pipe: Connection, threads: int) -> None:
+    """What a worker's process runs: get ready, do what each message says, end when the leader closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the leader decides
     threading.Thread(target=exit_with_leader, daemon=True).start()
     torch.set_num_threads(threads)
@@ -265,36 +249,27 @@ def work(make: Make, arguments: tuple[Any, ...], group: Group, port: int, bell: 
         torch.cuda.set_device(group.device)
     try:
         do = make(group, *arguments)
-        bell.send(None)
+        pipe.send(None)
         group.join(dist.TCPStore(HOST, port, is_master=False))
-        for message in messages(bell):
+        for message in messages(pipe):
             do(message)
     except PeerLost:
         os._exit(0)  # somebody else has the story to tell
     except BaseException:
         with suppress(OSError):  # the leader may be gone, too
-            bell.send(traceback.format_exc())
+            pipe.send(traceback.format_exc())
         os._exit(1)
     os._exit(0)  # at once: what Python would tidy up may wait for ranks that are gone
 
 
 def exit_with_leader() -> None:
-    """Also in the middle of a step, where nobody listens to the bell."""
+    """End this process with the leader's, also in the middle of a step, where nobody listens to the pipe."""
     connection.wait([multiprocessing.parent_process().sentinel])  # type: ignore[union-attr]
     os._exit(1)
 
 
-def messages(bell: Connection) -> Iterator[Any]:
-    """What the leader tells, until it closes the pipe."""
-    segment: SharedMemory | None = None
-    while True:
-        try:
-            name, size = bell.recv()
-        except (EOFError, OSError):
-            return
-        if segment is None or segment.name != name:
-            segment = SharedMemory(name)  # the one before goes when nobody refers to it
-        buffer: Any = segment.buf
-        message = pickle.loads(buffer[:size])
-        bell.send(None)
-        yield message
+def messages(pipe: Connection) -> Iterator[Any]:
+    """The leader's messages, until it closes the pipe."""
+    with suppress(EOFError, OSError):
+        while True:
+            yield pickle.loads(pipe.recv_bytes())

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stages.checkpoint import load_model
-from stages.core import Events, OnEvent, SamplingParams, Sequence, append_token, make_sequences, sample
+from stages.core import OnEvent, SamplingParams, Sequence, Trace, accept, append_token, sample
 
 
 def attend_to_all(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -35,23 +35,15 @@ class NaiveEngine:
     def __init__(
         self, model: str, *, device: str = "cpu", dtype: torch.dtype | None = None, on_event: OnEvent | None = None
     ) -> None:
-        loaded = load_model(model, device=device, dtype=dtype)
-        self.model, self.config = loaded.model, loaded.config
-        self.eos_token_ids = loaded.eos_token_ids
-        self.vocab_size = loaded.config.vocab_size
-        self.device = torch.device(device)
-        self.events = Events(on_event)
+        self.model, self.config, self.eos_token_ids, _ = load_model(model, device=device, dtype=dtype)
+        self.device, self.trace = torch.device(device), Trace(on_event)
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
         """Token ids in, generated token ids out. Raises ValueError for a request that makes no sense."""
-        sequences = make_sequences(
-            prompts, params, vocab_size=self.vocab_size, max_model_len=self.config.max_position_embeddings
-        )
+        sequences = accept(prompts, params, self.config, self.trace)
         for seq in sequences:
-            self.events.emit("added", seq.request, prompt_tokens=seq.num_prompt_tokens)
-        for seq in sequences:
-            self.events.emit("admitted", seq.request, cached=0)
+            self.trace.emit("admitted", seq.request, cached=0)
             self.complete(seq)
         return [seq.output for seq in sequences]
 
@@ -63,17 +55,17 @@ class NaiveEngine:
         while not finished:
             logits = self.next_token_logits(seq)
             [token] = sample(logits, [seq])
-            finished = append_token(seq, token, self.eos_token_ids, self.events)
+            finished = append_token(seq, token, self.eos_token_ids, self.trace)
         # end exercise
 
     def next_token_logits(self, seq: Sequence) -> Tensor:
         """Run the whole text through the model; only the last position's scores [1, V] are of use."""
-        self.events.step += 1
-        self.events.emit("scheduled", seq.request, tokens=len(seq.tokens), cached=0)
+        self.trace.step += 1
+        self.trace.emit("scheduled", seq.request, tokens=len(seq.token_ids), cached=0)
         # exercise 1.3: input ids and positions [T] on self.device, the model with attend_to_all, the logits of the
         #   last token alone (as a batch of one).
-        input_ids = torch.tensor(seq.tokens, device=self.device)  # [T]
-        positions = torch.arange(len(seq.tokens), device=self.device)  # [T]
+        input_ids = torch.tensor(seq.token_ids, device=self.device)  # [T]
+        positions = torch.arange(len(seq.token_ids), device=self.device)  # [T]
         hidden = self.model(input_ids, positions, attend_to_all)  # [T, H]
         return self.model.logits(hidden[-1:])  # [1, V]
         # end exercise

@@ -9,22 +9,24 @@ Still hurts:  the cache is one contiguous rectangle, for every row as long as th
               sequences pay for long ones, in memory that nothing will ever fill. Stage 3 hands it out in small blocks.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stages.checkpoint import load_model
-from stages.core import Events, OnEvent, SamplingParams, Sequence, append_token, make_sequences, sample
+from stages.core import OnEvent, SamplingParams, Sequence, Trace, accept, append_token, check_options, sample
 from stages.model import ModelConfig
 
 
 class KVCache:
     """Keys and values of a static batch: for each layer two [B, L, Hkv, D]; row = sequence, column = position."""
 
-    def __init__(self, c: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, c: ModelConfig, batch: int, length: int, device: torch.device) -> None:
         shape = (c.num_hidden_layers, batch, length, c.num_key_value_heads, c.head_dim)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.k = torch.zeros(shape, device=device, dtype=c.dtype)
+        self.v = torch.zeros(shape, device=device, dtype=c.dtype)
 
     def attend(self, positions: Tensor, mask: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the new keys and values, then let each new token attend to its own row of the cache.
@@ -63,25 +65,15 @@ class KVCacheEngine:
         on_event: OnEvent | None = None,
         max_num_seqs: int = 16,
     ) -> None:
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-        loaded = load_model(model, device=device, dtype=dtype)
-        self.model, self.config = loaded.model, loaded.config
-        self.eos_token_ids = loaded.eos_token_ids
-        self.vocab_size = loaded.config.vocab_size
-        self.device = torch.device(device)
-        self.dtype = next(loaded.model.parameters()).dtype
+        check_options(max_num_seqs=max_num_seqs)
+        self.model, self.config, self.eos_token_ids, _ = load_model(model, device=device, dtype=dtype)
+        self.device, self.trace = torch.device(device), Trace(on_event)
         self.max_num_seqs = max_num_seqs
-        self.events = Events(on_event)
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
         """Token ids in, generated token ids out. Raises ValueError for a request that makes no sense."""
-        sequences = make_sequences(
-            prompts, params, vocab_size=self.vocab_size, max_model_len=self.config.max_position_embeddings
-        )
-        for seq in sequences:
-            self.events.emit("added", seq.request, prompt_tokens=seq.num_prompt_tokens)
+        sequences = accept(prompts, params, self.config, self.trace)
         for start in range(0, len(sequences), self.max_num_seqs):
             self.run_batch(sequences[start : start + self.max_num_seqs])
         return [seq.output for seq in sequences]
@@ -89,15 +81,15 @@ class KVCacheEngine:
     def run_batch(self, batch: list[Sequence]) -> None:
         """Prefill a static batch, then decode it until its last sequence is over."""
         # A finished row runs along with its last token, so that one needs a column too
-        length = max(seq.max_tokens_total for seq in batch)
-        cache = KVCache(self.config, len(batch), length, self.device, self.dtype)
+        length = max(seq.limit for seq in batch)
+        cache = KVCache(self.config, len(batch), length, self.device)
         for seq in batch:
-            self.events.emit("admitted", seq.request, cached=0)
+            self.trace.emit("admitted", seq.request, cached=0)
         logits = self.prefill(cache, batch)
         running = set(range(len(batch)))
         while True:
             for row, token in enumerate(sample(logits, batch)):
-                if row in running and append_token(batch[row], token, self.eos_token_ids, self.events):
+                if row in running and append_token(batch[row], token, self.eos_token_ids, self.trace):
                     running.remove(row)
             if not running:
                 return
@@ -109,11 +101,11 @@ class KVCacheEngine:
         What the padding computes is thrown away: its queries are never looked at, and its keys are overwritten by
         decode before any query is allowed to see that position.
         """
-        self.events.step += 1
+        self.trace.step += 1
         for seq in batch:
-            self.events.emit("scheduled", seq.request, tokens=seq.num_prompt_tokens, cached=0)
+            self.trace.emit("scheduled", seq.request, tokens=seq.num_prompt_tokens, cached=0)
         longest = max(seq.num_prompt_tokens for seq in batch)
-        padded = [seq.tokens + [0] * (longest - len(seq.tokens)) for seq in batch]
+        padded = [seq.token_ids + [0] * (longest - len(seq.token_ids)) for seq in batch]
         input_ids = torch.tensor(padded, device=self.device)  # [B, L]
         positions = torch.arange(longest, device=self.device).expand(len(batch), longest)  # [B, L]
         hidden = self.forward(cache, input_ids, positions)  # [B, L, H]
@@ -125,12 +117,12 @@ class KVCacheEngine:
 
     def decode(self, cache: KVCache, batch: list[Sequence], running: set[int]) -> Tensor:
         """Run the newest token of every sequence -> logits [B, V]. A finished row is dead weight: it runs along."""
-        self.events.step += 1
+        self.trace.step += 1
         for row in sorted(running):
-            self.events.emit("scheduled", batch[row].request, tokens=1, cached=len(batch[row].tokens) - 1)
+            self.trace.emit("scheduled", batch[row].request, tokens=1, cached=len(batch[row].token_ids) - 1)
         # exercise 2.3: input ids [B, 1] and positions [B, 1] of the newest tokens; forward; logits [B, V].
-        input_ids = torch.tensor([[seq.tokens[-1]] for seq in batch], device=self.device)
-        positions = torch.tensor([[len(seq.tokens) - 1] for seq in batch], device=self.device)
+        input_ids = torch.tensor([[seq.token_ids[-1]] for seq in batch], device=self.device)
+        positions = torch.tensor([[len(seq.token_ids) - 1] for seq in batch], device=self.device)
         return self.model.logits(self.forward(cache, input_ids, positions)[:, 0])
         # end exercise
 
@@ -142,8 +134,5 @@ class KVCacheEngine:
         columns = torch.arange(context, device=self.device)
         mask = columns <= positions[:, None, :, None]
         # end exercise
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return cache.attend(positions, mask, layer, q, k, v)
-
+        attend = partial(cache.attend, positions, mask)
         return self.model(input_ids.flatten(), positions.flatten(), attend).unflatten(0, input_ids.shape)

@@ -22,12 +22,12 @@ from stages.stage_3_paged_blocks import BlockPool, PagedEngine
 
 @dataclass(frozen=True)
 class Content:
-    """What a full, computed block holds. `parent` and `tokens` together say it exactly; the digest only finds it."""
+    """What a full, computed block holds. `parent` and `token_ids` say exactly what; the digest only finds it."""
 
     digest: int  # chained: hash of the parent's digest and the tokens
     identity: int  # a number that no other content ever gets
     parent: int  # identity of the block before it; 0 for the first
-    tokens: tuple[int, ...]
+    token_ids: tuple[int, ...]
 
 
 def chained_digest(parent: int, tokens: tuple[int, ...]) -> int:
@@ -55,14 +55,14 @@ class PrefixCachingPool(BlockPool):
         blocks: list[int] = []
         digest = identity = 0
         # At least one token must be computed, or there would be no logits to sample from: hence the - 1
-        for i in range((len(seq.tokens) - 1) // self.block_size):
-            tokens = tuple(seq.tokens[i * self.block_size : (i + 1) * self.block_size])
+        for i in range((len(seq.token_ids) - 1) // self.block_size):
+            tokens = tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
             # exercise 4.2: the digest of these tokens after `digest`, and the content found under it. Stop unless there
             #   is one with these tokens and this parent `identity`: a digest can collide, and the wrong text is worse
             #   than a miss. Otherwise add its block, and go on from its identity.
             digest = chained_digest(digest, tokens)
             content = self.find(digest)
-            if content is None or (content.parent, content.tokens) != (identity, tokens):
+            if content is None or (content.parent, content.token_ids) != (identity, tokens):
                 break
             blocks.append(self.block_by_digest[digest])
             identity = content.identity
@@ -110,7 +110,7 @@ class PrefixCachingPool(BlockPool):
         for i, block in enumerate(seq.block_table[:num_full]):
             content = self.contents[block]
             if content is None:
-                content = self.describe(parent, tuple(seq.tokens[i * self.block_size : (i + 1) * self.block_size]))
+                content = self.describe(parent, tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size]))
                 self.contents[block] = content
                 if self.find(content.digest) is not content:
                     self.block_by_digest[content.digest] = block
@@ -125,7 +125,7 @@ class PrefixCachingPool(BlockPool):
         digest = chained_digest(parent.digest if parent else 0, tokens)
         identity = parent.identity if parent else 0
         twin = self.find(digest)
-        if twin is not None and (twin.parent, twin.tokens) == (identity, tokens):
+        if twin is not None and (twin.parent, twin.token_ids) == (identity, tokens):
             return twin
         self.num_identities += 1
         return Content(digest, self.num_identities, identity, tokens)

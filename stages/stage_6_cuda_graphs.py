@@ -7,13 +7,12 @@ The idea:     from step to step the launches are the same, only the data differ.
               inputs in, replay the recording with a single call, copy the tokens out. A batch is padded to the next
               bucket with rows that work in a *scratch block*. Whatever the CPU did in mid-step has to move: lengths
               are read by the kernels, and sampling happens on the device.
-Still hurts:  the kernels are launched for free now, but they are as many and as small as before (`compile=True` fuses
-              some of them). And one device still holds the whole model: stage 7 splits it.
+Still hurts:  the kernels are launched for free now, but they are as many and as small as before (torch.compile can
+              fuse some of them). And one device still holds the whole model: stage 7 splits it.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -22,10 +21,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from stages.core import OnEvent, Sequence, append_token, gumbel, sample
-from stages.stage_3_paged_blocks import Batch, Rectangle, slots_of
-from stages.stage_4_prefix_caching import PrefixCachingPool
-from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Scheduled, Scheduler
+from stages.core import OnEvent, Sequence, gumbel
+from stages.stage_3_paged_blocks import Attention, Batch, PagedKVCache, Rectangle, gather_attention, slots_of
+from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Scheduled
 
 
 def bucket_ladder(max_num_seqs: int) -> list[int]:
@@ -48,14 +46,14 @@ class Graph(Protocol):
 
 
 class EagerGraph:
-    """What stands in for a CUDA graph where there is no GPU: it calls the function again. Nothing is saved by it."""
+    """Takes the place of a CUDA graph where there is no GPU: it calls the function again, which saves nothing."""
 
     def __init__(self, function: Callable[[], Tensor]) -> None:
         self.replay = function
 
 
 class CUDAGraph:
-    """The kernels that `function` launches, in one object that the GPU runs without asking the CPU for anything.
+    """A recording of the kernels that `function` launches. The GPU runs all of them after a single call.
 
     `pool` is the memory that all graphs share: no two of them run at the same time. Captured from the largest to the
     smallest, they need hardly more of it than the largest alone.
@@ -80,7 +78,7 @@ class CUDAGraph:
 
 @dataclass
 class Rows:
-    """All that a decode step is told about its `b` rows, eight bytes a number, one row a sequence."""
+    """The input of a decode step of `b` rows: one row per sequence, eight bytes per number."""
 
     input_ids: Tensor  # [b]
     positions: Tensor  # [b]
@@ -101,9 +99,9 @@ class Rows:
         # exercise 6.2: copy_ lists into the five fields [b]: sequences first, then `padding` rows. Those are harmless
         #   sequences of one token: id 0 at position 0, temperature 0, which write to the first slot of the scratch
         #   block and see that one key.
-        newest = [len(seq.tokens) - 1 for seq in batch]
+        newest = [len(seq.token_ids) - 1 for seq in batch]
         slots = [slots_of(seq, n, n + 1, block_size)[0] for seq, n in zip(batch, newest, strict=True)]
-        self.input_ids.copy_(torch.tensor([seq.tokens[-1] for seq in batch] + [0] * padding))
+        self.input_ids.copy_(torch.tensor([seq.token_ids[-1] for seq in batch] + [0] * padding))
         self.positions.copy_(torch.tensor(newest + [0] * padding))
         self.slots.copy_(torch.tensor(slots + [scratch_block * block_size] * padding))
         self.context_lens.copy_(torch.tensor([n + 1 for n in newest] + [1] * padding))
@@ -121,7 +119,6 @@ class CUDAGraphEngine(ContinuousBatchingEngine):
     """Stage 5, with steps in which everybody decodes replayed from a recording. All others run as before.
 
     attention: "auto" is the Triton kernel on a GPU where it can take the shapes, and the gather everywhere else.
-    compile: let torch.compile fuse the small operations of the recorded step; it takes a minute, and a GPU to matter.
     """
 
     def __init__(
@@ -136,32 +133,26 @@ class CUDAGraphEngine(ContinuousBatchingEngine):
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         attention: Literal["auto", "gather", "triton"] = "auto",
-        compile: bool = False,
     ) -> None:
-        pool = PrefixCachingPool(num_blocks, block_size)
         super().__init__(
-            model, device=device, dtype=dtype, on_event=on_event, block_size=block_size, num_blocks=num_blocks + 1,
+            model, device=device, dtype=dtype, on_event=on_event, block_size=block_size, num_blocks=num_blocks,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             attention="gather" if attention == "auto" else attention,
         )  # fmt: skip
-        # The cache has one block more than the pool knows of. Nobody is ever given it, so padding may scribble in it
-        self.scratch_block = num_blocks
-        self.pool, self.scheduler = pool, Scheduler(pool, max_num_seqs, max_num_batched_tokens, self.events)
         fits = self.config.head_dim in (64, 128) and block_size >= 16 and block_size & (block_size - 1) == 0
-        self.use_kernel = attention == "triton" or (attention == "auto" and self.device.type == "cuda" and fits)
-        if self.use_kernel:
-            self.paged_attention = self.cache.attend_triton  # prefill too
+        if attention == "auto" and self.device.type == "cuda" and fits:
+            self.attention = "triton"  # for prefill, too
+        # A cache of one block more than the pool knows of. Nobody is ever given that one: padding may scribble in it
+        self.scratch_block = num_blocks
+        self.cache = PagedKVCache(self.config, num_blocks + 1, block_size, self.device)
         # The longest table that there can be: every shape must be known when the step is recorded
-        self.table_width = min(pool.num_blocks_for(self.config.max_position_embeddings), num_blocks)
+        self.table_width = min(self.pool.num_blocks_for(self.config.max_position_embeddings), num_blocks)
         self.buckets = bucket_ladder(max_num_seqs)
         size = max_num_seqs * (5 + self.table_width)
         self.host_memory = torch.zeros(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.device_memory = torch.zeros(size, dtype=torch.int64, device=self.device)
-        self.noise = torch.zeros(max_num_seqs, self.vocab_size, dtype=torch.float64, device=self.device)
+        self.noise = torch.zeros(max_num_seqs, self.config.vocab_size, dtype=torch.float64, device=self.device)
         self.recorded_model = self.model
-        self.compiled_model = compile_layers(self.model) if compile else None
-        self.recording: Batch
-        self.attend = torch.compiler.disable(self.attend_recorded) if compile else self.attend_recorded
         self.graphs = self.record()
 
     @torch.inference_mode()
@@ -194,19 +185,24 @@ class CUDAGraphEngine(ContinuousBatchingEngine):
         """
         rows = Rows.of(self.memory_of(self.device_memory, bucket), bucket)
         numbers = torch.arange(bucket, device=self.device)  # [b]
-        rectangles = [] if self.use_kernel else [self.whole_tables(rows, numbers)]
-        tables, lens = rows.block_tables.int(), rows.context_lens.int()
-        starts = torch.arange(bucket + 1, device=self.device, dtype=torch.int32)  # [b + 1]
-        self.recording = Batch(rows.input_ids, rows.positions, rows.slots, numbers, rectangles, tables, starts, lens)
-        model = self.compiled_model or self.model
-        hidden = model(rows.input_ids, rows.positions, self.attend)  # [b, H]
-        logits = model.logits(hidden)  # [b, V]
+        batch = Batch(rows.input_ids, rows.positions, rows.slots, numbers, self.attention_of(rows, numbers))
+        hidden = self.model(rows.input_ids, rows.positions, partial(self.cache.attend, batch))  # [b, H]
+        logits = self.model.logits(hidden)  # [b, V]
         # exercise 6.3: the rule of `stages.core.sample` for all rows at once: logits + temperature * noise (of which
         #   the first `bucket` rows belong to this batch), and the index of the largest sum in each row.
         noise = self.noise[:bucket]  # [b, V]
         scores = logits + rows.temperatures[:, None] * noise
         return scores.argmax(dim=-1)
         # end exercise
+
+    def attention_of(self, rows: Rows, numbers: Tensor) -> Attention:
+        """What attends in the recorded step: the gather or the kernel, reading tables and lengths on the device."""
+        if self.attention == "gather":
+            return partial(gather_attention, [self.whole_tables(rows, numbers)])
+        from stages.paged_attention_triton import paged_decode_attention  # Linux only
+
+        tables, lens = rows.block_tables.int(), rows.context_lens.int()
+        return partial(paged_decode_attention, block_table=tables, context_len=lens)
 
     def whole_tables(self, rows: Rows, numbers: Tensor) -> Rectangle:
         """Stage 3's gather, of as many keys as there can be instead of as many as there are; the rest is masked."""
@@ -218,39 +214,17 @@ class CUDAGraphEngine(ContinuousBatchingEngine):
         return Rectangle(numbers[:, None], context_slots, columns < rows.context_lens[:, None, None, None])
         # end exercise
 
-    def attend_recorded(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch = self.recording
-        self.cache.write(batch, layer, k, v)
-        if not self.use_kernel:
-            return self.cache.attend(batch, layer, q)
-        from stages.paged_attention_triton import paged_decode_attention  # Linux only
-
-        tables, lens, scale = batch.block_tables, batch.context_lens, q.shape[-1] ** -0.5
-        return paged_decode_attention(q, self.cache.k[layer], self.cache.v[layer], tables, lens, scale)
-
-    def step(self) -> None:
-        """Schedule, compute and sample in one replay or as before, and let those leave that are over."""
-        self.events.step += 1
-        plan = self.scheduler.schedule()
-        for s in plan:
-            self.events.emit("scheduled", s.seq.request, tokens=s.num_tokens, cached=s.seq.num_computed)
-        sampled = [i for i, s in enumerate(plan) if s.reaches_end]
-        going_on = [plan[i].seq for i in sampled]
+    def run(self, plan: list[Scheduled]) -> list[int]:
+        """One replay if a recording has room for the plan, and stage 5's run if none has."""
         bucket = self.bucket_for(plan)
-        tokens = self.replay(bucket, going_on) if bucket else sample(self.forward(plan, sampled), going_on)
-        for s in plan:
-            s.seq.num_computed += s.num_tokens
-            self.pool.publish(s.seq)
-        for seq, token in zip(going_on, tokens, strict=True):
-            if append_token(seq, token, self.eos_token_ids, self.events):
-                self.scheduler.finish(seq)
+        return self.replay(bucket, [s.seq for s in plan]) if bucket else super().run(plan)
 
     def bucket_for(self, plan: list[Scheduled]) -> int | None:
         """The smallest recorded batch size with room for the plan; None if it is not a mere decode step.
 
         A CUDA graph holds the kernels of one model. If somebody exchanges `self.model`, only eager steps obey.
         """
-        decode = all(s.num_tokens == 1 and s.reaches_end for s in plan) and 0 < len(plan) <= self.buckets[-1]
+        decode = all(s.num_tokens == 1 and s.sample for s in plan) and 0 < len(plan) <= self.buckets[-1]
         if not decode or (self.device.type == "cuda" and self.model is not self.recorded_model):
             return None
         return self.buckets[bisect_left(self.buckets, len(plan))]
@@ -262,16 +236,6 @@ class CUDAGraphEngine(ContinuousBatchingEngine):
         self.memory_of(self.device_memory, bucket).copy_(host, non_blocking=True)
         for row, seq in enumerate(batch):
             if seq.params.temperature > 0:  # greedy rows multiply whatever noise lies there by 0
-                self.noise[row].copy_(gumbel(seq, self.vocab_size))
+                self.noise[row].copy_(gumbel(seq, self.config.vocab_size))
         # tolist() waits for the device, so nobody writes to host_memory while it is still being read
         return self.graphs[bucket].replay()[: len(batch)].tolist()
-
-
-def compile_layers(model: Any) -> Any:
-    """A second model of the same weights, whose layers are compiled piece by piece around the call of attention."""
-    torch.compiler.reset()  # the layers compiled for earlier engines count against a limit
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    compiled = deepcopy(model, shared)
-    for layer in compiled.layers:
-        layer.compile(dynamic=True)
-    return compiled

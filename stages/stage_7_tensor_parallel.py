@@ -5,13 +5,14 @@ The idea:     cut every layer into parts, one for each rank, which is a process 
               al., "Megatron-LM", 2019). A rank has some of the heads and some of the MLP's neurons: the matrix before
               them is cut by its outputs (column parallel), the one behind them by its inputs (row parallel), so that
               nothing between the two ever leaves the rank. One sum over all ranks after each of them makes the hidden
-              state whole again. The vocabulary is cut as well. A leader schedules as in stage 5, and tells its workers
-              in one message a step what to compute (`ranks.py` has the processes).
+              state whole again. The vocabulary is cut as well. A leader schedules as in stage 5, and in each step it
+              sends its workers one message with what to compute (`ranks.py` has the processes).
 Still hurts:  two sums a layer must cross the wire, and every rank waits for the slowest. On a GPU each of them launches
               its kernels one by one, as before stage 6. The engine `nanovllm` brings all of it together.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
@@ -20,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stages.checkpoint import load_model, read_tensors
-from stages.core import Events, OnEvent, SamplingParams, Sequence, append_token, sample
+from stages.core import OnEvent, SamplingParams, Sequence, Trace, check_options, sample
 from stages.model import Layer, ModelConfig, Transformer
 from stages.ranks import Group, Team, devices_of
-from stages.stage_3_paged_blocks import BlockPool, PagedKVCache, make_batch
+from stages.stage_3_paged_blocks import PagedKVCache, make_batch
 from stages.stage_4_prefix_caching import PrefixCachingPool
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Scheduled, Scheduler
 
@@ -87,7 +88,7 @@ class RowParallelLinear(nn.Linear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """Each rank has the vectors of its own tokens, and nothing but zeros to say about the others."""
+    """Each rank has the vectors of its own tokens, and gives zeros for all others."""
 
     def __init__(self, embedding: nn.Embedding, group: Group) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim)
@@ -118,7 +119,7 @@ def build_share(c: ModelConfig, group: Group) -> Transformer:
     return model
 
 
-def load_share(path: Path, c: ModelConfig, group: Group, dtype: torch.dtype) -> Transformer:
+def load_share(path: Path, c: ModelConfig, group: Group) -> Transformer:
     """This rank's part of a checkpoint, read a tensor at a time: the whole model is nowhere in memory."""
     with torch.device("meta"):
         model = build_share(c, group)
@@ -128,32 +129,32 @@ def load_share(path: Path, c: ModelConfig, group: Group, dtype: torch.dtype) -> 
         ours = name.removeprefix("model.")
         if ours in wanted:
             part = cut(ours, tensor, c, group.rank, group.size)
-            tensors[ours] = part.to(group.device, dtype, copy=True, memory_format=torch.contiguous_format)
+            tensors[ours] = part.to(group.device, c.dtype, copy=True, memory_format=torch.contiguous_format)
     model.load_state_dict(tensors, assign=True)
     return model.requires_grad_(False).eval()
 
 
 class Piece(NamedTuple):
-    """All that a rank must know of a sequence in one step.
+    """All that a rank must know about one sequence in one step.
 
     A rank remembers nothing of a sequence but its keys and values. So there is no message for one that is preempted,
     resumed or cut into chunks: whatever has happened to it, its next piece says all.
     """
 
     start: int  # position of the first token
-    tokens: list[int]
+    token_ids: list[int]
     block_table: list[int]
 
     @classmethod
     def of(cls, seq: Sequence, n: int) -> Self:
         """The next `n` tokens of a sequence."""
-        return cls(seq.num_computed, seq.tokens[seq.num_computed : seq.num_computed + n], seq.block_table)
+        return cls(seq.num_computed, seq.token_ids[seq.num_computed : seq.num_computed + n], seq.block_table)
 
     def as_work(self) -> tuple[Sequence, int]:
         """As `make_batch` wants it. It looks at no token before `start`."""
-        known = [0] * self.start + self.tokens
+        known = [0] * self.start + self.token_ids
         seq = Sequence(0, known, len(known), SamplingParams(), 0, self.block_table, num_computed=self.start)
-        return seq, len(self.tokens)
+        return seq, len(self.token_ids)
 
 
 class Step(NamedTuple):
@@ -168,26 +169,20 @@ class Rank:
     """One of the ranks: its part of the model, and the keys and values of its heads."""
 
     def __init__(
-        self, group: Group, path: Path, config: ModelConfig, dtype: torch.dtype, pool: BlockPool, attention: str
+        self, group: Group, path: Path, config: ModelConfig, num_blocks: int, block_size: int, attention: str
     ) -> None:
-        self.group = group
-        self.model = load_share(path, config, group, dtype)
-        self.vocab_size, self.block_size = config.vocab_size, pool.block_size
-        self.cache = PagedKVCache(self.model.config, pool, group.device, dtype)
-        self.paged_attention = self.cache.attend if attention == "gather" else self.cache.attend_triton
+        self.group, self.vocab_size = group, config.vocab_size
+        self.block_size, self.attention = block_size, attention
+        self.model = load_share(path, config, group)
+        self.cache = PagedKVCache(self.model.config, num_blocks, block_size, group.device)
 
     @torch.inference_mode()
     def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
         """Do this rank's part -> the best tokens of every rank [R, N, 2], and the logits to draw from [M, V]."""
-        batch = make_batch([piece.as_work() for piece in step.pieces], self.block_size, self.group.device)
-        sampled = batch.last_tokens[step.sampled]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.write(batch, layer, k, v)
-            return self.paged_attention(batch, layer, q)
-
-        hidden = self.model(batch.input_ids, batch.positions, attend)  # [T, H]
-        logits = self.model.logits(hidden[sampled])  # [N, V / R]
+        work = [piece.as_work() for piece in step.pieces]
+        batch = make_batch(work, self.block_size, self.group.device, self.attention)
+        hidden = self.model(batch.input_ids, batch.positions, partial(self.cache.attend, batch))  # [T, H]
+        logits = self.model.logits(hidden[batch.last_tokens[step.sampled]])  # [N, V / R]
         best = self.group.all_gather(best_of(logits, self.group.rank, self.vocab_size))
         return best, self.group.all_gather(logits[step.drawn]).transpose(0, 1).flatten(1)
 
@@ -227,22 +222,18 @@ class TensorParallelEngine(ContinuousBatchingEngine):
         attention: Literal["gather", "triton"] = "gather",
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        for name, value in (sizes | {"tensor_parallel_size": tensor_parallel_size}).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if attention not in ("gather", "triton"):
-            raise ValueError(f"attention must be 'gather' or 'triton', got {attention!r}")
+        sizes |= {"block_size": block_size, "num_blocks": num_blocks, "tensor_parallel_size": tensor_parallel_size}
+        check_options(**sizes, attention=attention)
         devices = devices_of(torch.device(device), tensor_parallel_size)
         if dtype is None and devices[0].type == "cpu":
             dtype = torch.float32
-        checkpoint = load_model(model, device="meta", dtype=dtype)  # checks every tensor and reads none
-        share_of(checkpoint.config, tensor_parallel_size)
-        self.config, self.eos_token_ids = checkpoint.config, checkpoint.eos_token_ids
-        self.vocab_size, self.device = checkpoint.config.vocab_size, devices[0]
-        self.events = Events(on_event)
+        # On "meta" every tensor is checked and none is read
+        _, self.config, self.eos_token_ids, path = load_model(model, device="meta", dtype=dtype)
+        share_of(self.config, tensor_parallel_size)
+        self.device, self.trace = devices[0], Trace(on_event)
         self.pool = PrefixCachingPool(num_blocks, block_size)
-        self.scheduler = Scheduler(self.pool, max_num_seqs, max_num_batched_tokens, self.events)
-        arguments = (checkpoint.path, self.config, dtype or self.config.dtype, self.pool, attention)
+        self.scheduler = Scheduler(self.pool, max_num_seqs, max_num_batched_tokens, self.trace)
+        arguments = (path, self.config, num_blocks, block_size, attention)
         self.team = Team(devices)
         try:
             self.team.start(Rank, arguments)  # they load while the leader does
@@ -259,23 +250,9 @@ class TensorParallelEngine(ContinuousBatchingEngine):
             raise RuntimeError("this engine is closed: its workers have ended; make a new one")
         return super().generate(prompts, params)
 
-    def step(self) -> None:
+    def run(self, plan: list[Scheduled]) -> list[int]:
         """As in stage 5, but every rank computes, and of most logits only the winner comes here."""
-        self.events.step += 1
-        plan = self.scheduler.schedule()
-        for s in plan:
-            self.events.emit("scheduled", s.seq.request, tokens=s.num_tokens, cached=s.seq.num_computed)
-        sampled = [i for i, s in enumerate(plan) if s.reaches_end]
-        tokens = self.compute(plan, sampled)
-        for s in plan:
-            s.seq.num_computed += s.num_tokens
-            self.pool.publish(s.seq)
-        for i, token in zip(sampled, tokens, strict=True):
-            if append_token(plan[i].seq, token, self.eos_token_ids, self.events):
-                self.scheduler.finish(plan[i].seq)
-
-    def compute(self, plan: list[Scheduled], sampled: list[int]) -> list[int]:
-        """One step of all ranks -> the next token of the sequences in `sampled`."""
+        sampled = [i for i, s in enumerate(plan) if s.sample]
         going_on = [plan[i].seq for i in sampled]
         drawn = [i for i, seq in enumerate(going_on) if seq.params.temperature > 0]
         message = Step([Piece.of(s.seq, s.num_tokens) for s in plan], sampled, drawn)
@@ -283,7 +260,7 @@ class TensorParallelEngine(ContinuousBatchingEngine):
         with self.team.step(message):
             best, logits = self.rank(message)
             tokens = winners(best)
-        draws = sample(logits[:, : self.vocab_size], [going_on[i] for i in drawn])
+        draws = sample(logits[:, : self.config.vocab_size], [going_on[i] for i in drawn])
         for i, token in zip(drawn, draws, strict=True):
             tokens[i] = token
         return tokens

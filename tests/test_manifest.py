@@ -48,7 +48,7 @@ def test_the_engine_takes_the_options_of_the_manifest(stage: Stage) -> None:
     own = {name: p for name, p in parameters.items() if name not in SHARED}
     assert set(stage.options) <= own.keys()
     # Whatever else a stage offers chooses between ways to compute the same, which the manifest need not know
-    assert own.keys() - set(stage.options) <= {"attention", "compile"}
+    assert own.keys() - set(stage.options) <= {"attention"}
     for name, parameter in own.items():
         assert parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty, name
     for name in SHARED - {"self"}:

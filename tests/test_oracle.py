@@ -42,14 +42,15 @@ def planted(number: int, *faults: tuple[str, str]) -> Any:
 # --- the explainer ---------------------------------------------------------------------------------------------------
 
 LONE_FAULTS = {  # name: suspect, stage, text in it, what it is replaced by
-    "decode one position too late": ("position", 2, "[[len(seq.tokens) - 1] for", "[[len(seq.tokens)] for"),
+    "decode one position too late": ("position", 2, "[[len(seq.token_ids) - 1] for", "[[len(seq.token_ids)] for"),
     "decode one position too early": (
         "position", 3, "positions += range(start, stop)", "positions += range(start - (n == 1), stop - (n == 1))",
     ),
     "the token itself is masked": ("mask", 2, "<= positions[:, None, :, None]", "< positions[:, None, :, None]"),
-    "the next token is not masked": ("mask", 3, "<= last_key))", "<= last_key + 1))"),
+    "the next token is not masked": ("mask", 3, "device) <= last_key", "device) <= last_key + 1"),
     "the first token is masked": (
-        "mask", 3, "<= last_key))", "<= last_key - longest * ((torch.arange(longest) == 0) & (last_key > 0))))",
+        "mask", 3, "device) <= last_key",
+        "device) <= last_key - longest * ((torch.arange(longest) == 0) & (last_key > 0))",
     ),
     "nothing is masked": ("mask", 1, "is_causal=True", "is_causal=False"),
     "values in the wrong slots": (
@@ -61,7 +62,7 @@ LONE_FAULTS = {  # name: suspect, stage, text in it, what it is replaced by
     "another token than the best": ("sampling", 1, "append_token(seq, token,", "append_token(seq, token ^ 1,"),
     "logits of the last token but one": ("sampling", 2, "[seq.num_prompt_tokens - 1", "[seq.num_prompt_tokens - 2"),
     "one token too many": (
-        "sampling", 1, "self.eos_token_ids, self.events)", "self.eos_token_ids, self.events) and len(seq.output) > 24",
+        "sampling", 1, "self.eos_token_ids, self.trace)", "self.eos_token_ids, self.trace) and len(seq.output) > 24",
     ),
 }  # fmt: skip
 

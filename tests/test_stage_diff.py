@@ -82,14 +82,14 @@ def test_a_method_is_paired_with_what_it_overrides_or_the_engine_before_inherite
 def test_a_stage_is_compared_with_the_one_it_builds_on() -> None:
     diff = compare(7)
     assert diff.before and diff.before.number == 5
-    assert was(diff)["TensorParallelEngine.step"] == "ContinuousBatchingEngine.step"
+    assert was(diff)["TensorParallelEngine.run"] == "ContinuousBatchingEngine.run"
     assert not any(unit.label.startswith("CUDAGraph") for unit in diff.removed)
 
 
 def test_what_is_new_gone_and_kept() -> None:
     diff = compare(5)
     listed = dict(diff.facts())
-    assert {"Status", "Scheduled", "Scheduler"} <= {u.label for u in diff.added}
+    assert {"Scheduled", "Scheduler"} <= {u.label for u in diff.added}
     assert "Scheduler: Who computes" in listed["new"] and "Scheduler.schedule" not in listed["new"]
     assert {"PagedEngine.admit", "PagedEngine.finish_batch"} <= {u.label for u in diff.removed}
     assert diff.kept["make_batch"] == 3 and diff.kept["PrefixCachingPool"] == 4

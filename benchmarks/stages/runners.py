@@ -63,10 +63,14 @@ def mib(model: torch.nn.Module) -> float:
 class StageRunner(Runner):
     """An engine of `stages/`, built anew for every scenario with the scenario's limits."""
 
-    def __init__(self, model: str, device: str, *, number: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: str, device: str, *, number: int, options: dict[str, Any], compiled: bool = False
+    ) -> None:
+        from benchmarks.stages.compiled import CompiledEngine
         from stages.manifest import load_stage
 
         self.stage, self.options = load_stage(number), options
+        self.engine_class: Any = CompiledEngine if compiled else self.stage.engine_class()
         self.model, self.device = model, device
         self.engine: Any = None
         if number == 2:
@@ -95,8 +99,8 @@ class StageRunner(Runner):
         }
         options = {name: value for name, value in limits.items() if name in self.stage.options} | self.options
         self.engine = None  # the one before goes first, with its memory and its processes
-        self.engine = self.stage.engine_class()(self.model, device=self.device, on_event=self.on_event, **options)
-        self.vocab_size = self.engine.vocab_size
+        self.engine = self.engine_class(self.model, device=self.device, on_event=self.on_event, **options)
+        self.vocab_size = self.engine.config.vocab_size
 
     def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
         from stages.core import SamplingParams

@@ -195,7 +195,8 @@ def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
     batches, prompt, tokens = ((1, 3), 8, 4) if quick else ((1, 8, 64), 64, 32)
     contenders = [stage_contender(5), stage_contender(6), hf_contender(HF, batch=True)]
     if not quick:
-        contenders.append(stage_contender(6, name="stage 6 compiled", compile=True))
+        compiled = {"kind": "stage", "number": 6, "compiled": True, "options": {}}
+        contenders.append(Contender("stage 6 compiled", compiled))
         contenders.append(stage_contender(5, only=("batch 1",), name="stage 5 with the kernel", attention="triton"))
     return Showcase(
         name="stage_6",

@@ -14,7 +14,7 @@ def main() -> None:
     sequences = make_sequences(*three_requests(), vocab_size=4096, max_model_len=2048)
     pool = PrefixCachingPool(NUM_BLOCKS, BLOCK_SIZE)
     for seq in sequences:
-        pool.allocate(seq, len(seq.tokens))
+        pool.allocate(seq, len(seq.token_ids))
     rows = Rows.of(torch.zeros(BUCKET * (5 + TABLE), dtype=torch.int64), BUCKET)
     rows.fill(sequences, BLOCK_SIZE, scratch_block=NUM_BLOCKS)
     print("         id pos slot len blocks")

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,12 +46,12 @@ def careless(self: VocabParallelEmbedding, ids: Tensor) -> Tensor:
 def continued(tokens: list[int]) -> list[int]:
     """The greedy continuation, computed from the beginning for each token, as in stage 1."""
     path, desk, barrier = Path(STORY_MODEL), [None] * RANKS, threading.Barrier(RANKS)
-    config = read_config(path)
+    config = replace(read_config(path), dtype=torch.float32)
 
     @torch.inference_mode()
     def work(rank: int) -> list[int]:
         group: Any = Threads(rank, desk, barrier)
-        model, known = load_share(path, config, group, torch.float32), list(tokens)
+        model, known = load_share(path, config, group), list(tokens)
         for _ in range(NEW):
             hidden = model(torch.tensor(known), torch.arange(len(known)), attend_to_all)
             best = best_of(model.logits(hidden[-1:]), rank, config.vocab_size)

@@ -3,20 +3,18 @@
 import torch
 from torch import Tensor
 
-from stages.core import SamplingParams, Sequence, append_token, make_sequences, sample
+from stages.core import SamplingParams, Sequence, accept, append_token, sample
 from stages.stage_1_naive import NaiveEngine, attend_to_all
 
 
 class TogetherEngine(NaiveEngine):
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
-        sequences = make_sequences(
-            prompts, params, vocab_size=self.vocab_size, max_model_len=self.config.max_position_embeddings
-        )
+        sequences = accept(prompts, params, self.config, self.trace)
         running = list(sequences)
         while running:
             chosen = sample(self.scores(running), running)
-            over = [append_token(s, t, self.eos_token_ids, self.events) for s, t in zip(running, chosen, strict=True)]
+            over = [append_token(s, t, self.eos_token_ids, self.trace) for s, t in zip(running, chosen, strict=True)]
             running = [s for s, finished in zip(running, over, strict=True) if not finished]
         return [seq.output for seq in sequences]
 
@@ -24,8 +22,8 @@ class TogetherEngine(NaiveEngine):
         """The logits [len(batch), V] of the next token of each text."""
         # exercise 1b: one pass, with the texts laid end to end
         # instead: return torch.cat([self.next_token_logits(seq) for seq in batch])  # a pass for each; yours to mend
-        lengths = [len(seq.tokens) for seq in batch]
-        input_ids = torch.tensor([token for seq in batch for token in seq.tokens], device=self.device)  # [T]
+        lengths = [len(seq.token_ids) for seq in batch]
+        input_ids = torch.tensor([token for seq in batch for token in seq.token_ids], device=self.device)  # [T]
         positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])  # [T]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -30,11 +30,11 @@ class SaltedPool(PrefixCachingPool):
         # instead: return super().find_prefix(seq)  # yours to write
         blocks: list[int] = []
         digest, identity = self.root()
-        for i in range((len(seq.tokens) - 1) // self.block_size):
-            tokens = tuple(seq.tokens[i * self.block_size : (i + 1) * self.block_size])
+        for i in range((len(seq.token_ids) - 1) // self.block_size):
+            tokens = tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
             digest = chained_digest(digest, tokens)
             content = self.find(digest)
-            if content is None or (content.parent, content.tokens) != (identity, tokens):
+            if content is None or (content.parent, content.token_ids) != (identity, tokens):
                 break
             blocks.append(self.block_by_digest[digest])
             identity = content.identity
@@ -47,7 +47,7 @@ class SaltedPool(PrefixCachingPool):
         before, identity = (parent.digest, parent.identity) if parent else self.root()
         digest = chained_digest(before, tokens)
         twin = self.find(digest)
-        if twin is not None and (twin.parent, twin.tokens) == (identity, tokens):
+        if twin is not None and (twin.parent, twin.token_ids) == (identity, tokens):
             return twin
         self.num_identities += 1
         return Content(digest, self.num_identities, identity, tokens)

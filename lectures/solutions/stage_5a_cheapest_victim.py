@@ -26,32 +26,17 @@ def tokens_computed(events: SequenceOf[Event]) -> int:
 
 
 class CheapestVictimScheduler(Scheduler):
-    def schedule(self) -> list[Scheduled]:
-        budget = self.max_num_batched_tokens
-        plan: list[Scheduled] = []
-        for seq in list(self.running):
-            if seq not in self.running or budget == 0:
-                continue
-            num_tokens = min(len(seq.tokens) - seq.num_computed, budget)
-            while not self.allocate(seq, seq.num_computed + num_tokens):
-                victim = choose_victim(self.running[self.running.index(seq) :])
-                self.preempt(victim)
-                if victim is seq:
-                    break
-            if seq in self.running:
-                plan.append(Scheduled(seq, num_tokens))
-                budget -= num_tokens
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
-            if not self.allocate(seq, len(seq.tokens)):
-                break
-            self.running.append(self.waiting.popleft())
-            self.running.sort(key=lambda s: s.request)  # a victim may be earlier than some that still run
-            num_tokens = min(len(seq.tokens) - seq.num_computed, budget)
-            plan.append(Scheduled(seq, num_tokens))
-            budget -= num_tokens
-            self.events.emit("admitted", seq.request, cached=seq.num_computed)
-        return plan
+    def make_room(self, seq: Sequence, num_tokens: int) -> bool:
+        while not self.allocate(seq, num_tokens):
+            victim = choose_victim(self.running[self.running.index(seq) :])
+            self.preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def admit(self, plan: list[Scheduled], budget: int) -> None:
+        super().admit(plan, budget)
+        self.running.sort(key=lambda seq: seq.request)  # a victim may be earlier than some that still run
 
 
 class CheapestVictimEngine(ContinuousBatchingEngine):
@@ -59,4 +44,4 @@ class CheapestVictimEngine(ContinuousBatchingEngine):
         self, model: str, *, max_num_seqs: int = 16, max_num_batched_tokens: int = 512, **options: Any
     ) -> None:
         super().__init__(model, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **options)
-        self.scheduler = CheapestVictimScheduler(self.pool, max_num_seqs, max_num_batched_tokens, self.events)
+        self.scheduler = CheapestVictimScheduler(self.pool, max_num_seqs, max_num_batched_tokens, self.trace)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.core import Sequence, append_token, sample
-from stages.stage_5_continuous_batching import Scheduled
+from stages.core import Sequence
+from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Scheduled
 from stages.stage_6_cuda_graphs import CUDAGraphEngine, Rows
 
 
@@ -47,37 +47,24 @@ class SeveralStepsEngine(CUDAGraphEngine):
         """None also where somebody samples, has fewer tokens to go than a replay gives, or gets no blocks for them."""
         bucket = super().bucket_for(plan)
         for seq in (s.seq for s in plan) if bucket else ():
-            left = seq.max_tokens_total - len(seq.tokens)
+            left = seq.limit - len(seq.token_ids)
             short = left < self.num_steps or not self.scheduler.allocate(seq, seq.num_computed + self.num_steps)
             if seq.params.temperature > 0 or short:
                 return None
         return bucket
 
     def step(self) -> None:
-        """Stage 6's, but a sequence gets as many tokens as the replay has for it."""
-        self.events.step += 1
+        """Stage 5's, but a replay gives each sequence several tokens, which are taken in one after another."""
         plan = self.scheduler.schedule()
         bucket = self.bucket_for(plan)
-        for s in plan:
-            num_tokens = self.num_steps if bucket else s.num_tokens
-            self.events.emit("scheduled", s.seq.request, tokens=num_tokens, cached=s.seq.num_computed)
-        sampled = [i for i, s in enumerate(plan) if s.reaches_end]
-        going_on = [plan[i].seq for i in sampled]
-        if bucket:
-            chosen = self.replay_all(bucket, going_on)
-        else:
-            chosen = [[token] for token in sample(self.forward(plan, sampled), going_on)]
-        for s in plan:
-            s.seq.num_computed += s.num_tokens
-            self.pool.publish(s.seq)
-        for seq, tokens in zip(going_on, chosen, strict=True):
-            over = False
-            while tokens and not over:  # what comes after an end-of-sequence token was computed for nothing
-                over = append_token(seq, tokens.pop(0), self.eos_token_ids, self.events)
-            seq.num_computed = len(seq.tokens) - 1
-            self.pool.publish(seq)
-            if over:
-                self.scheduler.finish(seq)
+        if bucket is None:
+            self.scheduler.commit(plan, ContinuousBatchingEngine.run(self, plan), self.eos_token_ids)
+            return
+        chosen = self.replay_all(bucket, [s.seq for s in plan])
+        for step in range(self.num_steps):
+            # A sequence that is over has left: what comes behind its end was computed for nothing
+            left = [i for i, s in enumerate(plan) if s.seq in self.scheduler.running]
+            self.scheduler.commit([plan[i] for i in left], [chosen[i][step] for i in left], self.eos_token_ids)
 
     def replay_all(self, bucket: int, batch: list[Sequence]) -> list[list[int]]:
         """Copy in, replay, copy out -> for each sequence its next `num_steps` tokens."""

@@ -5,7 +5,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Starter:
         """The engine that an earlier test was given, if it still lives."""
         if path not in self.kept or not self.kept[path].team.close.alive:
             self.kept[path] = self(path, **options)
-        self.kept[path].events.on_event = None
+        self.kept[path].trace.on_event = None
         return self.kept[path]
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def check_gone(pids: list[int], segments: list[str]) -> None:
+def check_gone(pids: list[int], segments: Sequence[str] = ()) -> None:
     """Within seconds: no worker, not even as a zombie of somebody else, and no shared memory."""
     deadline = time.monotonic() + PROMPTLY
     while alive := [pid for pid in pids if (fields := stat(pid)) is not None and fields[0] != "Z"]:

@@ -35,7 +35,7 @@ def serve(subject: Subject, shadow: Path) -> Any:
 def ask(engine: Any, prompts: list[list[int]], max_tokens: int = 4, params: Any = None) -> Listener:
     """Serve greedily with a fresh listener, check tokens, events and that nothing is left. Returns the listener."""
     listener = Listener()
-    engine.events.on_event = listener
+    engine.trace.on_event = listener
     all_params = params or [greedy(max_tokens)] * len(prompts)
     outputs = engine.generate(prompts, all_params)
     for prompt, output, p in zip(prompts, outputs, all_params, strict=True):
@@ -93,10 +93,10 @@ def test_prefix_p4_the_first_is_interrupted_in_mid_prefill(serve: Any) -> None:
     a, b = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10]
 
     def interrupt(event: Event) -> None:
-        if event["type"] == "scheduled" and event["step"] == engine.events.step and event["cached"] == 4:
+        if event["type"] == "scheduled" and event["step"] == engine.trace.step and event["cached"] == 4:
             raise KeyboardInterrupt
 
-    engine.events.on_event = interrupt
+    engine.trace.on_event = interrupt
     with pytest.raises(KeyboardInterrupt):
         engine.generate([a], greedy(4))
     assert cached(ask(engine, [b])) == [4]
@@ -197,7 +197,7 @@ def test_scheduler_s2_preempt_and_resume(serve: Any, temperature: float) -> None
     expected = serve(block_size=2, num_blocks=64).generate(prompts, params)
     engine = serve(block_size=2, num_blocks=6)
     listener = Listener()
-    engine.events.on_event = listener
+    engine.trace.on_event = listener
     assert engine.generate(prompts, params) == expected
     listener.check_end(prompts, expected, params, engine.eos_token_ids)
     assert any(told.preempted for told in listener.requests.values())

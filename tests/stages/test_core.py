@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from stages.core import Events, SamplingParams, Sequence, append_token, make_sequences, sample
+from stages.core import SamplingParams, Sequence, Trace, append_token, make_sequences, sample
 from stages.manifest import load_stage, load_stages
 from tests import oracle
 
@@ -71,7 +71,7 @@ def test_draws_have_the_odds_of_the_softmax() -> None:
 def test_why_a_sequence_is_over(output: list[int], params: dict[str, Any], reason: str | None) -> None:
     told: list[dict[str, Any]] = []
     seq = Sequence(3, [9, 8, *output[:-1]], 2, SamplingParams(**params), 0)  # EOS ids in the prompt end nothing
-    assert append_token(seq, output[-1], frozenset({8, 9}), Events(told.append)) == (reason is not None)
+    assert append_token(seq, output[-1], frozenset({8, 9}), Trace(told.append)) == (reason is not None)
     assert seq.output == output and told[0]["ids"] == output[-1:]
     assert [event["reason"] for event in told if event["type"] == "finished"] == ([reason] if reason else [])
 
@@ -79,10 +79,10 @@ def test_why_a_sequence_is_over(output: list[int], params: dict[str, Any], reaso
 def test_prompts_are_copied_and_checked() -> None:
     prompt = [1, 2, 3]
     [seq] = make_sequences([prompt], SamplingParams(max_tokens=5), vocab_size=10, max_model_len=8)
-    seq.tokens.append(4)
-    assert prompt == [1, 2, 3] and (seq.max_tokens_total, seq.max_slots) == (8, 7)
+    seq.token_ids.append(4)
+    assert prompt == [1, 2, 3] and (seq.limit, seq.max_slots) == (8, 7)
     with pytest.raises(ValueError, match=r"prompts\[0\]: 4 prompt tokens \+ max_tokens 5 exceed .* 8 positions"):
-        make_sequences([seq.tokens], SamplingParams(max_tokens=5), vocab_size=10, max_model_len=8)
+        make_sequences([seq.token_ids], SamplingParams(max_tokens=5), vocab_size=10, max_model_len=8)
 
 
 def test_the_manifest_and_the_files_agree() -> None:

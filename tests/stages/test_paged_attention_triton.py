@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from stages.paged_attention_triton import paged_attention, paged_decode_attention
+from stages.core import SamplingParams, Sequence
+from stages.paged_attention_triton import attend_in_place, paged_attention, paged_decode_attention
 
 Lengths = list[tuple[int, int]]  # (query_len, context_len) of each sequence
 
@@ -50,12 +51,25 @@ def check(
     k_cache, v_cache = cache.to(device, dtype)
     inputs = (x.to(device) for x in (torch.cat(queries).to(dtype), table, start, context_len))
     q, table, start, context_len = inputs
-    out = paged_attention(q, k_cache, v_cache, table, start, context_len, head_dim**-0.5)
+    out = paged_attention(q, k_cache, v_cache, table, start, context_len)
     assert out.shape == q.shape
     assert out.dtype == dtype
     torch.testing.assert_close(out.cpu().double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
     if all(query_len == 1 for query_len, _ in lengths):
-        assert torch.equal(paged_decode_attention(q, k_cache, v_cache, table, context_len, head_dim**-0.5), out)
+        assert torch.equal(paged_decode_attention(q, k_cache, v_cache, table, context_len), out)
+
+
+def test_the_tables_of_a_step() -> None:
+    """A prefill, a chunk in the middle and a decode: as the kernel takes them."""
+    work = []
+    for table, known, computed, n in (([2, 6], 5, 0, 5), ([1, 4, 0], 9, 3, 4), ([5], 4, 3, 1)):
+        seq = Sequence(0, [7] * known, known, SamplingParams(), 0, block_table=table, num_computed=computed)
+        work.append((seq, n))
+    step = attend_in_place(work, torch.device("cpu")).keywords
+    assert step["query_start"].tolist() == [0, 5, 9, 10] and step["context_len"].tolist() == [5, 7, 4]
+    tables = [row[:n] for row, n in zip(step["block_table"].tolist(), (2, 3, 1), strict=True)]
+    assert tables == [[2, 6], [1, 4, 0], [5]]
+    assert {tensor.dtype for tensor in step.values()} == {torch.int32}
 
 
 DECODE = [(1, n) for n in (1, 2, 15, 16, 17, 32, 33, 65, 100)]
@@ -104,7 +118,7 @@ def test_refuses_shapes_that_its_tiles_cannot_have(block_size: int, head_dim: in
     cache = torch.zeros(2, block_size, 1, head_dim)
     one = torch.ones(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="use the gather"):
-        paged_decode_attention(torch.zeros(1, 1, head_dim), cache, cache, one, one[0], 1.0)
+        paged_decode_attention(torch.zeros(1, 1, head_dim), cache, cache, one, one[0])
 
 
 @pytest.mark.gpu

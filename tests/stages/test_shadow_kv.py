@@ -62,7 +62,7 @@ def test_every_slot_that_is_read_is_right(
     ShadowModel.on(engine)
     for requests in rounds:
         listener = Checked(engine, keeps_kv=not subject.recomputes)
-        engine.events.on_event = listener
+        engine.trace.on_event = listener
         params = [greedy(max_tokens, ignore_eos) for _, max_tokens, ignore_eos in requests]
         batch = [prompt for prompt, _, _ in requests]
         outputs = engine.generate(batch, params)
@@ -87,7 +87,7 @@ def test_an_interruption_at_any_event_frees_everything(subject: Subject, shadow:
         if events_left == 0:
             raise KeyboardInterrupt
 
-    engine.events.on_event = interrupt
+    engine.trace.on_event = interrupt
     fatal_event, interrupted = 0, True
     while interrupted:
         fatal_event += 1

@@ -1,5 +1,6 @@
 """Stage 2's parts: the rectangle of keys and values, and its batch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,8 +14,8 @@ from tests.weights import lively_qwen3
 
 @since(2, 2)
 def test_new_keys_and_values_land_in_their_row_and_column(subject: Subject, checkpoints: Path) -> None:
-    config = read_config(lively_qwen3(checkpoints))
-    cache = subject.part("KVCache")(config, 2, 6, torch.device("cpu"), torch.float32)
+    config = replace(read_config(lively_qwen3(checkpoints)), dtype=torch.float32)
+    cache = subject.part("KVCache")(config, 2, 6, torch.device("cpu"))
     k, v = (torch.randn(2, 2, 32) for _ in range(2))  # one new token for each of two rows
     q = torch.randn(2, 4, 32)
     positions = torch.tensor([[3], [1]])
@@ -29,8 +30,8 @@ def test_new_keys_and_values_land_in_their_row_and_column(subject: Subject, chec
 @since(2, 2)
 def test_a_row_sees_its_own_past_and_nothing_else(subject: Subject, checkpoints: Path) -> None:
     """Everything that must be invisible is poisoned with NaN or huge values; the answer is that of attention alone."""
-    config = read_config(lively_qwen3(checkpoints))
-    cache = subject.part("KVCache")(config, 2, 6, torch.device("cpu"), torch.float32)
+    config = replace(read_config(lively_qwen3(checkpoints)), dtype=torch.float32)
+    cache = subject.part("KVCache")(config, 2, 6, torch.device("cpu"))
     cache.k.fill_(1e4)
     cache.v.fill_(1e4)
     lengths = [4, 2]

@@ -190,7 +190,7 @@ def test_a_shared_beginning_is_computed_once(subject: Subject, checkpoints: Path
     engine = subject.engine(lively_qwen3(checkpoints), block_size=4, num_blocks=64, max_num_batched_tokens=42)
     [shared] = random_prompts(40)
     computed = []
-    engine.events.on_event = lambda e: computed.append(e["tokens"]) if e["type"] == "scheduled" else None
+    engine.trace.on_event = lambda e: computed.append(e["tokens"]) if e["type"] == "scheduled" else None
     engine.generate([[*shared, i, i] for i in range(8)], greedy(1))
     assert sum(computed) == 42 + 7 * 2
     assert torch.tensor(computed).max() == 42

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stages.core import Events, SamplingParams, Sequence
+from stages.core import SamplingParams, Sequence, Trace
 from tests.stages.subject import Subject, since
 
 
@@ -15,7 +15,7 @@ class Rig:
     def __init__(self, subject: Subject, num_blocks: int, block_size: int, seats: int, budget: int) -> None:
         self.pool = subject.part("PrefixCachingPool")(num_blocks, block_size)
         self.told: list[Any] = []
-        self.scheduler = subject.part("Scheduler")(self.pool, seats, budget, Events(self.told.append))
+        self.scheduler = subject.part("Scheduler")(self.pool, seats, budget, Trace(self.told.append))
         self.all: list[Sequence] = []
 
     def add(self, *prompt_lengths: int) -> list[Sequence]:
@@ -23,7 +23,7 @@ class Rig:
             n = len(self.all)
             tokens = [100 * n + i for i in range(length)]
             self.all.append(Sequence(n, tokens, length, SamplingParams(max_tokens=99), seed=n))
-            self.scheduler.waiting.append(self.all[-1])
+            self.scheduler.add(self.all[-1])
         return self.all
 
     def step(self) -> dict[int, int]:
@@ -31,11 +31,8 @@ class Rig:
         plan = self.scheduler.schedule()
         for s in plan:
             assert len(s.seq.block_table) * self.pool.block_size >= s.seq.num_computed + s.num_tokens
-            ends = s.reaches_end
-            s.seq.num_computed += s.num_tokens
-            self.pool.publish(s.seq)
-            if ends:
-                s.seq.tokens.append(1000 * (s.seq.request + 1) + len(s.seq.tokens))
+        new = [1000 * (s.seq.request + 1) + len(s.seq.token_ids) for s in plan if s.sample]
+        self.scheduler.commit(plan, new, frozenset())
         return {s.seq.request: s.num_tokens for s in plan}
 
     def queues(self) -> tuple[list[int], list[int]]:
@@ -69,7 +66,7 @@ def test_only_the_chunk_that_reaches_the_last_known_token_samples(rig: Callable[
     lengths = []
     for _ in range(4):
         r.step()
-        lengths.append(len(seq.tokens))
+        lengths.append(len(seq.token_ids))
     assert lengths == [7, 7, 8, 9]
 
 
@@ -101,15 +98,15 @@ def test_the_latest_arrival_is_preempted_and_comes_back(rig: Callable[..., Rig])
     assert r.queues() == ([0, 1], [2])
     assert len(r.pool.free_list) == 0
     assert r.step() == {0: 1, 1: 1}
-    known = list(b.tokens)
+    known = list(b.token_ids)
     assert r.step() == {0: 1}  # a needs a fourth block: b gives way, and is not let in again in the same step
     assert r.queues() == ([0], [1, 2])  # b came before c and still does
-    assert b.tokens == known and b.num_computed == 0 and b.block_table == []
+    assert b.token_ids == known and b.num_computed == 0 and b.block_table == []
     assert [e["request"] for e in r.told if e["type"] == "preempted"] == [1]
-    while a in r.scheduler.running and len(a.tokens) < 11:
+    while a in r.scheduler.running and len(a.token_ids) < 11:
         r.step()
     r.scheduler.finish(a)
-    assert r.step()[1] >= 1 and b.tokens[: len(known)] == known
+    assert r.step()[1] >= 1 and b.token_ids[: len(known)] == known
 
 
 @since(5)
@@ -132,7 +129,7 @@ def test_scheduler_s4_the_first_always_advances(rig: Callable[..., Rig]) -> None
         first = min((s.request for s in r.scheduler.running), default=None)
         plan = r.step()
         assert first is None or first in plan, "the earliest arrival did nothing"
-        for seq in [s for s in r.scheduler.running if len(s.tokens) == 12]:
+        for seq in [s for s in r.scheduler.running if len(s.token_ids) == 12]:
             r.scheduler.finish(seq)
             done.append(seq.request)
         if len(done) == 4:
@@ -148,17 +145,6 @@ def test_what_comes_back_finds_its_own_blocks(rig: Callable[..., Rig]) -> None:
     [seq] = r.add(4)
     for _ in range(5):
         r.step()
-    assert (len(seq.tokens), seq.num_computed) == (9, 8)
+    assert (len(seq.token_ids), seq.num_computed) == (9, 8)
     r.scheduler.preempt(seq)
     assert r.step() == {0: 1} and seq.num_computed == 9
-
-
-@since(5)
-def test_status_follows_the_queues(subject: Subject, rig: Callable[..., Rig]) -> None:
-    status = subject.part("Status")
-    r = rig(seats=1)
-    a, b = r.add(2, 2)
-    r.step()
-    assert (r.scheduler.status(a), r.scheduler.status(b)) == (status.RUNNING, status.WAITING)
-    r.scheduler.finish(a)
-    assert r.scheduler.status(a) is status.FINISHED

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from stages.core import SamplingParams, sample
+from benchmarks.stages.compiled import CompiledEngine
+from stages.core import SamplingParams, make_sequences, sample
 from tests import oracle
 from tests.stages.requests import PROMPTS, TIGHT, greedy, random_prompts
 from tests.stages.shadow import ShadowModel, continuation
@@ -105,7 +106,7 @@ def test_a_model_that_was_exchanged_is_obeyed(subject: Subject, checkpoints: Pat
     engine = subject.engine(lively_qwen3(checkpoints), **TIGHT)
     assert engine.bucket_for([]) is None, "nothing to do is no decode step"
     scheduled = subject.part("Scheduled")
-    seq = subject.part("make_sequences")([[5]], greedy(2), vocab_size=512, max_model_len=64)[0]
+    seq = make_sequences([[5]], greedy(2), vocab_size=512, max_model_len=64)[0]
     assert engine.bucket_for([scheduled(seq, 1)]) == 1
     engine.device = torch.device("cuda")
     assert engine.bucket_for([scheduled(seq, 1)]) == 1
@@ -202,13 +203,12 @@ def test_device_sampling_is_the_rule_of_all_stages(subject: Subject, checkpoints
     logits: list[torch.Tensor] = []
     engine.model = Keeping(engine.model, logits)
     params = [SamplingParams(t, 30, True, seed) for seed, t in enumerate((0.0, 1e-5, 0.3, 1.0, 5.0))]
-    make = subject.part("make_sequences")
-    expected = make(PROMPTS[:5], params, vocab_size=512, max_model_len=99)
+    expected = make_sequences(PROMPTS[:5], params, vocab_size=512, max_model_len=99)
     outputs = engine.generate(PROMPTS[:5], params)
     prefill, *decodes = logits
     for rows in (prefill, *(step[:5] for step in decodes)):
         for seq, token in zip(expected, sample(rows, expected), strict=True):
-            seq.tokens.append(token)
+            seq.token_ids.append(token)
     assert outputs == [seq.output for seq in expected]
 
 
@@ -234,8 +234,8 @@ class Keeping:
 @since(6, 6)
 def test_compiled_layers_give_the_same_tokens(subject: Subject, checkpoints: Path) -> None:
     path = lively_qwen3(checkpoints)
-    engine = subject.engine(path, **ROOMY, compile=True)
+    engine = CompiledEngine(str(path), **ROOMY)
     weights = [p.data_ptr() for p in engine.model.parameters()]
-    assert [p.data_ptr() for p in engine.compiled_model.parameters()] == weights, "one copy of the weights"
+    assert [p.data_ptr() for p in engine.compiled.model.parameters()] == weights, "one copy of the weights"
     for prompts in (PROMPTS, PROMPTS[:3], PROMPTS[4:5]):
         oracle.check_greedy(path, prompts, engine.generate(prompts, greedy(12)), greedy(12))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stages.ranks import Group, PeerLost, Team, leave_with_the_first
-from tests.stages.ranks import PROMPTLY, Starter, check_gone, in_shared_memory, on_linux, pids_of, stat
+from tests.stages.ranks import PROMPTLY, Starter, check_gone, on_linux, pids_of, stat
 from tests.stages.requests import greedy
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
@@ -31,13 +31,13 @@ ROOT = Path(__file__).parents[2]
 
 def between_steps(engine: Any, act: Callable[[], Any]) -> None:
     """Do something when the workers have their keys and values, and wait for the next message."""
-    first = engine.events.step
+    first = engine.trace.step
 
     def on_event(event: Any) -> None:
         if event["type"] == "scheduled" and event["step"] == first + 3 and event["request"] == 0:
             act()
 
-    engine.events.on_event = on_event
+    engine.trace.on_event = on_event
 
 
 def in_mid_step(engine: Any, act: Callable[[], Any]) -> None:
@@ -65,12 +65,12 @@ def kill_the_last(engine: Any) -> None:
 
 def check_death(engine: Any, message: str) -> None:
     """The call fails at once and says why; nothing is left; to close again does nothing."""
-    pids, names = pids_of(engine), [segment.name for segment in engine.team.segments]
+    pids = pids_of(engine)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=message):
         engine.generate([[1, 2, 3], [4, 5]], greedy(10, ignore_eos=True))
     assert time.monotonic() - began < PROMPTLY
-    check_gone(pids, names)
+    check_gone(pids)
     with pytest.raises(RuntimeError, match="this engine is closed"):
         engine.generate([[1]], greedy(1))
     engine.close()
@@ -111,7 +111,7 @@ def test_the_leader_fails_in_mid_step(start_ranks: Starter, checkpoints: Path) -
     """The workers would wait for its part for ever; the error is the leader's own."""
     engine = start_ranks(lively_qwen3(checkpoints, num_hidden_layers=1))
     engine.generate([[1, 2, 3]], greedy(2))
-    pids, [segment] = pids_of(engine), engine.team.segments
+    pids = pids_of(engine)
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("planted")
@@ -119,7 +119,7 @@ def test_the_leader_fails_in_mid_step(start_ranks: Starter, checkpoints: Path) -
     engine.model = fail
     with pytest.raises(ZeroDivisionError, match="planted"):
         engine.generate([[1, 2, 3]], greedy(2))
-    check_gone(pids, [segment.name])
+    check_gone(pids)
 
 
 @pytest.mark.slow
@@ -127,11 +127,11 @@ def test_the_leader_fails_in_mid_step(start_ranks: Starter, checkpoints: Path) -
 def test_an_engine_that_nobody_keeps_ends_its_workers(start_ranks: Starter, checkpoints: Path) -> None:
     engine = start_ranks(lively_qwen3(checkpoints, num_hidden_layers=1))
     engine.generate([[1, 2, 3]], greedy(2))
-    pids, names = pids_of(engine), [segment.name for segment in engine.team.segments]
-    assert all(stat(pid) for pid in pids) and all(map(in_shared_memory, names))
+    pids = pids_of(engine)
+    assert all(stat(pid) for pid in pids)
     del engine
     gc.collect()
-    check_gone(pids, names)
+    check_gone(pids)
 
 
 @since(7)
@@ -162,7 +162,7 @@ def test_a_worker_that_cannot_start_says_why() -> None:
         team.join()
     team.close()
     assert pid is not None
-    check_gone([pid], [])
+    check_gone([pid])
 
 
 UNGUARDED = """
@@ -207,8 +207,8 @@ def test_under_nccl_a_death_ends_what_waits_for_the_dead() -> None:
         group.all_reduce(torch.zeros(1))
     team = Team([torch.device("cpu")] * 2)  # it was never connected
     with pytest.raises(RuntimeError, match="lost in the middle of a step"), team.step("no step"):
-        [segment] = team.segments
-    assert not team.close.alive and not in_shared_memory(segment.name)
+        pass
+    assert not team.close.alive
 
 
 SCRIPT = """
@@ -217,7 +217,7 @@ from stages.core import SamplingParams
 engine_class = importlib.import_module(sys.argv[1]).TensorParallelEngine
 def tell(engine):
     team = engine.team
-    print(json.dumps([[w.pid for w in team.workers.values()], [s.name for s in team.segments]]), flush=True)
+    print(json.dumps([w.pid for w in team.workers.values()]), flush=True)
 def on_event(event):
     if event["step"] == 3 and event["type"] == "scheduled":
         tell(engine)
@@ -227,7 +227,7 @@ try:
     engine.generate([[1, 2, 3]], SamplingParams(0, 500, ignore_eos=True))
 except KeyboardInterrupt:
     print("interrupted", flush=True)
-engine.events.on_event = None
+engine.trace.on_event = None
 print(engine.generate([[1, 2, 3]], SamplingParams(0, 4, ignore_eos=True)), flush=True)
 if sys.argv[3] == "wait":
     tell(engine)
@@ -255,14 +255,13 @@ def test_tensor_parallel_t5_ctrl_c_and_a_leader_that_is_killed(subject: Subject,
     with run_script(subject, lively_qwen3(checkpoints), "wait") as leader:
         try:
             assert leader.stdout is not None
-            pids, segments = json.loads(leader.stdout.readline())
+            pids = json.loads(leader.stdout.readline())
             assert leader.stdout.readline() == "interrupted\n"
             assert len(json.loads(leader.stdout.readline())[0]) == 4
-            assert json.loads(leader.stdout.readline()) == [pids, segments]
-            assert len(pids) == 1 and all(map(in_shared_memory, segments))
+            assert json.loads(leader.stdout.readline()) == pids and len(pids) == 1
         finally:
             leader.kill()
-    check_gone(pids, segments)
+    check_gone(pids)
 
 
 @pytest.mark.slow
@@ -271,5 +270,4 @@ def test_tensor_parallel_t5_a_program_that_ends_without_closing(subject: Subject
     with run_script(subject, lively_qwen3(checkpoints), "end") as leader:
         out, error = leader.communicate(timeout=60)
     assert leader.returncode == 0 and error == "", error
-    pids, segments = json.loads(out.splitlines()[0])
-    check_gone(pids, segments)
+    check_gone(json.loads(out.splitlines()[0]))

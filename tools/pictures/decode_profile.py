@@ -44,9 +44,9 @@ Operation = tuple[str, str, float, float]  # track, name, start and duration in 
 def decoding(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int, steps: int) -> Iterator[None]:
     """Within the context, `engine.step()` is a decode step of `batch` sequences, up to `steps` times."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(engine.vocab_size) for _ in range(prompt_tokens)] for _ in range(batch)]
+    prompts = [[rng.randrange(engine.config.vocab_size) for _ in range(prompt_tokens)] for _ in range(batch)]
     params = SamplingParams(temperature=0, max_tokens=steps + batch + 1, ignore_eos=True)
-    limits = {"vocab_size": engine.vocab_size, "max_model_len": engine.config.max_position_embeddings}
+    limits = {"vocab_size": engine.config.vocab_size, "max_model_len": engine.config.max_position_embeddings}
     sequences = make_sequences(prompts, params, **limits)
     engine.scheduler.waiting.extend(sequences)
     try:
@@ -210,6 +210,7 @@ def load_recording(directory: Path = RECORDINGS) -> dict[str, Any] | None:
 def main() -> None:
     from benchmarks.lib.harness import card_slug
     from benchmarks.lib.workloads import random_checkpoint
+    from benchmarks.stages.compiled import CompiledEngine
 
     parser = argparse.ArgumentParser(description="Record one decode step of stage 5 and of stage 6.")
     parser.add_argument("--model", type=Path, help=f"checkpoint directory (default: {SHAPE} with random weights)")
@@ -218,13 +219,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RECORDINGS, help="directory for the JSON")
     options = parser.parse_args()
     model = options.model or random_checkpoint(SHAPE)
-    contenders: dict[str, Any] = {"stage 5": (ContinuousBatchingEngine, {}), "stage 6": (CUDAGraphEngine, {})}
+    contenders: dict[str, Any] = {"stage 5": ContinuousBatchingEngine, "stage 6": CUDAGraphEngine}
     if options.device != "cpu":
-        contenders["stage 6 compiled"] = (CUDAGraphEngine, {"compile": True})
+        contenders["stage 6 compiled"] = CompiledEngine
     stages = {}
-    for name, (engine_class, more) in contenders.items():
+    for name, engine_class in contenders.items():
         start = time.perf_counter()
-        engine = engine_class(model, device=options.device, max_num_seqs=options.batch, **more)
+        engine = engine_class(model, device=options.device, max_num_seqs=options.batch)
         ready = time.perf_counter() - start
         stages[name] = {"seconds_to_build": ready, **record(engine, options.batch)}
         print(f"{name}: built in {ready:.1f} s, {stages[name]['step_ms']:.2f} ms a step")

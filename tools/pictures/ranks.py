@@ -169,9 +169,9 @@ def decode_ms(engine: Any, prompt: list[int], num_tokens: int = 24) -> tuple[flo
         if event["type"] == "token":
             ends.append((perf_counter(), sum(crossing.seconds for crossing in crossings)))
 
-    engine.events.on_event = on_event
+    engine.trace.on_event = on_event
     engine.generate([prompt], SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
-    engine.events.on_event = None
+    engine.trace.on_event = None
     steps = [(1000 * (t2 - t1), 1000 * (m2 - m1)) for (t1, m1), (t2, m2) in pairwise(ends)]
     met = median(inside for _, inside in steps)
     return median(whole for whole, _ in steps) - met, met

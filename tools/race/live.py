@@ -194,7 +194,7 @@ def build(stage: Stage, model: Path, device: str, on_event: Callable[[Event], No
     listeners: list[Callable[[Event], None]] = []
     engine = stage.engine_class()(str(model), device=device, on_event=lambda e: [f(e) for f in listeners], **options)
     engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-    engine.events.step = 0
+    engine.trace.step = 0
     listeners.append(on_event)
     return engine
 

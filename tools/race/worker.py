@@ -75,7 +75,7 @@ class StageRunner:
         """Generate greedily exactly so many tokens for each prompt."""
         from stages.core import SamplingParams
 
-        self.engine.events.step = 0
+        self.engine.trace.step = 0
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in max_tokens]
         outputs: list[list[int]] = self.engine.generate(prompts, params)
         return outputs

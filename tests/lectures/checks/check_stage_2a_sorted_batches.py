@@ -46,7 +46,7 @@ def test_one_for_all_and_wrong_numbers(answers: ModuleType, story_model: str) ->
     order: list[int] = []
 
     def run_batch(batch: list[Sequence]) -> None:
-        order.append(len(batch[0].tokens))
+        order.append(len(batch[0].token_ids))
         KVCacheEngine.run_batch(engine, batch)
 
     engine.run_batch = run_batch

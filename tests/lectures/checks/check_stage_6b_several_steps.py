@@ -94,7 +94,7 @@ def test_padding_writes_to_the_scratch_block_only(answers: ModuleType, story_mod
     def listen(event: Event) -> None:
         taken.update(event.get("taken", ()))
 
-    engine.events.on_event = listen
+    engine.trace.on_event = listen
     for cache in (engine.cache.k, engine.cache.v):
         cache.fill_(7.0)
     engine.generate(prompts_of(2, 3, 4), greedy(9))
