@@ -57,8 +57,9 @@ class Sources:
             if not inside_of or inside(name, *inside_of):
                 yield from imports
 
-    def loads(self, module: str) -> dict[str, Import | None]:
-        """All that importing `module` imports, directly or not, each with the statement that first reached it.
+    def loads(self, module: str, lazily_too: bool = False) -> dict[str, Import | None]:
+        """All that importing `module` imports, directly or not, each with the statement that first reached it; with
+        `lazily_too` also what functions import when they are called.
 
         The parent packages that Python loads on the way are left out: what `nanovllm/__init__.py` offers to users
         says nothing about the module that lies in it.
@@ -67,10 +68,33 @@ class Sources:
         waiting = [module]
         while waiting:
             for statement in self.imports.get(waiting.pop(), []):
-                if statement.on_load and statement.target not in reached:
+                if (statement.on_load or lazily_too) and statement.target not in reached:
                     reached[statement.target] = statement
                     waiting.append(statement.target)
         return reached
+
+    def circles(self) -> list[list[str]]:
+        """One circle of imports for each module that lies on one and has not been named, as the modules along it."""
+        found: list[list[str]] = []
+        named: set[str] = set()
+        for start in self.trees:
+            if start in named:
+                continue
+            came_from, waiting = {start: start}, [start]  # a breadth-first walk finds the shortest way back
+            while waiting:
+                module = waiting.pop(0)
+                targets = {i.target for i in self.imports[module] if i.target in self.trees}
+                if start in targets:
+                    circle = [module]
+                    while circle[-1] != start:
+                        circle.append(came_from[circle[-1]])
+                    found.append([*reversed(circle), start])
+                    named.update(circle)
+                    break
+                for target in targets - came_from.keys():
+                    came_from[target] = module
+                    waiting.append(target)
+        return found
 
     def _imports(self, module: str) -> Iterator[Import]:
         def visit(node: ast.AST, on_load: bool) -> Iterator[Import]:

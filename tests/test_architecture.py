@@ -15,10 +15,12 @@ import pytest
 from tests.imports import Sources, inside
 
 ROOT = Path(__file__).resolve().parent.parent
-REPOSITORY = Sources.read(ROOT, "stages", "nanovllm")
+REPOSITORY = Sources.read(ROOT, "stages", "nanovllm", "benchmarks", "tools", "training")
 
 # What offers the engine to users: requests, text and their outputs.
-FRONT = tuple(f"nanovllm.{name}" for name in ("llm", "async_llm", "cli", "server", "outputs", "tokenizer"))
+FRONT = tuple(f"nanovllm.{name}" for name in ("llm", "async_llm", "cli", "server", "outputs", "text"))
+# What may name the kernels that only Hopper can run: those who choose a kernel.
+CHOOSES_FOR_HOPPER = ("nanovllm.attention.triton_backend", "nanovllm.kernels.linear", "nanovllm.kernels.launch")
 # Loaded on demand only, by the machine that can use them.
 BACKENDS_ON_TRITON = ("nanovllm.attention.triton_backend", "nanovllm.attention.flash_attn")
 
@@ -59,21 +61,57 @@ def a_reader_holds_two_classes_at_most(sources: Sources) -> list[str]:
     ]
 
 
-def the_control_plane_has_no_torch(sources: Sources) -> list[str]:
-    """No statement of `engine/` names torch, not even in a function, and nothing that it loads brings torch in."""
-    found = [str(i) for i in sources.all_imports("nanovllm.engine") if i.of("torch", "triton")]
-    for module in sources.trees:
-        if inside(module, "nanovllm.engine"):
-            reached = sources.loads(module).items()
-            found += [f"{module} loads {via}" for name, via in reached if inside(name, "torch") and via]
-    return found
+def no_import_goes_round_in_a_circle(sources: Sources) -> list[str]:
+    """Every import counts, also one in a function and one for types only."""
+    return [f"a circle: {' -> '.join(circle)}" for circle in sources.circles()]
+
+
+def the_control_plane_is_pure_python(sources: Sources) -> list[str]:
+    """`engine/` reaches nothing but the standard library and xxhash, not even in a function: a browser runs it."""
+    allowed = sys.stdlib_module_names | {"xxhash", "nanovllm"}
+    return _reached(sources, "nanovllm.engine", lambda name: name.split(".")[0] not in allowed)
+
+
+def text_has_no_torch(sources: Sources) -> list[str]:
+    """Nothing that `text/` can reach brings torch in: the server's API processes do without."""
+    return _reached(sources, "nanovllm.text", lambda name: inside(name, "torch", "triton"))
+
+
+def _reached(sources: Sources, package: str, forbidden: Callable[[str], bool]) -> list[str]:
+    """What the modules of a package reach of what is forbidden, by any import."""
+    return [
+        f"{module} loads {via}"
+        for module in sources.trees
+        if inside(module, package)
+        for name, via in sources.loads(module, lazily_too=True).items()
+        if via is not None and forbidden(name)
+    ]
 
 
 def the_data_plane_knows_no_requests(sources: Sources) -> list[str]:
-    """`runner/` shares the messages of `engine/plan.py` with the control plane, and nothing else; nor any text."""
-    imports = sources.all_imports("nanovllm.runner")
-    foreign = ("nanovllm.engine", "tokenizers", "transformers", *FRONT)
+    """Below the workers there are no requests and no text. Of the control plane there is the plan of a step."""
+    imports = sources.all_imports("nanovllm.runner", "nanovllm.graphs", "nanovllm.sampling")
+    foreign = ("nanovllm.engine", "nanovllm.workers", "tokenizers", "transformers", *FRONT)
     return [str(i) for i in imports if i.of(*foreign) and not i.of("nanovllm.engine.plan")]
+
+
+def sampling_and_graphs_know_no_runner(sources: Sources) -> list[str]:
+    return [str(i) for i in sources.all_imports("nanovllm.sampling", "nanovllm.graphs") if i.of("nanovllm.runner")]
+
+
+def collectives_lie_below_the_layers(sources: Sources) -> list[str]:
+    """And processes above the runner: only who makes an engine knows them."""
+    above = ("nanovllm.layers", "nanovllm.models", "nanovllm.runner", "nanovllm.graphs", "nanovllm.workers", *FRONT)
+    found = [str(i) for i in sources.all_imports("nanovllm.distributed") if i.of(*above)]
+    own = ("nanovllm.workers", "nanovllm.llm", "benchmarks", "tools")
+    return found + [str(i) for i in sources.all_imports() if i.of("nanovllm.workers") and not inside(i.module, *own)]
+
+
+def only_a_choice_names_hopper(sources: Sources) -> list[str]:
+    """`kernels/hopper/` can be deleted: nobody imports from it but itself and those who choose a kernel, lazily."""
+    hopper = "nanovllm.kernels.hopper"
+    imports = [i for i in sources.all_imports("nanovllm") if i.of(hopper) and not inside(i.module, hopper)]
+    return [str(i) for i in imports if i.on_load or not inside(i.module, *CHOOSES_FOR_HOPPER)]
 
 
 def models_know_only_the_attention_interface(sources: Sources) -> list[str]:
@@ -84,9 +122,10 @@ def models_know_only_the_attention_interface(sources: Sources) -> list[str]:
 
 def triton_is_imported_lazily(sources: Sources) -> list[str]:
     """Only kernel modules import Triton, and nothing but a kernel or a backend loads one when it is itself imported."""
-    found = [str(i) for i in sources.all_imports() if i.of("triton") and not is_kernels(i.module)]
+    imports = sources.all_imports("stages", "nanovllm")
+    found = [str(i) for i in imports if i.of("triton") and not is_kernels(i.module)]
     for module in sources.trees:
-        if not is_kernels(module) and module not in BACKENDS_ON_TRITON:
+        if inside(module, "stages", "nanovllm") and not is_kernels(module) and module not in BACKENDS_ON_TRITON:
             reached = sources.loads(module).items()
             found += [f"{module} loads {via}" for name, via in reached if inside(name, "triton") and via]
     return found
@@ -97,8 +136,13 @@ RULES: list[Rule] = [
     stages_and_engine_are_strangers,
     a_stage_imports_only_earlier_ones,
     a_reader_holds_two_classes_at_most,
-    the_control_plane_has_no_torch,
+    no_import_goes_round_in_a_circle,
+    the_control_plane_is_pure_python,
+    text_has_no_torch,
     the_data_plane_knows_no_requests,
+    sampling_and_graphs_know_no_runner,
+    collectives_lie_below_the_layers,
+    only_a_choice_names_hopper,
     models_know_only_the_attention_interface,
     triton_is_imported_lazily,
 ]
@@ -118,7 +162,12 @@ def test_the_repository_was_read() -> None:
 OUTSIDE = stages_and_engine_are_strangers
 EARLIER = a_stage_imports_only_earlier_ones
 CLASSES = a_reader_holds_two_classes_at_most
-CONTROL = the_control_plane_has_no_torch
+CIRCLE = no_import_goes_round_in_a_circle
+CONTROL = the_control_plane_is_pure_python
+TEXT = text_has_no_torch
+BELOW = sampling_and_graphs_know_no_runner
+COLLECTIVES = collectives_lie_below_the_layers
+HOPPER = only_a_choice_names_hopper
 DATA = the_data_plane_knows_no_requests
 MODELS = models_know_only_the_attention_interface
 LAZY = triton_is_imported_lazily
@@ -151,7 +200,26 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
         {"nanovllm.engine.a": "from ..config import C", "nanovllm.config": "try:\n    import torch\nexcept E: ..."},
         "nanovllm.engine.a loads nanovllm.config:2 imports torch",
     ),
+    (CONTROL, {"nanovllm.engine.a": "import numpy"}, "numpy"),
+    (CIRCLE, {"nanovllm.a": "import nanovllm.b", "nanovllm.b": "def f():\n    import nanovllm.a"}, "nanovllm.b"),
+    (
+        CIRCLE,
+        {
+            "tools.a": "from tools import b",
+            "tools.b": "from tools.c import C",
+            "tools.c": "if TYPE_CHECKING:\n    from tools.a import A",
+        },
+        "tools.a",
+    ),
+    (TEXT, {"nanovllm.text.a": "def f():\n    from nanovllm.b import B", "nanovllm.b": "import torch"}, "torch"),
+    (BELOW, {"nanovllm.sampling.a": "from nanovllm.runner.rows import Rows"}, "runner.rows"),
+    (BELOW, {"nanovllm.graphs.a": "if TYPE_CHECKING:\n    from nanovllm.runner import model_runner"}, "runner"),
+    (COLLECTIVES, {"nanovllm.distributed.a": "from nanovllm.layers.linear import Linear"}, "layers.linear"),
+    (COLLECTIVES, {"nanovllm.runner.a": "from nanovllm.workers.team import Team"}, "workers.team"),
+    (HOPPER, {"nanovllm.kernels.attention.a": "def f():\n    import nanovllm.kernels.hopper.ring"}, "hopper.ring"),
+    (HOPPER, {"nanovllm.attention.triton_backend": "from nanovllm.kernels.hopper.ring import r"}, "hopper.ring"),
     (DATA, {"nanovllm.runner.a": "from nanovllm.engine.request import R"}, "engine"),
+    (DATA, {"nanovllm.graphs.a": "from nanovllm.workers.executor import E"}, "workers"),
     (DATA, {"nanovllm.runner.a": "from transformers import AutoTokenizer"}, "transformers"),
     (DATA, {"nanovllm.runner.a": "from nanovllm.outputs import R"}, "outputs"),
     (MODELS, {"nanovllm.models.a": "from nanovllm.attention import select"}, "attention"),
@@ -183,7 +251,7 @@ def test_what_is_allowed_passes() -> None:
             "stages.stage_1_a": "from stages.core import Engine\nclass A(Engine): ...\nclass B(nn.Module): ...",
             "stages.stage_2_b": "from stages.stage_1_a import B\nclass C(B): ...\ndef f():\n    import stages.k_triton",
             "stages.k_triton": "import triton",
-            "nanovllm.config": "def f():\n    import torch",
+            "nanovllm.config": "def f():\n    import json",
             "nanovllm.engine.plan": "from nanovllm.config import C",
             "nanovllm.runner.a": "import torch\nfrom nanovllm.engine.plan import P\nimport nanovllm.attention",
             "nanovllm.models.a": "from nanovllm.attention.interface import AttentionBackend",
@@ -209,6 +277,7 @@ def test_the_control_plane_imports_without_torch() -> None:
 
 
 def test_all_but_the_kernels_imports_without_triton() -> None:
-    modules = [name for name in REPOSITORY.trees if not is_kernels(name) and name not in BACKENDS_ON_TRITON]
+    ours = [name for name in REPOSITORY.trees if inside(name, "stages", "nanovllm")]
+    modules = [name for name in ours if not is_kernels(name) and name not in BACKENDS_ON_TRITON]
     done = import_all(modules, hidden="triton")
     assert done.returncode == 0, done.stderr
