@@ -37,7 +37,7 @@ from tools.pictures.three_requests import (
     source,
     three_requests,
 )
-from training.story_grammar import generate_story
+from training.grammar import generate_story
 
 tokenizer = load_tokenizer()
 prompts, params = three_requests()

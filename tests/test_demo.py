@@ -21,7 +21,7 @@ from stages.core import SamplingParams
 from stages.manifest import load_stage, load_stages
 from tools.race import demo, live
 from tools.race.workload import EMBEDDED_MODEL, ROOT, Workload, demo_workload, load_tokenizer
-from training.story_grammar import generate_story
+from training.grammar import generate_story
 
 MODEL = EMBEDDED_MODEL
 STAGES = [stage for stage in load_stages() if stage.number not in demo.NEEDS_A_GPU]

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from training.story_grammar import PLOTS, Facts, Story, check_story, generate_story, is_held_out, opening
-from training.story_objects import NOUNS
-from training.story_template import compile_template
-from training.story_words import ADJECTIVES, NAMES, PLACES, SPECIES
-from training.train_data import build_corpus, story_text, train_tokenizer
-from training.train_report import render_readme
+from training.corpus import build_corpus, story_text, train_tokenizer
+from training.grammar import PLOTS, Facts, Story, check_story, generate_story, is_held_out, opening
+from training.template import compile_template
+from training.train import render_readme
+from training.words import ADJECTIVES, NAMES, NOUNS, PLACES, SPECIES
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 COUNT = 2000
@@ -168,9 +167,9 @@ def test_the_checker_wants_an_end(stories: list[Story]) -> None:
 
 
 def test_the_number_of_processes_does_not_change_the_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.train_data.VOCAB_SIZE", 600)
+    monkeypatch.setattr("training.corpus.VOCAB_SIZE", 600)
     tokenizer = train_tokenizer(0, 50)
-    monkeypatch.setattr("training.train_data.STORIES_PER_CHUNK", 10)
+    monkeypatch.setattr("training.corpus.STORIES_PER_CHUNK", 10)
     one, two = (build_corpus(tokenizer, 0, 20_000, processes) for processes in (1, 2))
     assert (one.tokens == two.tokens).all() and (one.offsets == two.offsets).all()
     short = (text for text in (story_text(0, index) for index in range(9)) if len(tokenizer.encode(text)) <= 1000)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages.manifest import Stage, load_stages
-from training.story_grammar import generate_story, opening
+from training.grammar import generate_story, opening
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,8 +1,8 @@
-"""The template language of the story grammar: `[one|another]` chooses, `{slot}` inserts; choices nest.
+"""The template language of the story grammar: `[one|another]` chooses, `{slot}` inserts.
 
-Templates are split once, at import, into nested lists of literal strings and choices, so that writing a story is a
-walk over lists and one `str.format_map` a passage. An empty alternative makes a sentence optional. A capitalised slot
-(`{The_helper}`) capitalises what the slot gives.
+Choices nest. An empty alternative makes a sentence optional. A capitalised slot (`{The_helper}`) capitalises what the
+slot gives. Templates are split once, at import, into nested lists of literal strings and choices, so that writing a
+passage is a walk over lists and one `str.format_map`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from training.story_words import GREETINGS, HELPERS, LISTS, PRONOUNS
+from training.words import GREETINGS, HELPERS, LISTS, PRONOUNS
 
 Part: TypeAlias = "str | list[list[Part]]"  # a literal, or a choice of alternatives
 Template: TypeAlias = list[Part]
@@ -69,10 +69,10 @@ def _parse(text: str, start: int) -> tuple[Template, int]:
 
 
 class Slots(dict[str, str]):
-    """The slot values of one story. Unknown slots are drawn from the word lists when first needed and live for one
-    passage.
+    """The slot values of one story.
 
-    Within a story a drawn word is not drawn again as long as others are left to find in a few tries.
+    A slot without a value is drawn from the word lists when first needed, and keeps its word for one passage. Within a
+    story no word is drawn twice as long as a few tries find another one.
     """
 
     def __init__(self, fixed: dict[str, str], uniform: Callable[[], float]) -> None:

@@ -5,8 +5,9 @@ What is introduced in the opening (who, with which friend, which object, where) 
 sentence, often hundreds of tokens later. A wrong block of a KV cache therefore shows in the text itself: the fox
 changes its name. `check_story` tells whether a text kept its facts.
 
-A story is an opening, a set-up, zero or more episodes, a climax and a closing, or an opening and a miniature.
-Everything is drawn from the given generator: the same seed gives the same story on every platform and Python version.
+A story is an opening, a set-up, zero or more episodes, a climax and a closing, or an opening and a miniature. The
+sentences stand in plots.toml and episodes.toml, the words in words.toml. Everything is drawn from the given generator:
+the same seed gives the same story on every platform and Python version.
 """
 
 from __future__ import annotations
@@ -14,21 +15,14 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from training.story_check import Verdict, check_story
-from training.story_episodes import ANYWHERE, CARRIED, CODAS, LEISURELY, MINIATURES, OVERNIGHT, ROAD
-from training.story_facts import Facts, draw_facts, is_held_out, pick, slot_values
-from training.story_openings import NEW_FRIEND_OPENINGS, OPENINGS
-from training.story_plot import Plot
-from training.story_plots import PLOTS as PLOTS_A
-from training.story_plots_more import NEW_FRIEND
-from training.story_plots_more import PLOTS as PLOTS_B
-from training.story_template import Slots, Template, write
+from training.facts import Facts, Verdict, check_story, draw_facts, is_held_out, pick, slot_values
+from training.template import Slots, Template, compile_passages, write
+from training.words import read_toml
 
 __all__ = ["PLOTS", "Facts", "Opening", "Story", "Verdict", "check_story", "generate_story", "is_held_out", "opening"]
 
-PLOTS: Final[tuple[Plot, ...]] = PLOTS_A + PLOTS_B
 MAX_WORDS: Final = 715  # under 1,000 tokens
 MINIATURE_SHARE: Final = 0.14
 PLACES_FOR_SPECIES: Final = r'(?:(?:^|[.!?"] ){0}(?= (?!the\b)[a-z])|(?:said|asked|called|cried|admitted) {0}(?=\.))'
@@ -49,6 +43,41 @@ class Story:
     plot: str
 
 
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """`middles` are the plot's own episodes, `shared` those that fit into it and into others."""
+
+    name: str
+    openings: list[Template]
+    setups: list[Template]
+    middles: list[Template]
+    shared: list[Template]
+    climaxes: list[Template]
+    closings: list[Template]
+
+
+_PASSAGES: Final = read_toml("episodes.toml")
+_OPENINGS: Final = compile_passages(_PASSAGES["openings"])
+_MINIATURES: Final = compile_passages(_PASSAGES["miniatures"])
+_CODAS: Final = compile_passages(_PASSAGES["codas"])
+_EPISODES: Final = {kind: compile_passages(text) for kind, text in _PASSAGES["episodes"].items()}
+
+
+def _read_plot(entry: dict[str, Any]) -> Plot:
+    return Plot(
+        name=entry["name"],
+        openings=compile_passages(entry["openings"]) if "openings" in entry else _OPENINGS,
+        setups=compile_passages(entry["setups"]),
+        middles=compile_passages(entry["middles"]),
+        shared=[episode for kind, pool in _EPISODES.items() if kind not in entry["without"] for episode in pool],
+        climaxes=compile_passages(entry["climaxes"]),
+        closings=compile_passages(entry["closings"]),
+    )
+
+
+PLOTS: Final[list[Plot]] = [_read_plot(entry) for entry in read_toml("plots.toml")["plots"]]
+
+
 def opening(rng: random.Random) -> Opening:
     """The first paragraph of a story whose facts are held out of the corpus: a test prompt. It tells all the facts."""
     while True:
@@ -63,25 +92,24 @@ def generate_story(rng: random.Random, held_out: bool = False) -> Story:
     facts = draw_facts(rng, held_out)
     slots = Slots(slot_values(facts, rng), rng.random)
     if rng.random() < MINIATURE_SHARE:
-        templates, name = [pick(OPENINGS, rng), pick(MINIATURES, rng)], "miniature"
-        return Story("\n\n".join(write(template, slots, rng) for template in templates), facts, name)
+        templates = [pick(_OPENINGS, rng), pick(_MINIATURES, rng)]
+        return Story("\n\n".join(write(template, slots, rng) for template in templates), facts, "miniature")
 
     plot = pick(PLOTS, rng)
-    start = write(pick(NEW_FRIEND_OPENINGS if plot is NEW_FRIEND else OPENINGS, rng), slots, rng)
-    paragraphs = [start, write(pick(plot.setups, rng), slots, rng)]
+    start = write(pick(plot.openings, rng), slots, rng)
+    middle = [write(pick(plot.setups, rng), slots, rng)]
     ending = [write(pick(plot.climaxes, rng), slots, rng), write(pick(plot.closings, rng), slots, rng)]
-    words = sum(len(paragraph.split()) for paragraph in paragraphs + ending)
+    words = sum(len(paragraph.split()) for paragraph in [start, *middle, *ending])
     for template in _draw_episodes(plot, pick(EPISODE_COUNTS, rng), rng):
         paragraph = write(template, slots, rng)
         words += len(paragraph.split())
         if words > MAX_WORDS:
             break
-        paragraphs.append(paragraph)
-    paragraphs[1:] = [_with_species(paragraph, facts, rng) for paragraph in paragraphs[1:]]
-    ending = [_with_species(paragraph, facts, rng) for paragraph in ending]
+        middle.append(paragraph)
+    rest = [_with_species(paragraph, facts, rng) for paragraph in middle + ending]
     if rng.random() < CODA_SHARE:
-        ending[-1] += " " + write(pick(CODAS, rng), slots, rng)
-    return Story("\n\n".join(paragraphs + ending), facts, plot.name)
+        rest[-1] += " " + write(pick(_CODAS, rng), slots, rng)
+    return Story("\n\n".join([start, *rest]), facts, plot.name)
 
 
 def _with_species(paragraph: str, facts: Facts, rng: random.Random) -> str:
@@ -95,17 +123,9 @@ def _with_species(paragraph: str, facts: Facts, rng: random.Random) -> str:
     return paragraph
 
 
-def _shared_episodes(plot: Plot) -> list[Template]:
-    pools = [(True, ANYWHERE), (plot.carried, CARRIED), (plot.journey, ROAD), (plot.leisure, LEISURELY)]
-    return [template for fits, pool in [*pools, (plot.overnight, OVERNIGHT)] if fits for template in pool]
-
-
-_SHARED: Final[dict[str, list[Template]]] = {plot.name: _shared_episodes(plot) for plot in PLOTS}
-
-
 def _draw_episodes(plot: Plot, count: int, rng: random.Random) -> list[Template]:
     """Different episodes in random order; about every second one belongs to the plot, as long as it has any left."""
-    own, shared = list(plot.middles), list(_SHARED[plot.name])
+    own, shared = list(plot.middles), list(plot.shared)
     drawn: list[Template] = []
     for _ in range(count):
         pool = own if own and rng.random() < 0.5 else shared

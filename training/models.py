@@ -1,22 +1,71 @@
-"""Figures of the trained models, taken from the saved files as everybody else will load them."""
+"""The two embedded models: made, saved with their tokenizer, loaded again as everybody will load them, and judged."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from training.story_grammar import check_story, opening
-from training.train_data import EOS_ID, Corpus
-from training.train_loop import IGNORED, Batches
+from training.corpus import EOS, EOS_ID, VOCAB_SIZE, Corpus
+from training.grammar import check_story, opening
+from training.loop import IGNORED, Batches
 
-STORY_SEED = 2_000_003  # story i of the evaluation begins with opening(Random(STORY_SEED + i))
-TEMPERATURE = 0.8
-BATCH_TOKENS = 16384
+MAX_POSITIONS: Final = 2048
+STORY_SEED: Final = 2_000_003  # story i of the evaluation begins with opening(Random(STORY_SEED + i))
+STORIES_AT_ONCE: Final = 200
+TEMPERATURE: Final = 0.8
+BATCH_TOKENS: Final = 16384
+
+_SHAPES: Final[dict[str, dict[str, int]]] = {
+    "target": {  # 7.3M parameters
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 768,
+    },
+    "draft": {  # 0.9M parameters
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 384,
+    },
+}
+
+
+def make_model(kind: str, seed: int) -> Qwen3ForCausalLM:
+    """A fresh "target" or "draft"."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        **_SHAPES[kind],
+        vocab_size=VOCAB_SIZE,
+        head_dim=64,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+        pad_token_id=None,
+        use_cache=True,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json so that `AutoTokenizer` finds them."""
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=EOS,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
+    fast.save_pretrained(directory)
 
 
 def load(directory: Path, device: torch.device) -> Any:
@@ -26,7 +75,7 @@ def load(directory: Path, device: torch.device) -> Any:
 
 @torch.no_grad()
 def compare(target: Any, draft: Any, validation: Corpus, device: torch.device) -> dict[str, float]:
-    """Validation losses (nats a token), and how well the draft foresees the target.
+    """Validation losses (nats per token), and how well the draft foresees the target.
 
     `agreement`: share of positions with the same argmax. `acceptance`: mean of sum(min(p, q)), which is the chance that
     speculative sampling at temperature 1 accepts a draft token (Leviathan et al., 2023).
@@ -45,26 +94,22 @@ def compare(target: Any, draft: Any, validation: Corpus, device: torch.device) -
         sums[2] += (p.argmax(-1) == q.argmax(-1)).sum()
         sums[3] += torch.minimum(p, q).exp().double().sum()
         sums[4] += len(wanted)
-    target_loss, draft_loss, same, accepted = (sums[:4] / sums[4]).tolist()
-    return {
-        "target_loss": round(target_loss, 4),
-        "draft_loss": round(draft_loss, 4),
-        "agreement": round(same, 4),
-        "acceptance": round(accepted, 4),
-    }
+    means = (sums[:4] / sums[4]).tolist()
+    names = ("target_loss", "draft_loss", "agreement", "acceptance")
+    return {name: round(mean, 4) for name, mean in zip(names, means, strict=True)}
 
 
 @torch.no_grad()
 def tell_stories(
-    target: Any, directory: Path, count: int, max_new_tokens: int, device: torch.device, batch_size: int = 200
+    target: Any, directory: Path, count: int, max_new_tokens: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """Stories from held-out openings at temperature 0.8 without filters, each with the checker's verdict."""
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     openings = [opening(random.Random(STORY_SEED + index)) for index in range(count)]
     told: list[dict[str, Any]] = []
     torch.manual_seed(0)
-    for first in range(0, count, batch_size):
-        some = openings[first : first + batch_size]
+    for first in range(0, count, STORIES_AT_ONCE):
+        some = openings[first : first + STORIES_AT_ONCE]
         prompts = [tokenizer(start.text).input_ids for start in some]
         longest = max(map(len, prompts))
         ids = torch.tensor([[EOS_ID] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)  # [B, L]

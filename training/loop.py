@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from training.train_data import EOS_ID, Corpus
+from training.corpus import EOS_ID, Corpus
 
 WIDTH_STEP: Final = 64  # widths of batches are multiples of this
 IGNORED: Final = -100

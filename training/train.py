@@ -1,6 +1,6 @@
 """Train the embedded model and its draft: corpus, tokenizer, both models, evaluation, report.
 
-On one GPU, within a few minutes: `python -m training.train_embedded_model --out assets --minutes-target 5`.
+On one GPU, within a few minutes: `python -m training.train --out assets --minutes-target 5`.
 On a CPU it takes hours; `--smoke` runs the same code on a miniature within a minute or two.
 """
 
@@ -15,21 +15,27 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from training.train_data import EOS, EOS_ID, VOCAB_SIZE, Corpus, build_corpus, build_validation, train_tokenizer
-from training.train_report import render_readme
+from training.corpus import EOS, EOS_ID, VOCAB_SIZE, Corpus, build_corpus, build_validation, train_tokenizer
 
 HELD_OUT_RULE: Final = 'crc32("name|species|object") divisible by 50'
 TARGET_SHARE: Final = 0.75  # of the training time; the draft gets the rest
+SMOKE: Final = {
+    "tokens": 200_000,
+    "tokenizer_stories": 2_000,
+    "train_tokens": 5_000,
+    "batch_tokens": 1024,
+    "validation_stories": 4,
+    "stories": 2,
+    "new_tokens": 20,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = _parse(arguments)
-    if args.smoke:
-        args.tokens, args.tokenizer_stories, args.train_tokens = 200_000, 2_000, 5_000
-        args.batch_tokens, args.validation_stories, args.stories, args.new_tokens = 1024, 4, 2, 20
     out: Path = args.out
     work: Path = args.work or out / "work"
-    for directory in (out / "story_model", out / "story_draft", work):
+    directories = {"target": out / "story_model", "draft": out / "story_draft"}
+    for directory in (*directories.values(), work):
         directory.mkdir(parents=True, exist_ok=True)
 
     start = time.monotonic()
@@ -44,9 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
     import transformers
 
-    from training.train_eval import TEMPERATURE, compare, load, tell_stories
-    from training.train_loop import Plan, train
-    from training.train_models import make_model, save_tokenizer
+    from training.loop import Plan, train
+    from training.models import TEMPERATURE, compare, load, make_model, save_tokenizer, tell_stories
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -61,7 +66,6 @@ def main(arguments: list[str] | None = None) -> None:
         "transformers": transformers.__version__,
     }
     for kind, share in (("target", TARGET_SHARE), ("draft", 1 - TARGET_SHARE)):
-        directory = out / ("story_model" if kind == "target" else "story_draft")
         plan = Plan(
             max_tokens=args.train_tokens,
             seconds=args.minutes_target * 60 * share,
@@ -73,19 +77,19 @@ def main(arguments: list[str] | None = None) -> None:
         )
         model = make_model(kind, args.seed).to(device)
         report[kind] = train(kind, model, corpus, plan, work / f"{kind}.pt", args.resume)
-        model.to(torch.bfloat16).save_pretrained(directory)
-        save_tokenizer(tokenizer, directory)
+        model.to(torch.bfloat16).save_pretrained(directories[kind])
+        save_tokenizer(tokenizer, directories[kind])
         if args.tars:
             _pack(out, args.tars)
 
-    target, draft = load(out / "story_model", device), load(out / "story_draft", device)
+    target, draft = load(directories["target"], device), load(directories["draft"], device)
     report["validation"] = {
         **compare(target, draft, validation, device),
         "stories": len(validation.lengths),
         "tokens": len(validation.tokens),
     }
     print(report["validation"], flush=True)
-    told = tell_stories(target, out / "story_model", args.stories, args.new_tokens, device)
+    told = tell_stories(target, directories["target"], args.stories, args.new_tokens, device)
     kept = sum(not story["problems"] for story in told)
     report["stories"] = {
         "count": len(told),
@@ -95,15 +99,23 @@ def main(arguments: list[str] | None = None) -> None:
         "samples": told[:10],
         "failures": {index: story["problems"] for index, story in enumerate(told) if story["problems"]},
     }
-    write_report(out, report)
+    (out / "training.json").write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    (out / "README.md").write_text(render_readme(report), encoding="utf-8")
     if args.tars:
         _pack(out, args.tars)
     print(f"{kept} of {len(told)} stories kept their facts; {time.monotonic() - start:.0f} s in all", flush=True)
 
 
-def write_report(out: Path, report: dict[str, Any]) -> None:
-    (out / "training.json").write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    (out / "README.md").write_text(render_readme(report), encoding="utf-8")
+def render_readme(report: dict[str, Any]) -> str:
+    """`assets/README.md`: every figure is one of `report`, which stands in `assets/training.json`."""
+    samples = report["stories"]["samples"]
+    template = Path(__file__).with_name("report.md").read_text(encoding="utf-8")
+    text = template.format(**report, sample_count=len(samples))
+    for number, sample in enumerate(samples, 1):
+        rest = sample["text"][len(sample["opening"]) :]
+        verdict = "kept" if not sample["problems"] else "; ".join(sample["problems"])
+        text += f"\n### {number}. {sample['tokens']} tokens, {verdict}\n\n*{sample['opening']}*{rest}\n"
+    return text
 
 
 def _describe(corpus: Corpus) -> dict[str, Any]:
@@ -155,7 +167,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile, on cuda only"
     )
     parser.add_argument("--smoke", action="store_true", help="a miniature run of everything")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.smoke:
+        vars(args).update(SMOKE)
+    return args
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Corpus and tokenizer of the embedded model. Imports neither torch nor transformers, so workers start quickly."""
+"""The corpus and the tokenizer of the embedded models. Imports no torch, so that worker processes start quickly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from training.story_grammar import generate_story
+from training.grammar import generate_story
 
 EOS: Final = "<|endoftext|>"
 EOS_ID: Final = 0
