@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.engine import ablations, cpu, gpu_tests, phases, speculation, tensor_parallel, throughput
 from benchmarks.kernels import attention, linears
-from benchmarks.lib import tables
+from benchmarks.lib import speed, tables
 from benchmarks.lib.harness import RESULTS, ROOT
 from benchmarks.serving import load as serving
 from benchmarks.stages import ladder, stage_bench
@@ -38,6 +38,8 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], li
     "gpu_tests": (("gpu_tests",), gpu_tests.table),
     "tensor_parallel": (("tensor_parallel",), tensor_parallel.table),
     "serving": (("serving",), serving.table),
+    "speed": (("throughput", "latency"), speed.table),
+    "speed_cpu": (("engine_cpu",), speed.cpu_sentence),
     "kernels": (("kernels",), attention.table),
     "linears": (("linears",), linears.table),
 }
