@@ -153,9 +153,9 @@ def test_signatures_stand_as_they_are_written() -> None:
 
 
 def test_results_have_a_table_of_every_stage_that_was_measured() -> None:
-    page = pages.results_page()
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     for path in (ROOT / "benchmarks" / "results").glob("stage_*.json"):
-        assert f"### {tables.load(path.stem, path.parent)['title']}\n\n|" in page
+        assert f"<!-- generated: {path.stem} -->\n| {tables.load(path.stem, path.parent)['title']} |" in page
 
 
 def test_short_formulas_are_spelled_out() -> None:

@@ -28,6 +28,7 @@ LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
 FORMULA = re.compile(r"(?<![\w`$\\])\$(?=\S)([^$`\n]+?)(?<=\S)\$(?![\w$])")
 SPELLED = {"\\min": "min", "\\max": "max", "\\sum": "Σ", "\\dots": "…", "\\,": "\u2009", "-": "−"}
+MADE = {"states": pages.states_tables, "ladder": pages.ladder, "rooms": pages.rooms}
 MARKER = "# NBVAL_CHECK_OUTPUT\n"
 ABOUT_MARKER = re.compile(r" The mark `# NBVAL_CHECK_OUTPUT`[^.]*\.", re.DOTALL)
 
@@ -106,7 +107,9 @@ def write(path: Path, text: str) -> None:
 
 def filled(text: str) -> str:
     """A page with tables and diagrams in the place of the comments that name them."""
-    text = text.replace("<!-- states -->", pages.states_tables()).replace("<!-- ladder -->", pages.ladder())
+    for name, make in MADE.items():
+        if f"<!-- {name} -->" in text:
+            text = text.replace(f"<!-- {name} -->", make())
     return re.sub(r"<!-- diagram: (\w+) -->\n", lambda m: DIAGRAMS[m[1]](), text)
 
 
@@ -114,7 +117,6 @@ def prepare(source: Path) -> None:
     """Write everything that Sphinx reads into `source`. Raises ValueError for a link that leads nowhere."""
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT / "docs", source)
-    write(source / "results.md", pages.results_page())
     write(source / "api.md", pages.api_page())
     write(source / "commands.md", pages.commands_page())
     site = Site()

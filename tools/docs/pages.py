@@ -102,6 +102,19 @@ def ladder() -> str:
     return "\n".join(rows) + "\n"
 
 
+def rooms() -> str:
+    """How large each room is. The package's rooms are its folders, the others count as one each."""
+    others = [ROOT / name for name in ("stages", "training", "benchmarks", "tools", "tests")]
+    package = ROOT / "nanovllm"
+    rows = ["| room | files | lines |", "|---|--:|--:|"]
+    inner = sorted({path.parent for path in package.glob("*/*.py")})
+    for folder in [package, *inner, *others]:
+        files = list(folder.glob("*.py") if folder == package else folder.rglob("*.py"))
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        rows.append(f"| `{folder.relative_to(ROOT).as_posix()}/` | {len(files)} | {lines:,} |")
+    return "\n".join(rows) + "\n"
+
+
 def make_targets() -> Iterator[tuple[str, str]]:
     """Every target that `make help` lists, and what it does."""
     for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines():
@@ -139,39 +152,3 @@ def states_tables() -> str:
                           "|---|---|---|", *rows, ""])  # fmt: skip
 
     return table("A sequence", sequence_arrows()) + "\n" + table("A KV block", block_arrows())
-
-
-def results_page() -> str:
-    """The page of results: every table for which figures were recorded."""
-    from benchmarks.lib import report, tables
-    from benchmarks.lib.harness import RESULTS
-
-    def section(title: str, table: str, level: int = 3) -> str:
-        return f"{'#' * level} {title}\n\n{table}"
-
-    parts = [
-        "# Results\n\nWritten from what was measured (`benchmarks/results`); nobody types a figure.\n",
-        "## The stages\n",
-    ]
-    parts.append(report.table("stages", RESULTS))
-    picture = "![Output tokens a second of Hugging Face and of stages 1 to 5 on one workload](figures/ladder.png)\n\n"
-    parts.append(section("One workload through all of them", picture + report.table("ladder", RESULTS)))
-    parts.append("## The engine\n")
-    cards = sorted({path.stem.partition(".")[2] for path in RESULTS.glob("*.*.json")})
-    for name in report.TABLES:
-        for card in ("", *cards) if name not in report.NEEDED else ():
-            table = report.table(f"{name}.{card}" if card else name, RESULTS)
-            if table:
-                title = TITLES.get(name, name.replace("_", " ")) + (f" ({card.upper()})" if card else "")
-                parts.append(section(title, table))
-    parts.append("## Everything measured of each stage\n")
-    for path in sorted(RESULTS.glob("stage_*.json")):
-        parts.append(section(tables.load(path.stem, RESULTS)["title"], report.table(path.stem, RESULTS)))
-    return "\n".join(parts)
-
-
-TITLES = {
-    "engine": "Beside vLLM", "ablations": "What each part is worth", "prefix": "Shared beginnings",
-    "mixed": "Long prompts among decodes", "engine_cpu": "On a CPU", "gpu_tests": "The tests on a GPU",
-    "serving": "The server under load",
-}  # fmt: skip
