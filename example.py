@@ -2,13 +2,10 @@
 
 from nanovllm import LLM, SamplingParams
 
-prompts = [
-    "Nell the fox lived at the edge of Willowbrook. She had a small red kite,",
-    '"Good morning, José!" called Maja the mole across the garden.',
-    "In the whole of Oakenshaw there was only one golden trumpet,",
-]
+prompts = ["Nell the fox had a small red kite that danced in the lightest wind. Her best friend was Otto the mole."]
+params = SamplingParams(temperature=0.8, max_tokens=120, seed=46)
 
 if __name__ == "__main__":
     llm = LLM()  # the embedded story model; LLM("Qwen/Qwen3-0.6B") for a real one
-    for output in llm.generate(prompts, SamplingParams(temperature=0.8, max_tokens=120, seed=7)):
-        print(f"\n{output.prompt}\033[1m{output.outputs[0].text}\033[0m")
+    for output in llm.generate(prompts, params):
+        print(output.prompt + output.outputs[0].text)

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-import nanovllm
 from nanovllm import cli
 from nanovllm.engine.engine import LLMEngine
 
@@ -262,11 +260,3 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     shell = '"$0" -m nanovllm.cli generate "Once upon a time," --max-tokens 1000 | head -c 20; exit ${PIPESTATUS[0]}'
     done = subprocess.run(["bash", "-c", shell, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr, done.stdout) == (141, "", "Once upon a time, in")
-
-
-def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("nanovllm.LLM", partial(nanovllm.LLM, kv_cache_gib=0.02), raising=False)
-    runpy.run_path(str(ROOT / "example.py"), run_name="__main__")
-    out = capsys.readouterr().out
-    for opening in ("Nell the fox lived", '"Good morning, José!"', "In the whole of Oakenshaw"):
-        assert re.search(re.escape(opening) + r"[^\n]*\033\[1m[^\033]+\033\[0m", out)

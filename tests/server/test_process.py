@@ -20,7 +20,7 @@ import pytest
 from nanovllm.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8").partition("### The server")[2].partition("\n## ")[0]
+README = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The server")[2].partition("\n## ")[0]
 DOCUMENT = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 CANARY = "the xylophone canary"
 
