@@ -203,7 +203,7 @@ def train(
                 a_step = (time.monotonic() - measured) / (MEASURED_STEPS[1] - MEASURED_STEPS[0])
                 at.total_steps = min(max_steps, at.step + max(1, int(seconds_left / a_step)))
                 epochs = at.total_steps / epoch_steps
-                print(f"{kind}: {a_step:.4f} s a step, {at.total_steps} steps, {epochs:.2f} epochs", flush=True)
+                print(f"{kind}: {a_step:.4f} s per step, {at.total_steps} steps, {epochs:.2f} epochs", flush=True)
             measured = time.monotonic()
         if at.step % LOG_STEPS == 0 or at.step == at.total_steps:
             now = time.monotonic()
