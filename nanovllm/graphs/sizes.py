@@ -7,8 +7,8 @@ from nanovllm.models.config import ModelConfig
 
 # Tokens of a decode recording in which a sequence has several, and bytes of keys and values that they may read of a
 # layer, each token by itself. On an H200 that many bytes take a quarter of a millisecond, and launching a layer a third
-# (README.md: a token at batch 1 without CUDA graphs, by 28 layers). A larger step is for `prompt_steps.py`, or launched
-# kernel by kernel, which is slower even on an H200 (docs/speculation.md).
+# (docs/results.md: a token at batch 1 without CUDA graphs, by 28 layers). A larger step is for `prompt_steps.py`, or
+# launched kernel by kernel, which is slower even on an H200 (docs/speculation.md).
 MAX_REPLAYED = 256
 MAX_READ = 2**30
 # Tokens of the recordings with prompts
