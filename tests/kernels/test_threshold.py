@@ -1,0 +1,121 @@
+"""The threshold of min_p, top_k and top_p, against a sort in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.fused import threshold
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEAR = 1e-6  # of the border either is right: top_p's sums are made of rounded exponentials
+
+
+def kept(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The mask [N, V] of what the kernel leaves."""
+    n, vocab_size = logits.shape
+    column = torch.ones(n + 1, device=DEVICE)
+    border, last_id = threshold.thresholds(
+        logits.to(DEVICE),
+        torch.arange(1, n + 1, dtype=torch.int32, device=DEVICE),
+        temperature * column,
+        (top_k or vocab_size) * column.long(),
+        top_p * column,
+        (math.log(min_p) if min_p else -math.inf) * column,
+    )
+    logits, border, last_id = logits.float(), border.cpu()[:, None], last_id.cpu()[:, None]
+    return (logits > border) | ((logits == border) & (torch.arange(vocab_size) <= last_id))
+
+
+def check(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> None:
+    """Every row as a stable sort in float64 has it; next to top_p's border a token may be on either side."""
+    mask = kept(logits, temperature, top_k, top_p, min_p)
+    top_p = float(torch.tensor(top_p))
+    for row, found in zip(logits.float(), mask, strict=True):
+        scaled = (row - row.max()) / torch.tensor(temperature)
+        left = torch.ones_like(found) if not min_p else scaled >= float(torch.tensor(math.log(min_p)))
+        order = row.masked_fill(~left, -math.inf).sort(descending=True, stable=True).indices[: int(left.sum())]
+        order = order[: top_k or None]
+        p = ((row.double() - row.max().double()) / float(torch.tensor(temperature))).exp()[order]
+        before = (p.cumsum(0) - p) / p.sum()
+        surely = order[before < top_p - NEAR] if top_p < 1 else order
+        perhaps = order[before < top_p + NEAR] if top_p < 1 else order
+        assert found[surely].all() and found[order[0]]
+        assert set(found.nonzero()[:, 0].tolist()) <= {*perhaps.tolist(), int(order[0])}
+
+
+def random_logits(n: int, vocab_size: int, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (scale * torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(vocab_size))).to(dtype)
+
+
+DTYPES = [torch.float32, torch.bfloat16]
+FILTERS = [
+    dict(top_k=20, top_p=0.95, temperature=0.6),
+    dict(top_k=1),
+    dict(top_k=5, min_p=0.2),
+    dict(top_p=0.9),
+    dict(top_p=0.5, temperature=0.1),
+    dict(min_p=0.05),
+    dict(min_p=1.0),
+    dict(top_p=0.3, min_p=0.1, temperature=2.0),
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_size", [3, 40, 4096 + 321])
+def test_as_a_sort_has_it(vocab_size: int, dtype: torch.dtype, filters: dict[str, float]) -> None:
+    check(random_logits(3, vocab_size, dtype=dtype), **filters)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_cells_and_candidates_are_only_sizes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few cells and little room the row itself is searched, over several tiles; with a top_k of nearly all, too."""
+    monkeypatch.setattr(threshold, "CELLS", 64)
+    monkeypatch.setattr(threshold, "CANDIDATES", 16)
+    logits = random_logits(2, 333, dtype=dtype)
+    for filters in FILTERS + [dict(top_k=k, top_p=p) for k in (15, 16, 17, 64, 65, 300, 332, 333) for p in (0.9, 1.0)]:
+        check(logits, **filters)
+
+
+ADVERSARIAL = {
+    "all equal": torch.full((1, 200), 1.5),
+    "all equal but one": torch.where(torch.arange(200) == 70, 2.0, 1.5)[None],
+    "all ruled out but one": torch.where(torch.arange(200) == 70, 2.0, -math.inf)[None],
+    "both zeros": torch.where(torch.arange(200) % 2 == 0, 0.0, -0.0)[None],
+    "ties at the border": (torch.arange(200) % 7).float()[None],
+    "ties below zero": -(torch.arange(200) % 7).float()[None] - 3,
+    "huge": 1e38 * (torch.arange(200) % 3 - 1).float()[None],
+    "a steep slope": -3.0 * torch.arange(200).float()[None],
+}
+
+
+@pytest.mark.parametrize("room", [16, 1024])
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_adversarial_rows(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threshold, "CELLS", 64)
+    monkeypatch.setattr(threshold, "CANDIDATES", room)
+    for dtype, top_k, top_p in zip(DTYPES * 5, (0, 1, 2, 29, 199, 200) * 2, (1e-9, 0.3, 0.5, 1 - 1e-7, 1.0) * 2):
+        check(ADVERSARIAL[name].to(dtype), top_k=top_k, top_p=top_p, min_p=0.01 * (top_k == 29))
+
+
+def test_rows_that_ask_for_nothing_or_have_no_maximum_keep_everything() -> None:
+    logits = random_logits(4, 100)
+    logits[0, 3], logits[1, 3], logits[2, :] = math.nan, math.inf, -math.inf
+    for filters in (dict(top_k=5, top_p=0.5), dict(min_p=0.5)):
+        assert kept(logits, 1.0, **({"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters))[0, 0]
+    everything = torch.ones(4, 100, dtype=torch.bool)
+    assert kept(logits[3:], 1.0, 0, 1.0, 0.0).equal(everything[3:])
+    assert kept(logits[3:], 0.0, 5, 0.5, 0.5).equal(everything[3:])
+
+
+def test_neither_batch_nor_order_matters() -> None:
+    logits = random_logits(5, 3000, dtype=torch.bfloat16)
+    for filters in FILTERS:
+        arguments = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+        together = kept(logits, **arguments)
+        for i in range(5):
+            assert kept(logits[i : i + 1], **arguments).equal(together[i : i + 1])
