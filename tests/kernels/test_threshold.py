@@ -53,14 +53,14 @@ def random_logits(n: int, vocab_size: int, scale: float = 3.0, dtype: torch.dtyp
 
 DTYPES = [torch.float32, torch.bfloat16]
 FILTERS = [
-    dict(top_k=20, top_p=0.95, temperature=0.6),
-    dict(top_k=1),
-    dict(top_k=5, min_p=0.2),
-    dict(top_p=0.9),
-    dict(top_p=0.5, temperature=0.1),
-    dict(min_p=0.05),
-    dict(min_p=1.0),
-    dict(top_p=0.3, min_p=0.1, temperature=2.0),
+    {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
+    {"top_k": 1},
+    {"top_k": 5, "min_p": 0.2},
+    {"top_p": 0.9},
+    {"top_p": 0.5, "temperature": 0.1},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_p": 0.3, "min_p": 0.1, "temperature": 2.0},
 ]
 
 
@@ -77,7 +77,9 @@ def test_tiles_cells_and_candidates_are_only_sizes(dtype: torch.dtype, monkeypat
     monkeypatch.setattr(threshold, "CELLS", 64)
     monkeypatch.setattr(threshold, "CANDIDATES", 16)
     logits = random_logits(2, 333, dtype=dtype)
-    for filters in FILTERS + [dict(top_k=k, top_p=p) for k in (15, 16, 17, 64, 65, 300, 332, 333) for p in (0.9, 1.0)]:
+    for filters in FILTERS + [
+        {"top_k": k, "top_p": p} for k in (15, 16, 17, 64, 65, 300, 332, 333) for p in (0.9, 1.0)
+    ]:
         check(logits, **filters)
 
 
@@ -98,14 +100,16 @@ ADVERSARIAL = {
 def test_adversarial_rows(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threshold, "CELLS", 64)
     monkeypatch.setattr(threshold, "CANDIDATES", room)
-    for dtype, top_k, top_p in zip(DTYPES * 5, (0, 1, 2, 29, 199, 200) * 2, (1e-9, 0.3, 0.5, 1 - 1e-7, 1.0) * 2):
+    for dtype, top_k, top_p in zip(
+        DTYPES * 5, (0, 1, 2, 29, 199, 200) * 2, (1e-9, 0.3, 0.5, 1 - 1e-7, 1.0) * 2, strict=False
+    ):
         check(ADVERSARIAL[name].to(dtype), top_k=top_k, top_p=top_p, min_p=0.01 * (top_k == 29))
 
 
 def test_rows_that_ask_for_nothing_or_have_no_maximum_keep_everything() -> None:
     logits = random_logits(4, 100)
     logits[0, 3], logits[1, 3], logits[2, :] = math.nan, math.inf, -math.inf
-    for filters in (dict(top_k=5, top_p=0.5), dict(min_p=0.5)):
+    for filters in ({"top_k": 5, "top_p": 0.5}, {"min_p": 0.5}):
         assert kept(logits, 1.0, **({"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters))[0, 0]
     everything = torch.ones(4, 100, dtype=torch.bool)
     assert kept(logits[3:], 1.0, 0, 1.0, 0.0).equal(everything[3:])

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.fused.threshold import thresholds
 from nanovllm.kernels.launch import overlaps_launches
 
 TILE = 512  # logits that a program, a single warp, looks at together
@@ -99,8 +100,8 @@ def _tile(logits_ptr, place, end):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _best_of_part(  # type: ignore[no-untyped-def]
-    logits_ptr, first, end, first_id, low, high, temperature,
-    TILE: tl.constexpr, VECTOR: tl.constexpr, NOISE: tl.constexpr, FAST: tl.constexpr,
+    logits_ptr, first, end, first_id, low, high, temperature, border, last_id,
+    TILE: tl.constexpr, VECTOR: tl.constexpr, NOISE: tl.constexpr, FILTERED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The best score of logits [first, end) of a row and its token; among equal scores the lowest token.
 
@@ -121,6 +122,9 @@ def _best_of_part(  # type: ignore[no-untyped-def]
     for start in range(first, end, TILE):
         vectors = start + VECTOR * tl.arange(0, TILE // VECTOR)[:, None]
         logits = following.to(tl.float32)
+        if FILTERED:
+            at_border = (logits == border) & (first_id + vectors + lanes <= last_id)
+            logits = tl.where((logits > border) | at_border, logits, float("-inf"))
         following = _tile(logits_ptr, vectors + lanes + TILE, end)  # asked for a turn early
         if NOISE:
             # VECTOR divides all of these token ids: the ids up to the next vector differ in the lowest bits alone
@@ -132,7 +136,10 @@ def _best_of_part(  # type: ignore[no-untyped-def]
             at_most = logits
             needed = best
         below = tl.reduce(at_most, 1, _larger) < needed  # in 16 bits a thread has whole vectors
-        if tl.min(below.to(tl.int32), 0) == 0:
+        needless = tl.min(below.to(tl.int32), 0) == 1
+        if FILTERED:
+            needless |= tl.max(logits) == float("-inf")
+        if not needless:
             score = logits
             if NOISE:
                 score += temperature * _gumbel(_number(x), FAST)
@@ -146,12 +153,12 @@ def _best_of_part(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=["first_id", "tiles_of_part"],
-    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "id_ptr"],
+    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "border_ptr", "last_id_ptr", "id_ptr"],
 )
 def _best_of_part_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, score_ptr, id_ptr, first_id,
-    tiles_of_part, ROW: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, FAST: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, border_ptr, last_id_ptr, score_ptr,
+    id_ptr, first_id, tiles_of_part, ROW: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
+    FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -167,9 +174,34 @@ def _best_of_part_kernel(  # type: ignore[no-untyped-def]
         index = (tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row)).to(tl.uint64)
         key = _mix64(_mix64(seed) + (index + 1) * 0x9E3779B97F4A7C15)
         low, high = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
-        best, winner = _best_of_part(logits_ptr, first, end, first_id, low, high, temperature, TILE, VECTOR, True, FAST)
+        border, last_id = float("-inf"), 0
+        if FILTERS:
+            border, last_id = tl.load(border_ptr + n), tl.load(last_id_ptr + n)
+        if border > float("-inf"):
+            best, winner = _best_of_part(
+                logits_ptr,
+                first,
+                end,
+                first_id,
+                low,
+                high,
+                temperature,
+                border,
+                last_id,
+                TILE,
+                VECTOR,
+                True,
+                True,
+                FAST,
+            )
+        else:
+            best, winner = _best_of_part(
+                logits_ptr, first, end, first_id, low, high, temperature, 0.0, 0, TILE, VECTOR, True, False, FAST
+            )
     else:
-        best, winner = _best_of_part(logits_ptr, first, end, first_id, 0, 0, 0.0, TILE, VECTOR, False, FAST)
+        best, winner = _best_of_part(
+            logits_ptr, first, end, first_id, 0, 0, 0.0, 0.0, 0, TILE, VECTOR, False, False, FAST
+        )
     part = n * tl.num_programs(1) + tl.program_id(1)
     tl.store(score_ptr + part, best)
     tl.store(id_ptr + part, winner)
@@ -211,6 +243,7 @@ def sample_rows(
     first_id: int = 0,
     num_ids: int | None = None,
     all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Draw a token for each row of logits, and write it where the next step looks for it.
 
@@ -224,6 +257,7 @@ def sample_rows(
         token_ids: [R, L] int32, written: the new token, or 0 where it is -1.
         first_id: the token of the first logit. num_ids: how many of the V are logits; None: all. The rest is padding.
         all_gather: from a rank's tensor [...] to those of all ranks [ranks, ...]; None: there is one rank.
+        filters: top_k, top_p and log_min_p [R], as of `thresholds`; None: no row has any. They need all V logits here.
 
     Returns:
         [N] int64: the tokens; -1 for a row whose largest score is not finite.
@@ -234,11 +268,13 @@ def sample_rows(
     num_parts = triton.cdiv(num_tiles, tiles_of_part)
     best = rows.new_empty(2, num_rows, num_parts, dtype=torch.int32)  # the bits of the scores [N, parts], and the ids
     tokens = rows.new_empty(num_rows, dtype=torch.int64)  # [N]
+    border, last_id = thresholds(logits, rows, temperature, *filters) if filters is not None else (best, best)
     pdl = overlaps_launches(logits.device)
     _best_of_part_kernel[(num_rows, num_parts)](
-        logits, rows, next_positions, temperature, seeds, num_prompt_tokens, best[0].view(torch.float32), best[1],
-        first_id, tiles_of_part, ROW=width, IDS=width if num_ids is None else num_ids, TILE=TILE,
-        VECTOR=8 if first_id % 8 == width % 8 == 0 else 1, FAST=logits.is_cuda, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        logits, rows, next_positions, temperature, seeds, num_prompt_tokens, border, last_id,
+        best[0].view(torch.float32), best[1], first_id, tiles_of_part, ROW=width,
+        IDS=width if num_ids is None else num_ids, TILE=TILE, VECTOR=8 if first_id % 8 == width % 8 == 0 else 1,
+        FILTERS=filters is not None, FAST=logits.is_cuda, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     of_all = best[None] if all_gather is None else all_gather(best)  # [R, 2, N, parts]
     _best_of_row_kernel[(num_rows,)](

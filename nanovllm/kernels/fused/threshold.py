@@ -221,7 +221,8 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                 tl.debug_barrier()
                 found = tl.load(counts_ptr)
                 total = mass.to(tl.float64)
-                enough = found <= CANDIDATES
+                # A bound that fewer cells than top_k reach is none; min_p's may well be reached by fewer.
+                enough = (found <= CANDIDATES) & ((top_k >= SIZE) | (top_k <= TILE))
                 if enough:
                     border, last_id, enough = _search(
                         scores_ptr, ids_ptr, found, lowest, top_k, top_p, total, largest, temperature,
