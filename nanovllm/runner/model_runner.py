@@ -18,6 +18,7 @@ from nanovllm.engine.plan import Scheduled, StepPlan
 from nanovllm.graphs.recorder import CudaGraphRecorder, Recorder
 from nanovllm.graphs.sizes import step_sizes
 from nanovllm.graphs.steps import RecordedSteps
+from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel
 from nanovllm.runner.batch import Batch, DecodeInputs, look_up, make_batch, pack
 from nanovllm.runner.device_model import DeviceModel
@@ -77,7 +78,11 @@ class ModelRunner:
 
         # Rows: tokens, blocks and sampling parameters of each running sequence
         self.rows = Rows(config.max_num_seqs, config.max_model_len, block_size, self.num_kv_blocks, device)
-        self.state = SamplingState(self.rows.token_ids, loaded.config.vocab_size, loaded.eos_token_ids)
+        # A rank of several does not see all logits, and a draft is filtered as its target is: both by the full tail.
+        filtered_in_kernel = fused_kernels(device).sample_rows is not None and self.group.size == 1 and draft is None
+        self.state = SamplingState(
+            self.rows.token_ids, loaded.config.vocab_size, loaded.eos_token_ids, filtered_in_kernel
+        )
         self.sampler = Sampler(self.state, self.group)
 
         # Recorded steps, and who guesses

@@ -1,4 +1,7 @@
-"""min_p, top_k and top_p: which tokens may be sampled at all."""
+"""min_p, top_k and top_p: which tokens may be sampled at all.
+
+`kernels/fused/threshold.py` finds the same tokens without a sort, in a recorded step.
+"""
 
 import torch
 from torch import Tensor
@@ -8,18 +11,18 @@ def filter_scores(
     scores: Tensor,
     temperature: Tensor,
     *,
-    min_p: Tensor | None,
+    log_min_p: Tensor | None,
     top_k: Tensor,
     top_p: Tensor,
     num_candidates: int,
 ) -> Tensor:
     """scores [N, V] -> [N, V] with -inf where a token is ruled out; the others keep their scores exactly.
 
-    In vLLM's order, on the probabilities at the row's temperature: min_p [N] (None: no row has one) keeps tokens at
-    least that many times as likely as the likeliest; of these top_k [N] keeps the k likeliest (V: off); and of these,
-    renormalised, top_p [N] keeps the fewest that reach that probability (Holtzman et al., "The Curious Case of Neural
-    Text Degeneration", 2020; 1: off). Among equal scores the lower ids are kept, so the result is the same on
-    every device.
+    In vLLM's order, on the probabilities at the row's temperature: min_p (its logarithm [N]; None: no row has one)
+    keeps tokens at least that many times as likely as the likeliest; of these top_k [N] keeps the k likeliest (V: off);
+    and of these, renormalised, top_p [N] keeps the fewest that reach that probability (Holtzman et al., "The Curious
+    Case of Neural Text Degeneration", 2020; 1: off). Among equal scores the lower ids are kept, so the result is the
+    same on every device.
 
     num_candidates: an upper bound of top_k over the rows (greedy ones excepted) that have top_k or top_p, V if one has
     top_p alone, 0 if no row has either. Only V costs a full sort of the vocabulary.
@@ -27,8 +30,8 @@ def filter_scores(
     # Relative to the largest, so that no temperature can overflow. Greedy rows only need some temperature.
     scaled = scores - scores.amax(-1, keepdim=True)  # [N, V], at most 0
     scaled /= torch.where(temperature > 0, temperature, 1)[:, None]
-    if min_p is not None:
-        scaled.masked_fill_(scaled < min_p.log()[:, None], -torch.inf)
+    if log_min_p is not None:
+        scaled.masked_fill_(scaled < log_min_p[:, None], -torch.inf)
     kept = scaled > -torch.inf  # [N, V]
     if num_candidates:
         vocab_size = scores.shape[1]

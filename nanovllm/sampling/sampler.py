@@ -1,9 +1,10 @@
 """From logits to tokens: argmax(logit + temperature * noise(seed, output index, token id)).
 
-Two tails read the same logits. The *plain* tail knows temperature alone: a few operations, fit for a CUDA graph. The
-*full* tail adds penalties, min_tokens, filters, the acceptance of a draft's guesses and log-probabilities. It runs
-behind the plain tail, for the rows that need it. A row that needs none of this gets the same token from both. Every row
-is computed by itself, so batch and order cannot matter. Nothing here waits for the device.
+Two tails read the same logits. The *plain* tail knows temperature and, on one GPU, min_p, top_k and top_p: a few
+kernels, fit for a CUDA graph. The *full* tail adds penalties, min_tokens, log-probabilities and the acceptance of a
+draft's guesses, and elsewhere the filters. It runs behind the plain tail, for the rows that need it. A row that needs
+none of this gets the same token from both. Every row is computed by itself, so batch and order cannot matter. Nothing
+here waits for the device.
 
 Temperature 0 is exact: the noise is multiplied by it. Among equal scores the lowest id wins. A row whose largest logit
 is not a finite number (torch's max gives NaN if there is any) samples -1.
@@ -63,7 +64,8 @@ class Sampler:
         if sample_rows is not None:
             of_rows = state.temperature, state.seed, state.num_prompt_tokens, state.token_ids
             shard = ids_of_shard(logits, group, vocab_size)
-            return sample_rows(logits, rows, positions, *of_rows, *shard, group.all_gather)
+            filters = (state.top_k, state.top_p, state.log_min_p) if state.filters_are_plain else None
+            return sample_rows(logits, rows, positions, *of_rows, *shard, group.all_gather, filters)
         metadata = state.metadata(rows, positions, all_greedy)
         if group.size > 1:
             token_ids = sample_sharded(logits, metadata, group, vocab_size)
@@ -154,7 +156,7 @@ def constrain(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: S
         scores = filter_scores(
             scores,
             metadata.temperature,
-            min_p=state.min_p[rows] if needs.min_p else None,
+            log_min_p=state.log_min_p[rows] if needs.min_p else None,
             top_k=state.top_k[rows],
             top_p=state.top_p[rows],
             num_candidates=needs.num_candidates,

@@ -1,5 +1,6 @@
 """The sampling parameters of the running sequences, on the device: one row for each sequence."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -44,26 +45,29 @@ class SamplingState:
     """Parameters of R rows. `install` writes them when a sequence moves into a row; nothing else changes them.
 
     token_ids [R, L] int32 belongs to the caller, who keeps it up to date: penalties count prompt and output so far.
+    filters_are_plain: the plain tail has min_p, top_k and top_p, so a row that asks for nothing else is not special.
     """
 
-    def __init__(self, token_ids: Tensor, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self, token_ids: Tensor, vocab_size: int, eos_token_ids: Iterable[int], filters_are_plain: bool = False
+    ) -> None:
         num_rows, device = token_ids.shape[0], token_ids.device
         self.device = device
         self.token_ids = token_ids
         self.vocab_size = vocab_size
         self.eos_token_ids = set(eos_token_ids)
+        self.filters_are_plain = filters_are_plain
         # What every step reads
         self.num_prompt_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)  # [R]
         self.temperature = torch.zeros(num_rows, device=device)  # [R] float32
         self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [R]
         # What only special rows need. One tensor of each dtype, so that a new row takes two transfers; the names below
-        # are columns of them.
-        self._floats = torch.zeros(num_rows, 5, device=device)
-        self._ints = torch.zeros(num_rows, 2, dtype=torch.int64, device=device)
-        self.top_p, self.min_p, self.repetition_penalty, self.presence_penalty, self.frequency_penalty = (
-            self._floats.unbind(1)  # [R] each
-        )
-        self.top_k, self.min_tokens = self._ints.unbind(1)  # [R] each; top_k of a row without one is V
+        # are rows of them.
+        self._floats = torch.zeros(5, num_rows, device=device)
+        self._ints = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        self.top_p, self.log_min_p = self._floats[:2]  # [R] each; log_min_p of a row without one is -inf
+        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._floats[2:]  # [R] each
+        self.top_k, self.min_tokens = self._ints  # [R] each; top_k of a row without one is V
         self.stop_ids = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)  # [R, S], wider when needed
         # On the host
         self.params = [SamplingParams()] * num_rows
@@ -77,7 +81,8 @@ class SamplingState:
             self.special.pop(row, None)
             if self._is_special(p):
                 self.special[row] = p
-            floats.append((p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty))
+            log_min_p = math.log(p.min_p) if p.min_p else -math.inf
+            floats.append((p.top_p, log_min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty))
             ints.append((self._top_k(p), p.min_tokens))
             if p.min_tokens:
                 self._install_stop_ids(row, sorted(self.eos_token_ids | set(p.stop_token_ids)))
@@ -85,8 +90,8 @@ class SamplingState:
         self.num_prompt_tokens[index] = to_device(np.array(num_prompt_tokens, dtype=np.int32), self.device)
         self.temperature[index] = to_device(np.array([p.temperature for p in params], dtype=np.float32), self.device)
         self.seed[index] = to_device(np.array([p.seed for p in params], dtype=np.int64), self.device)
-        self._floats[index] = to_device(np.array(floats, dtype=np.float32), self.device)
-        self._ints[index] = to_device(np.array(ints, dtype=np.int64), self.device)
+        self._floats[:, index] = to_device(np.array(floats, dtype=np.float32), self.device).T
+        self._ints[:, index] = to_device(np.array(ints, dtype=np.int64), self.device).T
 
     def needs(self, rows: Iterable[int]) -> Needs | None:
         """What these rows ask for beyond temperature and seed; None if none of them asks for anything."""
@@ -121,7 +126,7 @@ class SamplingState:
         # Filters never remove the likeliest token, so they mean nothing to a greedy row.
         filtered = p.top_p < 1 or p.min_p > 0 or self._top_k(p) < self.vocab_size
         return (
-            (filtered and p.temperature > 0)
+            (filtered and p.temperature > 0 and not self.filters_are_plain)
             or has_penalties(p)
             or (p.min_tokens > 0 and bool(self.eos_token_ids or p.stop_token_ids))
             or p.logprobs is not None

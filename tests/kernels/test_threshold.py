@@ -10,6 +10,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nanovllm.kernels.fused import threshold
+from nanovllm.kernels.fused.sample import sample_rows
+from nanovllm.sampling_params import SamplingParams
+from tests.kernels.sampling import Rows, lively_logits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR = 1e-6  # of the border either is right: top_p's sums are made of rounded exponentials
@@ -79,7 +82,13 @@ def test_tiles_cells_and_candidates_are_only_sizes(dtype: torch.dtype, monkeypat
     monkeypatch.setattr(threshold, "CELLS", 64)
     monkeypatch.setattr(threshold, "CANDIDATES", 16)
     logits = random_logits(1, 150, dtype=dtype)
-    for filters in [{"top_k": 17, "top_p": 0.9, "min_p": 0.01}, {"top_p": 0.9}, {"top_k": 65}, {"top_k": 16}]:
+    few: list[dict[str, Any]] = [
+        {"top_k": 17, "top_p": 0.9, "min_p": 0.01},
+        {"top_p": 0.9},
+        {"top_k": 65},
+        {"top_k": 16},
+    ]
+    for filters in few:
         check(logits, **filters)
 
 
@@ -120,6 +129,37 @@ def test_no_row_depends_on_another(filters: dict[str, Any]) -> None:
     together = kept(logits, **(NOTHING | filters))
     for i in range(3):
         assert kept(logits[i : i + 1], **(NOTHING | filters)).equal(together[i : i + 1])
+
+
+def test_the_plain_tail_draws_what_the_full_one_draws() -> None:
+    """Rows with filters of their own, beside one without and a greedy one; the same seeds."""
+    filters: list[dict[str, Any]] = [
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"top_k": 20, "top_p": 0.95},
+        {},
+        {"top_k": 2},
+    ]
+    temperatures = [1.0, 1.5, 0.8, 0.6, 1.0, 0.0]
+    params = [
+        SamplingParams(temperature=t, seed=i, **f) for i, (t, f) in enumerate(zip(temperatures, filters, strict=True))
+    ]
+    rows = Rows(params)
+    state, index = rows.state, torch.arange(len(params))
+    assert state.needs(index.tolist()) is not None
+    tokens = set()
+    for seed in range(8):
+        logits = lively_logits(len(params), seed=seed)
+        temperature, seeds = state.temperature.to(DEVICE), state.seed.to(DEVICE)
+        num_prompt, token_ids = state.num_prompt_tokens.to(DEVICE), state.token_ids.to(DEVICE)
+        drawn = sample_rows(
+            logits.to(DEVICE), index.to(DEVICE), num_prompt, temperature, seeds, num_prompt, token_ids,
+            filters=(state.top_k.to(DEVICE), state.top_p.to(DEVICE), state.log_min_p.to(DEVICE)),
+        )  # fmt: skip
+        assert drawn.tolist() == rows.full(logits)
+        tokens |= set(drawn.tolist())
+    assert len(tokens) > 10
 
 
 @pytest.mark.gpu
