@@ -1,6 +1,7 @@
 """Makes a step replayable: a CUDA graph on a GPU, and the step itself where there is no GPU."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -24,12 +25,20 @@ class CudaGraphRecorder:
         with torch.cuda.graph(graph, pool=self.pool):
             outputs = step()
         self.recorded.append(graph)
+        return RecordedStep(graph, step, outputs)
 
-        def replay() -> Sampled:
-            graph.replay()
-            return outputs
 
-        return replay
+@dataclass(frozen=True)
+class RecordedStep:
+    """A call replays the step. `step` itself is kept, since a replay reads and writes the memory that `step` holds."""
+
+    graph: torch.cuda.CUDAGraph
+    step: Step
+    outputs: Sampled
+
+    def __call__(self) -> Sampled:
+        self.graph.replay()
+        return self.outputs
 
 
 def record_nothing(step: Step) -> Step:
