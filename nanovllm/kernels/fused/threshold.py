@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
 
-CELLS = 16384  # of a row, and how many logits a program looks at together
+CELLS = 8192  # of a row, and how many logits a program looks at together
 CANDIDATES = 1024  # that there is room for
 NUCLEUS = tl.constexpr(512)  # as many cells bound the candidates of a row that has top_p alone
 SMALLEST = tl.constexpr(-(2**31))
@@ -114,25 +114,28 @@ def _nth_id(scores_ptr, ids_ptr, size, key, n, TILE: tl.constexpr, UNIT: tl.cons
 
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
-    scores_ptr, ids_ptr, size, lowest, top_k, top_p, total, largest, temperature,
+    scores_ptr, ids_ptr, size, low, lowest, top_k, top_p, total, largest, temperature,
     SIZE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr,
 ):  # fmt: skip
     """What top_k and then top_p leave of the keys from `lowest` on: all above a border, and at it ids up to the last;
     and whether these scores are enough to say so.
 
-    total: the mass of all from `lowest` on, in the whole row. It is used where no top_k comes first.
+    low: a key that the k-th largest is not below. total: the mass of all from `lowest` on, in the whole row; it is used
+    where no top_k comes first.
     """
-    border, last_id = lowest, EVERY_ID
+    border, last_id, high = lowest, EVERY_ID, _key(largest, UNIT)
     if top_k < SIZE:
-        kth, reached = SMALLEST, 0
+        kth = SMALLEST
         for step in range(16 if UNIT > 1 else 32):
             key = kth ^ _bit(step)
-            count = _count(scores_ptr, ids_ptr, size, key, TILE, UNIT, IN_ROW)
-            if count >= top_k:
-                kth, reached = key, count
+            if key <= low:
+                kth = key
+            elif key <= high:  # noqa: SIM102 (Triton would compute both sides of an `and`)
+                if _count(scores_ptr, ids_ptr, size, key, TILE, UNIT, IN_ROW) >= top_k:
+                    kth = key
         if kth >= lowest:
             border = kth
-            if reached > top_k:
+            if _count(scores_ptr, ids_ptr, size, kth, TILE, UNIT, IN_ROW) > top_k:
                 above = _count(scores_ptr, ids_ptr, size, kth + 1, TILE, UNIT, IN_ROW)
                 last_id = _nth_id(scores_ptr, ids_ptr, size, kth, top_k - above, TILE, UNIT, IN_ROW)
     enough = True
@@ -146,11 +149,14 @@ def _search(  # type: ignore[no-untyped-def]
             nucleus = SMALLEST
             for step in range(16 if UNIT > 1 else 32):
                 key = nucleus ^ _bit(step)
-                part = _sum(
-                    scores_ptr, ids_ptr, size, key, border, last_id, largest, temperature, TILE, UNIT, IN_ROW
-                )  # fmt: skip
-                if part >= target:
+                if key <= border:
                     nucleus = key
+                elif key <= high:
+                    part = _sum(
+                        scores_ptr, ids_ptr, size, key, border, last_id, largest, temperature, TILE, UNIT, IN_ROW
+                    )  # fmt: skip
+                    if part >= target:
+                        nucleus = key
             above = _sum(
                 scores_ptr, ids_ptr, size, nucleus + 1, border, last_id, largest, temperature, TILE, UNIT, IN_ROW
             )  # fmt: skip
@@ -199,11 +205,12 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                 keys = _key(cells, UNIT)
                 wanted = tl.minimum(tl.where(top_k < SIZE, top_k, NUCLEUS), TILE)
                 bound = SMALLEST
-                for step in range(16 if UNIT > 1 else 32):
+                for step in range(12):  # sign, exponent and three bits more: it need only be near
                     key = bound ^ _bit(step)
-                    if tl.sum((keys >= key).to(tl.int32)) >= wanted:
-                        bound = key
-                bound = tl.maximum(bound, lowest)
+                    if key <= _key(largest, UNIT):  # noqa: SIM102
+                        if tl.sum((keys >= key).to(tl.int32)) >= wanted:
+                            bound = key
+                bound = tl.maximum(bound, lowest)  # fewer than top_k may reach min_p's
                 scores_ptr, ids_ptr, counts_ptr = scores_ptr + n * CANDIDATES, ids_ptr + n * CANDIDATES, counts_ptr + n
                 tl.store(counts_ptr, 0)
                 tl.debug_barrier()
@@ -225,12 +232,12 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                 enough = (found <= CANDIDATES) & ((top_k >= SIZE) | (top_k <= TILE))
                 if enough:
                     border, last_id, enough = _search(
-                        scores_ptr, ids_ptr, found, lowest, top_k, top_p, total, largest, temperature,
+                        scores_ptr, ids_ptr, found, bound, lowest, top_k, top_p, total, largest, temperature,
                         SIZE, CANDIDATES, UNIT, False,
                     )  # fmt: skip
                 if not enough:
                     border, last_id, enough = _search(
-                        logits_ptr, ids_ptr, SIZE, lowest, top_k, top_p, total, largest, temperature,
+                        logits_ptr, ids_ptr, SIZE, SMALLEST, lowest, top_k, top_p, total, largest, temperature,
                         SIZE, TILE, UNIT, True,
                     )  # fmt: skip
     tl.store(border_ptr + n, _score(border, UNIT))
@@ -268,6 +275,6 @@ def thresholds(
     _threshold_kernel[(num_rows,)](
         logits, rows, temperature, top_k, top_p, log_min_p, scores, ids, counts, border, last_id,
         SIZE=width, TILE=tile, CANDIDATES=CANDIDATES, UNIT=1 << 16 if logits.dtype == torch.bfloat16 else 1, PDL=pdl,
-        num_warps=max(4, tile // 512), launch_pdl=pdl,
+        num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return border, last_id
