@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_FILE = 400  # lines, docstrings and all
 LONGEST_STAGE = 300  # what a reader can hold in mind
+MOST_FILES = 20  # Python files of a folder, tests excepted
 CODE = ("stages", "nanovllm", "tools", "training", "benchmarks", "tests", "examples", "lectures", "example.py")
 
 # Home and scratch directories on Linux, macOS and Windows, in a form that does not find itself.
@@ -85,6 +87,21 @@ def test_mypy_finds_nothing() -> None:
 
 def test_no_python_file_is_too_long() -> None:
     assert list(too_long(repository_files())) == []
+
+
+def test_every_folder_of_a_package_is_installed_with_it() -> None:
+    """Without `__init__.py` a folder works in a clone, and is missing from a wheel (see pyproject.toml)."""
+    folders = {path.parent for path in repository_files() if path.suffix == ".py"}
+    packages = ("stages", "nanovllm", "tools", "training", "benchmarks")
+    ours = [folder for folder in folders if folder != ROOT and folder.relative_to(ROOT).parts[0] in packages]
+    assert len(ours) > 20
+    assert [str(folder) for folder in ours if not (folder / "__init__.py").is_file()] == []
+
+
+def test_no_folder_is_crowded() -> None:
+    files = Counter(path.parent for path in repository_files() if path.suffix == ".py")
+    crowded = {str(folder): n for folder, n in files.items() if n > MOST_FILES and "tests" not in folder.parts}
+    assert crowded == {}
 
 
 def test_no_path_of_one_machine() -> None:
