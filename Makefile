@@ -83,7 +83,7 @@ race: $(STAMP) ## the stages and the engine on one workload, lane by lane (ARGS=
 	$(RUN) -m tools.race.race $(ARGS)
 
 record: $(STAMP) ## hold the race and keep it, tokens, times and events, in small files
-	$(RUN) -m tools.race.record $(ARGS)
+	$(RUN) -m tools.race.race --record $(ARGS)
 
 replay: $(STAMP) ## show a recorded race, or one engine of it (ARGS="--engine stage_4 --speed 0.5")
 	$(RUN) -m tools.race.replay $(ARGS)

@@ -17,7 +17,7 @@ def called_off(*_: object) -> int:
     "module",
     [
         *(f"tools.{name}" for name in ("setup_env", "exercises.mutants", "exercises.progress")),
-        *(f"tools.race.{name}" for name in ("demo", "race", "record", "replay")),
+        *(f"tools.race.{name}" for name in ("demo", "race", "replay")),
         *(f"benchmarks.stages.{name}" for name in ("stage_bench", "ladder")),
     ],
 )

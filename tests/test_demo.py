@@ -19,8 +19,10 @@ from rich.console import Console
 from nanovllm.trace_view.recording import add_texts
 from stages.core import SamplingParams
 from stages.manifest import load_stage, load_stages
-from tools.race import demo, live
-from tools.race.workload import EMBEDDED_MODEL, ROOT, Workload, demo_workload, load_tokenizer
+from tools import ROOT
+from tools.race import demo
+from tools.race.views import EngineView
+from tools.race.workload import EMBEDDED_MODEL, Workload, demo_workload, load_tokenizer
 from training.grammar import generate_story
 
 MODEL = EMBEDDED_MODEL
@@ -103,7 +105,7 @@ def test_the_view_follows_the_engine(tokenizer: Any) -> None:
     """In every step the picture shows what the engine's own queues and pool say."""
     stage = load_stage(5)
     workload = workload_of(tokenizer, (20, 30, 10, 12))
-    view, with_text = live.EngineView(workload, 16), add_texts(tokenizer.decode)
+    view, with_text = EngineView(workload, 16), add_texts(tokenizer.decode)
     seen: set[str] = set()
 
     def on_event(event: dict[str, Any]) -> None:
@@ -121,8 +123,8 @@ def test_the_view_follows_the_engine(tokenizer: Any) -> None:
             seen.update(cells)
         view.on_event(with_text(event))
 
-    engine = live.build(stage, MODEL, "cpu", on_event, {"num_blocks": 16, "block_size": 16})
-    outputs = live.generate(engine, workload)
+    engine = demo.build(stage, MODEL, "cpu", on_event, {"num_blocks": 16, "block_size": 16})
+    outputs = demo.generate(engine, workload)
     assert {"A", "*", "°"} <= seen
     assert [request.ids for request in view.requests] == outputs
     assert [request.text for request in view.requests] == [tokenizer.decode(ids) for ids in outputs]
@@ -134,11 +136,11 @@ def test_the_view_follows_the_engine(tokenizer: Any) -> None:
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_one_stage_live(number: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal the picture moves; into a file one is printed while requests still run."""
-    monkeypatch.setattr(live, "LENGTHS", (4, 9, 3, 2))
-    monkeypatch.setattr(live, "PACE", 0.0)
+    monkeypatch.setattr(demo, "LIVE_LENGTHS", (4, 9, 3, 2))
+    monkeypatch.setattr(demo, "PACE", 0.0)
     for terminal in (False, True):
         screen, out = console(force_terminal=terminal)
-        live.show(screen, load_stage(number), tokenizer, MODEL, "cpu")
+        demo.show(screen, load_stage(number), tokenizer, MODEL, "cpu")
         assert "4 requests, 18 tokens in" in out.getvalue()
         assert out.getvalue().count("counters") == 1 or terminal
         assert ("\x1b[" in out.getvalue()) == terminal
@@ -146,9 +148,9 @@ def test_one_stage_live(number: int, tokenizer: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_the_view_of_stage_6_counts_replays_and_their_padding(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "LENGTHS", (4, 9, 5))
+    monkeypatch.setattr(demo, "LIVE_LENGTHS", (4, 9, 5))
     screen, out = console()
-    live.show(screen, load_stage(6), tokenizer, MODEL, "cpu")
+    demo.show(screen, load_stage(6), tokenizer, MODEL, "cpu")
     said = " ".join(out.getvalue().split())
     # A prompt in step 1; then 3 steps of three in the bucket of four, 1 of two, and 4 of one
     assert "8 of the steps were replays, in recordings for 1, 2, 4, 8, 16 sequences." in said
@@ -172,7 +174,7 @@ def test_stage_7_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch, 
 
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:
     script = (
-        "import sys; from tools.race import demo, live; live.LENGTHS = (2, 2); demo.main(['--stage', '4']); "
+        "import sys; from tools.race import demo; demo.LIVE_LENGTHS = (2, 2); demo.main(['--stage', '4']); "
         "slow = {'transformers', 'matplotlib', 'pandas'} & sys.modules.keys(); assert not slow, slow"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)

@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 
 from stages.manifest import load_stage
-from tools.race import race, record, replay
-from tools.race.lanes import Lane, Moment, draw_bar, draw_lanes, make_lanes
-from tools.race.recording import load_race
+from tools.race import race, replay
+from tools.race.views import Lane, Moment, draw_bar, draw_lanes
 from tools.race.workload import (
     EMBEDDED_MODEL,
     Workload,
     choose_engines,
     engine_titles,
+    load_race,
     load_tokenizer,
     longest,
     race_workload,
@@ -109,7 +109,7 @@ def test_all_have_the_same_memory(workload: Workload) -> None:
 
 
 def test_how_a_lane_stands() -> None:
-    lane = Lane("stage_1", "1 Naive", "red", 40, 4, [Moment(i / 10, i, i // 10) for i in range(1, 41)])
+    lane = Lane("stage_1", "1 Naive", 40, 4, [Moment(i / 10, i, i // 10) for i in range(1, 41)])
     assert lane.at(0.0)[:3] == (0, 0, 0.0)
     assert lane.at(0.5) == (5, 0, pytest.approx(10), pytest.approx(10), 0.5)
     lane.moments[20:] = [Moment(2 + i / 20, 20 + i, 2) for i in range(1, 21)]  # from here on twice as fast
@@ -119,7 +119,8 @@ def test_how_a_lane_stands() -> None:
 
 
 def test_a_ghost_is_drawn_at_the_same_time_as_the_one_that_runs() -> None:
-    old, young, next_one = make_lanes({"stage_1": "1 Naive", "stage_2": "2 Cache", "nanovllm": "nanovllm"}, 40, 2)
+    titles = {"stage_1": "1 Naive", "stage_2": "2 Cache", "nanovllm": "nanovllm"}
+    old, young, next_one = (Lane(engine, title, 40, 2) for engine, title in titles.items())
     old.finish([{"type": "token", "t": float(i), "ids": [0]} for i in range(1, 41)], 40.0)
     old.mark, young.mark, young.moments = "ghost", "live", [Moment(4.0, 20, 1)]
     console, out = screen()
@@ -147,18 +148,22 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "HOLD", 0.0)
 
 
-def held(arguments: list[str], console: Console) -> race.Outcome:
+def options_of(arguments: list[str]) -> Any:
     parser = race.argparse.ArgumentParser()
     race.add_options(parser)
-    return race.race(parser.parse_args(["--requests", "3", "--tokens", "2", *arguments]), console)
+    return parser.parse_args(arguments)
+
+
+def held(arguments: list[str], console: Console) -> dict[str, Any]:
+    return race.race(options_of(["--requests", "3", "--tokens", "2", *arguments]), console)[1]
 
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("terminal", [False, True])
 def test_one_at_a_time_or_together(together: bool, terminal: bool, fake: None) -> None:
     console, out = screen(force_terminal=terminal)
-    outcome = held(["--stages", "1", "2", "nanovllm", *["--together"] * together], console)
-    spans = sorted((r["machine"]["began"], r["machine"]["ended"]) for r in outcome.results.values())
+    results = held(["--stages", "1", "2", "nanovllm", *["--together"] * together], console)
+    spans = sorted((r["machine"]["began"], r["machine"]["ended"]) for r in results.values())
     overlaps = [later[0] < earlier[1] for earlier, later in pairwise(spans)]
     assert overlaps == [together] * 2
     text = out.getvalue()
@@ -166,7 +171,7 @@ def test_one_at_a_time_or_together(together: bool, terminal: bool, fake: None) -
     assert ("A ghost ran before" in text) != together
     assert ("\x1b[" in text) == terminal and ("is running" in text) != together
     assert (text.count("tokens in 0.") == 3) or terminal
-    assert text.count("3 of 3") >= 3 and all(title in text for title in outcome.titles.values())
+    assert text.count("3 of 3") >= 3 and all(engine_titles()[engine] in text for engine in results)
 
 
 def test_the_table_counts_texts_that_differ(fake: None) -> None:
@@ -192,20 +197,8 @@ def test_an_engine_that_fails_is_named_and_the_others_are_ended(fake: None, caps
 
 
 def test_a_race_is_kept_as_it_was(fake: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "--requests",
-        "4",
-        "--tokens",
-        "2",
-        "--stages",
-        "2",
-        "nanovllm",
-        "--out",
-        str(tmp_path),
-        "--commit",
-        "abc",
-    ]
-    record.main(options)
+    options = "--record --requests 4 --tokens 2 --stages 2 nanovllm --commit abc --out".split()
+    race.main([*options, str(tmp_path)])
     said = capsys.readouterr().out
     assert f"2 recordings of {sum(p.stat().st_size for p in tmp_path.iterdir()) / 1000:.0f} kB" in said
     first, second = load_race(tmp_path)
@@ -219,8 +212,6 @@ def test_a_race_is_kept_as_it_was(fake: None, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("options", [["--together"], ["--stages", "7", "1"]])
 def test_several_processes_are_timed_by_the_wall(options: list[str]) -> None:
-    parser = race.argparse.ArgumentParser()
-    race.add_options(parser)
-    assert record.clock_for(parser.parse_args(options)) == "wall"
-    assert record.clock_for(parser.parse_args([])) == "cpu"
-    assert record.clock_for(parser.parse_args(["--device", "cuda"])) == "wall"
+    assert race.clock_for(options_of(options)) == "wall"
+    assert race.clock_for(options_of([])) == "cpu"
+    assert race.clock_for(options_of(["--device", "cuda"])) == "wall"

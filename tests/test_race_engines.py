@@ -12,13 +12,11 @@ import pytest
 from nanovllm.trace_view.recording import add_texts
 from stages.core import SamplingParams
 from stages.manifest import load_stage
-from tools.race import record, replay
-from tools.race.lanes import Moment, moments_of
-from tools.race.live import EngineView
-from tools.race.recording import load_race
+from tools.race import race, replay
 from tools.race.replay import EngineShow
-from tools.race.worker import Log, NanovllmRunner, run
-from tools.race.workload import EMBEDDED_MODEL, Workload, load_tokenizer, race_workload
+from tools.race.views import EngineView, Moment, moments_of
+from tools.race.worker import Log, run
+from tools.race.workload import EMBEDDED_MODEL, Workload, load_race, load_tokenizer, race_workload
 
 
 @pytest.fixture(scope="module")
@@ -64,27 +62,25 @@ def test_an_engine_tells_all_from_its_start(engine: str, workload: Workload, exp
     assert [request.ids for request in view.requests] == expected and not view.state.tables
 
 
-def test_the_engine_counts_as_a_stage_does(monkeypatch: pytest.MonkeyPatch, workload: Workload) -> None:
-    """From its own first request and step, whatever the warm-up has used up."""
-    monkeypatch.setattr("nanovllm.LLM", lambda *_, **__: None, raising=False)
+def test_steps_count_from_the_start() -> None:
+    """Whatever the warm-up has used up."""
     log = Log(lambda _: None, "wall")
-    runner = NanovllmRunner("model", "cpu", workload, log)
-    event = {"t": 0.5, "step": 6, "type": "token", "request": "9", "choice": 0, "ids": [5]}
-    runner.on_event(event)
+    event = {"t": 0.5, "type": "token", "request": 0, "ids": [5]}
+    log.on_event(event | {"step": 6})
     log.start()
-    for told in ({"request": "12", "step": 8}, {"request": "10", "step": 3}):
-        runner.on_event(event | told)
-    assert [(e["request"], e["step"], e["ids"]) for e in log.events] == [(2, 2, [5]), (0, 0, [5])]
+    for step in (8, 3):
+        log.on_event(event | {"step": step})
+    assert [(e["step"], e["ids"]) for e in log.events] == [(2, [5]), (0, [5])]
 
 
 def test_progress_is_told_now_and_then_and_events_are_all_kept() -> None:
     said: list[dict[str, Any]] = []
     log = Log(said.append, "cpu")
-    log({"type": "token", "t": time.perf_counter(), "ids": [1]})  # before the start
+    log.on_event({"type": "token", "step": 0, "t": time.perf_counter(), "ids": [1]})  # before the start
     log.start()
     for i in range(100):  # of four steps, a little more than the 0.04 s after which it is told again
-        log({"type": "token", "t": log.started + i / 97, "ids": [1, 2]})
-    log({"type": "finished", "t": log.started + 1})
+        log.on_event({"type": "token", "step": 1, "t": log.started + i / 97, "ids": [1, 2]})
+    log.on_event({"type": "finished", "step": 1, "t": log.started + 1})
     assert [e["ids"] for e in log.events[:-1]] == [[1, 2]] * 100
     assert len(said) == 24 and said[0]["at"] == [pytest.approx(4 / 97), 10, 0]
     assert log.stop() < 1, "the CPU's clock, by which no second has passed"
@@ -93,8 +89,20 @@ def test_progress_is_told_now_and_then_and_events_are_all_kept() -> None:
 @pytest.mark.slow
 def test_real_engines_race_and_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "made"
-    options = ["--requests", "4", "--tokens", "2", "--stages", "1", "5", "nanovllm", "--out", str(directory)]
-    record.main([*options, "--commit", "abc"])
+    options = [
+        "--record",
+        "--requests",
+        "4",
+        "--tokens",
+        "2",
+        "--stages",
+        "1",
+        "5",
+        "nanovllm",
+        "--out",
+        str(directory),
+    ]
+    race.main([*options, "--commit", "abc"])
     said = capsys.readouterr().out
     assert said.count(" 4 of 4") == 3 and "\x1b" not in said
     assert [r.engine for r in load_race(directory)] == ["stage_1", "stage_5", "nanovllm"]
@@ -105,8 +113,8 @@ def test_real_engines_race_and_are_replayed(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.gpu
 def test_real_engines_race_on_a_gpu(tmp_path: Path) -> None:
     """Texts may differ there: in 16 bits it depends on the batch which of two equally good tokens wins."""
-    options = ["--device", "cuda", "--requests", "6", "--tokens", "4", "--stages", "1", "6", "nanovllm"]
-    record.main([*options, "--out", str(tmp_path), "--commit", "abc"])
+    options = ["--record", "--device", "cuda", "--requests", "6", "--tokens", "4", "--stages", "1", "6", "nanovllm"]
+    race.main([*options, "--out", str(tmp_path), "--commit", "abc"])
     recordings = load_race(tmp_path)
     assert [r.engine for r in recordings] == ["stage_1", "stage_6", "nanovllm"]
     for recording in recordings:

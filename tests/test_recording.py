@@ -15,7 +15,7 @@ import pytest
 from nanovllm.trace_view import Recording
 from tests.tiny_recording import RACE, tiny
 from tools.race import replay
-from tools.race.recording import EngineRun, load_race
+from tools.race.workload import EngineRun, load_race
 
 
 def test_a_recording_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.tiny_recording import tiny
+from tools import ROOT
 from tools.race import replay
-from tools.race.live import EngineView
-from tools.race.recording import EngineRun, load_race
 from tools.race.replay import EngineShow, RaceShow, Show
-from tools.race.workload import EMBEDDED_MODEL, ROOT, load_tokenizer
+from tools.race.views import EngineView
+from tools.race.workload import EMBEDDED_MODEL, EngineRun, load_race, load_tokenizer
 
 CPU = replay.SHIPPED / "cpu"
 

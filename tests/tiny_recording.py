@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.race.recording import EngineRun, Race
-from tools.race.workload import Workload
+from tools.race.workload import EngineRun, Race, Workload
 
 WORDS = {7: "once", 8: " upon", 9: " é", 10: "”"}
 WORKLOAD = Workload(0, [[1, 2, 3], [1, 2]], [3, 2], kv_slots=64)

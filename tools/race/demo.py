@@ -3,28 +3,33 @@
     python -m tools.race.demo                   every stage, from the naive one up
     python -m tools.race.demo --stage 5         one stage, live: its blocks, its queues, its texts as they grow
 
-Of large libraries only torch and tokenizers are loaded, so the first text is there within seconds.
+A stage live is drawn from its events while it works; without a terminal one picture is printed, a third of the way
+through. Of large libraries only torch and tokenizers are loaded, so the first text is there within seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group
+from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from nanovllm.trace_view.recording import Event, add_texts
 from stages.manifest import Stage, load_stage, load_stages
 from tools.ctrl_c import until_ctrl_c
-from tools.race.live import TEMPERATURE, build, generate, show
+from tools.race.views import EngineView
 from tools.race.workload import (
     EMBEDDED_MODEL,
     Workload,
@@ -39,7 +44,10 @@ if TYPE_CHECKING:
 
     from stages.core import SamplingParams
 
+TEMPERATURE = 0.8
 STORY_TOKENS = 100
+LIVE_LENGTHS = (48, 80, 24, 40, 96, 32, 16, 64)  # of the answers that one stage gives live
+PACE = 0.04  # seconds a step is held, to be followed by eye
 RACE_LENGTHS = (8, 64, 8, 8, 12, 8, 48, 8, 8, 12, 8, 8)  # two long ones, which a static batch waits for
 RANKS = 2  # of stage 7, which starts so many where nobody says how many
 NEEDS_A_GPU = (6, 7)  # and tell nothing new about texts: their demos are their benchmarks
@@ -55,10 +63,7 @@ class StoryTeller:
         self.ids: list[int] = []
         self.shown = self.column = 0
 
-    def prompt(self, text: str) -> None:
-        self.write(text, "dim")
-
-    def on_event(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: Event) -> None:
         if event["type"] == "token":
             self.ids += event["ids"]
             # The last word may go on with the next token, and so may the last character
@@ -66,33 +71,22 @@ class StoryTeller:
             self.show(text[: max(text.rfind(" "), text.rfind("\n")) + 1])
 
     def end(self, *, cut_off: bool) -> None:
-        self.show(self.decode(self.ids))
-        if cut_off:
-            self.write(" …", "default")
+        self.show(self.decode(self.ids) + " …" * cut_off)
         self.console.print("\n")
 
     def show(self, text: str) -> None:
-        if len(text) > self.shown:
-            self.write(text[self.shown :], "default")
-            self.shown = len(text)
+        self.write(text[self.shown :])
+        self.shown = max(self.shown, len(text))
 
-    def write(self, text: str, style: str) -> None:
-        for i, line in enumerate(text.split("\n")):
-            if i:
+    def write(self, text: str, style: str = "default") -> None:
+        for word in re.findall(r"\n|[^ \n]+", text):
+            if word == "\n" or (self.column and self.column + 1 + cell_len(word) > self.width):
                 self.console.print()
                 self.column = 0
-            for word in line.split(" "):
-                self.put(word, style)
-
-    def put(self, word: str, style: str) -> None:
-        if not word:
-            return
-        if self.column and self.column + 1 + cell_len(word) > self.width:
-            self.console.print()
-            self.column = 0
-        text = ("  " if self.column == 0 else " ") + word
-        self.console.print(Text(text, style), end="", soft_wrap=True)
-        self.column += cell_len(text)
+            if word != "\n":
+                word = ("  " if self.column == 0 else " ") + word
+                self.console.print(Text(word, style), end="", soft_wrap=True)
+                self.column += cell_len(word)
 
 
 def story_request(tokenizer: Tokenizer, seed: int, max_tokens: int) -> tuple[list[int], SamplingParams]:
@@ -109,12 +103,12 @@ def tell_stories(
     """Each stage in turn: what is new about it, a story, how fast it was, and what it still costs."""
     for stage in stages:
         console.print(Text(f"Stage {stage.number}: {stage.title}", "bold"))
-        news = [stage.idea] if stage.number == 1 else [stage.idea, f"New: no more {stage.removes}."]
-        console.print(Padding("\n".join([*news, ""]), (0, 0, 0, 2)))
+        news = f"{stage.idea}\n" if stage.number == 1 else f"{stage.idea}\nNew: no more {stage.removes}.\n"
+        console.print(Padding(news, (0, 0, 0, 2)))
         prompt, params = story_request(tokenizer, stage.number, tokens)
         teller = StoryTeller(console, tokenizer.decode)
         engine = build(stage, model, device, teller.on_event, {})
-        teller.prompt(tokenizer.decode(prompt))
+        teller.write(tokenizer.decode(prompt), "dim")
         start = time.perf_counter()
         [output] = engine.generate([prompt], params)
         seconds = time.perf_counter() - start
@@ -131,9 +125,9 @@ def compare(console: Console, stages: list[Stage], workload: Workload, model: Pa
         f"Every stage has KV memory for {workload.kv_slots} tokens, but the first, which keeps nothing.\n"
     )
     console.print(Padding(rules, (0, 0, 0, 2)))
-    table = Table()
-    for heading in ("stage", "seconds", "tokens/s", "against stage 1", "same texts"):
-        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    table = Table("stage")
+    for heading in ("seconds", "tokens/s", "against stage 1", "same texts"):
+        table.add_column(heading, justify="right")
     first: tuple[float, list[list[int]]] | None = None
     for stage in stages:
         engine = build(stage, model, device, lambda _: None, workload.stage_options(stage))
@@ -151,6 +145,86 @@ def compare(console: Console, stages: list[Stage], workload: Workload, model: Pa
             "yes" if outputs == first[1] else "NO",
         )
     console.print(table)
+
+
+def build(stage: Stage, model: Path, device: str, on_event: Callable[[Event], None], options: dict[str, int]) -> Any:
+    """The stage's engine, warmed up by two tokens of which `on_event` hears nothing."""
+    from stages.core import SamplingParams
+
+    engine = stage.engine_class()(str(model), device=device, **options)
+    engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    engine.trace.step, engine.trace.on_event = 0, on_event
+    return engine
+
+
+def generate(engine: Any, workload: Workload) -> list[list[int]]:
+    """Sample the texts of a demo: one seed per request, and exactly as many tokens as wanted."""
+    from stages.core import SamplingParams
+
+    params = [SamplingParams(TEMPERATURE, n, ignore_eos=True, seed=i) for i, n in enumerate(workload.max_tokens)]
+    outputs: list[list[int]] = engine.generate(workload.prompts, params)
+    return outputs
+
+
+def watch_replays(engine: Any) -> list[tuple[int, int]]:
+    """The number of sequences and the bucket of each step that stage 6 replays from now on."""
+    replay, replayed = engine.replay, []
+
+    def noted(bucket: int, batch: list[Any]) -> Any:
+        replayed.append((len(batch), bucket))
+        return replay(bucket, batch)
+
+    engine.replay = noted
+    return replayed
+
+
+def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, device: str) -> None:
+    """Run one stage on a handful of requests and draw it while it works."""
+    workload = demo_workload(lambda text: tokenizer.encode(text).ids, LIVE_LENGTHS)
+    options = workload.stage_options(stage)
+    view = EngineView(workload, options.get("num_blocks", 0))
+    heading = Text(f"Stage {stage.number}: {stage.title}. {stage.idea}", "bold")
+    with_text = add_texts(tokenizer.decode)
+    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        step = 0
+        pictured = False
+
+        def draw() -> None:
+            nonlocal pictured
+            if live is not None:
+                live.update(view.render(heading, console.width, console.height - 1), refresh=True)
+                time.sleep(PACE)
+            elif not pictured and view.generated >= workload.num_tokens // 3:
+                console.print(view.render(heading, console.width, 100))
+                pictured = True
+
+        def on_event(event: Event) -> None:
+            nonlocal step
+            looked_from = time.perf_counter()
+            if event["step"] != step:
+                step = event["step"]
+                draw()
+            view.on_event(with_text(event))
+            view.started += time.perf_counter() - looked_from  # looking costs the engine nothing
+
+        engine = build(stage, model, device, on_event, options)
+        if hasattr(engine, "replay"):
+            view.replayed = watch_replays(engine)
+        view.started = time.perf_counter()
+        generate(engine, workload)
+        if live is not None:
+            draw()
+    memory = f"KV memory for {workload.kv_slots} tokens" if options else "no KV memory"
+    if options and "num_blocks" not in options:
+        memory += f": {options['max_num_seqs']} rows of the longest request"
+    speed = view.generated / (view.now - view.started)
+    console.print(
+        f"\n{len(LIVE_LENGTHS)} requests, {view.generated} tokens in {view.step} steps, {speed:.0f} tokens/s; {memory}."
+    )
+    if view.replayed is not None:
+        steps = f"{len(view.replayed)} of the steps were replays"
+        stand_in = " Without a GPU a replay calls the step again, and gains nothing." if device == "cpu" else ""
+        console.print(f"{steps}, in recordings for {', '.join(map(str, engine.buckets))} sequences.{stand_in}")
 
 
 def main(arguments: list[str] | None = None) -> None:

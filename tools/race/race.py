@@ -1,18 +1,20 @@
 """The stages and the engine on one workload, side by side: `make race`.
 
     python -m tools.race.race [--stages 1 4 5 nanovllm] [--device cuda] [--requests 24] [--tokens 10] [--seed 0]
-    [--together]
+    [--together] [--record [--out DIRECTORY] [--commit HASH]]
 
 Each engine has a process of its own. They all get ready together and then run one at a time, because two engines on
 two cores slow each other down. Beside the engine that runs, the picture shows how far the earlier ones were after the
 same time.
-`--together` starts them all at once. This process imports no torch.
+`--together` starts them all at once. `--record` (`make record`) also writes a file for every engine with its tokens,
+its events and their times, which `make replay` shows on any machine. Without it this process imports no torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import subprocess
@@ -22,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +32,13 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from benchmarks.lib.recorder import ClockName
+from tools import ROOT
 from tools.ctrl_c import until_ctrl_c
-from tools.race.lanes import Finish, Lane, Moment, draw_lanes, make_lanes, result_table
+from tools.race.views import Lane, Moment, draw_lanes, result_table
 from tools.race.workload import (
     EMBEDDED_MODEL,
-    ROOT,
+    EngineRun,
+    Race,
     Workload,
     choose_engines,
     describe_model,
@@ -45,8 +48,9 @@ from tools.race.workload import (
 )
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from benchmarks.lib.recorder import ClockName
 
+BUILD = ROOT / "build" / "recordings"
 WORKER = [sys.executable, "-m", "tools.race.worker"]
 SIZES = {"cpu": (24, 10), "cuda": (60, 16)}  # requests, tokens: half a minute for the slowest
 FRAME = 0.1  # seconds between two pictures
@@ -111,8 +115,8 @@ class Racer:
     def finish(self) -> str:
         """Complete the lane with the result. Returns a line that says how fast the engine was."""
         assert self.result is not None
-        self.lane.finish(self.result["events"], self.result["seconds"])
         seconds, tokens = self.result["seconds"], self.lane.num_tokens
+        self.lane.finish(self.result["events"], seconds)
         return f"{self.lane.title}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
 
     def stop(self) -> None:
@@ -186,18 +190,8 @@ def run_heat(racers: list[Racer], display: Display, footer: str) -> None:
         racer.lane.mark = "ghost"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a race. `results` are those of `tools.race.worker`, by engine."""
-
-    workload: Workload
-    tokenizer: Tokenizer
-    titles: dict[str, str]
-    results: dict[str, dict[str, Any]]
-
-
-def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall") -> Outcome:
-    """Hold the race, measure by `clock`, and print the table.
+def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall") -> tuple[Workload, dict[str, Any]]:
+    """Hold the race, measure by `clock`, and print the table. Returns the results of `tools.race.worker` by engine.
 
     Raises ValueError for a wrong option, and RuntimeError if an engine fails.
     """
@@ -211,10 +205,13 @@ def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall
         tokens if options.tokens is None else options.tokens,
         options.seed,
     )
-    titles = {name: engine_titles()[name] for name in names}
-    lanes = make_lanes(titles, workload.num_tokens, len(workload.prompts))
-    shared = {"model": str(options.model.resolve()), "device": options.device, "workload": asdict(workload)}
-    shared["clock"] = clock
+    lanes = [Lane(name, engine_titles()[name], workload.num_tokens, len(workload.prompts)) for name in names]
+    job = {
+        "model": str(options.model.resolve()),
+        "device": options.device,
+        "workload": asdict(workload),
+        "clock": clock,
+    }
     rule = TOGETHER.format(cores=os.cpu_count()) if options.together else ALONE
     heading = Text.assemble(
         (f"{len(workload.prompts)} requests, {workload.num_tokens} tokens to generate\n", "bold"),
@@ -224,7 +221,7 @@ def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall
     racers: list[Racer] = []
     try:
         with display.shown():
-            racers += [Racer(lane, shared | {"engine": lane.engine}) for lane in lanes]
+            racers += [Racer(lane, job | {"engine": lane.engine}) for lane in lanes]
             get_ready(racers, display)
             if options.together:
                 run_heat(racers, display, f"All {len(racers)} are running.")
@@ -234,11 +231,43 @@ def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall
     finally:
         for racer in racers:
             racer.stop()
-    results = {racer.lane.engine: racer.result for racer in racers if racer.result is not None}
-    finishes = [Finish(lane, results[lane.engine]["events"], results[lane.engine]["outputs"]) for lane in lanes]
     how = "all at once, in each other's way" if options.together else "one at a time"
-    console.print(result_table(finishes, f"\nThe result: {how}, KV memory for {workload.kv_slots} tokens"))
-    return Outcome(workload, tokenizer, titles, results)
+    console.print(result_table(lanes, f"\nThe result: {how}, KV memory for {workload.kv_slots} tokens"))
+    return workload, {racer.lane.engine: racer.result for racer in racers}
+
+
+def clock_for(options: argparse.Namespace) -> ClockName:
+    """Which clock to measure by for a recording.
+
+    CPU time where one thread computes, since a busy machine hardly changes it; else the clock on the wall.
+    """
+    from benchmarks.lib.recorder import choose_clock
+
+    several_processes = options.together or "stage_7" in choose_engines(options.stages, options.device != "cpu")
+    return "wall" if several_processes else choose_clock(options.device, threads=1)
+
+
+def save_all(workload: Workload, results: dict[str, Any], options: argparse.Namespace, console: Console) -> None:
+    """Write one file per engine."""
+    from benchmarks.lib.harness import card_slug, commit, model_name
+
+    machine = next(iter(results.values()))["machine"]
+    held = Race(
+        made=datetime.date.today().isoformat(),
+        machine=machine,
+        # A copy of the working tree has no git to ask, so it can be told
+        commit={"hash": options.commit, "modified": False} if options.commit else commit("stages", "nanovllm"),
+        model=model_name(options.model.resolve()),
+        together=options.together,
+        workload=workload,
+    )
+    directory = options.out or BUILD / ("cpu" if machine["device"] == "cpu" else card_slug(machine["device"]))
+    decode, total = load_tokenizer(options.model).decode, 0
+    for engine, result in results.items():
+        run = EngineRun.from_result(engine, engine_titles()[engine], result, held, decode)
+        total += run.save(directory).stat().st_size
+    console.print(f"{len(results)} recordings of {total / 1000:.0f} kB in all, in {directory}", soft_wrap=True)
+    console.print(f'To see them: make replay ARGS="--recording {directory}"', soft_wrap=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -249,13 +278,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="length of a short answer (default: 10, on a GPU 16)")
     parser.add_argument("--seed", type=int, default=0, help="which stories (default 0)")
     parser.add_argument("--together", action="store_true", help="all at once, in each other's way")
+    parser.add_argument("--record", action="store_true", help="keep the race in files")
+    parser.add_argument("--out", type=Path, help="directory of the files (default: build/recordings/cpu, or the card)")
+    parser.add_argument("--commit", help="what is recorded, where there is no git to ask")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="The stages and the engine side by side on one workload.")
     add_options(parser)
+    options, console = parser.parse_args(arguments), Console(highlight=False)
     try:
-        race(parser.parse_args(arguments), Console(highlight=False))
+        if options.record:
+            save_all(*race(options, console, clock_for(options)), options, console)
+            return
+        race(options, console)
     except (ValueError, RuntimeError) as error:
         sys.exit(str(error))
     print("One run, unrepeated: differences below a fifth are noise.\nMeasured with care: make ladder.")

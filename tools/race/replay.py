@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +23,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from nanovllm.trace_view.recording import Event
+from tools import ROOT
 from tools.ctrl_c import until_ctrl_c
-from tools.race.lanes import Finish, draw_lanes, make_lanes, result_table
-from tools.race.live import EngineView
-from tools.race.recording import SUFFIX, EngineRun, Race, load_race
-from tools.race.workload import ROOT
+from tools.race.views import EngineView, Lane, draw_lanes, result_table
+from tools.race.workload import SUFFIX, EngineRun, Race, load_race
 
 try:  # not on Windows: no keys there
     import select
@@ -68,21 +66,17 @@ def badge(race: Race) -> Text:
 
 
 def describe(race: Race) -> str:
-    together = ", all at once" if race.together else ", one at a time"
-    return f"{len(race.workload.prompts)} requests, {race.workload.num_tokens} tokens, {race.model}{together}"
-
-
-def clock_of(race: Race) -> str:
-    return CLOCKS.get(race.machine.get("clock", "wall"), "")
+    together = "all at once" if race.together else "one at a time"
+    return f"{len(race.workload.prompts)} requests, {race.workload.num_tokens} tokens, {race.model}, {together}"
 
 
 class RaceShow:
     """All engines of a recorded race, drawn at the same time since their start, however they were run."""
 
     def __init__(self, runs: Sequence[EngineRun]) -> None:
-        self.runs, self.race = runs, runs[0].race
+        self.race = runs[0].race
         workload = self.race.workload
-        self.lanes = make_lanes({r.engine: r.title for r in runs}, workload.num_tokens, len(workload.prompts))
+        self.lanes = [Lane(r.engine, r.title, workload.num_tokens, len(workload.prompts)) for r in runs]
         for lane, run in zip(self.lanes, runs, strict=True):
             lane.finish(run.events, run.seconds)
         self.duration = max(run.seconds for run in runs)
@@ -95,11 +89,11 @@ class RaceShow:
         return Group(badge(self.race), Text(describe(self.race), "dim"), "", draw_lanes(self.lanes, t, width))
 
     def conclude(self, console: Console) -> None:
-        pairs = zip(self.lanes, self.runs, strict=True)
-        finishes = [Finish(lane, run.events, run.tokens) for lane, run in pairs]
         race = self.race
-        console.print(result_table(finishes, f"\nThe result, recorded on {race.source}"))
-        console.print(f"{describe(race)}; KV memory for {race.workload.kv_slots} tokens; {clock_of(race)}.")
+        console.print(result_table(self.lanes, f"\nThe result, recorded on {race.source}"))
+        console.print(
+            f"{describe(race)}; KV memory for {race.workload.kv_slots} tokens; {CLOCKS[race.machine['clock']]}."
+        )
 
 
 class EngineShow:
@@ -108,7 +102,8 @@ class EngineShow:
     def __init__(self, run: EngineRun) -> None:
         self.run = run
         self.duration = run.seconds
-        self.stops: Sequence[float] = step_times(run.events)
+        planned = {event["step"]: event["t"] for event in run.events if event["type"] == "scheduled"}
+        self.stops: Sequence[float] = sorted(planned.values())  # of each step, when the last of its sequences was
         self.reset()
 
     def reset(self) -> None:
@@ -134,14 +129,8 @@ class EngineShow:
         generated, seconds, race = self.view.generated, self.run.seconds, self.run.race
         console.print(
             f"\n{self.run.title}, recorded on {race.source}: {generated} tokens in {seconds:.2f} s, "
-            f"{generated / seconds:,.0f} tokens/s; {clock_of(race)}."
+            f"{generated / seconds:,.0f} tokens/s; {CLOCKS[race.machine['clock']]}."
         )
-
-
-def step_times(events: Sequence[Event]) -> list[float]:
-    """When each step has been planned: the time of its last `scheduled` event."""
-    times = {event["step"]: event["t"] for event in events if event["type"] == "scheduled"}
-    return sorted(times.values())
 
 
 class Player:
@@ -163,23 +152,15 @@ class Player:
             return self.base
         return min(self.duration, self.base + self.speed * (self.clock() - self.since))
 
-    def toggle(self) -> None:
-        self.seek(self.position())
-        self.paused = not self.paused
-
     def press(self, key: Key, show: Show) -> None:
         """Pause or go on; or pause and move to the next or previous of the show's stops."""
-        if key == "pause":
-            self.toggle()
-        elif key in ("on", "back"):
-            t = self.position()
-            self.paused = True
-            if key == "on":
-                i = bisect_right(show.stops, t)
-                self.seek(show.stops[i] if i < len(show.stops) else self.duration)
-            else:
-                i = bisect_left(show.stops, t)
-                self.seek(show.stops[i - 1] if i else 0.0)
+        t = self.position()
+        self.seek(t)
+        self.paused = key != "pause" or not self.paused
+        if key == "on":
+            self.seek(next((stop for stop in show.stops if stop > t), self.duration))
+        elif key == "back":
+            self.seek(next((stop for stop in reversed(show.stops) if stop < t), 0.0))
 
 
 Wait = Callable[[float], Key | None]  # the next key within so many seconds
@@ -245,8 +226,8 @@ def make_show(directory: Path, engine: str | None) -> Show:
         return RaceShow(load_race(directory))
     name = f"stage_{engine}" if engine.isdigit() else engine
     known = sorted(path.name.split(".")[0] for path in directory.glob(f"*{SUFFIX}"))
-    if known and name not in known:
-        raise ValueError(f"--engine {engine}: {directory} has {', '.join(known)}")
+    if name not in known:
+        raise ValueError(f"--engine {engine}: {directory} has {', '.join(known) or 'no recordings: make record'}")
     return EngineShow(EngineRun.load(directory / f"{name}{SUFFIX}"))
 
 

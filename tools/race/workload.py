@@ -1,22 +1,28 @@
-"""The requests of a race or a demo, the memory for them, and which engines can take part. Imports no torch."""
+"""What a race is: its requests, the memory for them, its engines, and a file of how each of them ran. No torch.
+
+The files are gzipped recordings (`nanovllm/trace_view/recording.py`), so `nanovllm trace view` can show them too. The
+first line says more: on which machine, of which code, on which workload. Times count from the start of the race, and a
+`token` event carries the text that it adds, so that nothing but these files is needed to show the race.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nanovllm.trace_view.recording import Event, Recording, add_texts
 from stages.manifest import Stage, load_stages
+from tools import ROOT
 from training.grammar import generate_story, opening
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 16
@@ -24,6 +30,9 @@ LONG_EVERY, LONG = 5, 6  # every fifth answer is six times as long: what a stati
 LONGEST_AT_ONCE = 3  # the KV memory, in requests of the longest kind
 DEMO_KV_SLOTS = 512  # little, so that blocks run out and the stages have to cope
 NANOVLLM = "nanovllm"
+VERSION = 1  # of the files
+SUFFIX = ".jsonl.gz"
+DETAILS = {"scheduled": ("tokens", "cached"), "token": ("ids", "text"), "blocks": ("taken", "shared", "freed")}
 # How the paragraphs of many stories begin. Each makes one story go on in a way of its own, without any dice.
 BEGINNINGS = (
     "A gust of wind", "At a fork in the road", "The first door", "By and by", "In the night", "A grey fog",
@@ -154,3 +163,115 @@ def describe_model(model: Path, device: str, ranks: int = 1) -> str:
     if ranks > 1:  # each has a thread, or a GPU
         where = f"on {ranks} ranks, each {where}" if device == "cpu" else f"{where} with {ranks} ranks"
     return f"{config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']}, {where}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """What all engines of one race have in common."""
+
+    made: str  # ISO date
+    machine: dict[str, Any]  # `benchmarks.lib.process.facts`
+    commit: dict[str, Any]
+    model: str
+    together: bool  # all engines at once, sharing the machine
+    workload: Workload
+
+    @property
+    def card(self) -> str:
+        """The name of the GPU or CPU that computed."""
+        return str(self.machine["processor" if self.machine["device"] == "cpu" else "device"])
+
+    @property
+    def source(self) -> str:
+        return f"{self.card}, {self.made}, commit {self.commit['hash']}{' with changes' * self.commit['modified']}"
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """How one engine ran the race: what a file holds."""
+
+    engine: str  # "stage_4" or "nanovllm"
+    title: str
+    seconds: float  # from the start of the race to this engine's last token
+    block_size: int
+    num_blocks: int  # 0: it has no blocks
+    race: Race
+    events: list[Event]
+
+    @classmethod
+    def from_result(
+        cls, engine: str, title: str, result: dict[str, Any], race: Race, decode: Callable[[list[int]], str]
+    ) -> EngineRun:
+        """From the result that `tools.race.worker` reports."""
+        events = list(map(add_texts(decode), result["events"]))
+        uses_blocks = any(event["type"] == "blocks" for event in events)
+        num_blocks = race.workload.num_blocks if uses_blocks else 0
+        return cls(engine, title, result["seconds"], BLOCK_SIZE, num_blocks, race, events)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The generated token ids of every request."""
+        return tokens_of(self.events, len(self.race.workload.prompts))
+
+    def save(self, directory: Path) -> Path:
+        """Write the file, whole or not at all. The same run gives the same bytes."""
+        header = {"nanovllm_recording": VERSION, "num_events": len(self.events)}
+        header |= {name: getattr(self, name) for name in OWN} | asdict(self.race)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / (self.engine + SUFFIX)
+        Recording(self.events, **header).save(path)
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> EngineRun:
+        """Read a file. Raises ValueError, in one line, if it is damaged or of another version."""
+        try:
+            recording = Recording.load(path)
+        except ValueError as error:
+            raise ValueError(f"{error} with make record") from None
+        header, events = recording.about, recording.events
+        version = header.get("nanovllm_recording")
+        if version is None:
+            raise ValueError(f"{path} is no recording of the race; write one with make record")
+        if version != VERSION:
+            raise ValueError(
+                f"{path} has format {version}, and this code reads format {VERSION}; use a matching checkout"
+            )
+        try:
+            if len(events) != header["num_events"]:
+                raise ValueError(f"{len(events)} events instead of {header['num_events']}")
+            for number, event in enumerate(events, start=2):
+                if missing := [name for name in DETAILS.get(event["type"], ()) if name not in event]:
+                    raise ValueError(f"line {number} has no {missing[0]}")
+            race = {f.name: header[f.name] for f in fields(Race)}
+            race["workload"] = Workload(**race["workload"])
+            return cls(**{name: header[name] for name in OWN}, race=Race(**race), events=events)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}); write it again with make record") from None
+
+
+OWN = [f.name for f in fields(EngineRun) if f.name not in ("race", "events")]  # what only this engine's header says
+
+
+def tokens_of(events: Sequence[Event], num_requests: int) -> list[list[int]]:
+    """The generated token ids of every request."""
+    tokens: list[list[int]] = [[] for _ in range(num_requests)]
+    for event in events:
+        if event["type"] == "token":
+            tokens[event["request"]] += event["ids"]
+    return tokens
+
+
+def load_race(directory: Path) -> list[EngineRun]:
+    """All runs of a directory, in the order of the ladder.
+
+    Raises ValueError if there are none, or if they do not belong together.
+    """
+    paths = sorted(directory.glob(f"*{SUFFIX}"), key=lambda path: (path.name.startswith(NANOVLLM), path.name))
+    if not paths:
+        raise ValueError(f"{directory} holds no recording; make one with make record")
+    runs = [EngineRun.load(path) for path in paths]
+    for path, run in zip(paths, runs, strict=True):
+        if run.race != runs[0].race:
+            raise ValueError(f"{path} is not of the same race as {paths[0].name}; record them together")
+    return runs
