@@ -20,7 +20,7 @@ from stages.core import make_sequences
 from stages.stage_4_prefix_caching import PrefixCachingPool
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from stages.stage_6_cuda_graphs import CUDAGraph, CUDAGraphEngine, Rows, bucket_ladder
-from tools.pictures.decode_profile import busy_us, launch_ms, load_recording, step_ms, trace
+from tools.pictures.decode_profile import TapeGraph, busy_us, launch_ms, load_recording, step_ms, trace
 from tools.pictures.plots import buckets, timeline
 from tools.pictures.steps import swimlane
 from tools.pictures.three_requests import (
@@ -37,7 +37,6 @@ from tools.pictures.three_requests import (
     source,
     three_requests,
 )
-from tools.race.tape import TapeGraph
 
 prompts, params = three_requests()
 OPTIONS = {"max_num_seqs": SEATS, "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
@@ -151,8 +150,8 @@ source(CUDAGraph)
 # ### What a graph cannot do
 #
 # The roll plays what was punched, nothing else. That has three consequences, which decide what the stage looks like.
-# To see them without a GPU we take a *tape* (`tools/race/tape.py`), which records operations of torch as a graph
-# records kernels, and has the same manners.
+# To see them without a GPU we take a *tape* (in `tools/pictures/decode_profile.py`), which records operations of torch
+# as a graph records kernels, and has the same manners.
 #
 # **1. Addresses are frozen.** The arguments of a kernel are pointers. New data must come to the *old place*; a new
 # tensor under the same name is not noticed:

@@ -89,20 +89,8 @@ def test_progress_is_told_now_and_then_and_events_are_all_kept() -> None:
 @pytest.mark.slow
 def test_real_engines_race_and_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "made"
-    options = [
-        "--record",
-        "--requests",
-        "4",
-        "--tokens",
-        "2",
-        "--stages",
-        "1",
-        "5",
-        "nanovllm",
-        "--out",
-        str(directory),
-    ]
-    race.main([*options, "--commit", "abc"])
+    options = "--record --requests 4 --tokens 2 --stages 1 5 nanovllm --commit abc --out".split()
+    race.main([*options, str(directory)])
     said = capsys.readouterr().out
     assert said.count(" 4 of 4") == 3 and "\x1b" not in said
     assert [r.engine for r in load_race(directory)] == ["stage_1", "stage_5", "nanovllm"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools.race.tape import TapeGraph
+from tools.pictures.decode_profile import TapeGraph
 
 
 def test_tensors_are_read_anew_and_numbers_are_frozen() -> None:

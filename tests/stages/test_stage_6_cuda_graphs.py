@@ -1,7 +1,8 @@
 """Stage 6: buckets, padding, static memory, and that the recorded step can be recorded at all.
 
-Without a GPU the stage's own stand-in only calls the step again. Here a tape (tools/race/tape.py) takes its place
-where it matters: like a CUDA graph it freezes everything but the contents of tensors, and forbids to ask for these.
+Without a GPU the stage's own stand-in only calls the step again. Here a tape (`tools/pictures/decode_profile.py`) takes
+its place where it matters: like a CUDA graph it freezes everything but the contents of tensors, and forbids to ask for
+these.
 """
 
 from collections import Counter
@@ -19,7 +20,7 @@ from tests.stages.requests import PROMPTS, TIGHT, greedy, random_prompts
 from tests.stages.shadow import ShadowModel, continuation
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
-from tools.race.tape import TapeGraph
+from tools.pictures.decode_profile import TapeGraph
 
 ROOMY: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 

@@ -11,9 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
 from stages.core import Event
-from tools.pictures.style import (
+from tools.pictures.plots import (
     BLACK,
     BLUE,
+    HATCHED,
+    PAPER,
     VERMILION,
     Picture,
     colour_of,
@@ -45,21 +47,15 @@ def block_map(
     some_shared = False
     for column, blocks in enumerate(timeline.blocks):
         holders = blocks.holders
+        box: dict[str, Any] = {"width": 1, "left": column, "height": 0.86, "linewidth": 0}
         for block, lives in holders.items():
             shared = len(lives) > 1
             some_shared |= shared
             style: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if shared else {"edgecolor": "none"}
-            owner = lives[0]
-            axes.barh(block, 1, left=column, height=0.86, facecolor=colour_of(owner), linewidth=0, **style)
-        if remember:
-            for block in blocks.writers.keys() - holders.keys():
-                life = blocks.writers[block]
-                axes.barh(block, 1, left=column, height=0.86, facecolor=colour_of(life), alpha=0.22, linewidth=0)
-    axes.set_ylim(num_blocks - 0.4, -0.6)
-    axes.set_xlim(0, len(timeline.blocks))
-    axes.set_yticks(range(0, num_blocks, 1 if num_blocks <= 10 else 2 if num_blocks <= 24 else 8))
-    axes.set_ylabel("block")
-    axes.set_xlabel("step")
+            axes.barh(block, facecolor=colour_of(lives[0]), **box, **style)
+        for block in blocks.writers.keys() - holders.keys() if remember else ():
+            axes.barh(block, facecolor=colour_of(blocks.writers[block]), alpha=0.22, **box)
+    number_blocks(axes, num_blocks, every=1 if num_blocks <= 10 else 2 if num_blocks <= 24 else 8)
     label_steps(axes, len(timeline.blocks))
     handles = [Patch(facecolor=colour_of(i), label=f"request {label}") for i, label in enumerate(labels)]
     if some_shared:
@@ -68,6 +64,11 @@ def block_map(
         handles.append(Patch(facecolor="#808080", alpha=0.25, label="free, contents kept"))
     legend_below(axes, handles, columns=3)
     return picture
+
+
+def number_blocks(axes: Axes, num_blocks: int, every: int) -> None:
+    """An axis down of the blocks, with the number of every first, second or eighth."""
+    axes.set(ylabel="block", ylim=(num_blocks - 0.4, -0.6), yticks=range(0, num_blocks, every))
 
 
 def ref_counts(
@@ -85,11 +86,8 @@ def ref_counts(
             if count:
                 ink = BLACK if count == 1 else "white"
                 axes.text(column + 0.5, block, str(count), ha="center", va="center", fontsize=9, color=ink)
-    axes.set_xlim(0, len(timeline.blocks))
+    number_blocks(axes, num_blocks, every=1 if num_blocks <= 10 else 2)
     axes.set_ylim(num_blocks - 0.5, -0.5)
-    axes.set_yticks(range(0, num_blocks, 1 if num_blocks <= 10 else 2))
-    axes.set_xlabel("step")
-    axes.set_ylabel("block")
     label_steps(axes, len(timeline.blocks))
     shades = zip(COUNT_COLOURS, COUNT_WORDS, strict=True)
     legend_below(axes, [Patch(facecolor=shade, edgecolor="#909090", label=word) for shade, word in shades], columns=4)
@@ -139,15 +137,12 @@ def pool_slots(
     for block, requests in owners.items():
         text = ", ".join(names[r] if names else str(r) for r in requests)
         axes.text(block_size + 0.2, block, text, va="center", fontsize=9, fontweight="bold")
-    axes.set_xlim(0, block_size + 1)
-    axes.set_ylim(num_blocks - 0.4, -0.6)
     axes.set_xticks([offset + 0.5 for offset in range(block_size)], [str(offset) for offset in range(block_size)])
-    axes.set_yticks(range(0, num_blocks, 1 if num_blocks <= 16 else 2))
+    axes.set(xlim=(0, block_size + 1), xlabel="offset in the block; in a slot: the position of its token in the text")
+    number_blocks(axes, num_blocks, every=1 if num_blocks <= 16 else 2)
     axes.tick_params(labelsize=9)
-    axes.set_xlabel("offset in the block; in a slot: the position of its token in the text")
-    axes.set_ylabel("block")
     filled = Patch(facecolor="#909090", label="holds a token (colour: request, named on the right)")
-    empty = Patch(facecolor="white", edgecolor="#707070", hatch="////", label="taken, still empty")
+    empty = Patch(edgecolor="#707070", label="taken, still empty", **HATCHED)
     legend_below(axes, [filled, empty])
     return picture
 
@@ -157,13 +152,11 @@ def draw_slots(axes: Axes, holding: Holding, index: int, block_size: int) -> Non
     block, colour = holding.table[index], colour_of(holding.request)
     for offset in range(block_size):
         position = index * block_size + offset
-        style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white"}
-        if position >= holding.length:
-            style = {"facecolor": "white", "edgecolor": colour, "hatch": "////"}
-        axes.add_patch(Rectangle((offset, block - 0.42), 1, 0.84, linewidth=0.6, **style))
+        style: dict[str, Any] = {"edgecolor": colour, **HATCHED}
         if position < holding.length:
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
-            axes.text(offset + 0.5, block, str(position), ha="center", va="center", fontsize=8, bbox=box)
+            style = {"facecolor": colour, "edgecolor": "white"}
+            axes.text(offset + 0.5, block, str(position), ha="center", va="center", fontsize=8, bbox=PAPER)
+        axes.add_patch(Rectangle((offset, block - 0.42), 1, 0.84, linewidth=0.6, **style))
 
 
 def cache_growth(
@@ -190,12 +183,9 @@ def cache_growth(
     if block_size is not None or reserved is not None:
         use = slot_use(events, block_size=block_size, reserved=reserved)
         axes.stairs([u.reserved for u in use], edges, color=BLACK, linewidth=2, label="set aside")
-    axes.set_xlim(0, len(timeline.steps))
-    axes.set_ylim(0)
-    axes.set_xlabel("step")
-    axes.set_ylabel("KV cache [tokens]")
+    axes.set(ylabel="KV cache [tokens]", ylim=(0, None))
     label_steps(axes, len(timeline.steps))
-    legend_below(axes, axes.get_legend_handles_labels()[0], columns=4)
+    legend_below(axes, columns=4)
     return picture
 
 
@@ -207,7 +197,7 @@ def waste(
     for row, use in enumerate(runs.values()):
         used = 100 * sum(u.used for u in use) / sum(u.reserved for u in use)
         axes.barh(row, used, color=BLUE, height=0.6)
-        axes.barh(row, 100 - used, left=used, height=0.6, facecolor="white", edgecolor=VERMILION, hatch="////")
+        axes.barh(row, 100 - used, left=used, height=0.6, edgecolor=VERMILION, **HATCHED)
         label: dict[str, Any] = {"va": "center", "ha": "center", "fontsize": 10, "fontweight": "bold"}
         axes.text(used / 2, row, f"{used:.0f} %", color="white", **label)
         if used < 88:
@@ -215,10 +205,8 @@ def waste(
             axes.text((100 + used) / 2, row, f"{100 - used:.0f} %", color=BLACK, bbox=box, **label)
     axes.set_yticks(range(len(runs)), list(runs))
     axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("share of the slots set aside [%]")
-    empty = Patch(facecolor="white", edgecolor=VERMILION, hatch="////", label="empty")
-    legend_below(axes, [Patch(color=BLUE, label="holds a token"), empty])
+    axes.set(xlim=(0, 100), xlabel="share of the slots set aside [%]")
+    legend_below(axes, [Patch(color=BLUE, label="holds a token"), Patch(edgecolor=VERMILION, label="empty", **HATCHED)])
     return picture
 
 
@@ -246,8 +234,7 @@ def prefix_tree(
         for child in node.children.values():
             axes.plot([node.depth + 0.92, child.depth], [node.row, child.row], color="#707070", linewidth=1.5, zorder=0)
         draw_block(axes, node, block_size, decode, [names[i] if names else str(i) for i in node.owners])
-    axes.set_xlim(-0.05, 1 + max(node.depth for node in nodes))
-    axes.set_ylim(num_rows - 0.45, -0.6)
+    axes.set(xlim=(-0.05, 1 + max(node.depth for node in nodes)), ylim=(num_rows - 0.45, -0.6))
     axes.axis("off")
     return picture
 

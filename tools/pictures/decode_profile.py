@@ -1,4 +1,4 @@
-"""What the CPU and the GPU do during one decode step, recorded on a GPU for notebook 6.
+"""What the CPU and the GPU do during one decode step, recorded on a GPU for notebook 6; and a graph without a GPU.
 
     python -m tools.pictures.decode_profile --out DIRECTORY
 
@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -22,22 +22,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stages.checkpoint import read_config
 from stages.core import SamplingParams, make_sequences
 from stages.model import Transformer
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from stages.stage_6_cuda_graphs import CUDAGraphEngine
+from tools import ROOT
 
 STEP = "decode step"
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ROOT / "benchmarks" / "shapes"
 SHAPE = "Qwen3-0.6B"
 RECORDINGS = ROOT / "notebooks" / "recordings"
 Operation = tuple[str, str, float, float]  # track, name, start and duration in microseconds
+aten = torch.ops.aten
+ASK_FOR_A_VALUE = (aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default, aten.nonzero.default)
 
 
 @contextmanager
@@ -61,11 +65,6 @@ def decoding(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int, s
             engine.scheduler.release(seq)
 
 
-def synchronize(engine: ContinuousBatchingEngine) -> None:
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def step_ms(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 64, steps: int = 30) -> float:
     """The median time of a decode step in milliseconds."""
     times = []
@@ -73,7 +72,8 @@ def step_ms(engine: ContinuousBatchingEngine, batch: int, prompt_tokens: int = 6
         for _ in range(steps):
             start = time.perf_counter()
             engine.step()
-            synchronize(engine)
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
 
@@ -133,7 +133,11 @@ def timed_step(engine: ContinuousBatchingEngine) -> list[Operation]:
 
 
 def record(engine: ContinuousBatchingEngine, batch: int) -> dict[str, Any]:
-    """The step time, and the trace packed so that its JSON is small (`unpack` undoes it)."""
+    """The step time, and the trace packed so that its JSON is small (`read` undoes it).
+
+    kinds: (track, name). events: number of the kind, start after the start of the event before, duration; both times
+    are in tenths of a microsecond.
+    """
     events = trace(engine, batch)
     kinds = sorted({(track, name) for track, name, _, _ in events})
     number = {kind: i for i, kind in enumerate(kinds)}
@@ -150,21 +154,15 @@ def record(engine: ContinuousBatchingEngine, batch: int) -> dict[str, Any]:
     }
 
 
-def unpack(kinds: list[tuple[str, str]], rows: list[tuple[int, int, int]]) -> list[Operation]:
-    """The events of a packed trace.
-
-    kinds: (track, name). rows: number of the kind, start after the start of the row before, duration; both times are in
-    tenths of a microsecond.
-    """
-    starts = accumulate(start for _, start, _ in rows)
-    return [(*kinds[kind], start / 10, us / 10) for (kind, _, us), start in zip(rows, starts, strict=True)]
-
-
 def read(path: Path) -> dict[str, Any]:
     """A recording, with its events unpacked."""
     recording: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for stage in recording["stages"].values():
-        stage["events"] = unpack(stage["kinds"], stage["events"])
+        kinds, rows = stage["kinds"], stage["events"]
+        starts = accumulate(start for _, start, _ in rows)
+        stage["events"] = [
+            (*kinds[kind], start / 10, us / 10) for (kind, _, us), start in zip(rows, starts, strict=True)
+        ]
     return recording
 
 
@@ -207,6 +205,48 @@ def load_recording(directory: Path = RECORDINGS) -> dict[str, Any] | None:
     return recording
 
 
+class Tape(TorchDispatchMode):
+    """A stand-in for a CUDA graph without a GPU: it records the operations within `with tape:`, and runs them again.
+
+    It has the two properties that matter. A Python number keeps the value that it had during the recording: only the
+    contents of tensors change from one replay to the next, and every intermediate result keeps its place in memory. And
+    asking for the value of a tensor while recording is an error, because a GPU would have to stop and answer. It saves
+    no time: Python launches every operation again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ASK_FOR_A_VALUE:
+            raise RuntimeError(f"{func} asks for the value of a tensor, and while recording there is none yet")
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.inference_mode()
+    def play(self) -> None:
+        """Run all operations again, and write each result into the memory of the old one."""
+        for func, args, kwargs, out in self.calls:
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or done in place
+                    old.copy_(new)
+
+
+class TapeGraph:
+    """Takes the place of `CUDAGraph` in stage 6: replay() returns what the function would return now."""
+
+    def __init__(self, function: Callable[[], Tensor]) -> None:
+        self.tape = Tape()
+        with torch.inference_mode(), self.tape:
+            self.output = function()
+
+    def replay(self) -> Tensor:
+        self.tape.play()
+        return self.output
+
+
 def main() -> None:
     from benchmarks.lib.harness import card_slug
     from benchmarks.lib.workloads import random_checkpoint
@@ -230,7 +270,8 @@ def main() -> None:
         stages[name] = {"seconds_to_build": ready, **record(engine, options.batch)}
         print(f"{name}: built in {ready:.1f} s, {stages[name]['step_ms']:.2f} ms a step")
         del engine
-    card = torch.cuda.get_device_name() if options.device != "cpu" else "cpu"
+    on_cpu = options.device == "cpu"
+    card = "cpu" if on_cpu else torch.cuda.get_device_name()
     recording = {
         "card": card,
         "torch": torch.__version__,
@@ -239,7 +280,7 @@ def main() -> None:
         "stages": stages,
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"decode_profile.{'cpu' if card == 'cpu' else card_slug(card)}.json"
+    path = options.out / f"decode_profile.{'cpu' if on_cpu else card_slug(card)}.json"
     path.write_text(json.dumps(recording, separators=(",", ":")) + "\n", encoding="utf-8")
     print(f"written to {path} ({path.stat().st_size / 1e3:.0f} kB)")
 

@@ -1,26 +1,114 @@
-"""Curves, bars, the buckets of recorded steps, and what CPU and GPU do during one step."""
+"""How the pictures of the notebooks look; curves, bars, buckets, and what CPU and GPU do during one step.
+
+Colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart; hatching and labels say
+the same again. Figures are 7 inches wide with type of 10 points and more, so they are legible at half that width.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from stages.core import Event
-from tools.pictures.style import BLUE, GREEN, ORANGE, Picture, colour_of, legend_below, new_panels, new_picture
 from tools.pictures.timeline import token_times
 
 if TYPE_CHECKING:
     from tools.pictures.decode_profile import Operation
 
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PINK = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
+)  # fmt: skip
+REQUEST_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILION, YELLOW)
+STYLE = {
+    "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
+    "figure.constrained_layout.h_pad": 0.07, "figure.constrained_layout.w_pad": 0.07,
+}  # fmt: skip
+WIDTH = 7.0  # inches
+SHOWN_DPI, STORED_DPI = 90, 150  # stored finer than shown, so that text is sharp on fine screens and projectors
+COLOURS = 64  # of a stored picture: enough for flat areas and edges of letters, at a third of the bytes
+TITLE: dict[str, Any] = {"fontsize": 12, "fontweight": "bold"}
+PAPER: dict[str, Any] = {
+    "facecolor": "white",
+    "edgecolor": "none",
+    "pad": 0.6,
+    "alpha": 0.85,
+}  # behind a text that lies on colours
+HATCHED: dict[str, Any] = {"facecolor": "white", "hatch": "////"}  # what is empty
 TRACKS = {  # track -> name of its row, what it shows, colour
     "cpu": ("CPU", "operations of torch", ORANGE),
     "launch": ("launch", "calls of the driver", BLUE),
     "gpu": ("GPU", "kernels and copies", GREEN),
 }
 WAITING = "#D0D0D0"
+
+
+class Picture(Figure):
+    """A figure that a notebook shows without further calls; the same picture gives the same bytes."""
+
+    def png(self) -> bytes:
+        from PIL import Image
+
+        drawn, stored = io.BytesIO(), io.BytesIO()
+        self.savefig(drawn, format="png", dpi=STORED_DPI)
+        image = Image.open(drawn).convert("RGB")
+        # Not by median cut, which would melt two rare colours into one
+        few = image.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        few.save(stored, format="png", optimize=True)
+        return stored.getvalue()
+
+    def alt(self) -> str:
+        """The picture in words, for readers who cannot see it: its title and its axes."""
+        axes = self.axes[-1]
+        title = self.get_suptitle() or axes.get_title(loc="left")
+        across, down = axes.get_xlabel(), axes.get_ylabel()
+        return title + (f" (across: {across}; upright: {down})" if across and down else "")
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
+        return self.png(), {"width": round(self.get_figwidth() * SHOWN_DPI), "alt": self.alt()}
+
+
+def new_picture(height: float, title: str) -> tuple[Picture, Axes]:
+    """An empty picture, `height` inches high, and its axes."""
+    with rc_context(STYLE):
+        picture = Picture(figsize=(WIDTH, height), layout="constrained")
+        axes: Axes = picture.subplots()
+        axes.set_title(title, loc="left", **TITLE)
+    return picture, axes
+
+
+def new_panels(height: float, title: str, count: int) -> tuple[Picture, list[Axes]]:
+    """An empty picture, `height` inches high, and the axes of `count` panels below each other, with one axis across."""
+    with rc_context(STYLE):
+        picture = Picture(figsize=(WIDTH, height), layout="constrained")
+        panels: list[Axes] = list(picture.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+    picture.suptitle(title, x=0.01, ha="left", **TITLE)
+    return picture, panels
+
+
+def legend_below(axes: Axes, handles: Sequence[Any] | None = None, columns: int = 2) -> None:
+    """Without handles: those of what has been drawn with a label."""
+    if handles := axes.get_legend_handles_labels()[0] if handles is None else handles:
+        axes.figure.legend(
+            handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=10, handlelength=1.6
+        )
+
+
+def label_steps(axes: Axes, count: int) -> None:
+    """An axis across of `count` boxes, one for each step; the middle of some is numbered: 1, 5, 10, ..."""
+    every = next(n for n in (1, 5, 10, 20, 50, 100, 200, 500, 1000, count) if count / n <= 12)
+    shown = [n for n in range(1, count + 1) if n == 1 or n % every == 0]
+    axes.set_xticks([n - 0.5 for n in shown], [str(n) for n in shown])
+    axes.set(xlim=(0, count), xlabel="step")
+
+
+def colour_of(index: int) -> str:
+    return REQUEST_COLOURS[index % len(REQUEST_COLOURS)]
 
 
 def lines(
@@ -37,12 +125,10 @@ def lines(
     for i, (label, (xs, ys)) in enumerate(curves.items()):
         marker = "o" if markers else None
         axes.plot(xs, ys, color=colour_of(i), linestyle=styles[i % 4], linewidth=2.2, marker=marker, label=label)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.set_ylim(0)
+    axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
     axes.grid(alpha=0.25)
     if len(curves) > 1:
-        legend_below(axes, axes.get_legend_handles_labels()[0])
+        legend_below(axes)
     return picture
 
 
@@ -70,11 +156,10 @@ def bars(
         drawn = axes.bar(left, heights, width, color=colour_of(i), hatch=hatch, edgecolor="white", label=group)
         axes.bar_label(drawn, fmt="%.0f", fontsize=9, padding=2)
     axes.set_xticks(range(len(labels)), [str(label) for label in labels])
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.margins(y=0.1)
     if len(groups) > 1:
-        legend_below(axes, axes.get_legend_handles_labels()[0])
+        legend_below(axes)
     return picture
 
 
@@ -90,14 +175,11 @@ def buckets(ladder: Sequence[int], *, title: str = "Which recording serves which
     padded = [next(bucket for bucket in ladder if bucket >= size) for size in sizes]
     padding = [bucket - size for bucket, size in zip(padded, sizes, strict=True)]
     axes.bar(sizes, sizes, width=0.9, color=BLUE)
-    axes.bar(sizes, padding, bottom=sizes, width=0.9, facecolor="white", edgecolor=ORANGE, hatch="////", linewidth=0.6)
-    axes.set_xlabel("sequences in the step")
-    axes.set_ylabel("rows computed")
-    axes.set_xticks(ladder)
-    axes.set_yticks([n for n in ladder if n == 1 or n % 8 == 0 or n == ladder[-1]])
-    axes.set_xlim(0.4, ladder[-1] + 0.6)
-    hatched = Patch(facecolor="white", edgecolor=ORANGE, hatch="////", label="padding")
-    legend_below(axes, [Patch(color=BLUE, label="sequences"), hatched])
+    axes.bar(sizes, padding, bottom=sizes, width=0.9, edgecolor=ORANGE, linewidth=0.6, **HATCHED)
+    rows = [n for n in ladder if n == 1 or n % 8 == 0 or n == ladder[-1]]
+    axes.set(xlabel="sequences in the step", xticks=ladder, xlim=(0.4, ladder[-1] + 0.6))
+    axes.set(ylabel="rows computed", yticks=rows)
+    legend_below(axes, [Patch(color=BLUE, label="sequences"), Patch(edgecolor=ORANGE, label="padding", **HATCHED)])
     return picture
 
 
@@ -131,5 +213,5 @@ def draw_tracks(axes: Axes, events: Sequence[Operation], tracks: Sequence[str], 
             spans = [(start * factor, us * factor) for _, name, start, us in mine if is_wait(name) == waits]
             # Unsnapped: thousands of bars narrower than a pixel would else make stripes that are not there
             axes.broken_barh(spans, (row - 0.4, 0.8), facecolor=colour, linewidth=0, snap=False)
-    axes.set_ylim(len(tracks) - 0.5, -0.5)
+    axes.set(ylim=(len(tracks) - 0.5, -0.5))
     axes.set_yticks(range(len(tracks)), [TRACKS[track][0] for track in tracks])

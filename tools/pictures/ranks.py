@@ -17,7 +17,7 @@ from torch import Tensor
 from stages.core import Event, SamplingParams
 from stages.model import ModelConfig
 from stages.stage_7_tensor_parallel import cut, share_of
-from tools.pictures.style import BLACK, BLUE, ORANGE, VERMILION, Picture, colour_of, legend_below, new_picture
+from tools.pictures.plots import BLACK, BLUE, ORANGE, VERMILION, Picture, colour_of, legend_below, new_picture
 
 HATCHES = ("", "////", "....", "\\\\\\\\")  # of the ranks, so that no picture needs colours
 GAP = 150  # between two matrices, in rows and columns
@@ -59,16 +59,15 @@ def held(c: ModelConfig, ranks: int, *, title: str | None = None) -> Picture:
             x = draw_matrix(axes, name, c, ranks, x, y) + GAP
         y += max(matrices(c)[name][0] for name in names)
         widest = max(widest, x)
-    axes.set_xlim(-10, widest)
-    axes.set_ylim(y + 10, 0)
+    axes.set(xlim=(-10, widest), ylim=(y + 10, 0))
     axes.set_aspect("equal", anchor="W")
     axes.set_axis_off()
-    handles = [
-        Patch(facecolor=colour_of(rank), hatch=HATCHES[rank % 4], edgecolor="white", label=f"rank {rank}")
-        for rank in range(ranks)
-    ]
-    legend_below(axes, handles, columns=ranks)
+    legend_below(axes, [Patch(label=f"rank {rank}", **look(rank)) for rank in range(ranks)], columns=ranks)
     return picture
+
+
+def look(rank: int) -> dict[str, Any]:
+    return {"facecolor": colour_of(rank), "hatch": HATCHES[rank % 4], "edgecolor": "white"}
 
 
 def draw_matrix(axes: Axes, name: str, c: ModelConfig, ranks: int, x: int, y: int) -> int:
@@ -81,9 +80,7 @@ def draw_matrix(axes: Axes, name: str, c: ModelConfig, ranks: int, x: int, y: in
         holders = [rank for rank in range(ranks) if copies[rank] == copy]
         for rank in holders:
             down, across = parts[rank]
-            box = Rectangle((left + across.start, y + down.start), len(across), len(down), edgecolor="white")
-            box.set(facecolor=colour_of(rank), hatch=HATCHES[rank % 4])
-            axes.add_patch(box)
+            axes.add_patch(Rectangle((left + across.start, y + down.start), len(across), len(down), **look(rank)))
         line = "--" if copy else "-"
         axes.add_patch(Rectangle((left, y), columns, rows, fill=False, edgecolor=BLACK, linewidth=1, linestyle=line))
         text = f"copy: ranks\n{' and '.join(map(str, holders))}" if copy else f"{name}\n{rows} × {columns}"
@@ -120,13 +117,10 @@ def layer_flow(c: ModelConfig, ranks: int) -> Picture:
             box = Rectangle((x + 0.05, rank + 0.05), 0.9, 0.8, facecolor=colour_of(rank), alpha=0.25, edgecolor=BLACK)
             axes.add_patch(box)
             axes.text(x + 0.5, rank + 0.45, sizes, ha="center", va="center", fontsize=9)
-    axes.set_xlim(0, len(boxes))
-    axes.set_ylim(ranks, -0.5)
+    axes.set(xlim=(0, len(boxes)), ylim=(ranks, -0.5), xticks=[])
     axes.set_yticks([rank + 0.45 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
     axes.tick_params(length=0)
-    axes.set_xticks([])
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
     return picture
 
 
@@ -184,13 +178,11 @@ def wire(crossings: Sequence[Crossing], *, title: str) -> Picture:
     for place, crossing in enumerate(crossings, start=1):
         colour, hatch, _ = looks[crossing.kind]
         axes.bar(place, crossing.num_bytes, color=colour, hatch=hatch, edgecolor="white")
-    axes.set_yscale("log")
-    axes.set_ylim(4, 4 * max(crossing.num_bytes for crossing in crossings))
-    axes.set_xlabel("collective, in the order of the step")
-    axes.set_ylabel("sent by each rank [bytes]")
-    axes.set_xticks([n for n in range(1, len(crossings) + 1) if n == 1 or n % 5 == 0 or n == len(crossings)])
-    kinds = [kind for kind in looks if any(crossing.kind == kind for crossing in crossings)]
-    legend_below(
-        axes, [Patch(facecolor=looks[k][0], hatch=looks[k][1], edgecolor="white", label=looks[k][2]) for k in kinds]
-    )
+    most = max(crossing.num_bytes for crossing in crossings)
+    axes.set(ylabel="sent by each rank [bytes]", yscale="log", ylim=(4, 4 * most))
+    numbered = [n for n in range(1, len(crossings) + 1) if n == 1 or n % 5 == 0 or n == len(crossings)]
+    axes.set(xlabel="collective, in the order of the step", xticks=numbered)
+    kinds = {crossing.kind for crossing in crossings}
+    shown = [words for kind, words in looks.items() if kind in kinds]
+    legend_below(axes, [Patch(facecolor=c, hatch=hatch, edgecolor="white", label=text) for c, hatch, text in shown])
     return picture

@@ -10,9 +10,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from stages.core import Event
-from tools.pictures.style import (
+from tools.pictures.plots import (
     BLACK,
     BLUE,
+    HATCHED,
+    PAPER,
     SKY,
     VERMILION,
     Picture,
@@ -69,12 +71,10 @@ def swimlane(
                 write_tokens(axes, span, left[span.step], width[span.step], row, scale)
         mark_ends(axes, life, row, left, width, scale)
     axes.set_yticks(range(len(timeline.lives)), timeline.state.labels(names))
-    axes.set_ylim(len(timeline.lives) - 0.4, -0.6)
-    axes.set_xlim(0, scale * 1.01)
-    axes.set_ylabel("request")
-    axes.set_xlabel("step" if by == "step" else "tokens sent through the model so far")
+    axes.set(ylabel="request", ylim=(len(timeline.lives) - 0.4, -0.6), xlabel="tokens sent through the model so far")
     if by == "step":
         label_steps(axes, len(timeline.steps))
+    axes.set_xlim(0, scale * 1.01)
     handles: list[Any] = [Patch(label=text, **style) for phase, (text, style) in PHASE_STYLE.items() if phase in used]
     end = Line2D([], [], color=BLACK, marker="|", markersize=13, markeredgewidth=2.5, linestyle="", label="finished")
     legend_below(axes, [*handles, end])
@@ -97,8 +97,7 @@ def mark_ends(axes: Axes, life: Life, row: int, left: dict[int, float], width: d
     for step in life.preempted:
         axes.plot(left[step], row, marker="X", color=BLACK, markersize=9, clip_on=False)
         # Below the line, since what the cache had is written above it, and legible on the boxes that may follow soon
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
-        axes.text(left[step] + 0.016 * scale, row + 0.24, "preempted", fontsize=9, va="center", bbox=box)
+        axes.text(left[step] + 0.016 * scale, row + 0.24, "preempted", fontsize=9, va="center", bbox=PAPER)
     if life.finished is not None:
         end = left[life.finished] + width[life.finished]
         axes.plot([end, end], [row - 0.42, row + 0.42], color=BLACK, linewidth=2.5, clip_on=False)
@@ -127,11 +126,9 @@ def work_map(
         computed = max(computed, end)
     axes.axvline(life.prompt_tokens, color=BLACK, linewidth=1, linestyle=":")
     axes.text(life.prompt_tokens, 0.2, " the prompt ends here", fontsize=9, va="bottom")
-    axes.set_ylim(len(spans) + 0.6, 0.4)
-    axes.set_yticks([n for n in range(1, len(spans) + 1) if n == 1 or n % 5 == 0])
-    axes.set_xlim(0, until or computed)
-    axes.set_xlabel("position in the text [tokens]")
-    axes.set_ylabel("step of this request")
+    numbered = [n for n in range(1, len(spans) + 1) if n == 1 or n % 5 == 0]
+    axes.set(ylabel="step of this request", ylim=(len(spans) + 0.6, 0.4), yticks=numbered)
+    axes.set(xlabel="position in the text [tokens]", xlim=(0, until or computed))
     words = {phase: text for phase, (text, _) in PHASE_STYLE.items()} | {"read": "read from the cache"}
     legend_below(axes, [Patch(label=words[phase], **style) for phase, style in used.items()])
     return picture
@@ -151,13 +148,9 @@ def seats(
         for seat in range(num_seats):
             draw_seat(axes, seat, [step.get(seat) for step in steps], longest)
         axes.set_title(f"{label}: {len(steps)} steps", loc="left", fontsize=11)
-        axes.set_ylim(num_seats - 0.5, -0.5)
-        axes.set_yticks(range(num_seats))
-        axes.set_ylabel("seat")
-    panels[-1].set_xlim(0, longest)
-    panels[-1].set_xlabel("step")
+        axes.set(ylabel="seat", ylim=(num_seats - 0.5, -0.5), yticks=range(num_seats))
     label_steps(panels[-1], longest)
-    empty = Patch(facecolor="white", edgecolor="#909090", hatch="////", label="empty seat")
+    empty = Patch(edgecolor="#909090", label="empty seat", **HATCHED)
     idle = Patch(facecolor="#707070", alpha=0.35, label="taken, computes nothing in this step")
     legend_below(panels[-1], [empty, idle])
     return picture
@@ -189,12 +182,12 @@ def draw_seat(axes: Axes, seat: int, sitting: Sequence[tuple[int, bool] | None],
         if end < len(sitting) and sitting[end] == sitting[start]:
             continue
         now = sitting[start]
-        style: dict[str, Any] = {"facecolor": "white", "edgecolor": "#909090", "hatch": "////"}
+        style: dict[str, Any] = {"edgecolor": "#909090", **HATCHED}
         if now is not None:
             style = {"facecolor": colour_of(now[0]), "edgecolor": "white", "alpha": 1.0 if now[1] else 0.35}
         axes.barh(seat, end - start, left=start, align="center", height=0.8, linewidth=0.6, **style)
         if now is not None and now[1] and now[0] != named and (end - start) / longest > 0.012:
             named = now[0]
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
-            axes.text((start + end) / 2, seat, str(named), ha="center", va="center", fontsize=9, bbox=box)
+            middle, box = (start + end) / 2, PAPER | {"pad": 0.8}
+            axes.text(middle, seat, str(named), ha="center", va="center", fontsize=9, bbox=box)
         start = end

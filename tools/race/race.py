@@ -206,12 +206,8 @@ def race(options: argparse.Namespace, console: Console, clock: ClockName = "wall
         options.seed,
     )
     lanes = [Lane(name, engine_titles()[name], workload.num_tokens, len(workload.prompts)) for name in names]
-    job = {
-        "model": str(options.model.resolve()),
-        "device": options.device,
-        "workload": asdict(workload),
-        "clock": clock,
-    }
+    job = {"model": str(options.model.resolve()), "device": options.device, "clock": clock}
+    job["workload"] = asdict(workload)
     rule = TOGETHER.format(cores=os.cpu_count()) if options.together else ALONE
     heading = Text.assemble(
         (f"{len(workload.prompts)} requests, {workload.num_tokens} tokens to generate\n", "bold"),

@@ -234,9 +234,8 @@ class EngineRun:
         if version is None:
             raise ValueError(f"{path} is no recording of the race; write one with make record")
         if version != VERSION:
-            raise ValueError(
-                f"{path} has format {version}, and this code reads format {VERSION}; use a matching checkout"
-            )
+            reads = f"this code reads format {VERSION}"
+            raise ValueError(f"{path} has format {version}, and {reads}; use a matching checkout")
         try:
             if len(events) != header["num_events"]:
                 raise ValueError(f"{len(events)} events instead of {header['num_events']}")

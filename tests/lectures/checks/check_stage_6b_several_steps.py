@@ -11,7 +11,7 @@ import torch
 from stages.core import Event, SamplingParams
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from stages.stage_6_cuda_graphs import Rows
-from tools.race.tape import TapeGraph
+from tools.pictures.decode_profile import TapeGraph
 
 SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
