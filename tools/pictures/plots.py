@@ -33,12 +33,8 @@ WIDTH = 7.0  # inches
 SHOWN_DPI, STORED_DPI = 90, 150  # stored finer than shown, so that text is sharp on fine screens and projectors
 COLOURS = 64  # of a stored picture: enough for flat areas and edges of letters, at a third of the bytes
 TITLE: dict[str, Any] = {"fontsize": 12, "fontweight": "bold"}
-PAPER: dict[str, Any] = {
-    "facecolor": "white",
-    "edgecolor": "none",
-    "pad": 0.6,
-    "alpha": 0.85,
-}  # behind a text that lies on colours
+# Behind a text that lies on colours
+PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
 HATCHED: dict[str, Any] = {"facecolor": "white", "hatch": "////"}  # what is empty
 TRACKS = {  # track -> name of its row, what it shows, colour
     "cpu": ("CPU", "operations of torch", ORANGE),
