@@ -191,9 +191,9 @@ class Spectator:
         self.show.conclude(console)
 
     def play(self, **options: float) -> bool:
-        player = replay.Player(self.duration, clock=self.clock, **options)
         console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
-        return replay.play(self, player, console, self.wait)
+        seen: Any = self
+        return replay.Player(seen, clock=self.clock, **options).play(console, self.wait)
 
 
 @pytest.mark.parametrize(("speed", "start"), [(1.0, 0.0), (2.0, 0.0), (0.5, 0.3)])

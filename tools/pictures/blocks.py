@@ -269,19 +269,11 @@ def descendants(node: Node) -> Iterator[Node]:
 def draw_block(
     axes: Axes, node: Node, block_size: int, decode: Callable[[list[int]], str], owners: Sequence[str]
 ) -> None:
-    full, shared = len(node.tokens) == block_size, len(owners) > 1
-    axes.add_patch(
-        FancyBboxPatch(
-            (node.depth, node.row - 0.4),
-            0.92,
-            0.8,
-            boxstyle="round,pad=0,rounding_size=0.04",
-            facecolor="#FFF3D6" if shared else "white",
-            edgecolor=BLACK if full else "#707070",
-            linewidth=2.4 if shared else 1.2,
-            linestyle="-" if full else "--",
-        )
-    )
+    full = len(node.tokens) == block_size
+    line: dict[str, Any] = {"edgecolor": BLACK} if full else {"edgecolor": "#707070", "ls": "--"}
+    line |= {"facecolor": "#FFF3D6", "lw": 2.4} if len(owners) > 1 else {"facecolor": "white", "lw": 1.2}
+    corners = "round,pad=0,rounding_size=0.04"
+    axes.add_patch(FancyBboxPatch((node.depth, node.row - 0.4), 0.92, 0.8, boxstyle=corners, **line))
     text = textwrap.wrap(decode(list(node.tokens)).replace("\n", "¶ "), 18, max_lines=3, placeholder=" …")
     axes.text(node.depth + 0.04, node.row - 0.31, "\n".join(text), fontsize=9, va="top")
     label = f"{', '.join(owners)}: {len(node.tokens)} tokens"

@@ -25,11 +25,10 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
     """
     zero = events[0]["t"] if events else 0.0
     span = step_times(events)
-    out: list[dict[str, Any]] = [named("process_name", ENGINE, 0, "engine"), named("thread_name", ENGINE, 0, "steps")]
+    out = [named("process_name", ENGINE, 0, "engine"), named("thread_name", ENGINE, 0, "steps")]
     out.append(named("process_name", REQUESTS, 0, "requests"))
     state = EngineState()
     waits_since: dict[int, float] = {}
-    running: set[int] = set()
     busy_until: dict[int, float] = {}
     tokens: dict[int, int] = {}
 
@@ -57,8 +56,8 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
             box(name, REQUESTS, row, start, end, step=event["step"], tokens=event["tokens"], cached=event["cached"])
             busy_until[row] = end
         if kind in ("added", "admitted", "preempted", "finished", "blocks"):
-            running.add(row) if state.status[row] == "running" else running.discard(row)
-            values = {"running": len(running), "waiting": len(waits_since), "blocks in use": len(state.owners)}
+            running = state.status.count("running")
+            values = {"running": running, "waiting": len(waits_since), "blocks in use": len(state.owners)}
             for name, value in values.items():
                 out.append({"ph": "C", "name": name, "pid": ENGINE, "ts": (t - zero) * 1e6, "args": {name: value}})
     for step, count in tokens.items():
@@ -76,14 +75,14 @@ def step_times(events: Sequence[Event]) -> dict[int, tuple[float, float]]:
         elif event["type"] == "token":
             ended[event["step"]] = event["t"]
     times: dict[int, tuple[float, float]] = {}
-    steps = sorted(began)
     before = float("-inf")
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
+    steps = sorted(began)
+    planned_next = [*(began[step] for step in steps[1:]), events[-1]["t"] if events else 0.0]
+    for step, following in zip(steps, planned_next, strict=False):
         start = max(began[step], before)
-        # A chunk of a prompt gives no token: the step is over when the next step is planned.
-        end = ended.get(step, began[following] if following is not None else events[-1]["t"])
-        times[step] = start, max(start, end)
-        before = times[step][1]
+        # A chunk of a prompt gives no token: the step is over when the next step is planned
+        before = max(start, ended.get(step, following))
+        times[step] = start, before
     return times
 
 
@@ -92,9 +91,7 @@ def named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.pictures.chrome_trace", description="A recording, for Perfetto."
-    )
+    parser = argparse.ArgumentParser("python -m tools.pictures.chrome_trace", description="A recording, for Perfetto.")
     parser.add_argument("recording", type=Path, help="a file that Recording.save wrote")
     path: Path = parser.parse_args(arguments).recording
     out = path.with_suffix(".trace.json")

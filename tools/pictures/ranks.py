@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -106,17 +107,16 @@ def layer_flow(c: ModelConfig, ranks: int) -> Picture:
     picture, axes = new_picture(1.5 + 0.75 * ranks, "One token in one layer, on every rank")
     for x, (name, sizes) in enumerate(boxes.items()):
         axes.text(x + 0.5, -0.12, name.strip(), ha="center", va="bottom", fontsize=10)
+        middle: dict[str, Any] = {"x": x + 0.5, "ha": "center", "va": "center", "fontsize": 9}
         if not sizes:
             axes.add_patch(Rectangle((x + 0.25, 0), 0.5, ranks - 0.1, facecolor=VERMILION, edgecolor=BLACK))
-            axes.text(
-                x + 0.5, ranks / 2, f"{c.hidden_size} numbers", rotation=90, ha="center", va="center", color="white",
-                fontsize=9, fontweight="bold",
-            )  # fmt: skip
+            text = f"{c.hidden_size} numbers"
+            axes.text(y=ranks / 2, s=text, rotation=90, color="white", fontweight="bold", **middle)
             continue
         for rank in range(ranks):
             box = Rectangle((x + 0.05, rank + 0.05), 0.9, 0.8, facecolor=colour_of(rank), alpha=0.25, edgecolor=BLACK)
             axes.add_patch(box)
-            axes.text(x + 0.5, rank + 0.45, sizes, ha="center", va="center", fontsize=9)
+            axes.text(y=rank + 0.45, s=sizes, **middle)
     axes.set(xlim=(0, len(boxes)), ylim=(ranks, -0.5), xticks=[])
     axes.set_yticks([rank + 0.45 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
     axes.tick_params(length=0)
@@ -137,21 +137,18 @@ class Crossing:
 def listen_in(engine: Any) -> list[Crossing]:
     """A list that grows with every collective of `engine` (of stage 7) from now on."""
     crossings: list[Crossing] = []
-    group = engine.team.group
-    for kind in ("all_reduce", "all_gather"):
-        setattr(group, kind, noted(kind, getattr(group, kind), crossings))
-    return crossings
 
-
-def noted(kind: str, collective: Callable[[Tensor], Tensor], crossings: list[Crossing]) -> Callable[[Tensor], Tensor]:
-    def note(x: Tensor) -> Tensor:
+    def noted(kind: str, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         start = perf_counter()
         result = collective(x)
         if x.numel():  # nothing is sent of nothing
             crossings.append(Crossing(kind, tuple(x.shape), x.nbytes, perf_counter() - start))
         return result
 
-    return note
+    group = engine.team.group
+    for kind in ("all_reduce", "all_gather"):
+        setattr(group, kind, partial(noted, kind, getattr(group, kind)))
+    return crossings
 
 
 def decode_ms(engine: Any, prompt: list[int], num_tokens: int = 24) -> tuple[float, float]:

@@ -8,7 +8,7 @@ block are what its reference count and its findable content say.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -107,21 +107,15 @@ def block_arrows() -> set[Arrow]:
     def watch(engine: LLMEngine) -> None:
         blocks = engine.scheduler.blocks
 
-        def observed(name: str) -> Callable[..., Any]:
-            method = getattr(blocks, name)
-
-            @wraps(method)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                before = [block_state(blocks, b) for b in range(blocks.num_blocks)]
-                result = method(*args, **kwargs)
-                after = [block_state(blocks, b) for b in range(blocks.num_blocks)]
-                arrows.update((x, y, name) for x, y in zip(before, after, strict=True) if x != y)
-                return result
-
-            return call
+        def observed(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            before = [block_state(blocks, b) for b in range(blocks.num_blocks)]
+            result = method(*args, **kwargs)
+            after = [block_state(blocks, b) for b in range(blocks.num_blocks)]
+            arrows.update((x, y, name) for x, y in zip(before, after, strict=True) if x != y)
+            return result
 
         for name in ("share", "grow", "publish", "release"):
-            setattr(blocks, name, observed(name))
+            setattr(blocks, name, partial(observed, name, getattr(blocks, name)))
 
     drive(watch)
     return arrows | {(START, BLOCK_STATES[0], "")}

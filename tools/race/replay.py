@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -45,21 +45,6 @@ KEYS: dict[bytes, Key] = {
 }  # fmt: skip
 
 
-class Show(Protocol):
-    """A picture for every time from 0 to its duration. On each it says that it is a recording, of what and of when.
-
-    `stops` are the times, ascending, at which a step by hand may rest."""
-
-    duration: float
-    stops: Sequence[float]
-
-    def render(self, t: float, width: int, height: int) -> RenderableType: ...
-
-    def conclude(self, console: Console) -> None:
-        """What is printed below the last picture."""
-        ...
-
-
 def badge(race: Race) -> Text:
     """The first line of every picture: that it is a recording, and of what."""
     return Text.assemble((" RECORDING ", "bold white on red"), " ", (race.source, "bold"), overflow="ellipsis")
@@ -71,7 +56,11 @@ def describe(race: Race) -> str:
 
 
 class RaceShow:
-    """All engines of a recorded race, drawn at the same time since their start, however they were run."""
+    """All engines of a recorded race, drawn at the same time since their start, however they were run.
+
+    There is a picture for every time from 0 to the duration. `stops` are the times, ascending, at which a step by hand
+    may rest.
+    """
 
     def __init__(self, runs: Sequence[EngineRun]) -> None:
         self.race = runs[0].race
@@ -89,6 +78,7 @@ class RaceShow:
         return Group(badge(self.race), Text(describe(self.race), "dim"), "", draw_lanes(self.lanes, t, width))
 
     def conclude(self, console: Console) -> None:
+        """Print what comes below the last picture."""
         race = self.race
         console.print(result_table(self.lanes, f"\nThe result, recorded on {race.source}"))
         console.print(
@@ -133,44 +123,67 @@ class EngineShow:
         )
 
 
+Show = RaceShow | EngineShow
+Wait = Callable[[float], Key | None]  # the next key within so many seconds
+
+
 class Player:
-    """A clock for a show. It can be stopped, moved, and run at another speed than real time."""
+    """A show and a clock for it, which can be stopped, moved, and run at another speed than real time."""
 
     def __init__(
-        self, duration: float, *, speed: float = 1.0, start: float = 0.0, clock: Callable[[], float] = time.monotonic
+        self, show: Show, *, speed: float = 1.0, start: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.duration, self.speed, self.clock = duration, speed, clock
+        self.show, self.speed, self.clock = show, speed, clock
         self.paused = False
         self.seek(start)
 
     def seek(self, t: float) -> None:
-        self.base, self.since = min(max(0.0, t), self.duration), self.clock()
+        self.base, self.since = min(max(0.0, t), self.show.duration), self.clock()
 
     def position(self) -> float:
         """Seconds of the show that have passed."""
         if self.paused:
             return self.base
-        return min(self.duration, self.base + self.speed * (self.clock() - self.since))
+        return min(self.show.duration, self.base + self.speed * (self.clock() - self.since))
 
-    def press(self, key: Key, show: Show) -> None:
+    def press(self, key: Key) -> None:
         """Pause or go on; or pause and move to the next or previous of the show's stops."""
-        t = self.position()
+        t, stops = self.position(), self.show.stops
         self.seek(t)
         self.paused = key != "pause" or not self.paused
         if key == "on":
-            self.seek(next((stop for stop in show.stops if stop > t), self.duration))
+            self.seek(next((stop for stop in stops if stop > t), self.show.duration))
         elif key == "back":
-            self.seek(next((stop for stop in reversed(show.stops) if stop < t), 0.0))
+            self.seek(next((stop for stop in reversed(stops) if stop < t), 0.0))
 
+    def status(self, t: float, keys: bool) -> Text:
+        """The line below the picture: the time, the speed, and the keys."""
+        speed = "true speed" if self.speed == 1 else f"{self.speed:g} times true speed"
+        text = f"{t:.2f} of {self.show.duration:.2f} s, {'stopped' if self.paused else speed}"
+        return Text(text + "   space: stop, go on   → ←: a step   q: end" * keys, "dim")
 
-Wait = Callable[[float], Key | None]  # the next key within so many seconds
+    def play(self, console: Console, wait: Wait) -> bool:
+        """Show it from where it is to the end. Returns False if a key ended it."""
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                t = self.position()
+                width, height = console.size
+                picture = self.show.render(t, width, height - 2)  # a line for the status, and one that stays empty
+                live.update(Group(picture, self.status(t, wait is not time.sleep)), refresh=True)
+                if t >= self.show.duration and not self.paused:
+                    return True
+                key = wait(FRAME)
+                if key == "quit":
+                    return False
+                if key is not None:
+                    self.press(key)
 
 
 @contextmanager
-def keyboard() -> Iterator[Wait | None]:
-    """While it is open, the keys pressed in a terminal; None where there are none to read."""
+def keyboard() -> Iterator[Wait]:
+    """While it is open, the keys pressed in a terminal; `time.sleep` where there are none to read."""
     if termios is None or not sys.stdin.isatty():
-        yield None
+        yield time.sleep
         return
 
     def wait(seconds: float) -> Key | None:
@@ -183,35 +196,6 @@ def keyboard() -> Iterator[Wait | None]:
         yield wait
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
-
-
-def status(show: Show, player: Player, t: float, keys: bool) -> Text:
-    """The line below the picture: the time, the speed, and the keys."""
-    speed = "true speed" if player.speed == 1 else f"{player.speed:g} times true speed"
-    text = f"{t:.2f} of {show.duration:.2f} s, {'stopped' if player.paused else speed}"
-    if keys:
-        text += "   space: stop, go on   → ←: a step   q: end"
-    return Text(text, "dim")
-
-
-def play(show: Show, player: Player, console: Console, wait: Wait | None) -> bool:
-    """Show it from where the player is to the end. Returns False if a key ended it."""
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            t = player.position()
-            width, height = console.size
-            picture = show.render(t, width, height - 2)  # a line for the status, and one that stays empty
-            live.update(Group(picture, status(show, player, t, wait is not None)), refresh=True)
-            if t >= show.duration and not player.paused:
-                return True
-            if wait is None:
-                time.sleep(FRAME)
-                continue
-            key = wait(FRAME)
-            if key == "quit":
-                return False
-            if key is not None:
-                player.press(key, show)
 
 
 def find_recording(shipped: Path = SHIPPED) -> Path:
@@ -233,15 +217,11 @@ def make_show(directory: Path, engine: str | None) -> Show:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Show a recorded race, or one engine of it.")
-    parser.add_argument(
-        "--recording", type=Path, help="directory of the files (default: of a GPU if shipped, or a CPU)"
-    )
+    parser.add_argument("--recording", type=Path, help="directory (default: of a GPU if shipped, or a CPU)")
     parser.add_argument("--engine", metavar="NAME", help="one engine from inside: stage_4 (or 4), nanovllm")
     parser.add_argument("--speed", type=float, default=1.0, help="2 is twice as fast, 0.1 slow motion")
     parser.add_argument("--from", dest="start", type=float, metavar="SECONDS", help="where to begin")
-    parser.add_argument(
-        "--once", action="store_true", help="one picture (of --from, or a third of the way) and no more"
-    )
+    parser.add_argument("--once", action="store_true", help="one picture: of --from, or a third of the way")
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     try:
@@ -258,9 +238,8 @@ def main(arguments: list[str] | None = None) -> None:
         console.print(Text(f"{t:.2f} of {show.duration:.2f} s", "dim"))
         show.conclude(console)
         return
-    player = Player(show.duration, speed=options.speed, start=options.start or 0.0)
     with keyboard() as wait:
-        to_the_end = play(show, player, console, wait)
+        to_the_end = Player(show, speed=options.speed, start=options.start or 0.0).play(console, wait)
     if to_the_end:
         show.conclude(console)
 

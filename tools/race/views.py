@@ -11,6 +11,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from string import ascii_lowercase, ascii_uppercase, digits
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ class Lane:
     seconds: float | None = None
     mark: str = ""
 
-    @property
+    @cached_property
     def colour(self) -> str:
         """The engine's colour, the same in every race."""
         known = list(engine_titles())
@@ -112,8 +113,8 @@ def moments_of(events: Sequence[Event]) -> list[Moment]:
 
 def draw_lanes(lanes: Sequence[Lane], t: float, width: int) -> Table:
     """All lanes at time t. A lane without moments has not started; one marked "ghost" is drawn faintly."""
-    tokens = max(len("tokens"), *(2 * len(str(lane.num_tokens)) + 1 for lane in lanes))
-    done = max(len("done"), *(2 * len(str(lane.num_requests)) + 1 for lane in lanes))
+    tokens = max(len("tokens"), 2 * len(str(lanes[0].num_tokens)) + 1)
+    done = max(len("done"), 2 * len(str(lanes[0].num_requests)) + 1)
     title = max(len(lane.title) for lane in lanes)
     # Fixed, so that nothing moves but the bars
     widths = {"": 5, " ": title, "  ": 0, "tokens": tokens, "now/s": 6, "mean/s": 6, "done": done, "seconds": 7}
@@ -124,10 +125,8 @@ def draw_lanes(lanes: Sequence[Lane], t: float, width: int) -> Table:
     table.add_row(*(Text(heading, "dim") for heading in widths))
     for lane in lanes:
         standing = lane.at(t)
-        over = lane.over(t)
-        faint = "dim " if lane.mark == "ghost" else ""
-        started = bool(lane.moments) or lane.mark == "live"
-        bar = draw_bar(standing.tokens / lane.num_tokens, bar_width, lane.colour, ghost=lane.mark == "ghost")
+        over, ghost, live = lane.over(t), lane.mark == "ghost", lane.mark == "live"
+        bar = draw_bar(standing.tokens / lane.num_tokens, bar_width, lane.colour, ghost=ghost)
         figures = (
             f"{standing.tokens}/{lane.num_tokens}",
             "" if over else f"{standing.now:.0f}",
@@ -135,12 +134,12 @@ def draw_lanes(lanes: Sequence[Lane], t: float, width: int) -> Table:
             f"{standing.finished}/{lane.num_requests}",
             f"{standing.seconds:.2f}",
         )
-        style = "bold" if over and not faint else faint.strip()
+        style = "dim" if ghost else "bold" if over else ""
         table.add_row(
-            Text(lane.mark, "bold green" if lane.mark == "live" else "dim"),
-            Text(lane.title, faint + lane.colour),
+            Text(lane.mark, "bold green" if live else "dim"),
+            Text(lane.title, f"dim {lane.colour}" if ghost else lane.colour),
             bar,
-            *(Text(figure if started else "", style) for figure in figures),
+            *(Text(figure if lane.moments or live else "", style) for figure in figures),
         )
         if len(lanes) <= ROOMY:
             table.add_row()
