@@ -6,8 +6,8 @@ from torch import Tensor
 
 from stages.stage_3_paged_blocks import Rectangle
 from stages.stage_6_cuda_graphs import CUDAGraphEngine, Rows
-from tools.pictures.three_requests import STORY_MODEL, hugging_face_greedy, three_requests
 from tools.pictures.decode_profile import TapeGraph
+from tools.pictures.three_requests import STORY_MODEL, hugging_face_greedy, three_requests
 
 
 class OnlyAsWide(CUDAGraphEngine):
