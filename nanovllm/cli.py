@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import add_options
-from nanovllm.trace_view.page import add_trace_commands
+from nanovllm.trace_view.recording import add_trace_commands
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from nanovllm.trace_view.recording import Event
-
+Event = dict[str, Any]
 Status = Literal["waiting", "running", "finished"]
 Phase = Literal["prefill", "decode", "again"]
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanovllm.trace_view.engine_state import EngineState
-from nanovllm.trace_view.recording import Event, Recording
+from nanovllm.trace_view.engine_state import EngineState, Event
+from nanovllm.trace_view.recording import Recording
 
 ENGINE, REQUESTS = 1, 2  # "processes" of the picture
 

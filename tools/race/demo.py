@@ -26,7 +26,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nanovllm.trace_view.recording import Event, add_texts
+from nanovllm.trace_view.engine_state import Event
+from nanovllm.trace_view.recording import add_texts
 from stages.manifest import Stage, load_stage, load_stages
 from tools.ctrl_c import until_ctrl_c
 from tools.race.views import EngineView

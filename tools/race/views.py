@@ -21,8 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from nanovllm.trace_view.engine_state import EngineState
-from nanovllm.trace_view.recording import Event
+from nanovllm.trace_view.engine_state import EngineState, Event
 from tools.race.workload import Workload, engine_titles, tokens_of
 
 # Told apart with any colour vision (Okabe and Ito). The order of lanes and the letters of sequences say the same again

@@ -20,10 +20,10 @@ from benchmarks.lib.process import facts, synchronize
 from benchmarks.lib.recorder import CallRecorder, ClockName
 from benchmarks.lib.workloads import Request, Scenario, make_requests
 from benchmarks.stages.runners import EngineRunner, Runner, StageRunner
+from nanovllm.trace_view.engine_state import Event
 from tools.race.workload import BLOCK_SIZE, NANOVLLM, Workload
 
 REPORT_EVERY = 0.04  # seconds; oftener than the picture is drawn, and too seldom to be felt
-Event = dict[str, Any]
 
 
 class Log(CallRecorder):

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.trace_view.recording import Event, Recording, add_texts
+from nanovllm.trace_view.engine_state import Event
+from nanovllm.trace_view.recording import Recording, add_texts
 from stages.manifest import Stage, load_stages
 from tools import ROOT
 from training.grammar import generate_story, opening
