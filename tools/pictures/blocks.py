@@ -71,12 +71,10 @@ def number_blocks(axes: Axes, num_blocks: int, every: int) -> None:
     axes.set(ylabel="block", ylim=(num_blocks - 0.4, -0.6), yticks=range(0, num_blocks, every))
 
 
-def ref_counts(
-    events: Sequence[Event], num_blocks: int, *, title: str = "How many sequences own each block"
-) -> Picture:
+def ref_counts(events: Sequence[Event], num_blocks: int) -> Picture:
     """The reference count of every block in every step: how many hold it."""
     timeline = read_events(events)
-    picture, axes = new_picture(1.5 + 0.2 * num_blocks, title)
+    picture, axes = new_picture(1.5 + 0.2 * num_blocks, "How many sequences own each block")
     for column, blocks in enumerate(timeline.blocks):
         holders = blocks.holders
         for block in range(num_blocks):
@@ -111,20 +109,14 @@ def holdings(events: Sequence[Event], step: int) -> list[Holding]:
 
 
 def pool_slots(
-    events: Sequence[Event],
-    num_blocks: int,
-    block_size: int,
-    *,
-    step: int,
-    names: Sequence[str] | None = None,
-    title: str | None = None,
+    events: Sequence[Event], num_blocks: int, block_size: int, *, step: int, names: Sequence[str] | None = None
 ) -> Picture:
     """The pool while `step` runs: a row for each block, a box for each slot, and in it the position of its token.
 
     Filled: a key and value lie there. Hatched: the block is taken and the slot still empty. White: free. The number of
     the request stands to the right of its blocks.
     """
-    picture, axes = new_picture(1.3 + 0.2 * num_blocks, title or f"The pool in step {step}")
+    picture, axes = new_picture(1.3 + 0.2 * num_blocks, f"The pool in step {step}")
     held = holdings(events, step)
     owners: dict[int, list[int]] = {}
     for block in range(num_blocks):
@@ -189,11 +181,9 @@ def cache_growth(
     return picture
 
 
-def waste(
-    runs: Mapping[str, Sequence[SlotUse]], *, title: str = "KV memory set aside, averaged over the run"
-) -> Picture:
+def waste(runs: Mapping[str, Sequence[SlotUse]]) -> Picture:
     """For each run (label -> `slot_use(...)`), the share of the reserved slots that held a token, and the rest."""
-    picture, axes = new_picture(1.5 + 0.5 * len(runs), title)
+    picture, axes = new_picture(1.5 + 0.5 * len(runs), "KV memory set aside, averaged over the run")
     for row, use in enumerate(runs.values()):
         used = 100 * sum(u.used for u in use) / sum(u.reserved for u in use)
         axes.barh(row, used, color=BLUE, height=0.6)
@@ -214,9 +204,7 @@ def prefix_tree(
     prompts: Sequence[Sequence[int]],
     block_size: int,
     decode: Callable[[list[int]], str],
-    *,
-    names: Sequence[str] | None = None,
-    title: str = "Which beginnings are the same",
+    names: Sequence[str],
 ) -> Picture:
     """The prompts cut into blocks, equal beginnings drawn once. Only full blocks (solid frames) can be shared."""
     root = Node(())
@@ -229,11 +217,11 @@ def prefix_tree(
             node.owners.append(i)
     num_rows = place(root, 0)
     nodes = list(descendants(root))
-    picture, axes = new_picture(0.5 + 0.95 * num_rows, title)
+    picture, axes = new_picture(0.5 + 0.95 * num_rows, "Which beginnings are the same")
     for node in nodes:
         for child in node.children.values():
             axes.plot([node.depth + 0.92, child.depth], [node.row, child.row], color="#707070", linewidth=1.5, zorder=0)
-        draw_block(axes, node, block_size, decode, [names[i] if names else str(i) for i in node.owners])
+        draw_block(axes, node, block_size, decode, [names[i] for i in node.owners])
     axes.set(xlim=(-0.05, 1 + max(node.depth for node in nodes)), ylim=(num_rows - 0.45, -0.6))
     axes.axis("off")
     return picture

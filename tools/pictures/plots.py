@@ -128,7 +128,7 @@ def lines(
     return picture
 
 
-def time_per_token(runs: Mapping[str, Sequence[Event]], *, title: str = "Time for a new token") -> Picture:
+def time_per_token(runs: Mapping[str, Sequence[Event]]) -> Picture:
     """The time per token against the length of the text, a curve for each run.
 
     runs: label -> events of requests whose prompts have different lengths."""
@@ -137,7 +137,7 @@ def time_per_token(runs: Mapping[str, Sequence[Event]], *, title: str = "Time fo
         points = token_times(events)
         curves[label] = ([float(length) for length, _ in points], [ms for _, ms in points])
     xlabel, ylabel = "length of the text [tokens]", "time per token [ms]"
-    return lines(curves, xlabel=xlabel, ylabel=ylabel, title=title, markers=True)
+    return lines(curves, xlabel=xlabel, ylabel=ylabel, title="Time for a new token", markers=True)
 
 
 def bars(
@@ -164,9 +164,9 @@ def is_wait(name: str) -> bool:
     return "Synchronize" in name
 
 
-def buckets(ladder: Sequence[int], *, title: str = "Which recording serves which batch") -> Picture:
+def buckets(ladder: Sequence[int]) -> Picture:
     """How many rows each batch size computes: its sequences, and the padding up to its bucket."""
-    picture, axes = new_picture(3.2, title)
+    picture, axes = new_picture(3.2, "Which recording serves which batch")
     sizes = range(1, ladder[-1] + 1)
     padded = [next(bucket for bucket in ladder if bucket >= size) for size in sizes]
     padding = [bucket - size for bucket, size in zip(padded, sizes, strict=True)]

@@ -48,9 +48,9 @@ def held_by(name: str, c: ModelConfig, rank: int, ranks: int) -> tuple[range, ra
     return range(first // columns, last // columns + 1), range(first % columns, last % columns + 1)
 
 
-def held(c: ModelConfig, ranks: int, *, title: str | None = None) -> Picture:
+def held(c: ModelConfig, ranks: int) -> Picture:
     """The seven matrices of a layer to scale, and the part of each that a rank holds: inputs across, outputs down."""
-    picture, axes = new_picture(4.8, title or f"One layer on {ranks} ranks")
+    picture, axes = new_picture(4.8, f"One layer on {ranks} ranks")
     lines = [["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]]
     y = widest = 0
     for names in lines:

@@ -103,13 +103,8 @@ def mark_ends(axes: Axes, life: Life, row: int, left: dict[int, float], width: d
         axes.plot([end, end], [row - 0.42, row + 0.42], color=BLACK, linewidth=2.5, clip_on=False)
 
 
-def work_map(
-    events: Sequence[Event], request: int = 0, *, until: int | None = None, title: str = "What each step computes"
-) -> Picture:
-    """One request: a row for each of its steps, and in it the positions of the text that the step computes or reads.
-
-    `until` fixes the right end of the axis, so that two pictures can be compared.
-    """
+def work_map(events: Sequence[Event], request: int, title: str = "What each step computes") -> Picture:
+    """One request: a row for each of its steps, and in it the positions of the text that the step computes or reads."""
     life = next(life for life in read_events(events).lives if life.request == request)
     spans = [span for span in life.spans if span.tokens]
     picture, axes = new_picture(1.5 + 0.1 * max(12, len(spans)), title)
@@ -128,20 +123,19 @@ def work_map(
     axes.text(life.prompt_tokens, 0.2, " the prompt ends here", fontsize=9, va="bottom")
     numbered = [n for n in range(1, len(spans) + 1) if n == 1 or n % 5 == 0]
     axes.set(ylabel="step of this request", ylim=(len(spans) + 0.6, 0.4), yticks=numbered)
-    axes.set(xlabel="position in the text [tokens]", xlim=(0, until or computed))
+    axes.set(xlabel="position in the text [tokens]", xlim=(0, computed))
     words = {phase: text for phase, (text, _) in PHASE_STYLE.items()} | {"read": "read from the cache"}
     legend_below(axes, [Patch(label=words[phase], **style) for phase, style in used.items()])
     return picture
 
 
-def seats(
-    runs: Mapping[str, Sequence[Event]], num_seats: int, *, title: str = "Who sits in which seat of the batch"
-) -> Picture:
+def seats(runs: Mapping[str, Sequence[Event]], num_seats: int) -> Picture:
     """Who sits in which seat in which step: a panel for each run (label -> events), on one axis of steps.
 
     The number in a box is the request's. Hatched: an empty seat, until the run is over.
     """
-    picture, panels = new_panels(1.1 + (0.7 + 0.3 * num_seats) * len(runs), title, len(runs))
+    height = 1.1 + (0.7 + 0.3 * num_seats) * len(runs)
+    picture, panels = new_panels(height, "Who sits in which seat of the batch", len(runs))
     taken = {label: taken_seats(events) for label, events in runs.items()}
     longest = max(map(len, taken.values()))
     for axes, (label, steps) in zip(panels, taken.items(), strict=True):
