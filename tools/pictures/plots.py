@@ -132,10 +132,8 @@ def time_per_token(runs: Mapping[str, Sequence[Event]]) -> Picture:
     """The time per token against the length of the text, a curve for each run.
 
     runs: label -> events of requests whose prompts have different lengths."""
-    curves: dict[str, tuple[list[float], list[float]]] = {}
-    for label, events in runs.items():
-        points = token_times(events)
-        curves[label] = ([float(length) for length, _ in points], [ms for _, ms in points])
+    points = {label: token_times(events) for label, events in runs.items()}
+    curves = {label: ([length for length, _ in found], [ms for _, ms in found]) for label, found in points.items()}
     xlabel, ylabel = "length of the text [tokens]", "time per token [ms]"
     return lines(curves, xlabel=xlabel, ylabel=ylabel, title="Time for a new token", markers=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
@@ -170,12 +171,9 @@ def taken_seats(events: Sequence[Event]) -> list[dict[int, tuple[int, bool]]]:
 
 def draw_seat(axes: Axes, seat: int, sitting: Sequence[tuple[int, bool] | None], longest: int) -> None:
     """Draw one seat: a box for each stretch of steps in which nothing changes."""
-    start = 0
-    named = None
-    for end in range(1, len(sitting) + 1):
-        if end < len(sitting) and sitting[end] == sitting[start]:
-            continue
-        now = sitting[start]
+    start, named = 0, None
+    for now, stretch in groupby(sitting):
+        end = start + len(list(stretch))
         style: dict[str, Any] = {"edgecolor": "#909090", **HATCHED}
         if now is not None:
             style = {"facecolor": colour_of(now[0]), "edgecolor": "white", "alpha": 1.0 if now[1] else 0.35}

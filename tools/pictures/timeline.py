@@ -140,9 +140,8 @@ def token_times(events: Sequence[Event]) -> list[tuple[int, float]]:
 
     The shortest, because everything else that a machine does can only make it longer.
     """
-    lives = [life for life in read_events(events).lives if len(life.token_times) > 1]
-    gaps = [min(after - before for before, after in itertools.pairwise(life.token_times)) for life in lives]
-    return [(life.prompt_tokens, 1000 * gap) for life, gap in zip(lives, gaps, strict=True)]
+    gaps = ((life, [b - a for a, b in itertools.pairwise(life.token_times)]) for life in read_events(events).lives)
+    return [(life.prompt_tokens, 1000 * min(between)) for life, between in gaps if between]
 
 
 @dataclass(frozen=True)
