@@ -108,8 +108,7 @@ class Racer:
         """Raises RuntimeError, with the last line of its errors, if the process ended without a result."""
         if self.over.is_set() and self.result is None:
             self.errors.seek(0)
-            words = self.errors.read().split("\n")
-            last = next((line for line in reversed(words) if line.strip()), "without a word")
+            last = (self.errors.read().strip() or "without a word").splitlines()[-1]
             raise RuntimeError(f"{self.lane.title} failed: {last.strip()}")
 
     def finish(self) -> str:
@@ -154,11 +153,6 @@ class Display:
             self.console.print(Text(footer))
         self.said = footer
 
-    def hold(self, t: float, footer: str) -> None:
-        self.draw(t, footer)
-        if self.live is not None:
-            time.sleep(HOLD)
-
 
 def get_ready(racers: list[Racer], display: Display) -> None:
     while waiting := [racer for racer in racers if not racer.ready.is_set()]:
@@ -182,10 +176,10 @@ def run_heat(racers: list[Racer], display: Display, footer: str) -> None:
             racer.check()
             running.remove(racer)
             said = racer.finish()
-            if not running:
-                display.hold(racer.lane.seconds or 0.0, said)
-            elif display.live is None:
-                display.draw(0.0, said)
+            if not running or display.live is None:
+                display.draw(racer.lane.seconds or 0.0, said)
+    if display.live is not None:
+        time.sleep(HOLD)
     for racer in racers:
         racer.lane.mark = "ghost"
 
