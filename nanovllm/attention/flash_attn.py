@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.attention.interface import AttentionMetadata
 from nanovllm.attention.triton_backend import TritonBackend
@@ -20,7 +21,7 @@ from nanovllm.attention.triton_backend import TritonBackend
 logger = logging.getLogger(__name__)
 
 # (q [T, Hq, D], kv, metadata of these queries alone, scale) -> [T, Hq, D]
-Prefill = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, float], torch.Tensor]
+Prefill = Callable[[Tensor, Tensor, AttentionMetadata, float], Tensor]
 
 FLASH_4_PAGE = 128  # keys. As many as flash-attn-4's tiles have, so that the copy engine can fetch a page whole
 
@@ -75,9 +76,7 @@ def _obstacle_2(capability: tuple[int, int], block_size: int) -> str | None:
     return None
 
 
-def _prefill_4(
-    flash_attn_varlen_func: Any, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float
-) -> torch.Tensor:
+def _prefill_4(flash_attn_varlen_func: Any, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
     pages, page_table = kv, meta.block_table  # [2, num_pages, page size, Hkv, D], [S, pages of a sequence]
     per_block, rest = divmod(kv.shape[2], FLASH_4_PAGE)
     if per_block > 1 and rest == 0:
@@ -100,9 +99,7 @@ def _prefill_4(
     return out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp as well
 
 
-def _prefill_2(
-    flash_attn_varlen_func: Any, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float
-) -> torch.Tensor:
+def _prefill_2(flash_attn_varlen_func: Any, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
     key_start = torch.nn.functional.pad(meta.context_len.cumsum(0, dtype=torch.int32), (1, 0))  # [S + 1]
     return flash_attn_varlen_func(
         q,
@@ -134,13 +131,7 @@ class FlashAttnBackend(TritonBackend):
         self._library = prefill
 
     def _prefill(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        out: torch.Tensor,
-        first_sequence: int,
+        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, out: Tensor, first_sequence: int
     ) -> None:
         # Each sequence before `first_sequence` has one token, so the number is that of its first token as well.
         own = replace(

@@ -8,7 +8,7 @@ no sequence. Padding writes there, because slot -1 would be the last slot of som
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 Shared = dict[Any, Any]  # what the layers of a step have in common, see `AttentionBackend.attend`
 
@@ -27,10 +27,10 @@ class AttentionMetadata:
     their own (`graphs/` does so): one right behind the other, in the order of their positions.
     """
 
-    slots: torch.Tensor  # [T] int64, where each token's key and value go
-    query_start: torch.Tensor  # [S + 1] int32
-    context_len: torch.Tensor  # [S] int32, keys that the last query of a sequence sees, its own included
-    block_table: torch.Tensor  # [S, M] int32; entries past a sequence's last block are never used
+    slots: Tensor  # [T] int64, where each token's key and value go
+    query_start: Tensor  # [S + 1] int32
+    context_len: Tensor  # [S] int32, keys that the last query of a sequence sees, its own included
+    block_table: Tensor  # [S, M] int32; entries past a sequence's last block are never used
     num_decodes: int  # the first num_decodes sequences have exactly one query
     max_query_len: int
     max_context_len: int
@@ -49,12 +49,12 @@ class AttentionBackend(Protocol):
     capturable: bool
     eager_prefill: bool
 
-    def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k and v [T, Hkv, D] of the step's tokens in `slots` [T] of one layer's cache `kv`."""
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
-    ) -> torch.Tensor:
+        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+    ) -> Tensor:
         """Causal attention of q [T, Hq, D] over what `kv` holds, the step's own keys already written: [T, Hq, D].
 
         Query head h reads the KV head h // (Hq // Hkv). `scale` multiplies the scores. In `shared`, which lives as long
@@ -67,16 +67,16 @@ class BoundAttention:
     """Attention of one step, as the model calls it: a backend, the cache of every layer, and the step's metadata."""
 
     backend: AttentionBackend
-    kv: list[torch.Tensor]  # of each layer [2, num_blocks + 1, block_size, Hkv, D]
+    kv: list[Tensor]  # of each layer [2, num_blocks + 1, block_size, Hkv, D]
     meta: AttentionMetadata
     scale: float
     shared: Shared = field(default_factory=dict)
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the new keys and values, then read all that a query may see."""
         self.backend.write(self.kv[layer], k, v, self.meta.slots)
         return self.read(layer, q)
 
-    def read(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def read(self, layer: int, q: Tensor) -> Tensor:
         """`__call__` without the write, for a fused kernel that has written keys and values already."""
         return self.backend.attend(q, self.kv[layer], self.meta, self.scale, self.shared)

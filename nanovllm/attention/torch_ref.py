@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanovllm.attention.interface import AttentionMetadata, Shared
 
@@ -25,16 +26,16 @@ MAX_BYTES = 4 * 1024 * 1024
 class _Rectangle:
     """B sequences with n queries each, padded to L keys; P is L rounded up to whole blocks."""
 
-    tokens: torch.Tensor | None  # [B * n] rows of q; None: all rows, in order
+    tokens: Tensor | None  # [B * n] rows of q; None: all rows, in order
     num_queries: int
     num_keys: int  # L
-    blocks: torch.Tensor  # [B * P / block_size] int64, which to gather
-    padding: torch.Tensor | None  # rows of the gathered [B * P] between a sequence's context and L
+    blocks: Tensor  # [B * P / block_size] int64, which to gather
+    padding: Tensor | None  # rows of the gathered [B * P] between a sequence's context and L
     is_causal: bool  # whole prompts of one length, for which PyTorch's own mask is right
-    bias: torch.Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None: all queries see all
+    bias: Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None: all queries see all
 
 
-def write_kv(kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+def write_kv(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write token i's key and value, of k and v [T, Hkv, D], to the slot `slots[i]` of one layer's cache.
 
     kv: [2, num_blocks, block_size, Hkv, D], contiguous. slots: [T] int64, block * block_size + offset; padding names a
@@ -52,12 +53,12 @@ class TorchRefBackend:
     capturable = False
     eager_prefill = False
 
-    def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         write_kv(kv, k, v, slots)
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
-    ) -> torch.Tensor:
+        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+    ) -> Tensor:
         shared = {} if shared is None else shared
         if "rectangles" not in shared:
             shared["rectangles"] = _rectangles(q, kv, meta)
@@ -70,7 +71,7 @@ class TorchRefBackend:
         return out
 
 
-def _rectangles(q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata) -> list[_Rectangle]:
+def _rectangles(q: Tensor, kv: Tensor, meta: AttentionMetadata) -> list[_Rectangle]:
     """Which sequences share a rectangle. Reads the lengths on the host."""
     query_start, context_len = meta.query_start.tolist(), meta.context_len.tolist()
     query_len = [end - start for start, end in pairwise(query_start)]
@@ -96,7 +97,7 @@ def _rectangle(
     members: list[int],
     query_start: list[int],
     context_len: list[int],
-    block_table: torch.Tensor,
+    block_table: Tensor,
     block_size: int,
     dtype: torch.dtype,
 ) -> _Rectangle:
@@ -132,7 +133,7 @@ def _rectangle(
     )
 
 
-def _attend_rectangle(q: torch.Tensor, kv: torch.Tensor, rectangle: _Rectangle, scale: float) -> torch.Tensor:
+def _attend_rectangle(q: Tensor, kv: Tensor, rectangle: _Rectangle, scale: float) -> Tensor:
     """q: [B * n, Hq, D] -> [B * n, Hq, D]."""
     n = rectangle.num_queries
     num_heads, head_dim = q.shape[1:]

@@ -5,16 +5,11 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanovllm.attention.interface import AttentionMetadata, Shared
 from nanovllm.attention.torch_ref import write_kv
-from nanovllm.kernels.attention.paged_decode import (
-    MAX_ROWS,
-    DecodeWorkspace,
-    decode_config,
-    paged_decode,
-    plan_decode,
-)
+from nanovllm.kernels.attention.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode, plan_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
 from nanovllm.kernels.launch import is_hopper
 
@@ -52,14 +47,14 @@ class TritonBackend:
     def __init__(self, num_sms: int) -> None:
         self._num_sms = num_sms
         self._workspaces: dict[tuple[int, ...], DecodeWorkspace] = {}
-        self._taken: torch.Tensor | None = None  # counters that the programs of `warp_specialized_prefill` share
+        self._taken: Tensor | None = None  # counters that the programs of `warp_specialized_prefill` share
 
-    def write(self, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         write_kv(kv, k, v, slots)
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
-    ) -> torch.Tensor:
+        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+    ) -> Tensor:
         num_sequences = meta.context_len.shape[0]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
         group = q.shape[1] // kv.shape[3]
@@ -76,11 +71,11 @@ class TritonBackend:
 
     def _decode(
         self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
+        q: Tensor,
+        kv: Tensor,
         meta: AttentionMetadata,
         scale: float,
-        out: torch.Tensor,
+        out: Tensor,
         num_decodes: int,
         max_queries: int,
         shared: Shared,
@@ -107,13 +102,7 @@ class TritonBackend:
             hopper.ring_decode(*inputs, ring, overlap=planned)
 
     def _prefill(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        out: torch.Tensor,
-        first_sequence: int,
+        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, out: Tensor, first_sequence: int
     ) -> None:
         inputs = q, kv, meta.block_table, meta.query_start, meta.context_len, scale, out
         hopper = hopper_kernels(q.device).warp_specialized_prefill

@@ -5,6 +5,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanovllm.kernels.launch import why_no_kernels
 
@@ -12,11 +13,11 @@ from nanovllm.kernels.launch import why_no_kernels
 class FusedKernels(NamedTuple):
     """Kernels that do several operations of a step in one pass. None: PyTorch does one after the other."""
 
-    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
-    norm_rope_write: Callable[..., torch.Tensor] | None = None
-    silu_and_mul: Callable[[torch.Tensor], torch.Tensor] | None = None
-    choose_linear: Callable[..., Callable[..., torch.Tensor] | None] | None = None
-    sample_rows: Callable[..., torch.Tensor] | None = None
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] | None = None
+    norm_rope_write: Callable[..., Tensor] | None = None
+    silu_and_mul: Callable[[Tensor], Tensor] | None = None
+    choose_linear: Callable[..., Callable[..., Tensor] | None] | None = None
+    sample_rows: Callable[..., Tensor] | None = None
     decode_inputs: Callable[..., None] | None = None
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.attention.paged_tile import (
@@ -220,9 +221,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 class DecodeWorkspace:
     """Partial results between the two kernels, two slots per piece. All layers use the same, since they run in turn."""
 
-    m: torch.Tensor  # [pieces, 2, QUERIES, Hq] float32
-    denom: torch.Tensor  # [pieces, 2, QUERIES, Hq] float32
-    acc: torch.Tensor  # [pieces, 2, QUERIES, Hq, D] float32
+    m: Tensor  # [pieces, 2, QUERIES, Hq] float32
+    denom: Tensor  # [pieces, 2, QUERIES, Hq] float32
+    acc: Tensor  # [pieces, 2, QUERIES, Hq, D] float32
 
     @classmethod
     def allocate(
@@ -232,7 +233,7 @@ class DecodeWorkspace:
         return cls(*(torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape, (*shape, head_dim))))
 
 
-def plan_decode(context_len: torch.Tensor, pieces: int, config: DecodeConfig) -> torch.Tensor:
+def plan_decode(context_len: Tensor, pieces: int, config: DecodeConfig) -> Tensor:
     """Cut the key tiles of S sequences into equal pieces; context_len [S] int32, at least 1 each.
 
     Returns [pieces, 4] int32. When the tiles of all sequences are laid end to end, a piece has those from its first
@@ -248,15 +249,15 @@ def plan_decode(context_len: torch.Tensor, pieces: int, config: DecodeConfig) ->
 
 
 def paged_decode(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    context_len: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
     scale: float,
-    out: torch.Tensor,
+    out: Tensor,
     workspace: DecodeWorkspace,
-    plan: torch.Tensor,
+    plan: Tensor,
     config: DecodeConfig,
     overlap: bool = False,
 ) -> None:
@@ -293,8 +294,8 @@ def paged_decode(
 
 
 def merge_pieces(
-    out: torch.Tensor, workspace: DecodeWorkspace, query_start: torch.Tensor, context_len: torch.Tensor,
-    plan: torch.Tensor, keys: int,
+    out: Tensor, workspace: DecodeWorkspace, query_start: Tensor, context_len: Tensor,
+    plan: Tensor, keys: int,
 ) -> None:  # fmt: skip
     """Write the rows of `out` of sequences that were cut. keys: per tile of the plan; the rest as in `paged_decode`."""
     pieces, _, queries, num_heads = workspace.m.shape

@@ -19,9 +19,9 @@ the rows. The masked tiles come by pointers in any case: a box cannot leave out 
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.attention.paged_tile import (
@@ -136,13 +136,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def paged_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    context_len: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
     scale: float,
-    out: torch.Tensor,
+    out: Tensor,
     config: PrefillConfig,
     *,
     first_sequence: int = 0,

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
@@ -37,9 +38,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row * SIZE + column, normed.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x and residual [T, H], contiguous -> (rms_norm(x + residual), x + residual); without a residual (rms_norm(x), x).
 
     x may come in parts [S, T, H] float32, which are summed over S (see `tiled_linear`); then there is a residual. The

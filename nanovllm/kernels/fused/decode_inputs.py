@@ -1,8 +1,8 @@
 """The inputs of a decode step (token, slot, context length, block table of each row), looked up in one launch."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -26,15 +26,15 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
 
 
 def decode_inputs(
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    token_ids: torch.Tensor,
-    block_table: torch.Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    block_table: Tensor,
     block_size: int,
-    input_ids: torch.Tensor,
-    slots: torch.Tensor,
-    context_len: torch.Tensor,
-    table: torch.Tensor,
+    input_ids: Tensor,
+    slots: Tensor,
+    context_len: Tensor,
+    table: Tensor,
 ) -> None:
     """For rows [B] that decode at `positions` [B], both int32, fill in place:
 

@@ -4,9 +4,9 @@ As separate operations these are two norms, two rotations and a scatter: ten rea
 launches per layer.
 """
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
@@ -66,14 +66,14 @@ def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]
 
 
 def norm_rope_write(
-    qkv: torch.Tensor,
-    kv: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
+    qkv: Tensor,
+    kv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
     eps: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Write keys and values to the cache and return the queries [T, Hq, D], ready for attention.
 
     Args:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.fused.threshold import thresholds
@@ -233,18 +234,18 @@ def _best_of_row_kernel(  # type: ignore[no-untyped-def]
 
 
 def sample_rows(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    next_positions: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    num_prompt_tokens: torch.Tensor,
-    token_ids: torch.Tensor,
+    logits: Tensor,
+    rows: Tensor,
+    next_positions: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    num_prompt_tokens: Tensor,
+    token_ids: Tensor,
     first_id: int = 0,
     num_ids: int | None = None,
-    all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
+    all_gather: Callable[[Tensor], Tensor] | None = None,
+    filters: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
     """Draw a token for each row of logits, and write it where the next step looks for it.
 
     Of several ranks each has the logits of some tokens. They exchange the best score of each part of a row.

@@ -1,8 +1,8 @@
 """The gate of the MLP in one pass."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
@@ -27,7 +27,7 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row * SIZE + column, activated * up, mask=exists)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 I], contiguous -> silu(gate) * up [T, I]"""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)

@@ -19,6 +19,7 @@ A program has the whole row, so it does the residual addition and the norm as we
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
@@ -92,15 +93,15 @@ def _sum_over_ranks_kernel(  # type: ignore[no-untyped-def]
 
 
 def sum_over_ranks(
-    x: torch.Tensor,
-    buffers: tuple[torch.Tensor, ...],
-    turn: torch.Tensor,
+    x: Tensor,
+    buffers: tuple[Tensor, ...],
+    turn: Tensor,
     rank: int,
     dtype: torch.dtype,
     *,
-    norm: tuple[torch.Tensor, float] | None = None,
-    residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(sum + residual), sum + residual), [T, H] each, for the sum of all ranks' x.
 
     All ranks call this function with x of the same T and H. The kernel waits for the other ranks for as long as it

@@ -27,7 +27,7 @@ a tile counts as old only if all its keys were written by earlier steps, and the
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -35,13 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.attention.paged_decode import (
-    FEW_SEQUENCES,
-    MAX_ROWS,
-    DecodeConfig,
-    DecodeWorkspace,
-    merge_pieces,
-)
+from nanovllm.kernels.attention.paged_decode import FEW_SEQUENCES, MAX_ROWS, DecodeConfig, DecodeWorkspace, merge_pieces
 from nanovllm.kernels.attention.paged_tile import LOG2_E
 from nanovllm.kernels.launch import overlaps_launches
 
@@ -68,7 +62,7 @@ class RingLayout:
         return DecodeConfig(self.keys, self.heads, self.stages, self.programs_per_sm * self.heads)
 
 
-def ring_layout(q: torch.Tensor, kv: torch.Tensor, num_sequences: int) -> RingLayout | None:
+def ring_layout(q: Tensor, kv: Tensor, num_sequences: int) -> RingLayout | None:
     """The layout for q [T, Hq, D] of so many sequences and a cache kv [2, num_blocks, block_size, Hkv, D].
 
     None: `paged_decode` is faster, or this kernel cannot take the shape or the dtype. With one sequence `paged_decode`
@@ -251,15 +245,15 @@ def _ring_kernel(  # type: ignore[no-untyped-def]
 
 
 def ring_decode(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    context_len: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
     scale: float,
-    out: torch.Tensor,
+    out: Tensor,
     workspace: DecodeWorkspace,
-    plan: torch.Tensor,
+    plan: Tensor,
     layout: RingLayout,
     overlap: bool = False,
 ) -> None:

@@ -17,7 +17,7 @@ all share. The long tiles of queries are the last of each sequence; within it th
 is on its way while the last result is written.
 """
 
-import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -40,7 +40,7 @@ NOTES = 8  # places for notes on a tile of queries, of which 6 are used: see `_p
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224  # of a thread
 
 
-def fits(q: torch.Tensor, kv: torch.Tensor) -> bool:
+def fits(q: Tensor, kv: Tensor) -> bool:
     """Whether the kernel can take q [T, Hq, D] and a cache kv [2, num_blocks, block_size, Hkv, D]."""
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     group = q.shape[1] // num_kv_heads
@@ -249,14 +249,14 @@ def _warp_specialized_prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def warp_specialized_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    context_len: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
     scale: float,
-    out: torch.Tensor,
-    taken: torch.Tensor,
+    out: Tensor,
+    taken: Tensor,
     num_programs: int,
     *,
     first_sequence: int = 0,

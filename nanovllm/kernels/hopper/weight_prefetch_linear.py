@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -140,14 +141,14 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def weight_prefetch_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     tile: PrefetchTile,
     gated: bool = False,
     partial: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """x [T, in], contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
 
     in is a multiple of 128, and the number of the result's columns is one of 64: the ends of weights have no masks.

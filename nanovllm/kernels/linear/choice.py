@@ -16,12 +16,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanovllm.kernels.launch import is_hopper, shared_memory
 from nanovllm.kernels.linear.skinny_linear import skinny_linear
 from nanovllm.kernels.linear.tiled_linear import Tile, tiled_linear
 
-LinearKernel = Callable[..., torch.Tensor]  # f(x [T, in], weight [out, in], bias=None)
+LinearKernel = Callable[..., Tensor]  # f(x [T, in], weight [out, in], bias=None)
 
 NARROW = 2048  # hidden size
 SMALL = 2**24  # bytes of weights
@@ -110,7 +111,7 @@ def hopper_linear(device: torch.device) -> ModuleType | None:
 
 
 def choose_linear(
-    num_tokens: int, weight: torch.Tensor, *, gated: bool = False, partial: bool = False
+    num_tokens: int, weight: Tensor, *, gated: bool = False, partial: bool = False
 ) -> LinearKernel | None:
     """The kernel for `weight` [out, in] and x [num_tokens, in], called as f(x, weight, bias=None).
 
@@ -135,7 +136,7 @@ def choose_linear(
 
 
 def choose_on_any_gpu(
-    num_tokens: int, weight: torch.Tensor, *, gated: bool = False, partial: bool = False
+    num_tokens: int, weight: Tensor, *, gated: bool = False, partial: bool = False
 ) -> LinearKernel | None:
     """`choose_linear` without the kernel for Hopper, for a shape and dtype that our kernels can take."""
     for row in ON_ANY_GPU[kind_of(weight, gated, partial)]:
@@ -147,7 +148,7 @@ def choose_on_any_gpu(
     return None
 
 
-def kind_of(weight: torch.Tensor, gated: bool, partial: bool) -> tuple[str, bool]:
+def kind_of(weight: Tensor, gated: bool, partial: bool) -> tuple[str, bool]:
     """The key of both tables."""
     kind = "gated" if gated else "partial" if partial else "plain"
     return kind, weight.shape[0 if partial else 1] <= NARROW

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
@@ -84,14 +85,14 @@ def _skinny_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def skinny_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     gated: bool = False,
     partial: bool = False,
     config: SkinnyConfig | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """x [T, in], few tokens, contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
 
     in is a multiple of 128, and the number of the result's columns is one of 32: the ends of weights have no masks.

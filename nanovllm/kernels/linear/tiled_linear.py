@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
@@ -104,14 +105,8 @@ def num_splits(inputs: int, tiles: int, inner: int) -> int:
 
 
 def tiled_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    tile: Tile,
-    gated: bool = False,
-    partial: bool = False,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: Tile, gated: bool = False, partial: bool = False
+) -> Tensor:
     """x [T, in], contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
 
     in is a multiple of 128, and the result has a multiple of the tile's columns: the ends of weights have no masks.
