@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
 from nanovllm.attention.torch_ref import TorchRefBackend
-from nanovllm.kernels.launch import why_no_kernels
+from nanovllm.kernels import why_no_kernels
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "select_backend"]
 

@@ -1,5 +1,7 @@
-"""Triton kernels, each beside its plain-PyTorch reference, and the choice between the two."""
+"""Triton kernels: where they can run at all, and which of them the layers use."""
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -7,7 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import why_no_kernels
+
+def why_no_kernels(device: torch.device) -> str | None:
+    """The reason why the Triton kernels cannot run on `device`; None if they can."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels need an NVIDIA GPU, and {str(device)!r} is none"
+    if not sys.platform.startswith("linux") or importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton; Linux only)"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"its kernels need compute capability 8.0 or more, and this GPU has {major}.{minor}"
+    return None
 
 
 class FusedKernels(NamedTuple):

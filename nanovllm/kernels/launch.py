@@ -1,4 +1,4 @@
-"""How our small kernels follow each other without a pause, and where kernels can run at all.
+"""How our small kernels follow each other without a pause, and what the GPU that they run on can do.
 
 Between two kernels that depend on each other a GPU drains, launches and fills again. That takes two or three
 microseconds in which little is read, and a decode step has hundreds of such borders. With programmatic dependent launch
@@ -11,26 +11,14 @@ So a kernel that is launched this way must call `gdc_wait` on every path, even i
 successor relies on it. In the kernels the switch is called PDL.
 """
 
-import importlib.util
-import sys
 from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 CACHE_LINE = 128  # bytes
-
-
-def why_no_kernels(device: torch.device) -> str | None:
-    """The reason why the Triton kernels cannot run on `device`; None if they can."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"its kernels need an NVIDIA GPU, and {str(device)!r} is none"
-    if not sys.platform.startswith("linux") or importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install triton; Linux only)"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"its kernels need compute capability 8.0 or more, and this GPU has {major}.{minor}"
-    return None
 
 
 @cache
@@ -51,3 +39,11 @@ def shared_memory(device: torch.device) -> int:
         return 227 * 1024
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
+
+
+@triton.jit
+def prefetch_l2(pointer):  # type: ignore[no-untyped-def]
+    """Have the cache lines of all pointers brought to the L2 cache, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+    )

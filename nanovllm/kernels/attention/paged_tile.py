@@ -8,7 +8,7 @@ are therefore kept out of this specialisation by every kernel: no request should
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.prefetch import prefetch_l2
+from nanovllm.kernels.launch import prefetch_l2
 
 # Scores are multiplied with this, because the hardware's exponential is exp2.
 LOG2_E = 1.4426950408889634

@@ -28,9 +28,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
+from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches, prefetch_l2
 from nanovllm.kernels.linear.tiled_linear import MAX_SPLITS, PROGRAMS, num_splits
-from nanovllm.kernels.prefetch import prefetch_l2
 
 X_LAYOUT, WEIGHT_LAYOUT = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
 LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are brought to L2

@@ -24,8 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
-from nanovllm.kernels.prefetch import prefetch_l2
+from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches, prefetch_l2
 
 MAX_TILE = 64  # tokens
 PROGRAMS = 128  # inputs are cut until there are so many: about one for each multiprocessor of a large GPU
