@@ -53,8 +53,7 @@ def compiled() -> None:
     import torch.nn.functional as F
 
     without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "choose_linear")()
-    from nanovllm.layers import norm, rope
-    from nanovllm.models import transformer
+    from nanovllm.layers import linear, norm, rope
 
     def gate(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -63,7 +62,7 @@ def compiled() -> None:
     norm.rms_norm = torch.compile(norm.rms_norm, dynamic=True)
     norm.add_rms_norm = torch.compile(norm.add_rms_norm, dynamic=True)
     rope.apply_rope = torch.compile(rope.apply_rope, dynamic=True)
-    transformer.silu_and_mul = torch.compile(gate, dynamic=True)
+    linear.silu_and_mul = torch.compile(gate, dynamic=True)
 
 
 def replaced(module: str, name: str, value: Any) -> Callable[[], None]:

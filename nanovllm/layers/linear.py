@@ -1,4 +1,4 @@
-"""Linear layers: their product by PyTorch or by our kernels, whole or a rank's part, and which tensors fill them."""
+"""Layers with a weight matrix: linear layers, whole or a part of them, by PyTorch or our kernels; and the embedding."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -77,6 +77,33 @@ class MergedLinear(Linear):
             for name, rows in zip(self.parts, parameter.split(list(self.parts.values())), strict=True):
                 yield f"{name}.{kind}", rows
 
+    def gated(self, x: Tensor) -> Tensor:
+        """`silu_and_mul` of the product, where the parts are a gate and an up projection: x [T, in] -> [T, out / 2]"""
+        kernel = linear_kernel(x, self.weight, gated=True) if self.bias is None else None
+        return silu_and_mul(self(x)) if kernel is None else kernel(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """weight [V, H], uninitialised: the loader fills it.
+
+    Of several ranks each has V rows, from the token rank * V on. For all other tokens a rank gives zeros, so that the
+    sum over the ranks is the vector.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, group: Group | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False)
+        self.group = group
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids [T] -> [T, H]"""
+        if self.group is None or self.group.size == 1:
+            return F.embedding(input_ids, self.weight)
+        rows = input_ids - self.group.rank * self.weight.shape[0]
+        own = (rows >= 0) & (rows < self.weight.shape[0])
+        vectors = F.embedding(rows.where(own, 0), self.weight)  # [T, H]
+        return self.group.all_reduce(vectors.where(own[:, None], 0))
+
 
 def linear_kernel(
     x: Tensor, weight: Tensor, *, gated: bool = False, partial: bool = False
@@ -89,3 +116,12 @@ def linear_kernel(
     if fused.choose_linear is None or fused.add_rms_norm is None:  # the norm sums what is partial
         return None
     return fused.choose_linear(x.shape[0], weight, gated=gated, partial=partial)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer, "GLU Variants Improve Transformer", 2020). gate_up [T, 2 I] -> [T, I]"""
+    fused = kernels.fused_kernels(gate_up.device).silu_and_mul
+    if fused is not None:
+        return fused(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
+    return F.silu(gate) * up

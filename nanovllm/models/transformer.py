@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from nanovllm import kernels
 from nanovllm.attention.interface import BoundAttention
 from nanovllm.distributed.group import Group
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import Linear, MergedLinear, SubLayerOutput, linear_kernel
+from nanovllm.layers.linear import Embedding, Linear, MergedLinear, SubLayerOutput
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rope import RotaryEmbedding, Rotation
 from nanovllm.models.config import ModelConfig
@@ -68,9 +66,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=c.dtype, group=group)
 
     def forward(self, x: Tensor) -> SubLayerOutput:
-        weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
-        kernel = linear_kernel(x, weight, gated=True) if bias is None else None
-        return self.down_proj.partial(silu_and_mul(self.gate_up_proj(x)) if kernel is None else kernel(x, weight))
+        return self.down_proj.partial(self.gate_up_proj.gated(x))
 
 
 class Layer(nn.Module):
