@@ -94,7 +94,7 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 #
 # | stage | its idea | the module that it became |
 # |---|---|---|
-# | 1 | tokens, logits, sample, append | `sampling/sampler.py`; beside it `filters`, `penalties`, `noise`, `logprobs` |
+# | 1 | tokens, logits, sample, append | `sampling/sampler.py`; beside it `filters`, `noise`, `logprobs` |
 # | 2 | keep keys and values | `runner/device_model.py`, which owns the tensors; `runner/memory.py`, which sizes them |
 # | 3 | blocks, tables, slots | `engine/block_manager.py` (who has which), `runner/batch.py` (slots), `attention/` |
 # | 3 | the kernel beside it | `paged_prefill.py` and `paged_decode.py` in `kernels/attention/` |
@@ -113,7 +113,7 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 # %%
 # NBVAL_CHECK_OUTPUT
 became = """
-sampling/sampler sampling/filters sampling/penalties sampling/noise sampling/logprobs runner/device_model runner/memory
+sampling/sampler sampling/filters sampling/noise sampling/logprobs runner/device_model runner/memory
 engine/block_manager runner/batch kernels/paged_prefill kernels/paged_decode engine/scheduler
 engine/waiting_queue engine/sequence sampling_params engine/trace models/transformer models/loader models/checkpoint
 models/config llm engine/request engine/detokenizer cli

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.plan import Scheduled
+from nanovllm.graphs.decode_steps import DecodeStep, DecodeSteps
 from nanovllm.graphs.recorder import Recorder, Step
 from nanovllm.graphs.sizes import StepSizes
 from nanovllm.pinned import host_buffers
@@ -28,6 +29,8 @@ from nanovllm.sampling.sampler import Sampled
 Pack = Callable[[Sequence[Scheduled]], list[npt.NDArray[Any]]]
 # What is recorded: from these numbers, int32 on the device, to what the step sampled.
 PromptStep = Callable[[Sequence[Tensor]], Sampled]
+
+COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
 
 
 class PromptSteps:
@@ -79,3 +82,23 @@ class PromptSteps:
             array = place.numpy()
             array[: len(part)], array[len(part) :] = part, fill
         self._numbers[: len(host)].copy_(host, non_blocking=True)
+
+
+class RecordedSteps:
+    """All recorded steps of the target model behind one call: decode steps, and steps with prompts."""
+
+    def __init__(
+        self,
+        sizes: StepSizes,
+        token_ids: Tensor,
+        decode_step: DecodeStep,
+        prompt_step: PromptStep,
+        pack: Pack,
+        recorder: Recorder,
+    ) -> None:
+        self.decodes = DecodeSteps(sizes, token_ids, decode_step, recorder, COPIES_IN_FLIGHT)
+        self.prompts = PromptSteps(sizes, token_ids, pack, prompt_step, recorder, COPIES_IN_FLIGHT)
+
+    def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
+        """Compute this work by the cheapest recording; None, and nothing is done, if no recording has room."""
+        return self.decodes.replay(scheduled) or self.prompts.replay(scheduled)

@@ -1,19 +1,48 @@
-"""From config.json to `ModelConfig`. What the decoder does not implement is refused by name, and never ignored."""
+"""From config.json to `ModelConfig`. What the decoder does not implement is refused by name, and never ignored.
+
+The model families Llama, Qwen2 and Qwen3 are data. All that differs between them is a row of `FAMILIES`:
+- Llama 2 and 3 ("The Llama 3 Herd of Models", 2024) and the many models that took their shape, SmolLM2 among them:
+  biases only where config.json asks for them.
+- Qwen2 and 2.5 ("Qwen2 Technical Report", 2024): biases on q, k and v, and nowhere else. They are part of the
+  architecture, and config.json does not mention them.
+- Qwen3 ("Qwen3 Technical Report", 2025): each head of q and k is normalised, and a head has 128 dimensions unless
+  config.json says otherwise, whatever the hidden size.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.layers.rope import LinearScaling, Llama3Scaling, RopeScaling
 from nanovllm.models.checkpoint import read_json
-from nanovllm.models.families import FAMILIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 Raw = Mapping[str, Any]
+
+
+class Family(NamedTuple):
+    """The switches of the decoder, and what holds where config.json is silent.
+
+    A bias is True, False, or the key of config.json that decides. Where that key is absent there is no bias.
+    """
+
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    max_position_embeddings: int = 32768
+    qk_norm: bool = False  # RMSNorm on each head of q and k, before RoPE
+    qkv_bias: bool | str = "attention_bias"
+    o_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = False
+
+
+FAMILIES = {  # by the `model_type` of config.json
+    "llama": Family(max_position_embeddings=2048, mlp_bias="mlp_bias"),
+    "qwen2": Family(qkv_bias=True, o_bias=False),
+    "qwen3": Family(head_dim=128, qk_norm=True),
+}
 
 
 @dataclass(frozen=True)

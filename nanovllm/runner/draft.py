@@ -27,7 +27,8 @@ from nanovllm.runner.batch import DecodeInputs, make_batch
 from nanovllm.runner.device_model import DeviceModel
 from nanovllm.runner.rows import Rows
 from nanovllm.sampling.acceptance import sample_guesses
-from nanovllm.sampling.sampler import Sampled, constrain
+from nanovllm.sampling.filters import constrain
+from nanovllm.sampling.sampler import Sampled
 from nanovllm.sampling.state import Needs, SamplingState
 
 

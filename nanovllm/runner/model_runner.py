@@ -15,9 +15,9 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled, StepPlan
+from nanovllm.graphs.prompt_steps import RecordedSteps
 from nanovllm.graphs.recorder import CudaGraphRecorder, Recorder
 from nanovllm.graphs.sizes import step_sizes
-from nanovllm.graphs.steps import RecordedSteps
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel
 from nanovllm.runner.batch import Batch, DecodeInputs, look_up, make_batch, pack

@@ -1,10 +1,68 @@
-"""min_p, top_k and top_p: which tokens may be sampled at all.
+"""What a request does to the scores before a token is sampled: penalties, min_tokens, min_p, top_k and top_p.
 
-`kernels/fused/threshold.py` finds the same tokens without a sort, in a recorded step.
+The last three rule tokens out. `kernels/fused/threshold.py` finds the same tokens without a sort, in a recorded step.
 """
 
 import torch
 from torch import Tensor
+
+from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
+
+
+def constrain(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs) -> Tensor:
+    """scores [N, V] float32 with penalties, and -inf for what min_tokens and the filters rule out."""
+    if needs.penalties:
+        num_prompt = state.num_prompt_tokens[rows]
+        penalties = state.repetition_penalty[rows], state.presence_penalty[rows], state.frequency_penalty[rows]
+        scores = penalize(scores, state.token_ids[rows], num_prompt, num_prompt + metadata.indices, *penalties)
+    if needs.min_tokens:
+        scores = suppress_stops(scores, state.stop_ids[rows], metadata.indices < state.min_tokens[rows])
+    if needs.min_p or needs.num_candidates:
+        scores = filter_scores(
+            scores,
+            metadata.temperature,
+            log_min_p=state.log_min_p[rows] if needs.min_p else None,
+            top_k=state.top_k[rows],
+            top_p=state.top_p[rows],
+            num_candidates=needs.num_candidates,
+        )
+    return scores
+
+
+def penalize(
+    scores: Tensor,
+    token_ids: Tensor,
+    num_prompt: Tensor,
+    num_known: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """scores [N, V] -> [N, V], in vLLM's order: repetition, then frequency and presence.
+
+    token_ids [N, L]: prompt (num_prompt [N]), then output, num_known [N] tokens in all; what follows is not read.
+    repetition [N] divides positive scores and multiplies negative ones of every known token (Keskar et al., "CTRL",
+    2019); frequency [N] is subtracted once per occurrence in the output, presence [N] once for any. A row whose
+    penalties are 1, 0 and 0 keeps its scores exactly.
+
+    Counted anew each time: nothing has to be kept, undone for a token that is dropped, or rebuilt after a preemption.
+    """
+    ids = token_ids.long()
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    known = columns < num_known[:, None]  # [N, L]
+    in_output = known & (columns >= num_prompt[:, None])  # [N, L]
+    zeros = torch.zeros_like(scores)
+    seen = zeros.scatter_add(1, ids, known.float()) > 0  # [N, V]
+    count = zeros.scatter_add_(1, ids, in_output.float())  # [N, V]
+    repetition = repetition[:, None]
+    scores = torch.where(seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
+    return scores - frequency[:, None] * count - presence[:, None] * (count > 0)
+
+
+def suppress_stops(scores: Tensor, stop_ids: Tensor, too_early: Tensor) -> Tensor:
+    """-inf for stop_ids [N, S] in the rows of scores [N, V] where too_early [N] holds."""
+    kept = scores.gather(1, stop_ids)  # [N, S]
+    return scores.scatter(1, stop_ids, kept.masked_fill(too_early[:, None], -torch.inf))
 
 
 def filter_scores(

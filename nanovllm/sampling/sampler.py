@@ -23,10 +23,9 @@ from nanovllm.engine.plan import Scheduled
 from nanovllm.kernels import fused_kernels
 from nanovllm.pinned import to_device
 from nanovllm.sampling.acceptance import accept_or_resample
-from nanovllm.sampling.filters import filter_scores
+from nanovllm.sampling.filters import constrain
 from nanovllm.sampling.logprobs import TopLogprobs, top_logprobs
 from nanovllm.sampling.noise import add_noise, choose
-from nanovllm.sampling.penalties import penalize, suppress_stops
 from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
 
 # Scores that the full tail works on at once, 32 MiB of them. A sort of the vocabulary holds ten tensors of their size:
@@ -142,26 +141,6 @@ def sample_full(
         return tokens, None
     found = [top_logprobs(logits[part].float(), tokens[part], needs.num_logprobs) for part in parts]
     return tokens, TopLogprobs.join(found)
-
-
-def constrain(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs) -> Tensor:
-    """scores [N, V] float32 with penalties, and -inf for what min_tokens and the filters rule out."""
-    if needs.penalties:
-        num_prompt = state.num_prompt_tokens[rows]
-        penalties = state.repetition_penalty[rows], state.presence_penalty[rows], state.frequency_penalty[rows]
-        scores = penalize(scores, state.token_ids[rows], num_prompt, num_prompt + metadata.indices, *penalties)
-    if needs.min_tokens:
-        scores = suppress_stops(scores, state.stop_ids[rows], metadata.indices < state.min_tokens[rows])
-    if needs.min_p or needs.num_candidates:
-        scores = filter_scores(
-            scores,
-            metadata.temperature,
-            log_min_p=state.log_min_p[rows] if needs.min_p else None,
-            top_k=state.top_k[rows],
-            top_p=state.top_p[rows],
-            num_candidates=needs.num_candidates,
-        )
-    return scores
 
 
 def sample_sharded(logits: Tensor, metadata: SamplingMetadata, group: Group, vocab_size: int) -> Tensor:

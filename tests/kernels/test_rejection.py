@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nanovllm.sampling import acceptance
 from nanovllm.sampling.acceptance import accept_or_resample, probabilities, sample_guesses
-from nanovllm.sampling.sampler import constrain
+from nanovllm.sampling.filters import constrain
 from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.faults import Edit
