@@ -114,9 +114,9 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 # NBVAL_CHECK_OUTPUT
 became = """
 sampling/sampler sampling/filters sampling/noise sampling/logprobs runner/device_model runner/memory
-engine/block_manager runner/batch kernels/paged_prefill kernels/paged_decode engine/scheduler
+engine/block_manager runner/batch kernels/attention/paged_prefill kernels/attention/paged_decode engine/scheduler
 engine/waiting_queue engine/sequence sampling_params engine/trace models/transformer models/loader models/checkpoint
-models/config llm engine/request engine/detokenizer cli
+models/config llm engine/request text/detokenizer cli
 """.split()
 print(sum((ROOT / "nanovllm" / f"{name}.py").is_file() for name in became), "of", len(became), "are there")
 
