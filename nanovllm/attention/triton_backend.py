@@ -11,6 +11,7 @@ from nanovllm.attention.interface import AttentionMetadata, Shared
 from nanovllm.attention.torch_ref import write_kv
 from nanovllm.kernels.attention.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode, plan_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
+from nanovllm.kernels.attention.paged_tile import PagedInputs
 from nanovllm.kernels.launch import is_hopper
 
 
@@ -92,24 +93,21 @@ class TritonBackend:
         planned = "decode plan" in shared
         if not planned:
             shared["decode plan"] = plan_decode(context_len, pieces, config)
-        inputs = (
-            q, kv, meta.block_table, meta.query_start, context_len, scale, out,
-            self._workspaces[key], shared["decode plan"],
-        )  # fmt: skip
+        inputs = PagedInputs(q, kv, meta.block_table, meta.query_start, context_len, scale, out)
         if hopper is None or ring is None:
-            paged_decode(*inputs, config, overlap=planned)
+            paged_decode(inputs, self._workspaces[key], shared["decode plan"], config, overlap=planned)
         else:
-            hopper.ring_decode(*inputs, ring, overlap=planned)
+            hopper.ring_decode(inputs, self._workspaces[key], shared["decode plan"], ring, overlap=planned)
 
     def _prefill(
         self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, out: Tensor, first_sequence: int
     ) -> None:
-        inputs = q, kv, meta.block_table, meta.query_start, meta.context_len, scale, out
+        inputs = PagedInputs(q, kv, meta.block_table, meta.query_start, meta.context_len, scale, out)
         hopper = hopper_kernels(q.device).warp_specialized_prefill
         if hopper is not None and hopper.fits(q, kv):
             if self._taken is None:
                 self._taken = torch.zeros(2, dtype=torch.int32, device=q.device)
-            hopper.warp_specialized_prefill(*inputs, self._taken, self._num_sms, first_sequence=first_sequence)
+            hopper.warp_specialized_prefill(inputs, self._taken, self._num_sms, first_sequence=first_sequence)
         else:
             config = prefill_config(kv.shape[-1], q.element_size(), kv.shape[2], is_hopper(q.device))
-            paged_prefill(*inputs, config, first_sequence=first_sequence)
+            paged_prefill(inputs, config, first_sequence=first_sequence)

@@ -7,10 +7,14 @@ Whatever a kernel must not read is NaN: the slots of a block beyond its sequence
 import dataclasses
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.attention.interface import AttentionBackend, AttentionMetadata, Shared
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.attention.paged_tile import PagedInputs
 
 Lengths = list[tuple[int, int]]  # (query_len, context_len) of each sequence, those with one query first
 
@@ -69,6 +73,14 @@ def make_case(
         max_context_len=max(context for _, context in lengths),
     )
     return Case(torch.cat(queries), kv, meta, scale, torch.cat(expected))
+
+
+def paged_inputs(case: Case, out: torch.Tensor) -> "PagedInputs":
+    """The case as a kernel takes it. Needs Triton."""
+    from nanovllm.kernels.attention.paged_tile import PagedInputs
+
+    meta = case.meta
+    return PagedInputs(case.q, case.kv, meta.block_table, meta.query_start, meta.context_len, case.scale, out)
 
 
 def as_single_tokens(case: Case) -> Case:

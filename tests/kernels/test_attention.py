@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
 from nanovllm.attention.torch_ref import TorchRefBackend
-from tests.kernels.attention_cases import Case, Lengths, check, make_case
+from tests.kernels.attention_cases import Case, Lengths, check, make_case, paged_inputs
 
 FP32 = 1e-5
 
@@ -151,10 +151,10 @@ def test_boxes_lie_in_one_block() -> None:
     from nanovllm.kernels.attention.paged_prefill import PrefillConfig, paged_prefill
 
     case = make_case([(20, 30)], block_size=16)
-    inputs = case.meta.block_table, case.meta.query_start, case.meta.context_len
+    inputs = paged_inputs(case, torch.empty_like(case.q))
     by_tma = PrefillConfig(rows=32, keys=32, num_warps=8, num_stages=2, tma=True)
     with pytest.raises(ValueError, match="a box of 32 keys does not lie in one block of 16"):
-        paged_prefill(case.q, case.kv, *inputs, case.scale, torch.empty_like(case.q), by_tma)
+        paged_prefill(inputs, by_tma)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.attention import select_backend
 from nanovllm.attention.interface import AttentionBackend
-from tests.kernels.attention_cases import Case, Lengths, check, make_case
+from tests.kernels.attention_cases import Case, Lengths, check, make_case, paged_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -65,13 +65,12 @@ def test_prefill_by_tma(head_dim: int, group: int, dtype: torch.dtype) -> None:
     if not is_hopper(case.q.device):
         pytest.skip("the layout with TMA is for Hopper GPUs")
     check(make_backend("triton", case), case, TOLERANCE[dtype])
-    inputs = case.meta.block_table, case.meta.query_start, case.meta.context_len
     config = prefill_config(head_dim, case.q.element_size(), block_size, True)
     assert config.tma
     outs = []
     for layout in config, prefill_config(head_dim, case.q.element_size(), block_size, False):
         outs.append(torch.zeros_like(case.q))
-        paged_prefill(case.q, case.kv, *inputs, case.scale, outs[-1], layout, first_sequence=2)
+        paged_prefill(paged_inputs(case, outs[-1]), layout, first_sequence=2)
         assert not outs[-1][:2].any()  # the rows of the decodes are left alone
     error = (outs[0].double() - outs[1].double()).norm(dim=-1)[2:] / case.expected.norm(dim=-1)[2:]
     assert error.max() <= TOLERANCE[dtype]

@@ -28,7 +28,7 @@ from nanovllm.kernels.attention.paged_decode import DecodeWorkspace, merge_piece
 from nanovllm.kernels.attention.paged_tile import LOG2_E
 from nanovllm.kernels.hopper import ring_decode as kernels
 from nanovllm.kernels.hopper.ring_decode import RingLayout, ring_layout
-from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case
+from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case, paged_inputs
 from tests.kernels.gluon_as_python import Barrier, Bars, Cache, Memory, Pointer, as_python
 
 ROOT = Path(__file__).parents[2]
@@ -63,8 +63,8 @@ def test_the_plan_of_a_step_is_for_the_kernel_that_it_uses(monkeypatch: pytest.M
     calls: list[tuple[Any, ...]] = []
 
     def stand_in(*arguments: Any, overlap: bool = False) -> None:
-        *_, context_len, _, _, workspace, plan, layout = arguments
-        calls.append((workspace.m.shape, plan, layout, context_len, overlap))
+        inputs, workspace, plan, layout = arguments
+        calls.append((workspace.m.shape, plan, layout, inputs.context_len, overlap))
 
     monkeypatch.setattr(triton_backend, "hopper_kernels", lambda device: HopperKernels(ring_decode=kernels))
     monkeypatch.setattr(kernels, "ring_decode", stand_in)
@@ -143,7 +143,7 @@ def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: tor
         side.join(timeout=20)
         assert not side.is_alive()
         early_boxes += cache.early_boxes
-    merge_pieces(out, workspace, meta.query_start, meta.context_len, plan, layout.keys)
+    merge_pieces(paged_inputs(case, out), workspace, plan, layout.keys)
     error = (out.double() - case.expected).norm(dim=-1) / case.expected.norm(dim=-1)
     assert error.max() <= 1e-5  # false of a NaN
     return early_boxes

@@ -22,7 +22,7 @@ from nanovllm.kernels.attention.paged_decode import (
     plan_decode,
 )
 from nanovllm.kernels.hopper.ring_decode import RingLayout, ring_decode, ring_layout
-from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case
+from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case, paged_inputs
 from tests.kernels.test_attention_gpu import DECODE, TOLERANCE, VERIFY
 
 pytestmark = pytest.mark.gpu
@@ -52,14 +52,11 @@ class Decode:
         return plan_decode(self.case.meta.context_len, self.workspace.m.shape[0], self.config)
 
     def __call__(self, q: Tensor, kv: Tensor, out: Tensor, plan: Tensor, overlap: bool = False) -> Tensor:
-        meta = self.case.meta
-        inputs = (
-            q, kv, meta.block_table, meta.query_start, meta.context_len, self.case.scale, out, self.workspace, plan,
-        )  # fmt: skip
+        inputs = paged_inputs(dataclasses.replace(self.case, q=q, kv=kv), out)
         if isinstance(self.layout, RingLayout):
-            ring_decode(*inputs, self.layout, overlap)
+            ring_decode(inputs, self.workspace, plan, self.layout, overlap)
         else:
-            paged_decode(*inputs, self.layout, overlap)
+            paged_decode(inputs, self.workspace, plan, self.layout, overlap)
         return out
 
 

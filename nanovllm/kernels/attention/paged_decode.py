@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.attention.paged_tile import (
     LOG2_E,
+    PagedInputs,
     ask_for_keys,
     attend_keys,
     keys_per_tile,
@@ -249,34 +250,19 @@ def plan_decode(context_len: Tensor, pieces: int, config: DecodeConfig) -> Tenso
 
 
 def paged_decode(
-    q: Tensor,
-    kv: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    scale: float,
-    out: Tensor,
-    workspace: DecodeWorkspace,
-    plan: Tensor,
-    config: DecodeConfig,
-    overlap: bool = False,
+    inputs: PagedInputs, workspace: DecodeWorkspace, plan: Tensor, config: DecodeConfig, overlap: bool = False
 ) -> None:
-    """Causal attention of S sequences with few queries each; writes their rows of `out`.
+    """Causal attention of sequences with few queries each; writes their rows of `inputs.out`.
 
     Args:
-        q: [T, Hq, D], rows contiguous. Sequence s owns the rows query_start[s] to query_start[s + 1]; the workspace
-            must have room for so many.
-        kv: [2, num_blocks, block_size, Hkv, D], contiguous; block_size a power of two of at least 16.
-        block_table: [>= S, M] int32.
-        query_start: [>= S + 1] int32.
-        context_len: [S] int32, at least 1 each: the keys that the last query of a sequence sees.
-        scale: what scores are multiplied with.
-        out: [T, Hq, D], contiguous.
+        inputs: no sequence has more queries than the workspace has room for.
         workspace: its `pieces` is the number of programs for each KV head.
         plan: `plan_decode` of these contexts, for as many pieces.
+        config: of `decode_config`.
         overlap: the decode kernel may start while its predecessor runs. Then plan, lengths and tables must be older
             than the last kernel that was launched without overlap.
     """
+    q, kv, block_table, query_start, context_len, scale, out = inputs
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     num_heads = q.shape[1]
     pieces, _, queries, _ = workspace.m.shape
@@ -290,20 +276,18 @@ def paged_decode(
         LINES=max(1, head_dim * q.element_size() // CACHE_LINE), PREFETCHED=PREFETCHED_TILES, PDL=early,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=early,
     )  # fmt: skip
-    merge_pieces(out, workspace, query_start, context_len, plan, config.keys)
+    merge_pieces(inputs, workspace, plan, config.keys)
 
 
-def merge_pieces(
-    out: Tensor, workspace: DecodeWorkspace, query_start: Tensor, context_len: Tensor,
-    plan: Tensor, keys: int,
-) -> None:  # fmt: skip
-    """Write the rows of `out` of sequences that were cut. keys: per tile of the plan; the rest as in `paged_decode`."""
+def merge_pieces(inputs: PagedInputs, workspace: DecodeWorkspace, plan: Tensor, keys: int) -> None:
+    """Write the rows of `inputs.out` of sequences that were cut. keys: per tile of the plan."""
     pieces, _, queries, num_heads = workspace.m.shape
-    pdl = overlaps_launches(out.device)
+    pdl = overlaps_launches(inputs.out.device)
     if pieces > 1:
         _merge_kernel[(num_heads, (pieces - 1) * queries)](
-            out, workspace.m, workspace.denom, workspace.acc, query_start, context_len, plan, pieces,
-            NUM_HEADS=num_heads, HEAD_DIM=out.shape[2], QUERIES=queries, KEYS=keys,
-            PARTS=MANY_PARTS if context_len.shape[0] < FEW_SEQUENCES else FEW_PARTS, PDL=pdl,
+            inputs.out, workspace.m, workspace.denom, workspace.acc, inputs.query_start, inputs.context_len,
+            plan, pieces,
+            NUM_HEADS=num_heads, HEAD_DIM=inputs.out.shape[2], QUERIES=queries, KEYS=keys,
+            PARTS=MANY_PARTS if inputs.context_len.shape[0] < FEW_SEQUENCES else FEW_PARTS, PDL=pdl,
             num_warps=1, launch_pdl=pdl,
         )  # fmt: skip

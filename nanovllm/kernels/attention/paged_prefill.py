@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.attention.paged_tile import (
     LOG2_E,
+    PagedInputs,
     attend_tile,
     keys_per_tile,
     locate,
@@ -135,33 +135,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + offset[:, None] + dim[None, :], out, mask=used)
 
 
-def paged_prefill(
-    q: Tensor,
-    kv: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    scale: float,
-    out: Tensor,
-    config: PrefillConfig,
-    *,
-    first_sequence: int = 0,
-) -> None:
-    """Causal attention of the sequences from `first_sequence` on, any number of queries each, into their rows of `out`.
+def paged_prefill(inputs: PagedInputs, config: PrefillConfig, *, first_sequence: int = 0) -> None:
+    """Causal attention of the sequences from `first_sequence` on, any number of queries each, into `inputs.out`.
 
-    Args:
-        q: [T, Hq, D], rows contiguous; sequence s owns the rows query_start[s] to query_start[s + 1].
-        kv: [2, num_blocks, block_size, Hkv, D], contiguous; block_size a power of two of at least 16.
-        block_table: [S, M] int32.
-        query_start: [S + 1] int32.
-        context_len: [S] int32, the keys that the last query of a sequence sees.
-        scale: what scores are multiplied with.
-        out: [T, Hq, D], contiguous.
-        config: of `prefill_config`.
-        first_sequence: sequences before it have one query each, and their tokens come first.
-
+    config: of `prefill_config`. first_sequence: sequences before it have one query each, and their tokens come first.
     Raises ValueError if tiles come by TMA and a block is smaller than one.
     """
+    q, kv, block_table, query_start, context_len, scale, out = inputs
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     group = q.shape[1] // num_kv_heads
     queries = config.rows // group

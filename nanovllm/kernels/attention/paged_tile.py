@@ -5,13 +5,28 @@ Arguments that differ from step to step (the number of sequences, where a slice 
 are therefore kept out of this specialisation by every kernel: no request should wait for a compiler.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from nanovllm.kernels.launch import prefetch_l2
 
 # Scores are multiplied with this, because the hardware's exponential is exp2.
 LOG2_E = 1.4426950408889634
+
+
+class PagedInputs(NamedTuple):
+    """What every attention kernel is given: S sequences with T queries, laid end to end. `out` is written."""
+
+    q: Tensor  # [T, Hq, D], rows contiguous
+    kv: Tensor  # [2, num_blocks, block_size, Hkv, D], contiguous; block_size is a power of two of at least 16
+    block_table: Tensor  # [>= S, M] int32
+    query_start: Tensor  # [>= S + 1] int32: sequence s has the rows query_start[s] to query_start[s + 1] of q and out
+    context_len: Tensor  # [S] int32, at least 1 each: the keys that the last query of a sequence sees
+    scale: float  # what scores are multiplied with
+    out: Tensor  # [T, Hq, D], contiguous
 
 
 def keys_per_tile(head_dim: int, element_size: int, tile_bytes: int) -> int:

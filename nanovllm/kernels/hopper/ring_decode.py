@@ -36,7 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.attention.paged_decode import FEW_SEQUENCES, MAX_ROWS, DecodeConfig, DecodeWorkspace, merge_pieces
-from nanovllm.kernels.attention.paged_tile import LOG2_E
+from nanovllm.kernels.attention.paged_tile import LOG2_E, PagedInputs
 from nanovllm.kernels.launch import overlaps_launches
 
 RING_BYTES = 192 * 1024  # of shared memory, for the tiles of all programs of a multiprocessor
@@ -245,23 +245,14 @@ def _ring_kernel(  # type: ignore[no-untyped-def]
 
 
 def ring_decode(
-    q: Tensor,
-    kv: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    scale: float,
-    out: Tensor,
-    workspace: DecodeWorkspace,
-    plan: Tensor,
-    layout: RingLayout,
-    overlap: bool = False,
+    inputs: PagedInputs, workspace: DecodeWorkspace, plan: Tensor, layout: RingLayout, overlap: bool = False
 ) -> None:
     """`paged_decode` for what `ring_layout` accepts, with a plan for `layout.config`.
 
     overlap: as there. Besides, all keys of earlier steps must be older than the last kernel launched without overlap.
     If several sequences are tokens of one row, written in this step, they follow each other in the order of positions.
     """
+    q, kv, block_table, query_start, context_len, scale, out = inputs
     _, num_blocks, block_size, num_kv_heads, head_dim = kv.shape
     pieces, _, queries, num_heads = workspace.m.shape
     heads, keys = layout.heads, layout.keys
@@ -275,4 +266,4 @@ def ring_decode(
         BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys, STAGES=layout.stages, REGISTERS=PRODUCER_REGISTERS,
         PDL=early, num_warps=heads, maxnreg=layout.max_registers, launch_pdl=early,
     )  # fmt: skip
-    merge_pieces(out, workspace, query_start, context_len, plan, keys)
+    merge_pieces(inputs, workspace, plan, keys)

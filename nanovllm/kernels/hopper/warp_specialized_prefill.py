@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.kernels.attention.paged_tile import LOG2_E, locate, padded_sequences
+from nanovllm.kernels.attention.paged_tile import LOG2_E, PagedInputs, locate, padded_sequences
 from nanovllm.kernels.hopper.warp_specialized_tile import first_two_tiles, further_tiles, only_tile
 
 ROWS = 64  # of each of the two groups of warps
@@ -248,25 +248,14 @@ def _warp_specialized_prefill_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def warp_specialized_prefill(
-    q: Tensor,
-    kv: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    scale: float,
-    out: Tensor,
-    taken: Tensor,
-    num_programs: int,
-    *,
-    first_sequence: int = 0,
-) -> None:
+def warp_specialized_prefill(inputs: PagedInputs, taken: Tensor, num_programs: int, *, first_sequence: int = 0) -> None:
     """`paged_prefill` for what `fits` accepts.
 
     taken: [2] int32, for launches of one stream, 0 between two launches: how many tiles were given out beyond the first
         tile of each program, which is its own; and how many programs are done.
     num_programs: at most. Each has a first tile, a long one, even if it starts late.
     """
+    q, kv, block_table, query_start, context_len, scale, out = inputs
     _, num_blocks, block_size, num_kv_heads, head_dim = kv.shape
     num_tokens, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
