@@ -65,35 +65,26 @@ class TritonBackend:
         if num_decodes:
             # One compiled kernel serves any few queries. Otherwise each number would be compiled when it first comes.
             max_queries = MAX_ROWS // group if few_queries and meta.max_query_len > 1 else 1
-            self._decode(q, kv, meta, scale, out, num_decodes, max_queries, {} if shared is None else shared)
+            lengths = meta.context_len[:num_decodes]
+            inputs = PagedInputs(q, kv, meta.block_table, meta.query_start, lengths, scale, out)
+            self._decode(inputs, max_queries, {} if shared is None else shared)
         if num_decodes < num_sequences:
             self._prefill(q, kv, meta, scale, out, num_decodes)
         return out
 
-    def _decode(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        out: Tensor,
-        num_decodes: int,
-        max_queries: int,
-        shared: Shared,
-    ) -> None:
+    def _decode(self, inputs: PagedInputs, max_queries: int, shared: Shared) -> None:
+        q, kv, context_len = inputs.q, inputs.kv, inputs.context_len
         _, _, _, num_kv_heads, head_dim = kv.shape
         hopper = hopper_kernels(q.device).ring_decode
-        ring = None if hopper is None else hopper.ring_layout(q, kv, num_decodes)
+        ring = None if hopper is None else hopper.ring_layout(q, kv, context_len.shape[0])
         config = decode_config(head_dim, q.element_size()) if ring is None else ring.config
         pieces = max(1, self._num_sms * config.programs_per_sm // num_kv_heads)
         key = pieces, max_queries, q.shape[1], head_dim
         if key not in self._workspaces:
             self._workspaces[key] = DecodeWorkspace.allocate(*key, device=q.device)
-        context_len = meta.context_len[:num_decodes]
         planned = "decode plan" in shared
         if not planned:
             shared["decode plan"] = plan_decode(context_len, pieces, config)
-        inputs = PagedInputs(q, kv, meta.block_table, meta.query_start, context_len, scale, out)
         if hopper is None or ring is None:
             paged_decode(inputs, self._workspaces[key], shared["decode plan"], config, overlap=planned)
         else:

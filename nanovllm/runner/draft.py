@@ -7,7 +7,6 @@ guess, a preemption or a prefix found in the cache means the same for both.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +20,6 @@ from nanovllm.graphs.recorder import Recorder, record_nothing
 from nanovllm.graphs.sizes import draft_sizes
 from nanovllm.models.checkpoint import find_checkpoint
 from nanovllm.models.config import ModelConfig, read_config
-from nanovllm.models.loader import LoadedModel, load_model
 from nanovllm.pinned import to_device
 from nanovllm.runner.batch import DecodeInputs, make_batch
 from nanovllm.runner.device_model import DeviceModel
@@ -74,13 +72,6 @@ def read_draft_config(speculation: Speculation, target: ModelConfig) -> ModelCon
             f"target one of {target.vocab_size}; take a draft with the target's tokenizer"
         )
     return config
-
-
-def load_draft(model: str | Path, target: ModelConfig, config: EngineConfig, device: torch.device) -> LoadedModel:
-    """The draft in the target's dtype. Of several ranks each has the whole of it."""
-    return load_model(
-        model, device=device, dtype=target.dtype, max_model_len=config.max_model_len, load_format=config.load_format
-    )
 
 
 class DraftModel:

@@ -19,10 +19,10 @@ from nanovllm.graphs.prompt_steps import RecordedSteps
 from nanovllm.graphs.recorder import CudaGraphRecorder, Recorder
 from nanovllm.graphs.sizes import step_sizes
 from nanovllm.kernels import fused_kernels
-from nanovllm.models.loader import LoadedModel
+from nanovllm.models.loader import LoadedModel, load_model
 from nanovllm.runner.batch import Batch, DecodeInputs, look_up, make_batch, pack
 from nanovllm.runner.device_model import DeviceModel
-from nanovllm.runner.draft import DraftModel, Guesses, NoGuesses, PlannedGuesses, load_draft
+from nanovllm.runner.draft import DraftModel, Guesses, NoGuesses, PlannedGuesses
 from nanovllm.runner.memory import num_kv_blocks, run_largest_step
 from nanovllm.runner.output import StepOutput
 from nanovllm.runner.rows import Known, Rows
@@ -57,12 +57,15 @@ class ModelRunner:
         speculation, block_size = config.speculation, config.kvcache_block_size
         self.speculates = speculation is not None
 
-        # Models: the target, and a draft if a model guesses
+        # Models: the target, and a draft if a model guesses, of which each rank has the whole
         self.target = DeviceModel(loaded.model, config.attention_backend, block_size, device)
         self.backend = self.target.backend
         draft: DeviceModel | None = None
         if speculation is not None and speculation.model is not None:
-            weights = load_draft(speculation.model, self.target.config, config, device)
+            dtype, length = self.target.config.dtype, config.max_model_len
+            weights = load_model(
+                speculation.model, device=device, dtype=dtype, max_model_len=length, load_format=config.load_format
+            )
             draft = DeviceModel(weights.model, config.attention_backend, block_size, device)
         if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:
             recorder = CudaGraphRecorder(self.group.recorded)

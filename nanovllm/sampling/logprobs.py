@@ -1,7 +1,7 @@
 """Log-probabilities of the sampled and of the likeliest tokens, under the model itself."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +9,7 @@ from torch import Tensor
 from nanovllm.engine.plan import TokenLogprobs
 
 
-@dataclass(frozen=True)
-class TopLogprobs:
+class TopLogprobs(NamedTuple):
     """Of N rows, on the device until `to` brings them to the host. Column 0 is the sampled token's."""
 
     token_ids: Tensor  # [N, 1 + n] int64
@@ -18,27 +17,22 @@ class TopLogprobs:
     ranks: Tensor  # [N] int64, of the sampled token, from 1
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "TopLogprobs":
-        return TopLogprobs(
-            *(t.to(device, non_blocking=non_blocking) for t in (self.token_ids, self.values, self.ranks))
-        )
+        return TopLogprobs(*(column.to(device, non_blocking=non_blocking) for column in self))
 
     @classmethod
     def join(cls, parts: "Sequence[TopLogprobs]") -> "TopLogprobs":
         """The rows of all parts, one after another."""
-        columns = zip(*((p.token_ids, p.values, p.ranks) for p in parts), strict=True)
-        return cls(*(torch.cat(column) for column in columns))
+        return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def spread(self, index: Tensor, n: int) -> "TopLogprobs":
         """These rows as `index` of n rows. What the others hold means nothing."""
-        columns = self.token_ids, self.values, self.ranks
-        return TopLogprobs(*(c.new_zeros(n, *c.shape[1:]).index_copy_(0, index, c) for c in columns))
+        return TopLogprobs(*(c.new_zeros(n, *c.shape[1:]).index_copy_(0, index, c) for c in self))
 
     def per_row(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
         """token id -> (log-probability, rank) of each row, for as many of the likeliest as it wanted. Waits for the
         device if it must."""
-        token_ids, values, ranks = self.token_ids.tolist(), self.values.tolist(), self.ranks.tolist()
         rows: list[TokenLogprobs | None] = []
-        for n, ids, logprobs, rank in zip(wanted, token_ids, values, ranks, strict=True):
+        for n, ids, logprobs, rank in zip(wanted, *(column.tolist() for column in self), strict=True):
             if n is None:
                 rows.append(None)
                 continue

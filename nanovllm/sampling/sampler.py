@@ -10,8 +10,7 @@ Temperature 0 is exact: the noise is multiplied by it. Among equal scores the lo
 is not a finite number (torch's max gives NaN if there is any) samples -1.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -98,10 +97,10 @@ class Sampler:
         logits = step.logits[index]
         if self.group.size > 1:
             logits = gather_logits(logits, self.group, state.vocab_size)
-        verify = None if q is None or step.guesses is None else partial(accept_or_resample, guesses=step.guesses, q=q)
+        drafted = None if q is None or step.guesses is None else (step.guesses, q)
         special_rows = step.rows[index]
         metadata = state.metadata(special_rows, step.positions[index])
-        found, logprobs = sample_full(logits, metadata, special_rows, state, needs or Needs(), verify)
+        found, logprobs = sample_full(logits, metadata, special_rows, state, needs or Needs(), drafted)
         token_ids = step.token_ids.index_copy(0, index, found)
         state.write(step.rows, step.positions, token_ids)
         return token_ids, logprobs and logprobs.spread(index, len(token_ids))
@@ -112,29 +111,25 @@ def sample_plain(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     return choose(add_noise(logits.float(), metadata))
 
 
-# From scores [N, V] float32 to token ids [N] int64, -1 where there is no finite score.
-Choose = Callable[[Tensor, SamplingMetadata], Tensor]
-
-
 def sample_full(
     logits: Tensor,
     metadata: SamplingMetadata,
     rows: Tensor,
     state: SamplingState,
     needs: Needs,
-    choose_from: Choose | None = None,
+    drafted: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, TopLogprobs | None]:
     """logits [N, V] of any float dtype, rows [N] of `state` -> token ids [N] int64, and log-probabilities if needed.
 
-    `choose_from` chooses among what penalties and filters leave; None is as in the plain tail.
+    drafted: guesses [N], and the distributions [N, V] that a draft sampled them from. They are accepted or replaced.
     """
     at_once = max(1, MAX_SCORES // logits.shape[1])  # rows
     parts = [slice(first, first + at_once) for first in range(0, max(1, len(logits)), at_once)]
     scores = (constrain(logits[part].float(), metadata[part], rows[part], state, needs) for part in parts)
-    if choose_from is None:
+    if drafted is None:
         tokens = torch.cat([choose(add_noise(s, metadata[part])) for s, part in zip(scores, parts, strict=True)])
     else:
-        tokens = choose_from(torch.cat(list(scores)), metadata)
+        tokens = accept_or_resample(torch.cat(list(scores)), metadata, *drafted)
     # What was ruled out may have been what was wrong with the row.
     tokens = torch.where(logits.amax(-1).isfinite(), tokens, -1)
     if needs.num_logprobs is None:

@@ -27,9 +27,9 @@ from nanovllm.kernels.linear import choice, skinny_linear, tiled_linear
 ELEMENT_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 INTEGERS = (
     "block_table_ptr", "query_start_ptr", "context_len_ptr", "rows_ptr", "positions_ptr", "token_ids_ptr",
-    "input_ids_ptr", "table_ptr", "num_prompt_ptr", "id_ptr", "sequence_begin_ptr", "piece_ptr",
+    "input_ids_ptr", "table_ptr", "num_prompt_ptr", "id_ptr", "last_id_ptr", "piece_ptr",
 )  # fmt: skip
-FLOATS = ("m_ptr", "denom_ptr", "acc_ptr", "temperature_ptr", "score_ptr", "cos_sin_ptr")
+FLOATS = ("m_ptr", "denom_ptr", "acc_ptr", "temperature_ptr", "score_ptr", "border_ptr", "cos_sin_ptr")
 
 
 def compiled(
@@ -135,7 +135,7 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
         ),
         "best of part": memory(
             sample._best_of_part_kernel,
-            {"ROW": 151936, "IDS": 151936, "TILE": sample.TILE, "VECTOR": 8, "FAST": 1} | pdl,
+            {"ROW": 151936, "IDS": 151936, "TILE": sample.TILE, "VECTOR": 8, "FILTERS": 1, "FAST": 1} | pdl,
             warps=1,
         ),
         "best of row": memory(sample._best_of_row_kernel, {"RANKS": 2, "PARTS": 64} | pdl, warps=4),
@@ -143,18 +143,18 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
     if dtype != "fp32":
         for name, inputs, outputs, gated, in_parts in SKINNY:
             for tokens in (16, 32):
-                config = skinny_linear.skinny_config(outputs, gated)
-                inner = skinny_linear.inner_length(inputs, 1024)
+                warps, columns = skinny_linear.NUM_WARPS, skinny_linear.num_columns(outputs, gated)
+                inner = skinny_linear.inner_length(inputs)
                 constants = {
                     "INPUTS": inputs,
                     "OUTPUTS": outputs,
                     "TOKENS": tokens,
-                    "COLUMNS": config.columns,
+                    "COLUMNS": columns,
                     "BIAS": 0,
                 }
                 constants |= {"INNER": inner, "STEPS": 1 if in_parts else inputs // inner, "GATED": int(gated)} | pdl
-                constants["PARTS"] = config.num_warps
-                found[f"{name} x {tokens}"] = memory(skinny_linear._skinny_linear_kernel, constants, config.num_warps)
+                constants["PARTS"] = warps
+                found[f"{name} x {tokens}"] = memory(skinny_linear._skinny_linear_kernel, constants, warps)
         for kind, tokens, tile in tiles() if capability == 90 else ():
             constants = {"TOKENS": tokens, "COLUMNS": tile.columns, "INNER": tile.inner, "SWAPPED": int(tile.swapped)}
             constants |= {"GATED": int(kind == "gated"), "BIAS": 0, "LINES": 8, "LINE": 64} | pdl

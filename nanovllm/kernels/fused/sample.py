@@ -180,21 +180,9 @@ def _best_of_part_kernel(  # type: ignore[no-untyped-def]
             border, last_id = tl.load(border_ptr + n), tl.load(last_id_ptr + n)
         if border > float("-inf"):
             best, winner = _best_of_part(
-                logits_ptr,
-                first,
-                end,
-                first_id,
-                low,
-                high,
-                temperature,
-                border,
-                last_id,
-                TILE,
-                VECTOR,
-                True,
-                True,
-                FAST,
-            )
+                logits_ptr, first, end, first_id, low, high, temperature, border, last_id,
+                TILE, VECTOR, True, True, FAST,
+            )  # fmt: skip
         else:
             best, winner = _best_of_part(
                 logits_ptr, first, end, first_id, low, high, temperature, 0.0, 0, TILE, VECTOR, True, False, FAST

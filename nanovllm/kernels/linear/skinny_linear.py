@@ -14,8 +14,6 @@ programs (split-K) and leaves the sums to the norm that follows, which reads the
 Larger layers, and more tokens, are for `tiled_linear`: `choice.py` has the table.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -24,24 +22,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
 
-
-@dataclass(frozen=True)
-class SkinnyConfig:
-    """Columns of a program (of each half, if gated), its warps, and the most inputs that it takes at once."""
-
-    columns: int
-    num_warps: int
-    max_inner: int = 1024
+NUM_WARPS = 4
+MAX_INNER = 1024  # inputs that a program takes at once
 
 
-def skinny_config(outputs: int, gated: bool) -> SkinnyConfig:
-    """32 to 64 KiB of weights a program, and enough programs for every multiprocessor of a large GPU."""
-    return SkinnyConfig(columns=32 if outputs >= 4096 and not gated else 16, num_warps=4)
+def num_columns(outputs: int, gated: bool) -> int:
+    """Columns of a program, of each half if gated. So a program has 32 to 64 KiB of weights, and there are enough
+    programs for every multiprocessor of a large GPU."""
+    return 32 if outputs >= 4096 and not gated else 16
 
 
-def inner_length(inputs: int, most: int) -> int:
-    """The largest power of two that divides `inputs`, up to `most`."""
-    return min(inputs & -inputs, most)
+def inner_length(inputs: int) -> int:
+    """The largest power of two that divides `inputs`, up to `MAX_INNER`."""
+    return min(inputs & -inputs, MAX_INNER)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -91,7 +84,6 @@ def skinny_linear(
     *,
     gated: bool = False,
     partial: bool = False,
-    config: SkinnyConfig | None = None,
 ) -> Tensor:
     """x [T, in], few tokens, contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
 
@@ -101,16 +93,15 @@ def skinny_linear(
     """
     num_tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    config = config or skinny_config(outputs, gated)
-    inner = inner_length(inputs, config.max_inner)
+    columns, inner = num_columns(outputs, gated), inner_length(inputs)
     splits = inputs // inner if partial else 1
     shape = (splits, num_tokens, outputs) if partial else (num_tokens, outputs)
     out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
     pdl = overlaps_launches(x.device)
-    _skinny_linear_kernel[(outputs // config.columns, splits)](
+    _skinny_linear_kernel[(outputs // columns, splits)](
         x, weight, bias, out, num_tokens,
-        INPUTS=inputs, OUTPUTS=outputs, TOKENS=max(16, triton.next_power_of_2(num_tokens)), COLUMNS=config.columns,
-        INNER=inner, PARTS=config.num_warps, STEPS=inputs // (inner * splits), GATED=gated, BIAS=bias is not None,
-        PDL=pdl, num_warps=config.num_warps, launch_pdl=pdl,
+        INPUTS=inputs, OUTPUTS=outputs, TOKENS=max(16, triton.next_power_of_2(num_tokens)), COLUMNS=columns,
+        INNER=inner, PARTS=NUM_WARPS, STEPS=inputs // (inner * splits), GATED=gated, BIAS=bias is not None,
+        PDL=pdl, num_warps=NUM_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return out
