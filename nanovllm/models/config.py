@@ -10,7 +10,7 @@ The model families Llama, Qwen2 and Qwen3 are data. All that differs between the
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from nanovllm.models.checkpoint import read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling}
 Raw = Mapping[str, Any]
 
 
@@ -99,11 +100,7 @@ def parse_config(raw: Raw) -> ModelConfig:
 
     theta, scaling = parse_rope(raw)
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=heads,
+        **{key: raw[key] for key in NEEDED},
         num_key_value_heads=kv_heads,
         max_position_embeddings=raw.get("max_position_embeddings") or family.max_position_embeddings,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
@@ -154,17 +151,12 @@ def parse_rope(raw: Raw) -> tuple[float, RopeScaling | None]:
         raise ValueError("partial_rotary_factor is not supported; all of a head must be rotated")
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    keys: tuple[str, ...]
     if kind == "default":
         return theta, None
-    if kind == "linear":
-        keys = ("factor",)
-    elif kind == "llama3":
-        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    else:
+    if kind not in SCALINGS:
         raise ValueError(f"RoPE scaling {kind!r} is not supported; supported are default, linear and llama3")
-    missing = [key for key in keys if not isinstance(rope.get(key), int | float)]
+    values: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(SCALINGS[kind])}
+    missing = [key for key, value in values.items() if not isinstance(value, int | float)]
     if missing:
         raise ValueError(f"RoPE scaling {kind!r} lacks a number for {', '.join(missing)}")
-    values = {key: rope[key] for key in keys}
-    return theta, LinearScaling(**values) if kind == "linear" else Llama3Scaling(**values)
+    return theta, SCALINGS[kind](**values)

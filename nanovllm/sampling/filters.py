@@ -10,91 +10,68 @@ from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
 
 
 def constrain(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs) -> Tensor:
-    """scores [N, V] float32 with penalties, and -inf for what min_tokens and the filters rule out."""
+    """scores [N, V] float32 with penalties, and -inf for what min_tokens and the filters rule out.
+
+    rows: [N], of `state`, which has the parameters of each. needs: what some row asks for; nothing else is computed.
+    """
     if needs.penalties:
-        num_prompt = state.num_prompt_tokens[rows]
-        penalties = state.repetition_penalty[rows], state.presence_penalty[rows], state.frequency_penalty[rows]
-        scores = penalize(scores, state.token_ids[rows], num_prompt, num_prompt + metadata.indices, *penalties)
+        scores = penalize(scores, metadata, rows, state)
     if needs.min_tokens:
-        scores = suppress_stops(scores, state.stop_ids[rows], metadata.indices < state.min_tokens[rows])
+        stop_ids, too_early = state.stop_ids[rows], metadata.indices < state.min_tokens[rows]  # [N, S], [N]
+        kept = scores.gather(1, stop_ids)  # [N, S]
+        scores = scores.scatter(1, stop_ids, kept.masked_fill(too_early[:, None], -torch.inf))
     if needs.min_p or needs.num_candidates:
-        scores = filter_scores(
-            scores,
-            metadata.temperature,
-            log_min_p=state.log_min_p[rows] if needs.min_p else None,
-            top_k=state.top_k[rows],
-            top_p=state.top_p[rows],
-            num_candidates=needs.num_candidates,
-        )
+        scores = filter_scores(scores, metadata, rows, state, needs)
     return scores
 
 
-def penalize(
-    scores: Tensor,
-    token_ids: Tensor,
-    num_prompt: Tensor,
-    num_known: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-) -> Tensor:
-    """scores [N, V] -> [N, V], in vLLM's order: repetition, then frequency and presence.
+def penalize(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: SamplingState) -> Tensor:
+    """scores [N, V] -> [N, V] with the penalties of each row, in vLLM's order: repetition, then frequency and presence.
 
-    token_ids [N, L]: prompt (num_prompt [N]), then output, num_known [N] tokens in all; what follows is not read.
-    repetition [N] divides positive scores and multiplies negative ones of every known token (Keskar et al., "CTRL",
-    2019); frequency [N] is subtracted once per occurrence in the output, presence [N] once for any. A row whose
-    penalties are 1, 0 and 0 keeps its scores exactly.
+    repetition divides positive scores and multiplies negative ones of every known token (Keskar et al., "CTRL", 2019).
+    frequency is subtracted once per occurrence in the output, presence once for any. A row whose penalties are 1, 0 and
+    0 keeps its scores exactly.
 
     Counted anew each time: nothing has to be kept, undone for a token that is dropped, or rebuilt after a preemption.
     """
-    ids = token_ids.long()
+    num_prompt = state.num_prompt_tokens[rows]  # [N]
+    num_known = num_prompt + metadata.indices  # [N]; behind so many tokens nothing of a row is read
+    ids = state.token_ids[rows].long()  # [N, L]
     columns = torch.arange(ids.shape[1], device=ids.device)
     known = columns < num_known[:, None]  # [N, L]
     in_output = known & (columns >= num_prompt[:, None])  # [N, L]
     zeros = torch.zeros_like(scores)
     seen = zeros.scatter_add(1, ids, known.float()) > 0  # [N, V]
     count = zeros.scatter_add_(1, ids, in_output.float())  # [N, V]
-    repetition = repetition[:, None]
+    repetition = state.repetition_penalty[rows][:, None]
+    presence, frequency = state.presence_penalty[rows][:, None], state.frequency_penalty[rows][:, None]
     scores = torch.where(seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
-    return scores - frequency[:, None] * count - presence[:, None] * (count > 0)
-
-
-def suppress_stops(scores: Tensor, stop_ids: Tensor, too_early: Tensor) -> Tensor:
-    """-inf for stop_ids [N, S] in the rows of scores [N, V] where too_early [N] holds."""
-    kept = scores.gather(1, stop_ids)  # [N, S]
-    return scores.scatter(1, stop_ids, kept.masked_fill(too_early[:, None], -torch.inf))
+    return scores - frequency * count - presence * (count > 0)
 
 
 def filter_scores(
-    scores: Tensor,
-    temperature: Tensor,
-    *,
-    log_min_p: Tensor | None,
-    top_k: Tensor,
-    top_p: Tensor,
-    num_candidates: int,
+    scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs
 ) -> Tensor:
     """scores [N, V] -> [N, V] with -inf where a token is ruled out; the others keep their scores exactly.
 
-    In vLLM's order, on the probabilities at the row's temperature: min_p (its logarithm [N]; None: no row has one)
-    keeps tokens at least that many times as likely as the likeliest; of these top_k [N] keeps the k likeliest (V: off);
-    and of these, renormalised, top_p [N] keeps the fewest that reach that probability (Holtzman et al., "The Curious
-    Case of Neural Text Degeneration", 2020; 1: off). Among equal scores the lower ids are kept, so the result is the
-    same on every device.
+    In vLLM's order, on the probabilities at the row's temperature: min_p keeps tokens at least that many times as
+    likely as the likeliest. Of these top_k keeps the k likeliest (V: off). Of these, renormalised, top_p keeps the
+    fewest that reach that probability (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020; 1: off).
+    Among equal scores the lower ids are kept, so the result is the same on every device.
 
-    num_candidates: an upper bound of top_k over the rows (greedy ones excepted) that have top_k or top_p, V if one has
-    top_p alone, 0 if no row has either. Only V costs a full sort of the vocabulary.
+    Only needs.num_candidates = V costs a full sort of the vocabulary.
     """
+    temperature, top_k, top_p = metadata.temperature, state.top_k[rows], state.top_p[rows]  # [N] each
     # Relative to the largest, so that no temperature can overflow. Greedy rows only need some temperature.
     scaled = scores - scores.amax(-1, keepdim=True)  # [N, V], at most 0
     scaled /= torch.where(temperature > 0, temperature, 1)[:, None]
-    if log_min_p is not None:
-        scaled.masked_fill_(scaled < log_min_p[:, None], -torch.inf)
+    if needs.min_p:
+        scaled.masked_fill_(scaled < state.log_min_p[rows][:, None], -torch.inf)
     kept = scaled > -torch.inf  # [N, V]
-    if num_candidates:
+    if needs.num_candidates:
         vocab_size = scores.shape[1]
-        whole = num_candidates >= vocab_size
-        largest = scaled.sort(descending=True).values if whole else scaled.topk(num_candidates).values  # [N, C]
+        whole = needs.num_candidates >= vocab_size
+        largest = scaled.sort(descending=True).values if whole else scaled.topk(needs.num_candidates).values  # [N, C]
         kept &= keep_largest(scaled, largest, count_kept(largest, top_k, top_p))
         kept |= ((top_k >= vocab_size) & (top_p >= 1))[:, None] & (scaled > -torch.inf)
     return scores.masked_fill(~kept, -torch.inf)
