@@ -107,10 +107,9 @@ class ModelRunner:
         needs = self.state.needs(s.row for s in sampling)
         q = self.guesses.propose(plan.scheduled, needs)
         step = self.replay(plan.scheduled) or self.launch(plan.scheduled)
-        num_sampled = [len(s.guesses) + 1 for s in sampling]
-        token_ids, logprobs = self.sampler.finish(step, sampling, num_sampled, needs, q)
+        token_ids, logprobs = self.sampler.finish(step, sampling, needs, q)
         wanted = [] if logprobs is None else [self.state.params[s.row].logprobs for s in sampling]
-        return StepOutput(token_ids, step.guesses, num_sampled, logprobs, wanted)
+        return StepOutput(token_ids, step.guesses, [len(s.guesses) + 1 for s in sampling], logprobs, wanted)
 
     def update_rows(self, plan: StepPlan, sequences: Mapping[int, Known]) -> None:
         """Apply what a plan changes: rows given up, sequences that move into a row, new blocks of a row."""

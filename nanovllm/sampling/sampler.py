@@ -73,17 +73,12 @@ class Sampler:
         return token_ids
 
     def finish(
-        self,
-        step: Sampled,
-        sampling: Sequence[Scheduled],
-        num_sampled: Sequence[int],
-        needs: Needs | None,
-        q: Tensor | None,
+        self, step: Sampled, sampling: Sequence[Scheduled], needs: Needs | None, q: Tensor | None
     ) -> tuple[Tensor, TopLogprobs | None]:
         """The full tail, where a row needs it: the step's token ids [N] int64, and log-probabilities if needed.
 
-        sampling: the sequences that sample; num_sampled: how many of the N tokens each of them has. q [N, V]: the
-        distributions of a draft's guesses, which are accepted or replaced; None if there are none.
+        sampling: the sequences that sample. q [N, V]: the distributions of a draft's guesses, which are accepted or
+        replaced; None if there are none.
         """
         if needs is None and q is None:
             return step.token_ids, None
@@ -91,7 +86,7 @@ class Sampler:
         if step.guesses is not None:  # the plain tail wrote over them, and penalties of what follows a guess count them
             state.token_ids[step.rows, step.positions] = step.guesses.int()
         # Only the rows that need it are sampled again: the vocabulary is not sorted for the others.
-        rows = np.repeat([s.row for s in sampling], num_sampled)  # [N]
+        rows = [s.row for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
         special = np.isin(rows, list(state.special)) | (q is not None)
         index = to_device(np.flatnonzero(special), state.device)
         logits = step.logits[index]

@@ -26,16 +26,9 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
 
 
 def decode_inputs(
-    rows: Tensor,
-    positions: Tensor,
-    token_ids: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    input_ids: Tensor,
-    slots: Tensor,
-    context_len: Tensor,
-    table: Tensor,
-) -> None:
+    rows: Tensor, positions: Tensor, token_ids: Tensor, block_table: Tensor, block_size: int,
+    input_ids: Tensor, slots: Tensor, context_len: Tensor, table: Tensor,
+) -> None:  # fmt: skip
     """For rows [B] that decode at `positions` [B], both int32, fill in place:
 
     input_ids [B] int32: the token at that position, from `token_ids` [R, L] int32.

@@ -148,13 +148,7 @@ def weight_prefetch_linear(
     gated: bool = False,
     partial: bool = False,
 ) -> Tensor:
-    """x [T, in], contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
-
-    in is a multiple of 128, and the number of the result's columns is one of 64: the ends of weights have no masks.
-    bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
-    partial: without bias and gate -> [S, T, out] float32, to be summed over S = tile.splits. Nothing is checked here:
-    `choose_linear` takes this kernel only where all that is so.
-    """
+    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64."""
     num_tokens, inputs = x.shape
     halves, steps = 2 if gated else 1, inputs // (tile.splits * tile.inner)
     outputs, columns = weight.shape[0] // halves, WEIGHT_ROWS // halves

@@ -85,12 +85,7 @@ def skinny_linear(
     gated: bool = False,
     partial: bool = False,
 ) -> Tensor:
-    """x [T, in], few tokens, contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
-
-    in is a multiple of 128, and the number of the result's columns is one of 32: the ends of weights have no masks.
-    bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
-    partial: without bias and gate -> [S, T, out] float32, to be summed over S.
-    """
+    """`tiled_linear` for few tokens. The number of the result's columns is a multiple of 32."""
     num_tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     columns, inner = num_columns(outputs, gated), inner_length(inputs)

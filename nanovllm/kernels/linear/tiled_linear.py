@@ -108,9 +108,10 @@ def tiled_linear(
 ) -> Tensor:
     """x [T, in], contiguous; weight [out, in] -> [T, out], or [T, out / 2] if gated. In 16 bits.
 
-    in is a multiple of 128, and the result has a multiple of the tile's columns: the ends of weights have no masks.
     bias: [out], added. gated: weight holds a gate above an up projection; the result is silu(gate) * up.
     partial: without bias and gate -> [S, T, out] float32, to be summed over S.
+
+    The ends of weights have no masks. So in is a multiple of 128, and the result has a multiple of the tile's columns.
     """
     num_tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
