@@ -78,12 +78,7 @@ def _skinny_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def skinny_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    gated: bool = False,
-    partial: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, partial: bool = False
 ) -> Tensor:
     """`tiled_linear` for few tokens. The number of the result's columns is a multiple of 32."""
     num_tokens, inputs = x.shape
