@@ -22,9 +22,9 @@ class AttentionMetadata:
     the keys from 0 up to and with context_len[s] - query_len + i.
 
     The two maxima may exceed what the step needs, because a CUDA graph is recorded once for all lengths. They never
-    fall short. A padding sequence has its context in the scratch block; if it is a decode, its context_len is 1. Its
-    output has no meaning. A sequence may have no queries. Several tokens of a sequence may also be given as decodes of
-    their own (`graphs/` does so): one right behind the other, in the order of their positions.
+    fall short. A padding sequence has its context in the scratch block, and its output has no meaning; as a decode it
+    has a context_len of 1. A sequence may have no queries. Tokens of one sequence may also be decodes of their own
+    (`graphs/` does so), one right behind the other, in the order of their positions.
     """
 
     slots: Tensor  # [T] int64, where each token's key and value go

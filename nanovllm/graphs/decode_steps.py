@@ -1,15 +1,14 @@
 """The decode step, recorded once for each of a ladder of batch sizes, and replayed.
 
 A decode step is hundreds of small kernels, and starting them one by one takes longer than running them. A CUDA graph
-starts them all with one call. A replay repeats the very same launches on the very same memory. So everything that
-changes from step to step is read from tensors that stay where they are. A batch is padded to the next size that was
-recorded, with the scratch row, which writes to the scratch block.
+starts them all with one call. A replay repeats the same launches on the same memory. So everything that changes from
+step to step is read from tensors that stay where they are. A batch is padded to the next size that was recorded, with
+the scratch row, which writes to the scratch block.
 
-A step that verifies guesses, or computes a short prompt or the rest of one, is replayed as well: every token is a
-decode of its own, in the row of its sequence, one position further. The keys of all of them are written before any is
-read, so each token sees those before it. The price is that a context is read once for every token, instead of once for
-all of them. So such a step has at most `max_several` tokens, which read at most `max_keys` keys: up to there launching
-would take longer. Larger steps with prompts are for `prompt_steps.py`.
+A step that verifies guesses or computes a few tokens of a prompt is replayed as well. Every token is then a decode of
+its own, in the row of its sequence, one position further. All keys are written before any is read, so each token sees
+the tokens before it. The price: a context is read once for every token, instead of once for all. So such a step has at
+most `max_several` tokens, which read at most `max_keys` keys. Larger steps are for `prompt_steps.py`.
 """
 
 from bisect import bisect_left

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from nanovllm.config import EngineConfig
 from nanovllm.models.config import ModelConfig
 
-# Tokens of a decode recording in which a sequence has several, and bytes of keys and values that they may read of a
-# layer, each token by itself. On an H200 that many bytes take a quarter of a millisecond, and launching a layer a third
+# Tokens of a decode recording in which a sequence has several, and bytes of keys and values that these tokens may read
+# of a layer. On an H200 reading so many bytes takes a quarter of a millisecond, and launching a layer takes a third
 # (docs/results.md: a token at batch 1 without CUDA graphs, by 28 layers). A larger step is for `prompt_steps.py`, or
 # launched kernel by kernel, which is slower even on an H200 (docs/speculation.md).
 MAX_REPLAYED = 256

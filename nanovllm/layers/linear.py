@@ -49,9 +49,8 @@ class Linear(nn.Module):
         return y if self.bias is None else y + self.bias  # after the sum, or every rank would add it
 
     def partial(self, x: Tensor) -> SubLayerOutput:
-        """`forward`, but its sums may be left to `RMSNorm.add`: x [T, in] -> [T, out], or [S, T, out] float32, to be
-        summed over S. Where the ranks can sum it in one exchange, that is left to the norm too: a `PendingAllReduce`.
-        """
+        """`forward`, but sums may be left to `RMSNorm.add`: x [T, in] -> [T, out], or [S, T, out] float32, to be summed
+        over S. Where one exchange can sum over the ranks, the norm does that too: then a `PendingAllReduce`."""
         group, shape = self.group, (len(x), len(self.weight))
         if self.bias is not None or (group is not None and not group.can_fuse_all_reduce(shape, x.dtype)):
             return self(x)

@@ -22,8 +22,8 @@ from nanovllm.runner.rows import Rows, ragged_arange
 
 @dataclass
 class Batch:
-    """One step's work on the device: T tokens of S sequences. The logits behind N of the tokens choose new tokens: of
-    each sequence that samples, behind the last known token and behind every guess."""
+    """One step's work on the device: T tokens of S sequences. The logits of N of the tokens choose new tokens: of each
+    sequence that samples, those of its last known token and of every guess."""
 
     input_ids: Tensor  # [T] int32
     positions: Tensor  # [T] int32

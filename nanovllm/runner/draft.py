@@ -1,9 +1,9 @@
 """Who guesses what the target will say: nobody, the plan (n-grams), or a smaller model.
 
-The KV cache of a draft model has the target's blocks, tables and slots, with tensors of its own. A step gives the draft
-the same known tokens as the target, and one more turn for every guess, the last guess included, whose turn guesses
-nothing that is used. So both caches always hold the same positions, and nothing has to be caught up with: a rejected
-guess, a preemption or a prefix found in the cache means the same for both.
+The KV cache of a draft model has the target's blocks, tables and slots, with tensors of its own. In a step the draft
+computes the same known tokens as the target, and then every guess, the last one too, though what follows it is not
+used. So both caches always hold the same positions, and nothing has to be caught up with: a rejected guess, a
+preemption or a prefix found in the cache means the same for both.
 """
 
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ class DraftModel:
                 self.recorded = DecodeSteps(sizes, rows.token_ids, self.decode_step, recorder, copies)
 
     def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
-        """See `Guesses`; and a guess more for each sequence, which the target never sees. None if all are greedy."""
+        """See `Guesses`. Each sequence gets one guess more, which the target never sees. None if all are greedy."""
         needs = needs or Needs()
         all_greedy = self.state.all_greedy(s.row for s in scheduled if s.sample)
         last = {s.key: s.start + s.num_tokens for s in scheduled}  # where the guess goes that the target never sees

@@ -1,4 +1,4 @@
-"""How large the KV cache may be: what is left of the memory when weights and the largest step have had theirs."""
+"""How large the KV cache may be: as large as what weights and the largest step leave of the memory."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from nanovllm.sampling.state import SamplingMetadata
 MIB = 2**20
 GIB = 2**30
 SHARE = "NANOVLLM_GPU_MEMORY"
-CONTEXT = GIB  # at most, for what CUDA has of a process beside PyTorch's memory: of others nobody knows what is theirs
+CONTEXT = GIB  # the most that counts as CUDA's own memory of this process: the driver tells the sum of all processes
 
 
 def block_bytes(model: ModelConfig, block_size: int) -> int:
@@ -26,16 +26,16 @@ def block_bytes(model: ModelConfig, block_size: int) -> int:
 
 
 def graph_bytes(sizes: StepSizes, model: ModelConfig) -> int:
-    """What recorded steps may take: their logits; a pool of activations and the matrix library's workspace, which they
-    share; and the launches themselves, some 10 KB each."""
+    """What recorded steps may take: logits, activations and the matrix library's workspace, which all steps share; and
+    the launches themselves, some 10 KB each."""
     logits = sizes.decodes[-1] * model.vocab_size * model.dtype.itemsize
     launches = (len(sizes.decodes) + len(sizes.prompts)) * model.num_hidden_layers * MIB // 8
     return logits + 320 * MIB + launches
 
 
 def row_bytes(config: EngineConfig) -> int:
-    """What rows of persistent state take, with one for padding: known tokens, a block table, and the block table of a
-    recorded step. Long contexts make them large."""
+    """What the rows of persistent state take, the scratch row included: known tokens, and two block tables, the second
+    for a recorded step. Long contexts make rows large."""
     assert config.max_model_len is not None and config.kvcache_block_size is not None
     tables = 2 * -(-config.max_model_len // config.kvcache_block_size)
     return (config.max_num_seqs + 1) * (config.max_model_len + 1 + tables) * 4
@@ -78,7 +78,10 @@ def num_kv_blocks(
 
 
 def gpu_share(config: EngineConfig) -> float:
-    """Of a process: `gpu_memory_utilization`, or NANOVLLM_GPU_MEMORY if that is less, so that people share a card."""
+    """The share of this process: `gpu_memory_utilization`, or NANOVLLM_GPU_MEMORY if less, so that people share a card.
+
+    Raises ValueError if NANOVLLM_GPU_MEMORY is no number above 0 and at most 1.
+    """
     value = os.environ.get(SHARE)
     if value is None:
         return config.gpu_memory_utilization
@@ -92,8 +95,8 @@ def gpu_share(config: EngineConfig) -> float:
 
 
 def gpu_budget(config: EngineConfig, device: torch.device, run_largest_step: Callable[[], None]) -> int:
-    """Bytes for the KV cache at the peak of a step: until the card is as full as `gpu_memory_utilization` says, whoever
-    fills it, and this process has its share."""
+    """Bytes for the KV cache, beside the peak of a step. The card gets no fuller than `gpu_memory_utilization` says,
+    whoever fills it, and this process gets no more than its share."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step()

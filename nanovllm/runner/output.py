@@ -12,7 +12,7 @@ class StepOutput:
 
     token_ids [N] int64: of each sequence one token for every guess and one more. guesses [N] int64: what had been
     guessed there, None if nobody guesses. num_sampled: how many of the N tokens each sequence has. wanted: how many
-    likeliest tokens each sequence asked for, None for none; only looked at if there are log-probabilities.
+    of the likeliest tokens each sequence asked for, None for none. Without log-probabilities nobody reads `wanted`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The tokens and the block table of every running sequence, on the device, in a row of its own.
 
-A step sends only what changed. Above all the newest token never travels: the sampler writes it into the row, and the
-next step reads it there, so that step n + 1 can be submitted before the host has seen what step n sampled.
-The sampling parameters of the same rows are in `sampling/state.py`.
+A step sends only what changed. The newest token never travels: the sampler writes it into the row, and the next step
+reads it there. So step n + 1 can be submitted before the host has seen what step n sampled. The sampling parameters of
+the same rows are in `sampling/state.py`.
 """
 
 from collections.abc import Sequence

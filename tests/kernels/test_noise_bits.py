@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.fused.sample import _uniform
+from nanovllm.kernels.fused.sample import _fold, _hash, _number
 from tests.kernels.test_gumbel import MASK32, mix32
 
 
@@ -29,7 +29,8 @@ def unmix32(y: int) -> int:
 def kernel(low_ptr, high_ptr, token_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, SIZE)
     low, high = tl.load(low_ptr).to(tl.uint32), tl.load(high_ptr).to(tl.uint32)
-    tl.store(out_ptr + i, _uniform(low, high, tl.load(token_ptr + i).to(tl.uint32)))
+    token_ids = tl.load(token_ptr + i).to(tl.uint32)
+    tl.store(out_ptr + i, _number(_hash(_fold(token_ids) ^ _fold(low), high)))
 
 
 EDGES = [0, 1, 2, 3, *(2**k + d for k in (24, 25, 26, 31) for d in range(-3, 7)), *(2**32 - d for d in range(1, 260))]

@@ -30,7 +30,8 @@ def scores_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     i = tl.arange(0, SIZE)
     low, high = tl.load(low_ptr).to(tl.uint32), tl.load(high_ptr).to(tl.uint32)
-    noise = sample._gumbel(sample._uniform(low, high, (first_id + i).to(tl.uint32)), FAST)
+    folded = sample._fold((first_id + i).to(tl.uint32)) ^ sample._fold(low)
+    noise = sample._gumbel(sample._number(sample._hash(folded, high)), FAST)
     place = tl.program_id(0) * WIDTH + i
     score = tl.load(logits_ptr + place, mask=i < WIDTH)
     score += tl.load(temperature_ptr) * noise

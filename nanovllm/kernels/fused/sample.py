@@ -67,12 +67,6 @@ def _hash(folded, high):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _uniform(low, high, token_ids):  # type: ignore[no-untyped-def]
-    """The noise's uniform number, in (0, 1]; low, high: the halves of a row's key, uint32."""
-    return _number(_hash(_fold(token_ids) ^ _fold(low), high))
-
-
-@triton.jit
 def _number(x):  # type: ignore[no-untyped-def]
     """A uniform number in (0, 1] from what `_hash` gives. For an even integer "plus a half, times 2**-31" is a single
     multiply-add, because powers of two round nothing."""
