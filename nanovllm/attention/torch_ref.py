@@ -90,18 +90,13 @@ def _rectangles(q: Tensor, kv: Tensor, meta: AttentionMetadata) -> list[_Rectang
         members.append([s])
     if len(members) == 1:
         members[0].sort()  # the tokens are then all of q, in order
-    return [_rectangle(m, query_start, context_len, meta.block_table, kv.shape[2], q.dtype) for m in members]
+    return [_rectangle(m, query_start, context_len, q, kv, meta.block_table) for m in members]
 
 
 def _rectangle(
-    members: list[int],
-    query_start: list[int],
-    context_len: list[int],
-    block_table: Tensor,
-    block_size: int,
-    dtype: torch.dtype,
+    members: list[int], query_start: list[int], context_len: list[int], q: Tensor, kv: Tensor, block_table: Tensor
 ) -> _Rectangle:
-    device = block_table.device
+    device, block_size = block_table.device, kv.shape[2]
     n = query_start[members[0] + 1] - query_start[members[0]]
     length = max(context_len[s] for s in members)
     num_blocks = -(-length // block_size)
@@ -121,7 +116,7 @@ def _rectangle(
     if is_ragged or 1 < n < length:
         position = context[:, None] - n + torch.arange(n, device=device)  # [B, n]
         hidden = torch.arange(length, device=device) > position[:, :, None]  # [B, n, L]
-        bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[:, None]
+        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=device).masked_fill_(hidden, float("-inf"))[:, None]
     return _Rectangle(
         tokens=None if len(tokens) == query_start[-1] else tokens,
         num_queries=n,
@@ -142,9 +137,8 @@ def _attend_rectangle(q: Tensor, kv: Tensor, rectangle: _Rectangle, scale: float
     gathered = kv.index_select(1, rectangle.blocks)  # [2, B * P / block_size, block_size, Hkv, D]
     if rectangle.padding is not None:
         gathered.flatten(1, 2).index_fill_(1, rectangle.padding, 0)
-    k, v = gathered.view(2, batch, -1, num_kv_heads, head_dim)[:, :, : rectangle.num_keys].transpose(
-        2, 3
-    )  # [B, Hkv, L, D]
+    gathered = gathered.view(2, batch, -1, num_kv_heads, head_dim)[:, :, : rectangle.num_keys]  # [2, B, L, Hkv, D]
+    k, v = gathered.transpose(2, 3)  # [B, Hkv, L, D] each
     if n == 1:
         # All heads of a group look at the same keys with the same mask. So they can be "queries" of one head, and each
         # key is read once for all of them.
