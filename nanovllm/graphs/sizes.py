@@ -13,8 +13,8 @@ MAX_REPLAYED = 256
 MAX_READ = 2**30
 # Tokens of the recordings with prompts
 PROMPT_SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))
-# Of a recording with prompts, one of them the padding; and how many tokens it samples, one behind every guess included.
-# Each place costs a little even if it is empty
+# Sequences of a recording with prompts, the padding included; and tokens that it samples, one for every guess included.
+# A place costs a little even if it is empty
 MAX_SEQUENCES = 64
 # Operations that an H200 does, at its measured rate for large products, in about the time that launching a layer kernel
 # by kernel takes: a third of a millisecond

@@ -140,7 +140,7 @@ def sample_sharded(logits: Tensor, metadata: SamplingMetadata, group: Group, voc
     scores[:, own:] = float("-inf")
     largest, ids = scores.max(-1)  # [N]
     best = group.all_gather(torch.stack((largest.double(), (ids + first).double())))  # [R, 2, N]
-    winner = best[:, 0].argmax(0, keepdim=True)  # [1, N], of equals the lowest rank, which has the lowest ids
+    winner = best[:, 0].argmax(0, keepdim=True)  # [1, N], among equals the lowest rank, which has the lowest ids
     largest, ids = best[:, 0].max(0).values, best[:, 1].gather(0, winner)[0].long()
     return torch.where(largest.isfinite(), ids, -1)
 

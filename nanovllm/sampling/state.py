@@ -27,7 +27,7 @@ class SamplingMetadata:
 
 @dataclass(frozen=True)
 class Needs:
-    """What some row of a step asks for beyond its temperature. Known on the host, so that the rest is never launched.
+    """What some row of a step asks for beyond its temperature. Known on the host, so that nothing else is launched.
 
     num_candidates: how many of the largest logits settle top_k and top_p: the largest top_k where each row that is
                     ranked has a top_k, else the whole vocabulary; 0 if no row is ranked.

@@ -38,7 +38,7 @@ from nanovllm.kernels.attention.paged_tile import (
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
 
 MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
-FEW_SEQUENCES = 16  # fewer sequences are cut into many parts each, more into few; on Hopper more are for `ring_decode`
+FEW_SEQUENCES = 16  # fewer sequences are cut into many parts each. On Hopper so many or more are for `ring_decode`
 MANY_PARTS, FEW_PARTS = 16, 4  # parts that are merged at once
 PREFETCHED_TILES = 2  # of each program: 25 MB on an H100, half of its L2 cache
 

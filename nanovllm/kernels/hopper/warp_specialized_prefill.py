@@ -33,7 +33,7 @@ from nanovllm.kernels.attention.paged_tile import LOG2_E, PagedInputs, locate, p
 from nanovllm.kernels.hopper.warp_specialized_tile import first_two_tiles, further_tiles, only_tile
 
 ROWS = 64  # of each of the two groups of warps
-KEYS = 64  # of a tile: with 128 fewer fit, and more of the masked ones is computed in vain
+KEYS = 64  # of a tile: with 128 fewer tiles fit, and more masked products are computed in vain
 STAGES = 4  # tiles of K, and of V, that there is room for
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 NOTES = 8  # places for notes on a tile of queries, of which 6 are used: see `_produce`

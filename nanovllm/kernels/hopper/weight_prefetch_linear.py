@@ -35,7 +35,7 @@ X_LAYOUT, WEIGHT_LAYOUT = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout
 LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are brought to L2
 WEIGHT_ROWS = 64  # rows of the weights of a program: as many output columns, half of them if gated
 SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiprocessor
-MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer keep the memory too little busy, more have not been of use
+MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
 
