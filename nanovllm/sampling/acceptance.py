@@ -60,6 +60,6 @@ def probabilities(scores: Tensor, temperature: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, indices: Tensor) -> Tensor:
-    """seeds [N] int64, indices [N] -> [N] float32 strictly between 0 and 1, from the random bits of id -1, which no token has."""
+    """seeds [N] int64, indices [N] -> [N] float32 strictly between 0 and 1: noise of id -1, which no token has."""
     bits = random_bits(row_keys(seeds, indices), torch.full((1,), -1, dtype=torch.int32, device=seeds.device))[:, 0]
     return (((bits >> 1) & 0x7FFFFFFF).float().add_(0.5) * 2.0**-31).clamp_(max=LARGEST_BELOW_1)
