@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tools.ctrl_c import until_ctrl_c
+from tools import until_ctrl_c
 
 
 def called_off(*_: object) -> int:

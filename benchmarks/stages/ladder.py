@@ -19,7 +19,7 @@ from benchmarks.lib.workloads import Scenario, make_requests, mixed_lengths, sha
 from benchmarks.stages.runners import hf_contender, stage_contender
 from benchmarks.stages.showcases import HF_BATCH, HF_ONE
 from benchmarks.stages.stage_bench import add_options, footer, measure, vocab_size
-from tools.ctrl_c import until_ctrl_c
+from tools import until_ctrl_c
 
 FIGURE = harness.ROOT / "docs" / "figures" / "ladder.png"
 # Okabe and Ito's palette: told apart with any colour vision, and in grey

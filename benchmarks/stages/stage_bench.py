@@ -22,7 +22,7 @@ from benchmarks.lib.workloads import random_checkpoint
 from benchmarks.stages import runners
 from benchmarks.stages.showcases import NEED_A_GPU, SHOWCASES, within_reach
 from stages.manifest import load_stages
-from tools.ctrl_c import until_ctrl_c
+from tools import until_ctrl_c
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -27,8 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stages.manifest import Stage, load_stage
-from tools import ROOT
-from tools.ctrl_c import until_ctrl_c
+from tools import ROOT, until_ctrl_c
 from tools.exercises.exercises import solution
 
 SECONDS_PER_TEST = 120  # some mistakes never end, and that is how they are caught

@@ -22,8 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stages.manifest import Stage, load_stages
-from tools import ROOT
-from tools.ctrl_c import until_ctrl_c
+from tools import ROOT, until_ctrl_c
 from tools.exercises.exercises import find_holes, solution
 
 EXERCISES = ROOT / "exercises"

@@ -29,7 +29,7 @@ from rich.text import Text
 from nanovllm.trace_view.engine_state import Event
 from nanovllm.trace_view.recording import add_texts
 from stages.manifest import Stage, load_stage, load_stages
-from tools.ctrl_c import until_ctrl_c
+from tools import until_ctrl_c
 from tools.race.views import EngineView
 from tools.race.workload import (
     EMBEDDED_MODEL,

@@ -32,8 +32,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from tools import ROOT
-from tools.ctrl_c import until_ctrl_c
+from tools import ROOT, until_ctrl_c
 from tools.race.views import Lane, Moment, draw_lanes, result_table
 from tools.race.workload import (
     EMBEDDED_MODEL,

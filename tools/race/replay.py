@@ -23,8 +23,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from tools import ROOT
-from tools.ctrl_c import until_ctrl_c
+from tools import ROOT, until_ctrl_c
 from tools.race.views import EngineView, Lane, draw_lanes, result_table
 from tools.race.workload import SUFFIX, EngineRun, Race, load_race
 
