@@ -9,8 +9,7 @@ import pytest
 from stages.manifest import load_stages
 from tools import ROOT
 from tools.exercises import stage_diff
-from tools.exercises.stage_diff import Pair, StageDiff, compare, page
-from tools.exercises.stage_units import Unit, count_code_lines, find, read_stage
+from tools.exercises.stage_diff import Pair, StageDiff, Unit, compare, count_code_lines, find, page, read_stage
 
 NUMBERS = [stage.number for stage in load_stages()]
 VOID = {"meta", "br", "hr"}

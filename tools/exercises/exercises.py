@@ -24,7 +24,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,8 @@ HOLE = re.compile(
     re.MULTILINE,
 )
 MARKER = re.compile(r" *(?:.*# exercise.*|# end exercise.*)")
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,13 @@ def find_holes(source: str) -> list[Hole]:
                 f"line {number + 1}: {line.strip()!r} has no partner ('# exercise 4.2: ...', '# end exercise')"
             )
     return holes
+
+
+def docstrings(tree: ast.AST) -> Iterator[range]:
+    """The lines of every docstring in it, counted from 1."""
+    for node in ast.walk(tree):
+        if isinstance(node, Definition | ast.Module) and ast.get_docstring(node):
+            yield range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
 
 
 def cut(source: str, holes: Set[str] | None = None) -> str:

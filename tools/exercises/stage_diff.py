@@ -1,37 +1,173 @@
 """What a stage changes against the one it builds on: `python -m tools.exercises.stage_diff 4`.
 
-Units of the two stages (`stage_units`) are paired by their keys and compared line by line. What a stage takes unchanged
-from earlier ones is not in its file, and not in the diff.
+A stage's file is taken apart into units: its docstring, its imports, each class's head, each function, each method. The
+units of two stages are paired by their keys and compared line by line. What a stage takes unchanged from earlier ones
+is not in its file, and not in the diff.
 """
 
 import argparse
+import ast
 import difflib
 import html
+import io
+import re
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from string import Template
 
 from pygments import highlight  # type: ignore[import-untyped]
 from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 from pygments.lexers import PythonLexer  # type: ignore[import-untyped]
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.containers import Lines
 from rich.markup import escape
 from rich.syntax import Syntax
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from stages.manifest import Stage, load_stage
 from tools import ROOT
-from tools.exercises.stage_units import DOCSTRING, IMPORTS, StageFile, Unit, find, find_in_bases, reach, read_stage
+from tools.exercises.exercises import Definition, docstrings, solution
 
 CONTEXT = 3  # unchanged lines shown around a change
 SIDE_BY_SIDE = 120  # columns of a terminal that has room for two versions beside each other
-OLD, NEW = "on #4a1f24", "on #163d24"
+STYLES = {"-": "on #4a1f24", "+": "on #163d24", " ": ""}
+DOCSTRING, IMPORTS, ENGINE = "docstring", "imports", "engine"
+NOT_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
+
+
+# --- a stage's file ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a stage's file.
+
+    The key finds its counterpart in another stage: "make_batch", "Scheduler.preempt". The engine of every stage has the
+    key "engine", since only its name changes.
+    """
+
+    stage: int
+    key: str
+    label: str  # the name as the file has it
+    first_line: int
+    lines: tuple[str, ...]
+    summary: str  # first line of its docstring, if it has one
+    names: frozenset[str]  # what it mentions
+
+    @property
+    def owner(self) -> str:
+        """The key of a method's class. Any other unit owns itself."""
+        return self.key.split(".")[0]
+
+
+@dataclass(frozen=True)
+class StageFile:
+    number: int
+    path: str  # relative to the repository
+    units: dict[str, Unit]  # by key, in the order of the file
+    keys: dict[str, str]  # top-level names -> their keys, which differ only for the engine
+    bases: dict[str, list[str]]  # key of a class -> names of its bases
+    relies_on: dict[str, list[str]]  # other files of stages/ -> the names taken from them
+    num_lines: int
+    num_code_lines: int
+
+    def home(self, name: str) -> "StageFile":
+        """The file of the stage that this one imports `name` from, or this file."""
+        for path, names in self.relies_on.items():
+            if name in names and (stage := re.match(r"stages/stage_(\d+)_", path)):
+                return read_stage(int(stage[1]))
+        return self
+
+
+@cache
+def read_stage(number: int) -> StageFile:
+    """The file of stage `number`. Raises ValueError if there is no such stage."""
+    stage = load_stage(number)
+    source = solution(stage)
+    tree = ast.parse(source)
+    relies_on: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stages."):
+            path = str(node.module).replace(".", "/") + ".py"
+            relies_on.setdefault(path, []).extend(alias.name for alias in node.names)
+    top = [node for node in tree.body if isinstance(node, Definition)]
+    keys = {node.name: ENGINE if node.name == stage.class_name else node.name for node in top}
+    classes = [node for node in top if isinstance(node, ast.ClassDef)]
+    bases = {keys[c.name]: [b.id for b in c.bases if isinstance(b, ast.Name)] for c in classes}
+    units = {unit.key: unit for unit in split(number, source, tree, keys)}
+    size = len(source.splitlines()), count_code_lines(source)
+    return StageFile(number, f"stages/{stage.module_name}.py", units, keys, bases, relies_on, *size)
+
+
+def split(number: int, source: str, tree: ast.Module, keys: dict[str, str]) -> Iterator[Unit]:
+    """The units of a file, which together are all of its lines."""
+    lines = source.splitlines()
+    first_import = next(node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+    starts: list[tuple[int, str, str, ast.AST]] = [
+        (0, DOCSTRING, DOCSTRING, tree),
+        (first_import.lineno - 1, IMPORTS, IMPORTS, first_import),
+    ]
+    for top in tree.body:
+        if not isinstance(top, Definition):
+            continue
+        starts.append((first_line(top, lines), keys[top.name], top.name, top))
+        for method in top.body if isinstance(top, ast.ClassDef) else []:
+            if isinstance(method, Definition):
+                names = f"{keys[top.name]}.{method.name}", f"{top.name}.{method.name}"
+                starts.append((first_line(method, lines), *names, method))
+    stops = [start for start, *_ in starts[1:]] + [len(lines)]
+    for (start, key, label, node), stop in zip(starts, stops, strict=True):
+        while not lines[stop - 1].strip():
+            stop -= 1
+        doc = ast.get_docstring(node) if isinstance(node, Definition | ast.Module) else None
+        parts: list[ast.AST] = [node]
+        if isinstance(node, ast.ClassDef):  # a method is a unit of its own, so the head has only fields and bases
+            parts = [*node.bases, *(n for n in node.body if not isinstance(n, Definition))]
+        mentioned = frozenset(n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name))
+        yield Unit(number, key, label, start + 1, tuple(lines[start:stop]), (doc or "").split("\n")[0], mentioned)
+
+
+def first_line(node: Definition, lines: list[str]) -> int:
+    """Index of the first line of a definition, with its decorators and the comment above it."""
+    start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
+    while lines[start - 1].lstrip().startswith("#"):
+        start -= 1
+    return start
+
+
+def count_code_lines(source: str) -> int:
+    """Lines that are neither blank nor only comment nor part of a docstring."""
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in NOT_CODE]
+    code = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(code - {line for doc in docstrings(ast.parse(source)) for line in doc})
+
+
+def reach(number: int) -> set[Unit]:
+    """Every unit that stage `number` consists of: those of its file and all that they use of earlier stages."""
+    found: set[Unit] = set()
+    todo = [unit for unit in read_stage(number).units.values() if unit.key not in (DOCSTRING, IMPORTS)]
+    while todo:
+        unit = todo.pop()
+        if unit not in found:
+            found.add(unit)
+            for name in unit.names:
+                home = read_stage(unit.stage).home(name)
+                todo += [u for u in home.units.values() if u.owner == home.keys.get(name)]
+    return found
+
+
+def find(number: int, key: str) -> Unit | None:
+    """The unit that stage `number` has under `key`: in its own file, or the latest one that it uses."""
+    used = (unit for unit in reach(number) if unit.key == key)
+    return read_stage(number).units.get(key) or max(used, key=lambda unit: unit.stage, default=None)
+
+
+# --- two stages -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,6 +199,12 @@ class Pair:
                 end = j_stop
         if left_out := len(self.new.lines) - end:
             yield Block(True, range(0), range(0), left_out)
+
+    def sides(self, block: Block) -> list[tuple[str, Unit, range]]:
+        """The versions that there are, with the lines to show. The signs are "-" and "+", or " " where nothing differs."""
+        sides = [("-", self.old, block.old), ("+", self.new, block.new)]
+        compared = self.old and self.new and not block.equal
+        return [(sign if compared else " ", unit, lines) for sign, unit, lines in sides if unit]
 
     @property
     def title(self) -> str:
@@ -127,11 +269,9 @@ def compare(number: int) -> StageDiff:
         return StageDiff(stage, file, None, [Pair(None, unit) for unit in file.units.values()], [], {})
     base = int(stage.needs[0].removeprefix("stage "))  # the one before; but stage 7 builds on stage 5
     pairs = [Pair(counterpart(file, unit, base), unit) for unit in file.units.values()]
-    now, replaced = reach(number), {(pair.old.stage, pair.old.key) for pair in pairs if pair.old}
-    before = [unit for where, unit in sorted(reach(base).items()) if where not in now and where not in replaced]
-    gone = {unit.key: unit for unit in before if unit.key not in file.units}
-    used = [unit for unit in now.values() if unit.stage < number and "." not in unit.key]
-    kept = {unit.label: unit.stage for unit in in_order(used)}
+    now, replaced = reach(number), {pair.old for pair in pairs}
+    gone = {u.key: u for u in in_order(reach(base) - now - replaced) if u.key not in file.units}
+    kept = {u.label: u.stage for u in in_order(now) if u.stage < number and "." not in u.key}
     differing = [pair for pair in pairs if pair.new and (pair.old is None or pair.old.lines != pair.new.lines)]
     return StageDiff(stage, file, read_stage(base), differing, in_order(gone.values()), kept)
 
@@ -143,9 +283,8 @@ def in_order(units: Iterable[Unit]) -> list[Unit]:
 def counterpart(file: StageFile, unit: Unit, base: int) -> Unit | None:
     """The unit of stage `base` that `unit` replaces: the one with that key, or for a method the one it overrides."""
     owner, _, method = unit.key.partition(".")
-    if found := find(base, unit.key) or (method and find_in_bases(file, owner, method)):
-        return found
-    return next((u for u in reach(base).values() if u.key == unit.key), None)
+    overridden = [f"{name}.{method}" for name in file.bases.get(owner, ()) if method]
+    return next(filter(None, (find(base, key) for key in (unit.key, *overridden))), None)
 
 
 # --- in the terminal --------------------------------------------------------------------------------------------------
@@ -160,56 +299,31 @@ def show(diff: StageDiff, console: Console) -> None:
         table.add_row(name, escape(text))
     console.print(table)
     for pair in diff.pairs:
-        narrow = console.width < SIDE_BY_SIDE and pair.old and pair.new
-        console.print(Group(Text(f"\n{pair.title}", style="bold"), (one_column if narrow else columns)(pair)))
+        console.print(Text(f"\n{pair.title}", style="bold"))
+        for block in pair.blocks():
+            if block.skipped:
+                console.print(Text(f"     ⋯ {block.skipped} lines the same", style="dim"))
+            sides = [numbered(*side) for side in pair.sides(block)]
+            if console.width >= SIDE_BY_SIDE:
+                row = Table.grid(*(Column(ratio=1) for _ in sides), expand=True)
+                row.add_row(*sides)
+                console.print(row)
+            else:  # old lines, then the new lines in their place
+                console.print(*(sides[-1:] if block.equal else sides))
 
 
-def code_table(*, sides: int = 1, signs: bool = False) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 1, 0, 0), expand=True)
-    for _ in range(sides):
-        table.add_column(width=4, justify="right", style="dim", no_wrap=True)
-        if signs:
-            table.add_column(width=1, no_wrap=True)
-        table.add_column(ratio=1, overflow="fold")
+def numbered(sign: str, unit: Unit, lines: range) -> Table:
+    """These lines of a unit behind their numbers in the file and the sign."""
+    table = Table.grid(padding=(0, 1, 0, 0), expand=True)
+    table.add_column(width=4, justify="right", style="dim", no_wrap=True)
+    table.add_column(width=1, no_wrap=True)
+    table.add_column(ratio=1, overflow="fold")
+    for i in lines:
+        table.add_row(str(unit.first_line + i), sign, coloured(unit)[i], style=STYLES[sign])
     return table
 
 
-def columns(pair: Pair) -> RenderableType:
-    """The two sides of a pair beside each other, or the only one that there is over the whole width."""
-    sides = [(unit, coloured(unit), style) for unit, style in ((pair.old, OLD), (pair.new, NEW)) if unit]
-    table = code_table(sides=len(sides))
-    for block in pair.blocks():
-        if block.skipped:
-            gap = Text(f"⋯ {block.skipped} lines the same", style="dim")
-            table.add_row(*[Text(), gap] * len(sides))
-        lines = [block.old, block.new] if len(sides) == 2 else [block.old or block.new]
-        for numbers in zip_longest(*lines):
-            cells: list[RenderableType] = []
-            for i, (unit, code, style) in zip(numbers, sides, strict=True):
-                line = Text() if i is None else code[i].copy()
-                if i is not None and not block.equal and len(sides) == 2:
-                    line.stylize(style)
-                cells += ["" if i is None else str(unit.first_line + i), line]
-            table.add_row(*cells)
-    return table
-
-
-def one_column(pair: Pair) -> RenderableType:
-    """The pair for a narrow terminal: old lines, then the new lines in their place."""
-    assert pair.old is not None and pair.new is not None
-    table = code_table(signs=True)
-    old, new = coloured(pair.old), coloured(pair.new)
-    for block in pair.blocks():
-        if block.skipped:
-            table.add_row("", "", Text(f"⋯ {block.skipped} lines the same", style="dim"))
-        for i in block.old if not block.equal else ():
-            table.add_row(str(pair.old.first_line + i), "-", old[i], style=OLD)
-        for i in block.new:
-            sign, style = ("", None) if block.equal else ("+", NEW)
-            table.add_row(str(pair.new.first_line + i), sign, new[i], style=style)
-    return table
-
-
+@cache
 def coloured(unit: Unit) -> Lines:
     return Syntax("", "python", theme="ansi_dark").highlight("\n".join(unit.lines)).split("\n")
 
@@ -232,23 +346,21 @@ def page(diff: StageDiff) -> str:
 def section(pair: Pair) -> str:
     blocks = []
     for block in pair.blocks():
-        old, new = side("old", pair.old, block.old), side("new", pair.new, block.new)
         if block.skipped:
             blocks.append(f'<div class="gap">⋯ {block.skipped} lines the same</div>')
-        if pair.old is None or pair.new is None:  # not coloured, since all lines are new or all are gone
-            only = side("", pair.new, block.new) if pair.new else side("", pair.old, block.old)
-            blocks.append(f'<div class="block single">{only}</div>')
-        elif block.old or block.new:
-            blocks.append(f'<div class="block {"equal" if block.equal else "changed"}">{old}{new}</div>')
+        sides = [html_lines(unit, lines) for _, unit, lines in pair.sides(block)]
+        if len(sides) == 1:  # not coloured, since all lines are new or all are gone
+            blocks.append(f'<div class="block single"><div class="side">{sides[0]}</div></div>')
+        elif any(sides):
+            kind, (old, new) = "equal" if block.equal else "changed", sides
+            both = f'<div class="side old">{old}</div><div class="side new">{new}</div>'
+            blocks.append(f'<div class="block {kind}">{both}</div>')
     return f"<section><h2>{html.escape(pair.title)}</h2>{''.join(blocks)}</section>"
 
 
-def side(name: str, unit: Unit | None, lines: Iterable[int]) -> str:
-    if unit is None:
-        return ""
+def html_lines(unit: Unit, lines: range) -> str:
     numbered = ((unit.first_line + i, highlighted(unit)[i]) for i in lines)
-    rows = "".join(f'<div class="row"><span>{number}</span><code>{code}</code></div>' for number, code in numbered)
-    return f'<div class="side {name}">{rows}</div>'
+    return "".join(f'<div class="row"><span>{number}</span><code>{code}</code></div>' for number, code in numbered)
 
 
 @cache

@@ -24,8 +24,7 @@ from benchmarks.lib.harness import RESULTS
 from benchmarks.lib.tables import gain
 from stages.manifest import load_stage
 from tools import ROOT
-from tools.exercises.exercises import Hole, find_holes
-from tools.exercises.stage_units import Definition
+from tools.exercises.exercises import Definition, Hole, docstrings, find_holes
 
 EXPERIMENTS = ROOT / "lectures" / "experiments"  # each program is beside what it printed: NAME.py and NAME.txt
 HINT_WIDTH = 100  # characters of a line of a hint, where a slide shows the hint instead of the solution
@@ -79,7 +78,9 @@ def pull_code(path: str, name: str, *options: str, opened: bool = False) -> Code
         raise ValueError(f"nothing is called {name}")
     node = named[name]
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
-    skipped = {i for h in holes for i in (*range(h.first, h.code), h.end)} | docstring_lines(node, lines)
+    skipped = {i for h in holes for i in (*range(h.first, h.code), h.end)}
+    for doc in docstrings(node):  # and the blank line after it
+        skipped |= {line - 1 for line in doc} | ({doc.stop - 1} if not lines[doc.stop - 1].strip() else set())
     shown: list[tuple[str, bool]] = []
     for i in range(first, node.end_lineno or 0):
         inside = hole is not None and hole.code <= i < hole.end
@@ -91,16 +92,6 @@ def pull_code(path: str, name: str, *options: str, opened: bool = False) -> Code
     texts = textwrap.dedent("\n".join(line for line, _ in shown)).splitlines()
     marked = frozenset(i for i, (_, inside) in enumerate(shown) if inside and "only" not in options)
     return Code(f"{Path(path).name} · {name}", tuple(texts), marked)
-
-
-def docstring_lines(node: Definition, lines: Sequence[str]) -> set[int]:
-    """Indices of the docstring lines of a definition and of those inside it, with the blank line after each."""
-    found: set[int] = set()
-    for inner in ast.walk(node):
-        if isinstance(inner, Definition) and ast.get_docstring(inner) and len(inner.body) > 1:
-            stop = inner.body[0].end_lineno or 0
-            found |= set(range(inner.body[0].lineno - 1, stop if lines[stop].strip() else stop + 1))
-    return found
 
 
 def open_hole(hole: Hole) -> list[str]:
