@@ -31,7 +31,6 @@ from tools import ROOT, until_ctrl_c
 from tools.exercises.exercises import solution
 
 SECONDS_PER_TEST = 120  # some mistakes never end, and that is how they are caught
-SIDE_BY_SIDE = 120  # columns of a terminal in which names of tests are not cut up by a table
 CATALOGUE = ROOT / "tests" / "stages" / "mutants"
 
 
@@ -100,34 +99,12 @@ def run_tests(stage: Stage, source: str, target: str = "tests/stages") -> Verdic
     return verdict
 
 
-Row = tuple[str, str, str, str]  # of the table: mutant, mistake, who caught it, what it would look like; with markup
-
-
-def short(test: str) -> str:
-    """test_file.py::TestClass::test_name[stage4-x] -> the name in bold and the file under it."""
-    name = test.partition("[")[0].split("::")[-1]
-    return f"[bold]{escape(name)}[/]\n[dim]{escape(test.split('::')[0])}[/]"
-
-
-def side_by_side(title: str, rows: SequenceOf[Row]) -> Table:
-    table = Table(title=title, show_lines=True)
-    for column, ratio in (("mutant", 3), ("mistake", 5), ("caught by", 4), ("what it would look like", 6)):
-        table.add_column(column, ratio=ratio, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def one_below_another(title: str, rows: SequenceOf[Row]) -> Table:
-    """The same for a narrow terminal."""
-    table = Table(title=title, show_header=False, box=None, padding=(0, 1))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(ratio=1, overflow="fold")
-    for row in rows:
-        for name, text in zip(("mutant", "mistake", "caught", "effect"), row, strict=True):
-            table.add_row(name, f"[bold]{text}[/]" if name == "mutant" else text)
-        table.add_row("", "")
-    return table
+def caught_by(verdict: Verdict) -> str:
+    """test_file.py::TestClass::test_name[stage4-x] -> the name in bold, and the file."""
+    if verdict.test is None:
+        return f"[bold red]survives {verdict.passed} tests"
+    file, *_, name = verdict.test.partition("[")[0].split("::")
+    return f"[bold]{escape(name)}[/] [dim]{escape(file)}[/]"
 
 
 def report(stage: Stage, chosen: SequenceOf[str], console: Console) -> int:
@@ -138,7 +115,8 @@ def report(stage: Stage, chosen: SequenceOf[str], console: Console) -> int:
     mutants, source = load_mutants(stage.number), solution(stage)
     if unknown := set(chosen) - {m.name for m in mutants}:
         raise ValueError(f"stage {stage.number} has no mutant {', '.join(sorted(unknown))}")
-    rows: list[Row] = []
+    title = f"Stage {stage.number}, {stage.title}: mistakes, and the tests that notice"
+    table = Table("", "", title=title, show_header=False, box=None, pad_edge=False)
     survivors = 0
     with console.status("the tests, on the unchanged stage") as status:
         verdict = run_tests(stage, source)
@@ -148,10 +126,11 @@ def report(stage: Stage, chosen: SequenceOf[str], console: Console) -> int:
             status.update(mutant.name)
             verdict = run_tests(stage, mutant.apply(source))
             survivors += verdict.test is None
-            caught_by = short(verdict.test) if verdict.test else f"[bold red]survives {verdict.passed} tests"
-            rows.append((mutant.name, escape(mutant.mistake), caught_by, escape(mutant.lesson)))
-    title = f"Stage {stage.number}, {stage.title}: mistakes, and the tests that notice"
-    console.print((side_by_side if console.width >= SIDE_BY_SIDE else one_below_another)(title, rows))
+            table.add_row("mutant", f"[bold]{mutant.name}[/]")
+            table.add_row("mistake", escape(mutant.mistake))
+            table.add_row("caught by", caught_by(verdict))
+            table.add_row("effect", f"{escape(mutant.lesson)}\n")
+    console.print(table)
     return survivors
 
 

@@ -201,7 +201,7 @@ class Pair:
             yield Block(True, range(0), range(0), left_out)
 
     def sides(self, block: Block) -> list[tuple[str, Unit, range]]:
-        """The versions that there are, with the lines to show. The signs are "-" and "+", or " " where nothing differs."""
+        """Each version with its lines to show, under "-" and "+", or under " " where nothing differs."""
         sides = [("-", self.old, block.old), ("+", self.new, block.new)]
         compared = self.old and self.new and not block.equal
         return [(sign if compared else " ", unit, lines) for sign, unit, lines in sides if unit]
