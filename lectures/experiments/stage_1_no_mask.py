@@ -18,15 +18,10 @@ def attend_without_mask(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).squeeze(0).transpose(0, 1)
 
 
-def main() -> None:
-    tokenizer = load_tokenizer()
-    engine = stage_1_naive.NaiveEngine(STORY_MODEL)
-    for name, attend in (("with", stage_1_naive.attend_to_all), ("without", attend_without_mask)):
-        with patch.object(stage_1_naive, "attend_to_all", attend):
-            [tokens] = engine.generate([tokenizer.encode(PROMPT).ids], SamplingParams(temperature=0, max_tokens=29))
-        print(f"{name} the mask:")
-        print(textwrap.indent(textwrap.fill(tokenizer.decode(tokens).strip(), 80), "    "))
-
-
-if __name__ == "__main__":
-    main()
+tokenizer = load_tokenizer()
+engine = stage_1_naive.NaiveEngine(STORY_MODEL)
+for name, attend in (("with", stage_1_naive.attend_to_all), ("without", attend_without_mask)):
+    with patch.object(stage_1_naive, "attend_to_all", attend):
+        [tokens] = engine.generate([tokenizer.encode(PROMPT).ids], SamplingParams(temperature=0, max_tokens=29))
+    print(f"{name} the mask:")
+    print(textwrap.indent(textwrap.fill(tokenizer.decode(tokens).strip(), 80), "    "))

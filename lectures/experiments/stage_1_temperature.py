@@ -6,15 +6,9 @@ from tools.pictures.three_requests import STORY_MODEL, load_tokenizer
 
 PROMPT = "In Winterbourne everybody knew Mabel."
 
-
-def main() -> None:
-    tokenizer = load_tokenizer()
-    engine = NaiveEngine(STORY_MODEL)
-    for temperature in (0, 0.7, 2):
-        params = SamplingParams(temperature=temperature, max_tokens=16, seed=1)
-        [tokens] = engine.generate([tokenizer.encode(PROMPT).ids], params)
-        print(f"{temperature:<4} {tokenizer.decode(tokens).strip()}")
-
-
-if __name__ == "__main__":
-    main()
+tokenizer = load_tokenizer()
+engine = NaiveEngine(STORY_MODEL)
+for temperature in (0, 0.7, 2):
+    params = SamplingParams(temperature=temperature, max_tokens=16, seed=1)
+    [tokens] = engine.generate([tokenizer.encode(PROMPT).ids], params)
+    print(f"{temperature:<4} {tokenizer.decode(tokens).strip()}")

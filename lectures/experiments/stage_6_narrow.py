@@ -17,16 +17,11 @@ class OnlyAsWide(CUDAGraphEngine):
         return Rectangle(whole.tokens, whole.context_slots[:, :longest], whole.mask[..., :longest])
 
 
-def main() -> None:
-    prompts, params = three_requests()
-    engine = OnlyAsWide(STORY_MODEL, max_num_seqs=4)
-    same = engine.generate(prompts, params) == hugging_face_greedy(prompts, params)
-    print("stand-in: the tokens are", "those of transformers" if same else "wrong")
-    try:
-        TapeGraph(partial(engine.decode_step, 4))
-    except RuntimeError as refused:
-        print("on tape: ", refused)
-
-
-if __name__ == "__main__":
-    main()
+prompts, params = three_requests()
+engine = OnlyAsWide(STORY_MODEL, max_num_seqs=4)
+same = engine.generate(prompts, params) == hugging_face_greedy(prompts, params)
+print("stand-in: the tokens are", "those of transformers" if same else "wrong")
+try:
+    TapeGraph(partial(engine.decode_step, 4))
+except RuntimeError as refused:
+    print("on tape: ", refused)

@@ -22,16 +22,11 @@ def orders(engine: ContinuousBatchingEngine) -> Counter[str]:
     return Counter(name for _, name, *_ in trace(engine, batch=1))
 
 
-def main() -> None:
-    before = orders(ContinuousBatchingEngine(STORY_MODEL))
-    engine = CUDAGraphEngine(STORY_MODEL, max_num_seqs=1)
-    engine.graphs = {1: Silent()}
-    left = orders(engine)
-    left["aten.zeros.default"] -= 1  # the silent graph's own
-    products = sum(n for name, n in before.items() if "linear" in name)
-    print(f"stage 5: {before.total()} orders for one token, and only {products} of them multiply by a weight")
-    print(f"stage 6: {left.total()} orders for one token, and a replay")
-
-
-if __name__ == "__main__":
-    main()
+before = orders(ContinuousBatchingEngine(STORY_MODEL))
+engine = CUDAGraphEngine(STORY_MODEL, max_num_seqs=1)
+engine.graphs = {1: Silent()}
+left = orders(engine)
+left["aten.zeros.default"] -= 1  # the silent graph's own
+products = sum(n for name, n in before.items() if "linear" in name)
+print(f"stage 5: {before.total()} orders for one token, and only {products} of them multiply by a weight")
+print(f"stage 6: {left.total()} orders for one token, and a replay")

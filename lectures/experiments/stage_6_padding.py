@@ -20,21 +20,16 @@ def careless(rows: Rows, batch: list[Sequence], block_size: int, scratch_block: 
     rows.slots[len(batch) :] = 0
 
 
-def main() -> None:
-    tokenizer = load_tokenizer()
-    prompts = [tokenizer.encode(text).ids for text in TEXTS]
-    written: dict[str, list[list[int]]] = {}
-    for name, how in (("the scratch block", fill), ("slot 0", careless)):
-        with patch.object(Rows, "fill", how):
-            engine = CUDAGraphEngine(STORY_MODEL, max_num_seqs=4)
-            written[name] = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=46))
-    right, wrong = written.values()
-    for i in range(len(TEXTS)):
-        print(f"text {i}:", "as it should be" if wrong[i] == right[i] else "not as it should be")
-    for name, (tokens, *_) in written.items():
-        text = tokenizer.decode(tokens)
-        print(f"padding in {name:17}  … {text[text.index(FROM) : text.index(TO)]}…")
-
-
-if __name__ == "__main__":
-    main()
+tokenizer = load_tokenizer()
+prompts = [tokenizer.encode(text).ids for text in TEXTS]
+written: dict[str, list[list[int]]] = {}
+for name, how in (("the scratch block", fill), ("slot 0", careless)):
+    with patch.object(Rows, "fill", how):
+        engine = CUDAGraphEngine(STORY_MODEL, max_num_seqs=4)
+        written[name] = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=46))
+right, wrong = written.values()
+for i in range(len(TEXTS)):
+    print(f"text {i}:", "as it should be" if wrong[i] == right[i] else "not as it should be")
+for name, (tokens, *_) in written.items():
+    text = tokenizer.decode(tokens)
+    print(f"padding in {name:17}  … {text[text.index(FROM) : text.index(TO)]}…")

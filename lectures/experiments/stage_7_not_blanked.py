@@ -62,14 +62,9 @@ def continued(tokens: list[int]) -> list[int]:
         return next(pool.map(work, range(RANKS)))
 
 
-def main() -> None:
-    tokenizer = load_tokenizer()
-    tokens = tokenizer.encode(TEXT).ids
-    print(f"{TEXT} …")
-    print("blanked:    ", tokenizer.decode(continued(tokens)).strip())
-    with patch.object(VocabParallelEmbedding, "forward", careless):
-        print("not blanked:", tokenizer.decode(continued(tokens)).strip())
-
-
-if __name__ == "__main__":
-    main()
+tokenizer = load_tokenizer()
+tokens = tokenizer.encode(TEXT).ids
+print(f"{TEXT} …")
+print("blanked:    ", tokenizer.decode(continued(tokens)).strip())
+with patch.object(VocabParallelEmbedding, "forward", careless):
+    print("not blanked:", tokenizer.decode(continued(tokens)).strip())
