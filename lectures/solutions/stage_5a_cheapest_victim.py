@@ -40,8 +40,7 @@ class CheapestVictimScheduler(Scheduler):
 
 
 class CheapestVictimEngine(ContinuousBatchingEngine):
-    def __init__(
-        self, model: str, *, max_num_seqs: int = 16, max_num_batched_tokens: int = 512, **options: Any
-    ) -> None:
-        super().__init__(model, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **options)
-        self.scheduler = CheapestVictimScheduler(self.pool, max_num_seqs, max_num_batched_tokens, self.trace)
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        old = self.scheduler
+        self.scheduler = CheapestVictimScheduler(self.pool, old.max_num_seqs, old.max_num_batched_tokens, self.trace)

@@ -24,7 +24,6 @@ class Gathering(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' x, one after another: [...] -> [R, ...]."""
-        ...
 
 
 def draw_together(logits: Tensor, group: Gathering, seqs: SequenceOf[Sequence], vocab_size: int) -> list[int]:
