@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.core import Sequence
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Scheduled
 from stages.stage_6_cuda_graphs import CUDAGraphEngine, Rows
 
@@ -31,7 +30,7 @@ class SeveralStepsEngine(CUDAGraphEngine):
         super().__init__(model, **options)
 
     def decode_step(self, bucket: int) -> Tensor:
-        """What is recorded: `num_steps` tokens of each row, [num_steps, b]."""
+        """What is recorded: `num_steps` tokens of each row, [b, num_steps]."""
         # exercise 6b: `num_steps` steps and all their tokens
         # instead: return super().decode_step(bucket)  # yours to write
         rows = Rows.of(self.memory_of(self.device_memory, bucket), bucket)  # the very memory that the step reads
@@ -40,7 +39,7 @@ class SeveralStepsEngine(CUDAGraphEngine):
             if step:
                 advance(rows, chosen[-1], self.pool.block_size)
             chosen.append(super().decode_step(bucket))
-        return torch.stack(chosen)
+        return torch.stack(chosen, dim=1)
         # end exercise
 
     def bucket_for(self, plan: list[Scheduled]) -> int | None:
@@ -60,16 +59,8 @@ class SeveralStepsEngine(CUDAGraphEngine):
         if bucket is None:
             self.scheduler.commit(plan, ContinuousBatchingEngine.run(self, plan), self.eos_token_ids)
             return
-        chosen = self.replay_all(bucket, [s.seq for s in plan])
+        chosen: Any = self.replay(bucket, [s.seq for s in plan])  # for each sequence its next `num_steps` tokens
         for step in range(self.num_steps):
             # A sequence that is over has left: what comes behind its end was computed for nothing
             left = [i for i, s in enumerate(plan) if s.seq in self.scheduler.running]
             self.scheduler.commit([plan[i] for i in left], [chosen[i][step] for i in left], self.eos_token_ids)
-
-    def replay_all(self, bucket: int, batch: list[Sequence]) -> list[list[int]]:
-        """Copy in, replay, copy out -> for each sequence its next `num_steps` tokens."""
-        host = self.memory_of(self.host_memory, bucket)
-        Rows.of(host, bucket).fill(batch, self.pool.block_size, self.scratch_block)
-        self.memory_of(self.device_memory, bucket).copy_(host, non_blocking=True)
-        tokens: list[list[int]] = self.graphs[bucket].replay()[:, : len(batch)].T.tolist()
-        return tokens

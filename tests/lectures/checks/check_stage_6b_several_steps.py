@@ -21,14 +21,14 @@ def taped(answers: ModuleType, model: str, num_steps: int, **more: Any) -> tuple
     engine = answers.SeveralStepsEngine(model, num_steps=num_steps, **SMALL | more)
     engine.graphs = {bucket: TapeGraph(partial(engine.decode_step, bucket)) for bucket in engine.buckets}
     replays: list[int] = []
-    original = engine.replay_all
+    original = engine.replay
 
-    def replay_all(bucket: int, batch: list[Any]) -> list[list[int]]:
+    def replay(bucket: int, batch: list[Any]) -> list[list[int]]:
         replays.append(bucket)
         tokens: list[list[int]] = original(bucket, batch)
         return tokens
 
-    engine.replay_all = replay_all
+    engine.replay = replay
     return engine, replays
 
 
