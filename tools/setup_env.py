@@ -6,8 +6,8 @@
 Without `--system-site` everything is installed into `.venv`: first torch exactly as asked for, then the project with
 the extras below. With it, whatever this Python already has (a CUDA torch above all) is reused, only what is missing is
 installed, and a machine without network works with what there is. `.venv/setup.json` remembers how the environment
-was made and from which `pyproject.toml`, so that doing it again costs nothing. `--extras` adds to an environment what
-these extras need and it lacks; where nothing is missing, the network is not used. Needs only the standard library.
+was made, so that doing it again costs nothing. `--extras` adds what these extras need and the environment lacks.
+Needs only the standard library, and the network only where something is missing.
 """
 
 from __future__ import annotations
@@ -49,18 +49,30 @@ for text in sys.argv[1:]:
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             print(text)
 """
+# Runs inside .venv: name==version of those packages that are there.
+FIND_VERSIONS = """
+import importlib.metadata as metadata, sys
+for name in sys.argv[1:]:
+    try:
+        print(f"{name}=={metadata.version(name)}")
+    except metadata.PackageNotFoundError:
+        pass
+"""
 
 
 def python_in_venv() -> Path:
     return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def run(*command: str | Path) -> int:
-    return subprocess.run([str(part) for part in command], cwd=ROOT).returncode
+def ask(code: str, *arguments: str) -> str:
+    """What this Python code prints in `.venv`."""
+    command = [str(python_in_venv()), "-c", code, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def pip_install(*arguments: str | Path) -> bool:
-    return run(python_in_venv(), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments) == 0
+    command = [python_in_venv(), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    return subprocess.run([str(part) for part in command], cwd=ROOT).returncode == 0
 
 
 def reuse_of_this_python() -> str:
@@ -91,8 +103,7 @@ def create(reuse: str | None) -> None:
 
 
 def site_packages() -> Path:
-    command = [str(python_in_venv()), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+    return Path(ask("import sysconfig; print(sysconfig.get_path('purelib'))"))
 
 
 def requirements(extras: Sequence[str] = ()) -> list[str]:
@@ -103,35 +114,22 @@ def requirements(extras: Sequence[str] = ()) -> list[str]:
     return [line for name in extras for line in project["optional-dependencies"][name]] or project["dependencies"]
 
 
-def missing(wanted: list[str]) -> list[str]:
-    command = [str(python_in_venv()), "-c", FIND_MISSING, *wanted]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-
-
-def version_in_venv(name: str) -> str | None:
-    command = [str(python_in_venv()), "-c", f"import importlib.metadata as m; print(m.version({name!r}))"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
 def install_everything(torch: str) -> None:
-    extras = ",".join(EXTRAS)
     print(f"installing {torch}, then the project and its tools", flush=True)
-    if not (pip_install(*shlex.split(torch)) and pip_install("-e", f".[{extras}]")):
+    if not (pip_install(*shlex.split(torch)) and pip_install("-e", f".[{','.join(EXTRAS)}]")):
         sys.exit("setup: pip failed, see above; once its complaint is met, `make clean` and `make setup` start afresh")
 
 
 def add_missing(wanted: list[str]) -> list[str]:
     """Install those requirements that `.venv` does not meet, and never another torch. Returns what is still missing."""
-    lacking = missing(wanted)
-    if to_install := [line for line in lacking if not line.startswith(("torch", "triton"))]:
+    missing = ask(FIND_MISSING, *wanted).splitlines()
+    if to_install := [line for line in missing if not line.startswith(("torch", "triton"))]:
         print("installing what is missing:", ", ".join(to_install), flush=True)
         pins = VENV / "reused.txt"
-        kept = {name: version_in_venv(name) for name in ("torch", "triton")}
-        pins.write_text("".join(f"{name}=={version}\n" for name, version in kept.items() if version))
+        pins.write_text(ask(FIND_VERSIONS, "torch", "triton"))
         pip_install("--retries", "1", "--timeout", "15", "--constraint", pins, *to_install)
-        lacking = missing(wanted)
-    return lacking
+        missing = ask(FIND_MISSING, *wanted).splitlines()
+    return missing
 
 
 def install_missing() -> None:
@@ -179,7 +177,7 @@ def main() -> None:
     else:
         install_missing()
     RECORD.write_text(json.dumps(wanted, indent=2) + "\n")
-    print(f"{VENV.name} is ready after {time.monotonic() - started:.0f} s: torch {version_in_venv('torch')}")
+    print(f"{VENV.name} is ready after {time.monotonic() - started:.0f} s: {ask(FIND_VERSIONS, 'torch')}")
 
 
 if __name__ == "__main__":
