@@ -87,6 +87,16 @@ def find_holes(source: str) -> list[Hole]:
     return holes
 
 
+def definitions(tree: ast.AST, prefix: str = "") -> dict[str, Definition]:
+    """The functions, classes and methods of a file by their names: "allocate", "BlockPool.allocate"."""
+    found: dict[str, Definition] = {}
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Definition):
+            found[prefix + node.name] = node
+            found |= definitions(node, f"{prefix}{node.name}.")
+    return found
+
+
 def docstrings(tree: ast.AST) -> Iterator[range]:
     """The lines of every docstring in it, counted from 1."""
     for node in ast.walk(tree):

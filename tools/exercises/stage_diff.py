@@ -18,24 +18,24 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from pygments import highlight  # type: ignore[import-untyped]
-from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+from pygments.formatters import HtmlFormatter, TerminalFormatter  # type: ignore[import-untyped]
 from pygments.lexers import PythonLexer  # type: ignore[import-untyped]
 from rich.console import Console
-from rich.containers import Lines
 from rich.markup import escape
-from rich.syntax import Syntax
 from rich.table import Column, Table
 from rich.text import Text
 
 from stages.manifest import Stage, load_stage
 from tools import ROOT
-from tools.exercises.exercises import Definition, docstrings, solution
+from tools.exercises.exercises import Definition, definitions, docstrings, solution
 
 CONTEXT = 3  # unchanged lines shown around a change
 SIDE_BY_SIDE = 120  # columns of a terminal that has room for two versions beside each other
 STYLES = {"-": "on #4a1f24", "+": "on #163d24", " ": ""}
+ANSI, HTML = TerminalFormatter(bg="dark"), HtmlFormatter(nowrap=True)
 DOCSTRING, IMPORTS, ENGINE = "docstring", "imports", "engine"
 NOT_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
 
@@ -61,8 +61,8 @@ class Unit:
 
     @property
     def owner(self) -> str:
-        """The key of a method's class. Any other unit owns itself."""
-        return self.key.split(".")[0]
+        """The name of a method's class. Any other unit owns itself."""
+        return self.label.split(".")[0]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class StageFile:
     number: int
     path: str  # relative to the repository
     units: dict[str, Unit]  # by key, in the order of the file
-    keys: dict[str, str]  # top-level names -> their keys, which differ only for the engine
-    bases: dict[str, list[str]]  # key of a class -> names of its bases
+    bases: dict[str, list[str]]  # name of a class -> names of its bases
     relies_on: dict[str, list[str]]  # other files of stages/ -> the names taken from them
     num_lines: int
     num_code_lines: int
@@ -95,33 +94,24 @@ def read_stage(number: int) -> StageFile:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stages."):
             path = str(node.module).replace(".", "/") + ".py"
             relies_on.setdefault(path, []).extend(alias.name for alias in node.names)
-    top = [node for node in tree.body if isinstance(node, Definition)]
-    keys = {node.name: ENGINE if node.name == stage.class_name else node.name for node in top}
-    classes = [node for node in top if isinstance(node, ast.ClassDef)]
-    bases = {keys[c.name]: [b.id for b in c.bases if isinstance(b, ast.Name)] for c in classes}
-    units = {unit.key: unit for unit in split(number, source, tree, keys)}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    bases = {c.name: [b.id for b in c.bases if isinstance(b, ast.Name)] for c in classes}
+    units = {unit.key: unit for unit in split(stage, source, tree)}
     size = len(source.splitlines()), count_code_lines(source)
-    return StageFile(number, f"stages/{stage.module_name}.py", units, keys, bases, relies_on, *size)
+    return StageFile(number, f"stages/{stage.module_name}.py", units, bases, relies_on, *size)
 
 
-def split(number: int, source: str, tree: ast.Module, keys: dict[str, str]) -> Iterator[Unit]:
+def split(stage: Stage, source: str, tree: ast.Module) -> Iterator[Unit]:
     """The units of a file, which together are all of its lines."""
-    lines = source.splitlines()
-    first_import = next(node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
-    starts: list[tuple[int, str, str, ast.AST]] = [
-        (0, DOCSTRING, DOCSTRING, tree),
-        (first_import.lineno - 1, IMPORTS, IMPORTS, first_import),
-    ]
-    for top in tree.body:
-        if not isinstance(top, Definition):
-            continue
-        starts.append((first_line(top, lines), keys[top.name], top.name, top))
-        for method in top.body if isinstance(top, ast.ClassDef) else []:
-            if isinstance(method, Definition):
-                names = f"{keys[top.name]}.{method.name}", f"{top.name}.{method.name}"
-                starts.append((first_line(method, lines), *names, method))
+    lines, named = source.splitlines(), definitions(tree)
+    imports = next(node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+    starts: list[tuple[int, str, ast.AST]] = [(0, DOCSTRING, tree), (imports.lineno - 1, IMPORTS, imports)]
+    for label, definition in named.items():
+        around = named.get(label.rpartition(".")[0])
+        if not isinstance(around, ast.FunctionDef):
+            starts.append((first_line(definition, lines), label, definition))
     stops = [start for start, *_ in starts[1:]] + [len(lines)]
-    for (start, key, label, node), stop in zip(starts, stops, strict=True):
+    for (start, label, node), stop in zip(starts, stops, strict=True):
         while not lines[stop - 1].strip():
             stop -= 1
         doc = ast.get_docstring(node) if isinstance(node, Definition | ast.Module) else None
@@ -129,7 +119,8 @@ def split(number: int, source: str, tree: ast.Module, keys: dict[str, str]) -> I
         if isinstance(node, ast.ClassDef):  # a method is a unit of its own, so the head has only fields and bases
             parts = [*node.bases, *(n for n in node.body if not isinstance(n, Definition))]
         mentioned = frozenset(n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name))
-        yield Unit(number, key, label, start + 1, tuple(lines[start:stop]), (doc or "").split("\n")[0], mentioned)
+        key = re.sub(rf"^{stage.class_name}\b", ENGINE, label)
+        yield Unit(stage.number, key, label, start + 1, tuple(lines[start:stop]), (doc or "").split("\n")[0], mentioned)
 
 
 def first_line(node: Definition, lines: list[str]) -> int:
@@ -156,8 +147,7 @@ def reach(number: int) -> set[Unit]:
         if unit not in found:
             found.add(unit)
             for name in unit.names:
-                home = read_stage(unit.stage).home(name)
-                todo += [u for u in home.units.values() if u.owner == home.keys.get(name)]
+                todo += [u for u in read_stage(unit.stage).home(name).units.values() if u.owner == name]
     return found
 
 
@@ -258,8 +248,8 @@ class StageDiff:
 
 def without_methods(units: list[Unit]) -> list[Unit]:
     """Leave out the methods of classes that are listed themselves."""
-    keys = {unit.key for unit in units}
-    return [unit for unit in units if "." not in unit.key or unit.owner not in keys]
+    labels = {unit.label for unit in units}
+    return [unit for unit in units if unit.label == unit.owner or unit.owner not in labels]
 
 
 def compare(number: int) -> StageDiff:
@@ -282,9 +272,16 @@ def in_order(units: Iterable[Unit]) -> list[Unit]:
 
 def counterpart(file: StageFile, unit: Unit, base: int) -> Unit | None:
     """The unit of stage `base` that `unit` replaces: the one with that key, or for a method the one it overrides."""
-    owner, _, method = unit.key.partition(".")
-    overridden = [f"{name}.{method}" for name in file.bases.get(owner, ()) if method]
+    method = unit.key.removeprefix(unit.owner)
+    overridden = [f"{name}{method}" for name in file.bases.get(unit.owner, ()) if method]
     return next(filter(None, (find(base, key) for key in (unit.key, *overridden))), None)
+
+
+@cache
+def coloured(unit: Unit, formatter: Any) -> list[str]:
+    """The lines of a unit in colours, none of which reaches across lines."""
+    shown: str = highlight("\n".join(unit.lines), PythonLexer(stripnl=False), formatter)
+    return shown.removesuffix("\n").split("\n")
 
 
 # --- in the terminal --------------------------------------------------------------------------------------------------
@@ -319,13 +316,8 @@ def numbered(sign: str, unit: Unit, lines: range) -> Table:
     table.add_column(width=1, no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
     for i in lines:
-        table.add_row(str(unit.first_line + i), sign, coloured(unit)[i], style=STYLES[sign])
+        table.add_row(str(unit.first_line + i), sign, Text.from_ansi(coloured(unit, ANSI)[i]), style=STYLES[sign])
     return table
-
-
-@cache
-def coloured(unit: Unit) -> Lines:
-    return Syntax("", "python", theme="ansi_dark").highlight("\n".join(unit.lines)).split("\n")
 
 
 # --- as a page --------------------------------------------------------------------------------------------------------
@@ -359,15 +351,8 @@ def section(pair: Pair) -> str:
 
 
 def html_lines(unit: Unit, lines: range) -> str:
-    numbered = ((unit.first_line + i, highlighted(unit)[i]) for i in lines)
+    numbered = ((unit.first_line + i, coloured(unit, HTML)[i]) for i in lines)
     return "".join(f'<div class="row"><span>{number}</span><code>{code}</code></div>' for number, code in numbered)
-
-
-@cache
-def highlighted(unit: Unit) -> list[str]:
-    """The lines of a unit as HTML; spans do not reach across lines."""
-    shown: str = highlight("\n".join(unit.lines), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
-    return shown.removesuffix("\n").split("\n")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from benchmarks.lib.harness import RESULTS
 from benchmarks.lib.tables import gain
 from stages.manifest import load_stage
 from tools import ROOT
-from tools.exercises.exercises import Definition, Hole, docstrings, find_holes
+from tools.exercises.exercises import Hole, definitions, docstrings, find_holes
 
 EXPERIMENTS = ROOT / "lectures" / "experiments"  # each program is beside what it printed: NAME.py and NAME.txt
 HINT_WIDTH = 100  # characters of a line of a hint, where a slide shows the hint instead of the solution
@@ -47,16 +47,6 @@ def read(path: str) -> str:
     if not file.is_file():
         raise ValueError(f"there is no file {path}")
     return file.read_text(encoding="utf-8")
-
-
-def definitions(tree: ast.AST, prefix: str = "") -> dict[str, Definition]:
-    """The functions, classes and methods of a file by their names: "allocate", "BlockPool.allocate"."""
-    found: dict[str, Definition] = {}
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, Definition):
-            found[prefix + node.name] = node
-            found |= definitions(node, f"{prefix}{node.name}.")
-    return found
 
 
 def pull_code(path: str, name: str, *options: str, opened: bool = False) -> Code:
