@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.lectures.lecture import lecture_of, lecture_paths, read_lecture
+from tools.lectures.lecture import lecture_path, lecture_paths, read_lecture
 from tools.lectures.slides import render
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -95,7 +95,7 @@ def test_on_a_telephone_it_is_a_page_that_nothing_runs_out_of(path: Path, tmp_pa
 
 
 def test_too_much_is_noticed(tmp_path: Path) -> None:
-    text = render(lecture_of(4))
+    text = render(read_lecture(lecture_path(4)))
     much = "<p>one line more</p>" * 30
     cramped = text.replace('<aside class="notes">', much + '<aside class="notes">', 1)
     assert overflow(cramped, DESK, tmp_path) == ("true", "1")
@@ -104,7 +104,7 @@ def test_too_much_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_speaker_sees_a_whole_script_beside_the_slides(tmp_path: Path) -> None:
-    lecture = lecture_of(4)
+    lecture = read_lecture(lecture_path(4))
     longest = max(lecture.slides, key=lambda slide: sum(len(piece.text) for piece in slide.script))
     number = lecture.slides.index(longest)
     said = shown(render(lecture), SPEAK.replace("SLIDE", str(number)), tmp_path, 1400)

@@ -15,7 +15,7 @@ import pytest
 from tools import ROOT
 from tools.exercises.exercises import find_holes
 from tools.lectures import pulls
-from tools.lectures.lecture import lecture_of
+from tools.lectures.lecture import lecture_path, read_lecture
 from tools.lectures.pulls import in_words
 from tools.pictures.three_requests import BLOCK_SIZE, three_requests
 
@@ -233,7 +233,7 @@ BY_STAGE: dict[int, Callable[[], Iterator[str]]] = {
 
 def text_of(stage: int) -> str:
     """What a lecture shows and speaks, without what is fetched or typed, in a single line."""
-    slides = lecture_of(stage).slides
+    slides = read_lecture(lecture_path(stage)).slides
     shown = [
         piece.text for slide in slides for piece in (*slide.body, *slide.script) if piece.kind in ("text", "say", "see")
     ]

@@ -192,8 +192,8 @@ def test_code_is_the_stage_s_own_and_a_hole_hides_the_solution() -> None:
     assert "for block in reversed(seq.block_table):" in solved.lines[min(solved.marked)]
     assert not any("reversed" in line for line in opened.lines) and any("4.4: lower the" in x for x in opened.lines)
     assert solved.label == "stage_4_prefix_caching.py · PrefixCachingPool.release"
-    only = pulls.pull_code(STAGE_4, "4.4", "only")
-    assert only.lines[0].startswith("for block") and len(only.lines) == len(solved.marked)
+    part = pulls.pull_code(STAGE_4, "4.4", "from", "for block", "to", "for block")
+    assert part.lines[0].startswith("for block") and len(part.lines) == len(part.marked) == 1
 
 
 def test_what_is_spoken_and_printed() -> None:

@@ -40,24 +40,20 @@ class Finding:
 
 
 def python() -> Iterator[Finding]:
-    version = platform.python_version()
-    if SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
-        yield Finding("Python", "ok", version)
-    else:
-        yield Finding("Python", "bad", version, "make clean, then make setup PYTHON=python3.12 (3.11 to 3.13 will do)")
+    good = SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]
+    remedy = "" if good else "make clean, then make setup PYTHON=python3.12 (3.11 to 3.13 will do)"
+    yield Finding("Python", "ok" if good else "bad", platform.python_version(), remedy)
 
 
 def packages() -> Iterator[Finding]:
-    for name, needed in (("torch", True), ("transformers", True), ("triton", False)):
+    for name in ("torch", "transformers", "triton"):
         try:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            if needed:
+            if name != "triton":
                 yield Finding(name, "bad", "not installed", "make setup")
             elif sys.platform == "linux":
                 yield Finding(name, "note", "not installed", "make setup; a GPU falls back on plain PyTorch without it")
-            else:
-                yield Finding(name, "ok", f"not installed, and not needed on {platform.system()}")
 
 
 def gpu() -> Iterator[Finding]:
@@ -66,8 +62,9 @@ def gpu() -> Iterator[Finding]:
         return
     import torch
 
+    driver = Path("/proc/driver/nvidia/version")
     if not torch.cuda.is_available():
-        if Path("/proc/driver/nvidia/version").exists() and torch.version.cuda is None:
+        if driver.exists() and torch.version.cuda is None:
             yield Finding("GPU", "bad", "there is a driver, but this torch is made for CPUs", "make setup TORCH=torch")
         elif torch.version.cuda is not None:
             reason = f"torch is made for CUDA {torch.version.cuda}, and finds no usable card"
@@ -75,7 +72,6 @@ def gpu() -> Iterator[Finding]:
         else:
             yield Finding("GPU", "ok", "none: everything but stage 6's measurements and make bench runs on the CPU")
         return
-    driver = Path("/proc/driver/nvidia/version")
     if driver.exists():
         yield Finding("driver", "ok", driver.read_text().splitlines()[0].split(":", 1)[-1].strip())
     for i in range(torch.cuda.device_count()):
@@ -97,7 +93,7 @@ def gpu_share() -> Iterator[Finding]:
     if good:
         yield Finding(SHARE, "ok", f"{value} of each GPU's memory at most")
     else:
-        yield Finding(SHARE, "bad", f"{value!r}", f"export {SHARE}=0.3: a number above 0, and 1 at most")
+        yield Finding(SHARE, "bad", repr(value), f"export {SHARE}=0.3: a number above 0, and 1 at most")
 
 
 def memory() -> Iterator[Finding]:
@@ -143,10 +139,8 @@ def leftovers(processes: Path = PROCESSES, segments: Path = SEGMENTS) -> Iterato
     for pid, command in sorted(orphans):
         remedy = f"kill {pid}, unless you started it to go on by itself"
         yield Finding("process", "note", f"{pid}, whose parent is gone: {command[:60]}", remedy)
-    dead = []
-    for path in sorted(segments.glob("psm_*")) + sorted(segments.glob("nanovllm*")) if segments.is_dir() else []:
-        if path.stat().st_uid == os.getuid() and f"/dev/shm/{path.name}" not in mapped:
-            dead.append(path)
+    named = sorted([*segments.glob("psm_*"), *segments.glob("nanovllm*")])
+    dead = [path for path in named if path.stat().st_uid == os.getuid() and f"/dev/shm/{path.name}" not in mapped]
     for path in dead:
         found = f"{path.name}, {path.stat().st_size / 2**20:.1f} MiB, open in none of your processes"
         yield Finding("shared memory", "note", found, f"rm {path}")

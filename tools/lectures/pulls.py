@@ -21,7 +21,6 @@ from typing import Any
 
 from benchmarks.lib import tables
 from benchmarks.lib.harness import RESULTS
-from benchmarks.lib.tables import gain
 from stages.manifest import load_stage
 from tools import ROOT
 from tools.exercises.exercises import Hole, definitions, docstrings, find_holes
@@ -52,9 +51,8 @@ def read(path: str) -> str:
 def pull_code(path: str, name: str, *options: str, opened: bool = False) -> Code:
     """The definition of that name. An exercise's number ("4.2") gives the definition around it, its lines marked.
 
-    Docstrings and the exercises' markers are left out. Options: "only" (just the exercise's lines), or "from", TEXT and
-    "to", TEXT, which stand in the first and the last line to be shown. opened=True shows the hint in place of the
-    exercise's solution.
+    Docstrings and the exercises' markers are left out. Options: "from", TEXT and "to", TEXT, which stand in the first
+    and the last line to be shown. opened=True shows the hint in place of the exercise's solution.
     """
     text = read(path)
     lines, holes, named = text.splitlines(), find_holes(text), definitions(ast.parse(text))
@@ -70,17 +68,17 @@ def pull_code(path: str, name: str, *options: str, opened: bool = False) -> Code
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
     skipped = {i for h in holes for i in (*range(h.first, h.code), h.end)}
     for doc in docstrings(node):  # and the blank line after it
-        skipped |= {line - 1 for line in doc} | ({doc.stop - 1} if not lines[doc.stop - 1].strip() else set())
+        skipped |= {line - 1 for line in doc} | ({doc.stop - 1} if lines[doc.stop - 1 : doc.stop] == [""] else set())
     shown: list[tuple[str, bool]] = []
     for i in range(first, node.end_lineno or 0):
         inside = hole is not None and hole.code <= i < hole.end
         if hole is not None and opened and inside:
             shown += [(line, True) for line in open_hole(hole)] if i == hole.code else []
-        elif i not in skipped and (inside or "only" not in options):
+        elif i not in skipped:
             shown.append((lines[i], inside))
     shown = cut_out(shown, options)
     texts = textwrap.dedent("\n".join(line for line, _ in shown)).splitlines()
-    marked = frozenset(i for i, (_, inside) in enumerate(shown) if inside and "only" not in options)
+    marked = frozenset(i for i, (_, inside) in enumerate(shown) if inside)
     return Code(f"{Path(path).name} · {name}", tuple(texts), marked)
 
 
@@ -91,17 +89,12 @@ def open_hole(hole: Hole) -> list[str]:
 
 
 def cut_out(shown: list[tuple[str, bool]], options: Sequence[str]) -> list[tuple[str, bool]]:
-    match list(options):
-        case [] | ["only"]:
-            return shown
-        case ["from", first]:
-            return shown[position(shown, first, 0) :]
-        case ["to", last]:
-            return shown[: position(shown, last, 0) + 1]
-        case ["from", first, "to", last]:
-            start = position(shown, first, 0)
-            return shown[start : position(shown, last, start) + 1]
-    raise ValueError(f"{' '.join(options)!r} is neither 'only' nor 'from TEXT', 'to TEXT' or both")
+    given = dict(zip(options[::2], options[1::2], strict=False))
+    if len(options) % 2 or not given.keys() <= {"from", "to"}:
+        raise ValueError(f"{' '.join(options)!r} is neither 'from TEXT' nor 'to TEXT' nor both")
+    start = position(shown, given["from"], 0) if "from" in given else 0
+    stop = position(shown, given["to"], start) + 1 if "to" in given else len(shown)
+    return shown[start:stop]
 
 
 def position(shown: list[tuple[str, bool]], text: str, start: int) -> int:
@@ -169,12 +162,8 @@ def matching(lines: list[str], pattern: str, who: str) -> str:
 
 
 @cache
-def result(name: str) -> dict[str, Any]:
-    path = RESULTS / f"{name}.json"
-    if not path.is_file():
-        raise ValueError(f"there is no benchmarks/results/{name}.json")
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return loaded
+def result(name: str) -> tables.Result:
+    return tables.load(name, RESULTS)
 
 
 def figure(name: str, key: str) -> dict[str, Any]:
@@ -194,19 +183,18 @@ def pull_value(name: str, key: str, contender: str) -> str:
 
 def pull_gain(name: str, key: str) -> str:
     """How many times better the stage is than its rival: "5.14×", or "0.71×" where the stage is worse."""
-    return f"{tables.number(gain(figure(name, key), result(name)['contender'], result(name)['rival']), 'times')}×"
+    return tables.ratio(figure(name, key), result(name)["contender"], result(name)["rival"])
 
 
-def pull_table(name: str, *keys: str) -> list[list[str]]:
-    """Rows of cells, the heading first: one row per figure, one column per contender of any of these figures."""
-    figures = [figure(name, key) for key in keys or result(name)["shown"]]
+def pull_table(name: str, *keys: str) -> str:
+    """A table in Markdown: one row per figure, one column per contender of any of these figures."""
+    figures = [figure(name, key) for key in keys]
     names = list(dict.fromkeys(who for f in figures for who in f["values"]))
-    rows = [["", *names, "gain"]]
+    rows = tables.head("", *names, "gain")
     for f in figures:
-        both = {result(name)["contender"], result(name)["rival"]} <= f["values"].keys()
         values = [pull_value(name, f["key"], who) if who in f["values"] else "–" for who in names]
-        rows.append([f["label"], *values, pull_gain(name, f["key"]) if both else "–"])
-    return rows
+        rows.append(tables.row(f["label"], *values, pull_gain(name, f["key"])))
+    return "\n".join(rows)
 
 
 def pull_source(name: str) -> str:

@@ -16,7 +16,7 @@ import html
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -33,7 +33,7 @@ from tools.lectures.lecture import (
     LectureError,
     Piece,
     Slide,
-    lecture_of,
+    lecture_path,
     lecture_paths,
     read_lecture,
     split_words,
@@ -55,9 +55,7 @@ class Renderer:
     def __init__(self, lecture: Lecture) -> None:
         self.lecture = lecture
         self.markdown = MarkdownIt("commonmark", {"html": True, "highlight": coloured}).enable("table")
-        self.targets = re.findall(
-            r"^([a-z][\w%-]*):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
-        )
+        self.targets = re.findall(r"^([a-z][\w%-]*):(?!=)", read(ROOT / "Makefile"), re.MULTILINE)
 
     def at(self, piece: Piece, make: Callable[[], str]) -> str:
         try:
@@ -119,7 +117,9 @@ class Renderer:
             case (("code" | "hole"), [path, name, *options]):
                 return code(pulls.pull_code(path, name, *options, opened=piece.kind == "hole"), width)
             case "picture", [path, text, *alt] if path.endswith(".ipynb") and alt:
-                return figure(f'<img src="data:image/png;base64,{pulls.pull_png(path, text)}"', " ".join(alt))
+                said = html.escape(" ".join(alt))
+                image = f'<img src="data:image/png;base64,{pulls.pull_png(path, text)}" alt="{said}">'
+                return f"<figure>{image}<figcaption>{said}</figcaption></figure>"
             case "picture", [path, *alt] if path.endswith(".svg") and alt:
                 drawing = pulls.read(path).replace(
                     "<svg ", f'<svg role="img" aria-label="{html.escape(" ".join(alt))}" ', 1
@@ -129,8 +129,10 @@ class Renderer:
                 return output(pulls.pull_output(path, text, *pattern), width)
             case "printed", [name, *pattern] if len(pattern) < 2:
                 return output(pulls.pull_printed(name, *pattern), width)
-            case "table", [name, *keys]:
-                return table(pulls.pull_table(name, *keys), pulls.pull_source(name))
+            case "table", [name, key, *keys]:
+                measured = self.markdown.render(pulls.pull_table(name, key, *keys))
+                source = html.escape(pulls.pull_source(name))
+                return f'<div class="scroll measured">{measured}</div><p class="source">{source}</p>'
             case "run", [_, *_]:
                 command = f"$ {self.commands(piece)}"
                 return f'<pre class="terminal" {fitted([command], width)}>{lined(command)}</pre>'
@@ -193,22 +195,6 @@ def line(shown: str, plain: str, kind: str = "") -> str:
     return f'<span class="{f"line {kind}".strip()}" style="--margin: {margin}ch">{shown}\n</span>'
 
 
-def figure(image: str, alt: str) -> str:
-    return f'<figure>{image} alt="{html.escape(alt)}"><figcaption>{html.escape(alt)}</figcaption></figure>'
-
-
-def table(rows: list[list[str]], source: str) -> str:
-    def row(cells: list[str], tag: str) -> str:
-        return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-
-    body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows[1:])
-    return (
-        f'<div class="scroll"><table class="measured"><thead><tr>{row(rows[0], "th")}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-        f'<p class="source">{html.escape(source)}</p>'
-    )
-
-
 def code_colours() -> str:
     """The style sheet for the colours of code, in light and dark mode."""
     day = HtmlFormatter(style="friendly").get_style_defs("pre")
@@ -219,26 +205,28 @@ def code_colours() -> str:
 
 def script(path: Path) -> str:
     """JavaScript that can stand inside a <script> element: nothing in it closes the element."""
-    text = re.sub(r"\n//# sourceMappingURL=.*", "", path.read_text(encoding="utf-8"))
+    text = re.sub(r"\n//# sourceMappingURL=.*", "", read(path))
     return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
     """A template of lectures/ with the values in the place of their names."""
-    text = (LECTURES / template).read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda m: values[m[1]], text)
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: values[m[1]], read(LECTURES / template))
 
 
 def render(lecture: Lecture) -> str:
     """A lecture as one HTML file. Raises LectureError for a directive that names what is not there."""
     renderer = Renderer(lecture)
-    styles = {name: (LECTURES / f"{name}.css").read_text(encoding="utf-8") for name in ("slides", "page", "speaker")}
     values = {
         "title": html.escape(f"Stage {lecture.stage.number}: {lecture.title}"),
-        "reveal_css": (REVEAL / "reveal.css").read_text(encoding="utf-8"),
-        "theme": styles["slides"] + code_colours(),
-        "page": styles["page"],
-        "speaker": styles["speaker"],
+        "reveal_css": read(REVEAL / "reveal.css"),
+        "theme": read(LECTURES / "slides.css") + code_colours(),
+        "page": read(LECTURES / "page.css"),
+        "speaker": read(LECTURES / "speaker.css"),
         "slides": "".join(renderer.slide(slide, starts) for slide, starts in lecture.timetable()),
         "reveal": script(REVEAL / "reveal.js"),
         "notes": script(REVEAL / "notes.js"),
@@ -266,7 +254,7 @@ def run_sheet(lecture: Lecture) -> Iterator[str]:
     yield f"\n{clock(total)}  The end."
 
 
-def build(lectures: list[Lecture], out: Path) -> list[Path]:
+def build(lectures: Iterable[Lecture], out: Path) -> list[Path]:
     """Write one file per lecture, and an index of all lectures. Returns the paths of the files."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
@@ -296,11 +284,10 @@ def main(arguments: list[str] | None = None) -> int:
             for path in pulls.experiments():
                 path.with_suffix(".txt").write_text(pulls.printed_by(path), encoding="utf-8")
         elif options.script is not None:
-            print("\n".join(run_sheet(lecture_of(options.script))))
+            print("\n".join(run_sheet(read_lecture(lecture_path(options.script)))))
         else:
-            one = options.stage is not None
-            lectures = [lecture_of(options.stage)] if one else [read_lecture(path) for path in lecture_paths()]
-            for path in build(lectures, options.out):
+            paths = lecture_paths() if options.stage is None else [lecture_path(options.stage)]
+            for path in build(map(read_lecture, paths), options.out):
                 print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
     except ValueError as error:
         print(error, file=sys.stderr)
