@@ -178,16 +178,13 @@ class Pair:
     new: Unit | None
 
     def blocks(self) -> Iterator[Block]:
-        if self.old is None or self.new is None:
-            old, new = (len(unit.lines) if unit else 0 for unit in (self.old, self.new))
-            yield Block(False, range(old), range(new))
-            return
+        old, new = (unit.lines if unit else () for unit in (self.old, self.new))
         end = 0
-        for group in difflib.SequenceMatcher(None, self.old.lines, self.new.lines, False).get_grouped_opcodes(CONTEXT):
+        for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(CONTEXT):
             for tag, i, i_stop, j, j_stop in group:
                 yield Block(tag == "equal", range(i, i_stop), range(j, j_stop), max(0, j - end))
                 end = j_stop
-        if left_out := len(self.new.lines) - end:
+        if left_out := len(new) - end:
             yield Block(True, range(0), range(0), left_out)
 
     def sides(self, block: Block) -> list[tuple[str, Unit, range]]:
@@ -198,9 +195,10 @@ class Pair:
 
     @property
     def title(self) -> str:
-        if self.new is None or self.old is None:
-            unit, what = (self.new, "new") if self.new else (self.old, "gone")
-            return f"{unit.label if unit else ''} ({what})"
+        if not self.old:
+            return f"{self.new.label if self.new else ''} (new)"
+        if not self.new:
+            return f"{self.old.label} (gone)"
         renamed = "" if self.old.label == self.new.label else f": {self.old.label}"
         return f"{self.new.label} (changed since stage {self.old.stage}{renamed})"
 
@@ -272,7 +270,7 @@ def in_order(units: Iterable[Unit]) -> list[Unit]:
 
 def counterpart(file: StageFile, unit: Unit, base: int) -> Unit | None:
     """The unit of stage `base` that `unit` replaces: the one with that key, or for a method the one it overrides."""
-    method = unit.key.removeprefix(unit.owner)
+    method = unit.label.removeprefix(unit.owner)
     overridden = [f"{name}{method}" for name in file.bases.get(unit.owner, ()) if method]
     return next(filter(None, (find(base, key) for key in (unit.key, *overridden))), None)
 
