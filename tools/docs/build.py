@@ -89,16 +89,12 @@ class Site:
         return notebook
 
     def source_pages(self, target: Path) -> None:
-        groups: dict[str, list[str]] = {}
-        for name in sorted(self.sources):
+        folders = dict.fromkeys(str(Path(name).parent) for name in sorted(self.sources))
+        for name in self.sources:
             code = (ROOT / name).read_text(encoding="utf-8")
             if code.strip():
                 write(target / f"{name.removesuffix('.py')}.md", f"# `{name}`\n\n``````python\n{code}``````\n")
-                groups.setdefault(str(Path(name).parent), []).append(name.removesuffix(".py"))
-        lists = (
-            "\n".join([f"```{{toctree}}\n:caption: {g}\n:maxdepth: 1\n", *files, "```\n"])
-            for g, files in groups.items()
-        )
+        lists = (f"```{{toctree}}\n:caption: {folder}\n:maxdepth: 1\n:glob:\n\n{folder}/*\n```\n" for folder in folders)
         write(target / "index.md", "# Source\n\nEvery file that these pages speak of.\n\n" + "\n".join(lists))
 
 
@@ -160,8 +156,7 @@ def darkened(rgb: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def write_darkened(path: Path, target: Path) -> None:
     from PIL import Image  # here, because only a whole build needs Pillow
 
-    with Image.open(path) as image:
-        rgb = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
+    rgb = np.asarray(Image.open(path).convert("RGB"), dtype=np.float64) / 255
     dark = Image.fromarray((darkened(rgb).clip(0, 1) * 255).round().astype(np.uint8))
     dark.quantize(COLOURS, dither=Image.Dither.NONE).save(target, optimize=True)
 
@@ -174,21 +169,16 @@ def with_class(tag: str, name: str) -> str:
 
 def add_dark_pictures(html: Path) -> None:
     """Write a dark picture beside each one of the built site, and put both on every page: the theme hides one."""
+
+    def both(match: re.Match[str]) -> str:
+        dark = match[0].replace(f"{match[1]}.png", f"{match[1]}.dark.png")
+        return with_class(match[0], "only-light") + with_class(dark, "only-dark")
+
     for path in sorted((html / "_images").glob("*.png")):
         write_darkened(path, path.with_suffix(".dark.png"))
     for page in html.rglob("*.html"):
-        if "_static" in page.parts:
-            continue
-        text = page.read_text(encoding="utf-8")
-        both = IMAGE.sub(
-            lambda m: (
-                with_class(m[0], "only-light")
-                + with_class(m[0].replace(f"{m[1]}.png", f"{m[1]}.dark.png"), "only-dark")
-            ),
-            text,
-        )
-        if both != text:
-            page.write_text(both, encoding="utf-8")
+        if "_static" not in page.parts:
+            page.write_text(IMAGE.sub(both, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:

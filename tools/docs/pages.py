@@ -6,12 +6,11 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from stages.manifest import Stage, load_stages
+from stages.manifest import load_stages
 from tools import ROOT
 from tools.pictures.state_diagrams import START, Arrow, block_arrows, sequence_arrows
 
@@ -81,16 +80,11 @@ def api_page() -> str:
                 if inspect.isfunction(called) and method[0] != "_" and called.__doc__:
                     parts.append(f"#### {name}.{method}\n\n{described(f'{name}.{method}', called)}")
     parts.append("### The stages' engines\n\nCalled as `Engine` says, with the options that each has:\n")
-    rows = [f"| {s.number} | [`{s.class_name}`](../{stage_file(s)}) | {code_list(s.options)} |" for s in load_stages()]
+    rows = []
+    for s in load_stages():
+        options = ", ".join(f"`{option}`" for option in s.options) or "–"
+        rows.append(f"| {s.number} | [`{s.class_name}`](../stages/{s.module_name}.py) | {options} |")
     return "\n".join([*parts, "| stage | class | options |\n|---|---|---|", *rows, ""])
-
-
-def code_list(names: Any) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "–"
-
-
-def stage_file(stage: Stage) -> str:
-    return f"stages/{stage.module_name}.py"
 
 
 def ladder() -> str:
@@ -98,7 +92,7 @@ def ladder() -> str:
     rows = ["| stage | the new idea | what still hurts |", "|---|---|---|"]
     for s in load_stages():
         chapter = f"**[{s.number}. {s.title}](../notebooks/{s.number}_{s.slug}.ipynb)**"
-        rows.append(f"| {chapter}<br>[source](../{stage_file(s)}) | {s.idea} | {s.costs} |")
+        rows.append(f"| {chapter}<br>[source](../stages/{s.module_name}.py) | {s.idea} | {s.costs} |")
     return "\n".join(rows) + "\n"
 
 
@@ -115,23 +109,15 @@ def rooms() -> str:
     return "\n".join(rows) + "\n"
 
 
-def make_targets() -> Iterator[tuple[str, str]]:
-    """Every target that `make help` lists, and what it does."""
-    for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines():
-        if found := re.match(r"([a-z%-]+):.*## (.*)", line):
-            yield found[1].replace("%", "N"), found[2]
-
-
 def commands_page() -> str:
     """The page of commands: the targets of the Makefile, and the program `nanovllm`."""
     from nanovllm.cli import parser
 
-    rows = [f"| `make {name}` | {what} |" for name, what in make_targets()]
-    options = [
-        re.match(r"#   (\S.*?)  +(.*)", line)
-        for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()[:12]
-    ]
-    given = [f"| `{found[1]}` | {found[2]} |" for found in options if found]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z%-]+):.*## (.*)", makefile, re.MULTILINE)
+    rows = [f"| `make {name.replace('%', 'N')}` | {what} |" for name, what in targets]
+    additions = re.findall(r"^#   (\S.*?)  +(.*)", makefile, re.MULTILINE)
+    given = [f"| `{addition}` | {what} |" for addition, what in additions]
     usage = parser()
     usage.prog = "nanovllm"
     return "\n".join(
