@@ -14,7 +14,6 @@ from stages.manifest import load_stages
 from tools import ROOT
 from tools.pictures.state_diagrams import START, Arrow, block_arrows, sequence_arrows
 
-WIDTH = 88  # characters of the longest line of a signature
 API = {
     "The package": "nanovllm:LLM nanovllm:AsyncLLM nanovllm:SamplingParams nanovllm:RequestOutput "
     "nanovllm:CompletionOutput nanovllm.outputs:RequestMetrics",
@@ -29,38 +28,23 @@ API = {
 }
 
 
-def signature(name: str, thing: Any) -> str:
-    """The signature of a function or class as in the code. A long one has one parameter per line."""
-    [node] = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
-    result = ""
+def signature(thing: Any) -> str:
+    """The head of a function as the code has it. Of a class: its head, and that of its `__init__` or its fields."""
+    lines = textwrap.dedent(inspect.getsource(thing)).splitlines()
+    [node] = ast.parse("\n".join(lines)).body
+    parts: list[Any] = [node]
     if isinstance(node, ast.ClassDef):
-        made = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        fields = [ast.unparse(n) for n in node.body if isinstance(n, ast.AnnAssign)]  # of a dataclass
-        given = fields if made is None else parameters(made.args)
-    else:
-        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        given = parameters(node.args)
-        result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    given = [text for text in given if text not in ("self", "cls")]
-    line = f"{name}({', '.join(given)}){result}"
-    return line if len(line) <= WIDTH else "\n".join([f"{name}(", *(f"    {text}," for text in given), f"){result}"])
+        made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+        parts += made or [n for n in node.body if isinstance(n, ast.AnnAssign)]
+    shown: list[str] = []
+    for part in parts:  # of what has a body only the lines before it
+        last = max(part.lineno, part.body[0].lineno - 1) if hasattr(part, "body") else part.end_lineno
+        shown += lines[part.lineno - 1 : last]
+    return "\n".join(shown)
 
 
-def parameters(args: ast.arguments) -> list[str]:
-    def shown(arg: ast.arg, default: ast.expr | None) -> str:
-        return ast.unparse(arg) + (f" = {ast.unparse(default)}" if default else "")
-
-    plain = [*args.posonlyargs, *args.args]
-    defaults = [None] * (len(plain) - len(args.defaults)) + args.defaults
-    out = [shown(*pair) for pair in zip(plain, defaults, strict=True)]
-    if args.vararg or args.kwonlyargs:
-        out.append(f"*{ast.unparse(args.vararg) if args.vararg else ''}")
-    out += [shown(*pair) for pair in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    return out + ([f"**{ast.unparse(args.kwarg)}"] if args.kwarg else [])
-
-
-def described(name: str, thing: Any) -> str:
-    code = f"```python\n{signature(name, thing)}\n```\n"
+def described(thing: Any) -> str:
+    code = f"```python\n{signature(thing)}\n```\n"
     text = inspect.cleandoc(thing.__doc__ or "")
     return code + (f"\n``````text\n{text}\n``````\n" if text and not text.startswith(f"{thing.__name__}(") else "")
 
@@ -73,12 +57,12 @@ def api_page() -> str:
         for module, _, name in (entry.partition(":") for entry in names.split()):
             thing: Any = getattr(import_module(module), name)
             file = Path(inspect.getsourcefile(thing) or "").relative_to(ROOT).as_posix()
-            parts.append(f"### {name}\n\n`from {module} import {name}`, in `{file}`:\n\n{described(name, thing)}")
+            parts.append(f"### {name}\n\n`from {module} import {name}`, in `{file}`:\n\n{described(thing)}")
             methods = vars(thing).items() if inspect.isclass(thing) else ()
             for method, function in methods:
                 called = function.__func__ if isinstance(function, classmethod | staticmethod) else function
                 if inspect.isfunction(called) and method[0] != "_" and called.__doc__:
-                    parts.append(f"#### {name}.{method}\n\n{described(f'{name}.{method}', called)}")
+                    parts.append(f"#### {name}.{method}\n\n{described(called)}")
     parts.append("### The stages' engines\n\nCalled as `Engine` says, with the options that each has:\n")
     rows = []
     for s in load_stages():
