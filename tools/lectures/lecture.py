@@ -32,7 +32,7 @@ KINDS = ("title", "plain", "question", "answer", "live")
 SLACK = 2.0  # minutes by which all slides together may be shorter or longer than the lecture
 
 HEADING = re.compile(r"(##?) (?P<title>.+?) \{(?P<minutes>\d+(?:\.5)?) min(?:, (?P<kind>\w+))?\}")
-DIRECTIVE = re.compile(r"@(?P<name>[a-z]+)(?: (?P<rest>.*))?")
+MARK = re.compile(r"@(?P<name>[a-z]+)(?: (?P<rest>.*))?|\|\|\||##? .*")  # what no text goes on through
 FENCE = re.compile(r" *(`{3,}|~{3,})")
 
 
@@ -136,12 +136,12 @@ def split_words(text: str) -> tuple[str, ...]:
 
 def pieces(path: Path) -> Iterator[Piece]:
     """The pieces of the source in order. Fenced code is text, whatever its lines look like."""
+    lines = path.read_text(encoding="utf-8").splitlines()
     text: list[str] = []
     kind, start, fence = "text", 1, ""
-    for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), "## end"], start=1):
-        directive = None if fence else DIRECTIVE.fullmatch(line)
-        breaks = not fence and (line == "|||" or re.match("## " if kind == "type" else "##? ", line))  # "# " comments
-        if not directive and not breaks:
+    for number, line in enumerate([*lines, "## end"], start=1):
+        mark = None if fence else MARK.fullmatch(line)
+        if mark is None or (kind == "type" and line.startswith("# ")):  # a comment, among what is to be typed
             if opened := FENCE.match(line):
                 fence = "" if fence == opened[1] else fence or opened[1]
             text.append(line)
@@ -149,23 +149,19 @@ def pieces(path: Path) -> Iterator[Piece]:
         if kind in SCRIPT or "".join(text).strip():
             yield Piece(kind, "\n".join(text).strip(), start)
         text, kind, start = [], "text", number + 1
-        if directive is None:
-            if line != "## end":
-                yield Piece("|||" if line == "|||" else "heading", line, number)
-            continue
-        name, rest = directive["name"], directive["rest"] or ""
+        name, rest = mark["name"], mark["rest"] or ""
         if name in SCRIPT and not rest:
             kind, start = name, number
-        elif name == "minutes" and re.fullmatch(r"\d+", rest):
-            yield Piece("minutes", rest, number)
-        elif name in SHOWN:
+        elif name in SHOWN or (name == "minutes" and rest.isdecimal()):
             try:
                 yield Piece(name, rest, number, split_words(rest))
             except ValueError as error:
                 raise LectureError(path, number, f"@{name} {rest}: {error}") from error
-        else:
+        elif name:
             known = ", ".join(f"@{known}" for known in (*SHOWN, *SCRIPT, "minutes"))
             raise LectureError(path, number, f"{line!r} is no directive; there are {known}")
+        elif number <= len(lines):
+            yield Piece("|||" if line == "|||" else "heading", line, number)
     if fence:
         raise LectureError(path, start, f"a fence {fence} is opened and never closed")
 

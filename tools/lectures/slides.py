@@ -116,15 +116,13 @@ class Renderer:
         match piece.kind, words:
             case (("code" | "hole"), [path, name, *options]):
                 return code(pulls.pull_code(path, name, *options, opened=piece.kind == "hole"), width)
-            case "picture", [path, text, *alt] if path.endswith(".ipynb") and alt:
+            case "picture", [path, *alt] if path.endswith(".svg") and alt:
+                label = f'<svg role="img" aria-label="{html.escape(" ".join(alt))}" '
+                return f"<figure>{pulls.read(path).replace('<svg ', label, 1)}</figure>"
+            case "picture", [path, text, *alt] if alt:
                 said = html.escape(" ".join(alt))
                 image = f'<img src="data:image/png;base64,{pulls.pull_png(path, text)}" alt="{said}">'
                 return f"<figure>{image}<figcaption>{said}</figcaption></figure>"
-            case "picture", [path, *alt] if path.endswith(".svg") and alt:
-                drawing = pulls.read(path).replace(
-                    "<svg ", f'<svg role="img" aria-label="{html.escape(" ".join(alt))}" ', 1
-                )
-                return f"<figure>{drawing}</figure>"
             case "output", [path, text, *pattern] if len(pattern) < 2:
                 return output(pulls.pull_output(path, text, *pattern), width)
             case "printed", [name, *pattern] if len(pattern) < 2:
