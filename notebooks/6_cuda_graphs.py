@@ -313,7 +313,7 @@ picture if recording else None
 #
 # Hundreds of small kernels remain, each of which writes to memory what the next one reads again. torch.compile fuses
 # those between the matrix products: "stage 6 compiled" is this stage with compiled layers, made for the benchmark alone
-# (`benchmarks/stages/compiled.py`). Compiling takes much longer than recording, every time an engine is built.
+# (`benchmarks/stages/runners.py`). Compiling takes much longer than recording, every time an engine is built.
 #
 # The showcase of this stage, as it was measured:
 

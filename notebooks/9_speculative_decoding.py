@@ -14,10 +14,9 @@ import time
 
 import torch
 
-from benchmarks.engine.speculation import time_a_token
+from benchmarks.engine.speculation import ReplayProposer, acceptance, time_a_token, tokens_per_step
 from benchmarks.lib.harness import RESULTS
 from benchmarks.lib.process import Engine
-from benchmarks.lib.replay_proposer import ReplayProposer, acceptance, tokens_per_step
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.guesses import NgramProposer
 from nanovllm.engine.scheduler import Scheduler
@@ -304,7 +303,7 @@ lines(
 #
 # All this lives on idle arithmetic, on the flat part of the first curve. A batch of 64 has no flat part left: it
 # computes 64 tokens already, and guesses only make it 320. To see this apart from the quality of a draft, guesses of a
-# *chosen* quality are replayed (`benchmarks/lib/replay_proposer.py`): what will come is known from an earlier run, and
+# *chosen* quality are replayed (`benchmarks/engine/speculation.py`): what will come is known from an earlier run, and
 # as many of the guesses are spoilt as one likes. **Guess:** with four guesses a step, 60% of them right, from which
 # batch size on does it lose, on one core and with this model?
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import check_options, latency, make_parser, ours, vllm
+from benchmarks.engine import check_options, compare, latency, make_parser, ours
 from benchmarks.lib import harness
 from benchmarks.lib.harness import Comparison, Contender, Figure, Showcase, metric
 from benchmarks.lib.process import Engine
@@ -108,16 +108,10 @@ def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
     (site / "vllm").mkdir(parents=True)
     (site / "vllm" / "__init__.py").write_text(FAKE_VLLM)
     (site / "xxhash.py").write_text("raise ImportError('this one is for vLLM alone')")
-    options = options_of(tmp_path, rounds=1, vllm_path=str(site))
-    contenders = [ours(options), *vllm(options)]
-    sizes = {"batches": [1], "prompt_len": 4, "num_tokens": 3, "highest_id": 500}
+    options = options_of(tmp_path, rounds=1, repeats=1, vllm_path=str(site))
+    monkeypatch.setattr(latency, "QUICK", {"batches": [1], "prompt_len": 4, "num_tokens": 3, "highest_id": 500})
     monkeypatch.delenv("PYTHONPATH", raising=False)
-
-    def measure(contender: Contender) -> dict[str, Any]:
-        arguments = {"repeats": 1, **sizes}
-        return harness.run_process(contender, "benchmarks.engine.latency", arguments, options)
-
-    result = Comparison(latency.showcase(contenders, sizes), options).run(measure)
+    result = compare(latency.showcase(options), "latency", options).result()
     assert result["failures"] == {}
     assert {name: e["engine"] for name, e in result["engines"].items()} == {"nanovllm": "nanovllm", "vLLM": "vllm 9.9"}
     assert len({r["pid"] for r in result["rounds"]}) == 2

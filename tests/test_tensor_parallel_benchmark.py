@@ -12,7 +12,6 @@ import torch
 from benchmarks.engine import LARGE_SHAPE as SHAPE
 from benchmarks.engine import tensor_parallel
 from benchmarks.engine.tensor_parallel import FULL, name_of, num_all_reduces, showcase
-from benchmarks.kernels import all_reduce
 from benchmarks.lib import harness, report
 from nanovllm.models.config import read_config
 from tests.stages.ranks import Threads
@@ -22,7 +21,7 @@ RATE = 3e12  # bytes a second
 
 
 def table_of(ranks: int) -> dict[str, Any]:
-    rows = [{"bytes": size, "NCCL": 10.0 + size / 2**12, "one-shot": 5.0} for size in all_reduce.SIZES]
+    rows = [{"bytes": size, "NCCL": 10.0 + size / 2**12, "one-shot": 5.0} for size in tensor_parallel.SIZES]
     return {"ranks": ranks, "rows": rows, "bytes_per_second": RATE, "failures": {}, "one_shot_bytes": 8192}
 
 
@@ -31,11 +30,10 @@ def result() -> dict[str, Any]:
     """As if it had been measured on a GPU."""
     command = ["--quick", "--device", "cpu", "--out", "unused", "--vllm-path", "somewhere"]
     options = tensor_parallel.parse_options(command)
-    shown = showcase(options, FULL)
-    facts = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "transformers": "5.17.0", "threads": 1}
-    comparison = tensor_parallel.TensorParallel(shown, options, {"all_reduce": [table_of(2)]})
-    comparison.sizes, comparison.machine = FULL, facts
     options.model = SHAPE
+    facts = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "transformers": "5.17.0", "threads": 1}
+    comparison = harness.Comparison(showcase(options, FULL, [table_of(2)]), options)
+    comparison.machine = facts
     for (package, ranks), ms in STEPS.items():
         scenarios = {f"batch {b}": {"ms_per_token": ms + 0.01 * b, "first_token_ms": 9.0} for b in FULL["batches"]}
         record = {"round": 0, "contender": name_of(package, ranks), "pid": 1, "scenarios": scenarios}
@@ -92,7 +90,7 @@ def test_a_wrong_sum_is_no_measurement() -> None:
             self.all_gather(x)
             return x
 
-    part = all_reduce.Part("nccl", [64])
+    part = tensor_parallel.Part("nccl", [64])
     [[row], _] = Threads.run(2, part.measure)  # type: ignore[arg-type]
     assert row["bytes"] == 64 and row["gloo"] > 0
     with pytest.raises(RuntimeError, match="gloo gave a wrong sum of 64 bytes"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from benchmarks.lib.recorder import CallRecorder, choose_clock, metrics
+from benchmarks.lib.process import choose_clock
 from benchmarks.lib.workloads import Request, Scenario, make_requests, mixed_lengths, share_prefix
+from benchmarks.stages.runners import CallRecorder, metrics
 
 
 def test_workloads_come_from_their_seed() -> None:
@@ -29,7 +31,7 @@ def test_the_same_memory_is_blocks_for_one_and_rows_for_another() -> None:
     assert [scenario.num_rows(n) for n in (10, 32, 51, 200)] == [4, 3, 1, 1]
     ample = Scenario("s", scenario.calls)
     assert ample.num_blocks(16) == 2 + 1
-    assert Scenario.from_json(json.loads(json.dumps(scenario.as_json()))) == scenario
+    assert Scenario.from_json(json.loads(json.dumps(asdict(scenario)))) == scenario
 
 
 def event(type: str, request: int, **details: Any) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 import argparse
 import importlib.util
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.lib.harness import EMBEDDED_MODEL, Contender
+from benchmarks.lib import harness
+from benchmarks.lib.harness import EMBEDDED_MODEL, Comparison, Contender, Showcase
 from benchmarks.lib.workloads import SHAPES
 
 SHAPE, LARGE_SHAPE = SHAPES / "Qwen3-0.6B", SHAPES / "Qwen3-8B"
@@ -16,14 +18,12 @@ SHAPE, LARGE_SHAPE = SHAPES / "Qwen3-0.6B", SHAPES / "Qwen3-8B"
 
 def make_parser(module: str, doc: str | None, rounds: int = 1, repeats: int | None = None) -> argparse.ArgumentParser:
     """The options of `python -m benchmarks.engine.MODULE`."""
-    name, says = f"python -m benchmarks.engine.{module}", (doc or "").partition("\n")[0]
-    made = argparse.ArgumentParser(prog=name, description=says)
+    made = harness.make_parser(f"engine.{module}", doc)
     made.add_argument("--out", type=Path, required=True, help="directory for the JSON")
     made.add_argument("--rounds", type=int, default=rounds, help="processes of every contender (default %(default)s)")
     if repeats is not None:
-        made.add_argument(
-            "--repeats", type=int, default=repeats, help="measurements in a process (default %(default)s)"
-        )
+        told = f"measurements in a process (default {repeats})"
+        made.add_argument("--repeats", type=int, default=repeats, help=told)
     made.add_argument("--model", type=Path, help="directory with a config.json (default: this benchmark's shape)")
     made.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     made.add_argument("--vllm-path", metavar="PATH", help="where vLLM can be imported from: its PYTHONPATH")
@@ -68,7 +68,38 @@ def vllm(options: argparse.Namespace, name: str = "vLLM", **config: Any) -> list
     return [Contender(name, spec)]
 
 
-def parse(
-    module: str, doc: str | None, rounds: int = 1, repeats: int | None = None, arguments: list[str] | None = None
-) -> argparse.Namespace:
-    return check_options(make_parser(module, doc, rounds, repeats).parse_args(arguments))
+Measure = Callable[[Contender, argparse.Namespace], dict[str, Any]]  # see `harness.run_process`
+
+
+def run(
+    build: Callable[[argparse.Namespace], Showcase],
+    module: str,
+    doc: str | None,
+    rounds: int = 1,
+    repeats: int | None = None,
+    measure: Measure | None = None,
+) -> None:
+    """The command `python -m benchmarks.engine.MODULE`: measure what `build` makes of the options."""
+    options = check_options(make_parser(module, doc, rounds, repeats).parse_args())
+    sys.exit(bool(compare(build(options), module, options, measure).failures))
+
+
+def compare(
+    showcase: Showcase,
+    module: str,
+    options: argparse.Namespace,
+    measure: Measure | None = None,
+    only: Collection[str] | None = None,
+) -> Comparison:
+    """Measure every contender by `measure`, or else by MODULE's function `measure` in processes of its own."""
+    arguments = {"repeats": options.repeats} if "repeats" in options else {}
+    arguments |= showcase.arguments
+
+    def in_process(contender: Contender) -> dict[str, Any]:
+        if measure is not None:
+            return measure(contender, options)
+        return harness.run_process(contender, f"benchmarks.engine.{module}", arguments, options)
+
+    comparison = Comparison(showcase, options)
+    comparison.run(in_process, only)
+    return comparison

@@ -8,6 +8,8 @@ measured in several runs. `--flash-path` is where flash-attn can be imported fro
 """
 
 import sys
+from argparse import Namespace
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,44 +17,72 @@ from importlib import import_module
 from itertools import zip_longest
 from typing import Any
 
-from benchmarks.engine import check_options, latency, make_parser, ours, throughput
-from benchmarks.lib import harness, roofline, tables
-from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, lower, metric
+import torch
+import torch.nn.functional as F
+
+from benchmarks.engine import check_options, compare, latency, make_parser, ours, throughput
+from benchmarks.lib import roofline, tables
+from benchmarks.lib.harness import Figure, Measured, Showcase, by_batch, lower, metric
 from benchmarks.lib.process import Engine, random_prompts
 from benchmarks.lib.tables import Result
 from nanovllm.kernels import FusedKernels
 
 BASE = "as it is"
+Patch = Callable[[], None]  # changes the code of a process, before there is an engine
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Options other than the defaults, and what to change in the code of a process before the engine is made."""
+    """Options other than the defaults, and patches."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    patch: Callable[[], None] | None = None
+    patches: tuple[Patch, ...] = ()
 
 
-def without_kernels(*names: str) -> Callable[[], None]:
-    """A patch that has the engine do in PyTorch, one operation after the other, what these fused kernels do."""
+def replaced(module: str, name: str, change: Callable[[Any], Any]) -> Patch:
+    """A patch that puts `change(value)` in the place of the value that `nanovllm.MODULE` calls `name`."""
 
     def patch() -> None:
-        from nanovllm import kernels
-
-        for module in ("nanovllm.runner.batch", "nanovllm.sampling.sampler"):
-            assert module not in sys.modules, f"{module} has a reference to the function by now"
-        everything = kernels.fused_kernels
-        kernels.fused_kernels = cache(lambda device: everything(device)._replace(**dict.fromkeys(names)))
+        for user in ("nanovllm.runner.batch", "nanovllm.sampling.sampler"):
+            assert user not in sys.modules, f"{user} has a reference to the function by now"
+        found = import_module(f"nanovllm.{module}")
+        setattr(found, name, change(getattr(found, name)))
 
     return patch
 
 
+def leaving_out(*names: str) -> Callable[[Any], Any]:
+    """Changes a function that gives a device's kernels as a named tuple: the kernels `names` are None everywhere."""
+
+    def change(choose: Any) -> Any:
+        def others(device: torch.device) -> Any:
+            return choose(device)._replace(**dict.fromkeys(names))
+
+        others(torch.device("cpu"))  # raises ValueError if there is no such kernel any more
+        return cache(others)
+
+    return change
+
+
+def without_kernels(*names: str) -> Patch:
+    """A patch that has the engine do in PyTorch, one operation after the other, what these fused kernels do."""
+    return replaced("kernels", "fused_kernels", leaving_out(*names))
+
+
+def without_attention_of_hopper(name: str) -> Patch:
+    """A patch: the kernel for any GPU computes what this kernel in `kernels/hopper/` is chosen for."""
+    return replaced("attention.triton_backend", "hopper_kernels", leaving_out(name))
+
+
+def tiled_for_skinny() -> None:
+    """A patch: `tiled_linear` computes what `skinny_linear` is chosen for."""
+    choice: Any = import_module("nanovllm.kernels.linear.choice")
+    for rows in choice.ON_ANY_GPU.values():
+        rows[:] = [row for row in rows if row.kernel is not choice.skinny_linear]
+
+
 def compiled() -> None:
     """A patch that has torch.compile make the kernels between the matrix products: norms, rotation, the MLP's gate."""
-    import torch
-    import torch.nn.functional as F
-
-    without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "choose_linear")()
     from nanovllm.layers import linear, norm, rope
 
     def gate(gate_up: torch.Tensor) -> torch.Tensor:
@@ -65,50 +95,12 @@ def compiled() -> None:
     linear.silu_and_mul = torch.compile(gate, dynamic=True)
 
 
-def replaced(module: str, name: str, value: Any) -> Callable[[], None]:
-    """A patch that puts `value` in the place of what `module` calls `name`."""
-
-    def patch() -> None:
-        found = import_module(f"nanovllm.{module}")
-        assert hasattr(found, name), f"nanovllm.{module} has no {name} any more"
-        setattr(found, name, value)
-
-    return patch
-
-
-def without_attention_of_hopper(*names: str) -> Callable[[], None]:
-    """A patch: the kernels for any GPU compute what these kernels in `kernels/hopper/` are chosen for."""
-
-    def patch() -> None:
-        backend: Any = import_module("nanovllm.attention.triton_backend")
-        assert set(names) <= set(backend.HopperKernels._fields)
-        everything = backend.hopper_kernels
-        backend.hopper_kernels = cache(lambda device: everything(device)._replace(**dict.fromkeys(names)))
-
-    return patch
-
-
-def tiled_for_skinny() -> None:
-    """A patch: `tiled_linear` computes what `skinny_linear` is chosen for."""
-    choice: Any = import_module("nanovllm.kernels.linear.choice")
-    assert hasattr(choice, "skinny_linear")
-    for rows in choice.ON_ANY_GPU.values():
-        rows[:] = [row for row in rows if row.kernel is not choice.skinny_linear]
-
-
-def both(*patches: Callable[[], None]) -> Callable[[], None]:
-    def patch() -> None:
-        for each in patches:
-            each()
-
-    return patch
-
-
 # Hopper's kernels, each replaced by what other GPUs take
 NO_RING = without_attention_of_hopper("ring_decode")
 NO_WARP = without_attention_of_hopper("warp_specialized_prefill")
-NO_EARLY = replaced("kernels.linear.choice", "hopper_linear", lambda device: None)
-NO_CHUNKS = replaced("graphs.sizes", "prompt_sizes", lambda *_: [])
+NO_PREFETCH = replaced("kernels.linear.choice", "hopper_linear", lambda _: lambda device: None)
+NO_PROMPTS = replaced("graphs.sizes", "prompt_sizes", lambda _: lambda *_: [])
+BETWEEN_PRODUCTS = without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "choose_linear")
 
 # What is done in PyTorch instead when a fused kernel is taken away
 FUSED = {
@@ -124,15 +116,15 @@ VARIANTS: dict[str, Variant] = {
     BASE: Variant(),
     "no CUDA graphs": Variant({"enforce_eager": True}),
     "no asynchronous scheduling": Variant({"async_scheduling": False}),
-    **{FUSED.get(k, f"without {k}"): Variant(patch=without_kernels(k)) for k in FusedKernels._fields},
-    "none of these kernels": Variant(patch=without_kernels(*FusedKernels._fields)),
-    "torch.compile in their place": Variant(patch=compiled),
-    "paged_decode in place of ring_decode": Variant(patch=NO_RING),
-    "paged_prefill in place of warp_prefill": Variant(patch=NO_WARP),
-    "no early_linear": Variant(patch=NO_EARLY),
-    "no kernels of Hopper's own": Variant(patch=both(NO_RING, NO_WARP, NO_EARLY)),
-    "tiled_linear in place of skinny_linear": Variant(patch=tiled_for_skinny),
-    "steps with prompts not recorded": Variant(patch=NO_CHUNKS),
+    **{label: Variant(patches=(without_kernels(name),)) for name, label in FUSED.items()},
+    "none of these kernels": Variant(patches=(without_kernels(*FusedKernels._fields),)),
+    "torch.compile in their place": Variant(patches=(BETWEEN_PRODUCTS, compiled)),
+    "paged_decode in place of ring_decode": Variant(patches=(NO_RING,)),
+    "paged_prefill in place of warp_specialized_prefill": Variant(patches=(NO_WARP,)),
+    "no weight_prefetch_linear": Variant(patches=(NO_PREFETCH,)),
+    "no kernels of Hopper's own": Variant(patches=(NO_RING, NO_WARP, NO_PREFETCH)),
+    "tiled_linear in place of skinny_linear": Variant(patches=(tiled_for_skinny,)),
+    "steps with prompts not recorded": Variant(patches=(NO_PROMPTS,)),
     "no chunked prefill": Variant({"enable_chunked_prefill": False}),
     "no prefix cache": Variant({"enable_prefix_caching": False}),
     "blocks of 16": Variant({"kvcache_block_size": 16}),
@@ -147,15 +139,9 @@ def measure(
 
     The last two take so little time that they are repeated more often.
     """
-    found = (
-        throughput.measure(engine, repeats, sizes),
-        latency.measure(engine, **small),
-        first_token(engine, **prompts),
-    )
-    repetitions: list[Measured] = []
-    for parts in zip_longest(*found):
-        repetitions.append({name: figures for part in parts if part for name, figures in part.items()})
-    return repetitions
+    found = [throughput.measure(engine, repeats, sizes), latency.measure(engine, **small)]
+    found.append(first_token(engine, **prompts))
+    return [dict(ChainMap(*parts)) for parts in zip_longest(*found, fillvalue={})]
 
 
 def first_token(engine: Engine, repeats: int, batches: list[int], prompt_len: int, highest_id: int) -> list[Measured]:
@@ -172,35 +158,11 @@ def first_token(engine: Engine, repeats: int, batches: list[int], prompt_len: in
 
 def prepare(variant: str) -> None:
     """In the process of one variant, before there is an engine."""
-    patch = VARIANTS[variant].patch
-    if patch is not None:
+    for patch in VARIANTS[variant].patches:
         patch()
 
 
-def showcase(
-    contenders: list[Contender], limit: dict[str, Any], batches: list[int], prompts: dict[str, Any]
-) -> Showcase:
-    tokens_per_second = metric("headline", "tokens_per_second")
-    figures = [Figure("throughput", "throughput", "tokens/s", "higher", tokens_per_second)]
-    figures += by_batch("ms_per_token", "time per token", batches)
-    for n in prompts["batches"]:
-        label = f"time to first token, {n} prompt{'s' * (n > 1)} of {prompts['prompt_len']}"
-        figures.append(lower(f"first_{n}", label, "ms", f"{n} prompts", "first_token_ms"))
-    return Showcase(
-        name="ablations",
-        title="What each part is worth",
-        workload=f"{throughput.describe(limit)}; and batches of {', '.join(map(str, batches))}, greedy",
-        contenders=contenders,
-        figures=figures,
-        notes=[roofline.describe(limit)],
-    )
-
-
-def main() -> None:
-    parser = make_parser("ablations", __doc__, repeats=2)
-    parser.add_argument("--only", action="append", choices=VARIANTS, help="this variant (and others so named) only")
-    options = check_options(parser.parse_args())
-    limit = roofline.roofline(options)
+def showcase(options: Namespace) -> Showcase:
     small: dict[str, Any] = {"repeats": 5, "batches": [1, 8, 32, 256], "prompt_len": 128, "num_tokens": 128}
     prompts: dict[str, Any] = {"repeats": 10, "batches": [1, 16], "prompt_len": 1024}
     if options.quick:
@@ -208,12 +170,29 @@ def main() -> None:
         prompts |= {"repeats": 2, "batches": [1, 2], "prompt_len": 32}
     for sizes in (small, prompts):
         sizes["highest_id"] = 500 if options.quick else 10_000
-    contenders = [ours(options, name, variant=name, **v.options) for name, v in VARIANTS.items()]
-    shown = showcase(contenders, limit, small["batches"], prompts)
-    arguments = {"repeats": options.repeats, "sizes": limit["workload"], "small": small, "prompts": prompts}
-    only = options.only or list(VARIANTS)
-    extra = {"roofline": limit}
-    comparison = harness.compare(shown, "benchmarks.engine.ablations", arguments, options, extra, only)
+    limit, tokens_per_second = roofline.roofline(options), metric("headline", "tokens_per_second")
+    figures = [Figure("throughput", "throughput", "tokens/s", "higher", tokens_per_second)]
+    figures += by_batch("ms_per_token", "time per token", small["batches"])
+    for n in prompts["batches"]:
+        label = f"time to first token, {n} prompt{'s' * (n > 1)} of {prompts['prompt_len']}"
+        figures.append(lower(f"first_{n}", label, "ms", f"{n} prompts", "first_token_ms"))
+    return Showcase(
+        name="ablations",
+        title="What each part is worth",
+        workload=f"{throughput.describe(limit)}; and batches of {', '.join(map(str, small['batches']))}, greedy",
+        contenders=[ours(options, name, variant=name, **v.options) for name, v in VARIANTS.items()],
+        figures=figures,
+        notes=[roofline.describe(limit)],
+        arguments={"sizes": limit["workload"], "small": small, "prompts": prompts},
+        extra={"roofline": limit},
+    )
+
+
+def main() -> None:
+    parser = make_parser("ablations", __doc__, repeats=2)
+    parser.add_argument("--only", action="append", choices=VARIANTS, help="this variant (and others so named) only")
+    options = check_options(parser.parse_args())
+    comparison = compare(showcase(options), "ablations", options, only=options.only or list(VARIANTS))
     sys.exit(bool(comparison.failures))
 
 

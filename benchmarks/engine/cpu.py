@@ -4,15 +4,12 @@ Measures the embedded model and, where `make models` has put it into the cache, 
 benchmarks/results/engine_cpu.json and engine_cpu_smollm2.json.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import sys
 from pathlib import Path
 
 from benchmarks.lib import tables
-from benchmarks.lib.harness import EMBEDDED_MODEL, Contender, Showcase, higher, lower
+from benchmarks.lib.harness import EMBEDDED_MODEL, Contender, Showcase, higher, lower, make_parser
 from benchmarks.lib.tables import Result
 from benchmarks.lib.workloads import Scenario, make_requests, mixed_lengths
 from benchmarks.stages.runners import hf_contender
@@ -62,24 +59,26 @@ def smollm2(vocab_size: int, quick: bool = False) -> Showcase:
     return showcase("engine_cpu_smollm2", vocab_size, 4 if quick else 16, quick)
 
 
+def misses(result: Result) -> list[str]:
+    """The figures in which the engine is not as good as it has to be, in words."""
+    found = []
+    for figure in result["figures"]:
+        rival, target = TARGETS[figure["key"]]
+        if (gain := tables.gain(figure, ENGINE, rival)) < target:
+            found.append(f"{figure['label']} ({result['name']}): {gain:.2f} of {target} times {rival}")
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.cpu", description=(__doc__ or "").split("\n")[0])
+    parser = make_parser("engine.cpu", __doc__)
     add_options(parser)
     parser.add_argument("--only", choices=("embedded", "smollm2"), help="this model only")
     options = parser.parse_args()
-    models = {"embedded": (embedded, EMBEDDED_MODEL), "smollm2": (smollm2, SMOLLM2)}
     missed = []
-    for label, (build, model) in models.items():
-        if options.only not in (None, label) or (label == "smollm2" and options.only is None and not model.is_dir()):
-            continue
-        options.model = model
-        result = measure(build(vocab_size(model), options.quick), options)
-        for figure in result["figures"]:
-            rival, target = TARGETS[figure["key"]]
-            if tables.gain(figure, ENGINE, rival) < target:
-                missed.append(
-                    f"{figure['label']} ({label}): {tables.gain(figure, ENGINE, rival):.2f} of {target} times {rival}"
-                )
+    for name, build, model in (("embedded", embedded, EMBEDDED_MODEL), ("smollm2", smollm2, SMOLLM2)):
+        if options.only == name or (options.only is None and model.is_dir()):
+            options.model = model
+            missed += misses(measure(build(vocab_size(model), options.quick), options))
     if missed and not options.quick:
         sys.exit("targets missed: " + "; ".join(missed))
 
@@ -98,6 +97,22 @@ def table(results: dict[str, Result]) -> list[str]:
             model = ""
     lines += ["", *(f"- {r['model']['name']}: {r['workload']}; {tables.clock(r)}" for r in results.values())]
     return [*lines, "", tables.origin(results)]
+
+
+def sentence(results: dict[str, Result]) -> list[str]:
+    """The embedded model beside Hugging Face, for the README. `results` is that of engine_cpu."""
+    result = results["engine_cpu"]
+    measured, facts = tables.figures(result), result["machine"]
+
+    def times(key: str, rival: str) -> str:
+        return tables.with_unit(tables.gain(measured[key], "nanovllm", rival), "times")
+
+    return [
+        f"On a CPU ({facts['processor']}, {facts['threads']} thread) the embedded model generates one request "
+        f"{times('ms_1', 'HF one by one')} as fast as Hugging Face's `generate`, 16 requests of one length "
+        f"{times('rate_16', 'HF one by one')} as fast as `generate` does one by one, and 16 of mixed lengths "
+        f"{times('rate_mixed', 'HF padded batch')} as fast as `generate` does in a padded batch.",
+    ]
 
 
 if __name__ == "__main__":

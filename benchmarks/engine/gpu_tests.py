@@ -7,9 +7,6 @@ Writes gpu_tests.CARD.json; `benchmarks/lib/report.py` makes the table of it. A 
 parameters name. Exits with 1 if a test failed.
 """
 
-from __future__ import annotations
-
-import argparse
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -18,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import tables
-from benchmarks.lib.harness import RESULTS, commit, write_result
+from benchmarks.lib.harness import RESULTS, commit, make_parser, write_result
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
 
@@ -52,7 +49,7 @@ def summarize(reports: list[Path]) -> dict[str, Any]:
         for case in cases:
             name, file = case.get("name", ""), case.get("classname", "").rpartition(".")[2]
             marks = {child.tag: child for child in case}
-            outcome = next((OUTCOMES[tag] for tag in OUTCOMES if tag in marks), "passed")
+            outcome = next((outcome for tag, outcome in OUTCOMES.items() if tag in marks), "passed")
             files.setdefault(file, {}).setdefault(precision(name), Counter())[outcome] += 1
             seconds += float(case.get("time", 0))
             if outcome == "skipped":
@@ -75,16 +72,14 @@ def table(results: dict[str, Result]) -> list[str]:
             others = [f"{counts[o]} {o}" for o in ("failed", "skipped") if counts.get(o)]
             cells.append(", ".join([str(counts.get("passed", 0)), *others]) if counts else "–")
         lines.append(tables.row(f"`{file}`", *cells))
-    versions = tables.versions(result, "python", "torch", "cuda", "triton", "transformers")
     lines += ["", f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped."]
     lines += [f"Skipped {count}: {reason}." for reason, count in result["skipped"].items()]
+    versions = tables.versions(result, "python", "torch", "cuda", "triton", "transformers")
     return [*lines, "", f"{result['machine']['device']}, {versions}; commit {tables.commit(result)}."]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.gpu_tests", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = make_parser("engine.gpu_tests", __doc__)
     parser.add_argument("reports", type=Path, nargs="+", help="JUnit reports of one run of the suite")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the directory for the record")
     parser.add_argument("--commit", help="the commit that was tested, where there is no git")
@@ -96,9 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     tested = commit("nanovllm", "stages", "tests", told=options.commit)
     path = write_result({"name": "gpu_tests", "machine": facts("cuda"), "commit": tested, **summary}, options.out)
-    print(f"{path.name}: {sum(sum(c.values()) for f in summary['files'].values() for c in f.values())} tests")
-    for test in summary["failed"]:
-        print(f"failed: {test}")
+    print(path.name, *(f"failed: {test}" for test in summary["failed"]), sep="\n")
     return int(bool(summary["failed"]))
 
 

@@ -9,19 +9,18 @@ graph they are the graph's own). The trace is kept beside the JSON. On a CPU, to
 
 import gzip
 import json
-import sys
 import time
+from argparse import Namespace
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.engine import ours, parse
+from benchmarks.engine import ours, run
 from benchmarks.lib import harness
-from benchmarks.lib.harness import Comparison, Contender, Measured, Showcase, lower
+from benchmarks.lib.harness import Contender, Measured, Showcase, lower
 from benchmarks.lib.process import Engine, random_prompts
 
 MARK = "benchmark step"
@@ -48,9 +47,8 @@ def measure(
     engine.warm_up(random_prompts([prompt_len] * min(batch, 16), 10**6, highest_id))
     core = engine.llm.engine
     kind = RequestOutputKind.FINAL_ONLY  # as `LLM.generate` has it
-    params = engine.make_params(
-        temperature=0.6, ignore_eos=True, max_tokens=settle + UNMARKED + 3 * steps, output_kind=kind
-    )
+    most = settle + UNMARKED + 3 * steps
+    params = engine.make_params(temperature=0.6, ignore_eos=True, max_tokens=most, output_kind=kind)
     for i, prompt in enumerate(random_prompts([prompt_len] * batch, 1, highest_id)):
         core.add_request(str(i), prompt, params)
     for _ in range(settle):
@@ -67,13 +65,9 @@ def measure(
                 core.step()
     profiler.export_chrome_trace(trace)
     core.abort_all()
-    return [{"idle": {"step_ms": step_ms, **shares(read_trace(Path(trace)))}}]
-
-
-def read_trace(path: Path) -> list[Event]:
-    with gzip.open(path) as file:
+    with gzip.open(trace) as file:
         events: list[Event] = json.load(file)["traceEvents"]
-    return events
+    return [{"idle": {"step_ms": step_ms, **shares(events)}}]
 
 
 def shares(events: Iterable[Event]) -> dict[str, float]:
@@ -126,37 +120,34 @@ def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     result: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], end))
-        else:
-            result.append((start, end))
+            earlier = result.pop()
+            start, end = earlier[0], max(earlier[1], end)
+        result.append((start, end))
     return result
 
 
-def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
+def showcase(options: Namespace) -> Showcase:
+    sizes = QUICK if options.quick else SIZES
     return Showcase(
         name="idle",
         title="Does the GPU wait for the host?",
         workload=f"{sizes['batch']} sequences decode, {sizes['prompt_len']} tokens of prompt, {sizes['steps']} steps",
-        contenders=contenders,
+        contenders=[ours(options), ours(options, "no asynchronous scheduling", async_scheduling=False)],
         figures=[lower(key, label, unit, "idle", key) for key, (label, unit) in LABELS.items()],
         shown=("idle_between_percent", "idle_inside_percent"),
     )
 
 
-def main() -> None:
-    options = parse("idle", __doc__)
-    sizes = QUICK if options.quick else SIZES
-    contenders = [ours(options)]
-    contenders.append(ours(options, "no asynchronous scheduling", async_scheduling=False))
+def trace_one(contender: Contender, options: Namespace) -> dict[str, Any]:
+    """A process of one contender. Its trace has its name."""
     options.out.mkdir(parents=True, exist_ok=True)
+    trace = options.out.resolve() / f"trace_{contender.name.replace(' ', '_')}.json.gz"
+    arguments = {**(QUICK if options.quick else SIZES), "trace": str(trace)}
+    return harness.run_process(contender, "benchmarks.engine.idle", arguments, options)
 
-    def run(contender: Contender) -> dict[str, Any]:
-        trace = options.out.resolve() / f"trace_{contender.name.replace(' ', '_')}.json.gz"
-        return harness.run_process(contender, "benchmarks.engine.idle", {**sizes, "trace": str(trace)}, options)
 
-    comparison = Comparison(showcase(contenders, sizes), options)
-    comparison.run(run)
-    sys.exit(bool(comparison.failures))
+def main() -> None:
+    run(showcase, "idle", __doc__, measure=trace_one)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ Greedy, 128 tokens in, 512 out. The time per token is the difference between gen
 over the 511 steps between: so neither prefill nor the cost of a call is in it.
 """
 
-import sys
+from argparse import Namespace
 from typing import Any
 
-from benchmarks.engine import ours, parse, vllm
-from benchmarks.lib import harness
-from benchmarks.lib.harness import Contender, Measured, Showcase, by_batch
+from benchmarks.engine import ours, run, vllm
+from benchmarks.lib.harness import Measured, Showcase, by_batch
 from benchmarks.lib.process import Engine, random_prompts
 
 SIZES: dict[str, Any] = {"batches": [1, 8, 32], "prompt_len": 128, "num_tokens": 512, "highest_id": 10_000}
@@ -43,19 +42,16 @@ def describe(sizes: dict[str, Any]) -> str:
     return f"greedy, {sizes['prompt_len']} tokens in, {sizes['num_tokens']} out, all requests of a batch at once"
 
 
-def showcase(contenders: list[Contender], sizes: dict[str, Any]) -> Showcase:
-    batches = sizes["batches"]
-    figures = by_batch("ms_per_token", "time per token", batches)
-    figures += by_batch("first_token_ms", "time to first token", batches)
-    return Showcase("latency", "Small batches", describe(sizes), contenders, figures)
+def showcase(options: Namespace) -> Showcase:
+    sizes = QUICK if options.quick else SIZES
+    figures = by_batch("ms_per_token", "time per token", sizes["batches"])
+    figures += by_batch("first_token_ms", "time to first token", sizes["batches"])
+    contenders = [ours(options), *vllm(options)]
+    return Showcase("latency", "Small batches", describe(sizes), contenders, figures, arguments=sizes)
 
 
 def main() -> None:
-    options = parse("latency", __doc__, rounds=2, repeats=3)
-    sizes = QUICK if options.quick else SIZES
-    shown = showcase([ours(options), *vllm(options)], sizes)
-    arguments = {"repeats": options.repeats, **sizes}
-    sys.exit(bool(harness.compare(shown, "benchmarks.engine.latency", arguments, options).failures))
+    run(showcase, "latency", __doc__, rounds=2, repeats=3)
 
 
 if __name__ == "__main__":

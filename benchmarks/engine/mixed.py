@@ -8,12 +8,11 @@ through `LLMEngine.step`, which reports every token when it is there.
 """
 
 import statistics
-import sys
 import time
+from argparse import Namespace
 
-from benchmarks.engine import ours, parse
-from benchmarks.lib import harness
-from benchmarks.lib.harness import Contender, Measured, Showcase, lower
+from benchmarks.engine import ours, run
+from benchmarks.lib.harness import Measured, Showcase, lower
 from benchmarks.lib.process import Engine, random_prompts
 
 SIZES = {"streams": 32, "stream_prompt": 128, "tokens": 400, "arrivals": 8, "every": 40, "long_prompt": 3000}
@@ -73,7 +72,11 @@ def one_run(engine: Engine, seed: int, sizes: dict[str, int]) -> dict[str, float
     }
 
 
-def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
+def showcase(options: Namespace) -> Showcase:
+    sizes, budgets = (QUICK, (16, 32)) if options.quick else (SIZES, (512, 2048))
+    contenders = [ours(options, f"chunks of up to {n:,}", max_num_batched_tokens=n) for n in budgets]
+    contenders.append(ours(options, "default budget"))
+    contenders.append(ours(options, "whole prompts", enable_chunked_prefill=False))
     return Showcase(
         name="mixed",
         title="Streams while long prompts arrive",
@@ -82,18 +85,12 @@ def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
         contenders=contenders,
         figures=[lower(key, label, "ms", "mixed", key) for key, label in LABELS.items()],
         headline="gap_p99_ms",
+        arguments=sizes,
     )
 
 
 def main() -> None:
-    options = parse("mixed", __doc__, repeats=2)
-    sizes, budgets = (QUICK, (16, 32)) if options.quick else (SIZES, (512, 2048))
-    contenders = [ours(options, f"chunks of up to {n:,}", max_num_batched_tokens=n) for n in budgets]
-    contenders.append(ours(options, "default budget"))
-    contenders.append(ours(options, "whole prompts", enable_chunked_prefill=False))
-    arguments = {"repeats": options.repeats, **sizes}
-    comparison = harness.compare(showcase(contenders, sizes), "benchmarks.engine.mixed", arguments, options)
-    sys.exit(bool(comparison.failures))
+    run(showcase, "mixed", __doc__, repeats=2)
 
 
 if __name__ == "__main__":

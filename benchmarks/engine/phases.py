@@ -7,15 +7,15 @@ scheduling the host's work lies within that. The least that a step needs is reck
 decodes read their keys, steps of decodes alone the weights too, and prompts do their multiplications.
 """
 
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import ours, parse
-from benchmarks.lib import harness, roofline, tables, workloads
-from benchmarks.lib.harness import Contender, Measured, Showcase, lower
+from benchmarks.engine import ours, run
+from benchmarks.lib import roofline, tables, workloads
+from benchmarks.lib.harness import Measured, Showcase, lower
 from benchmarks.lib.process import Engine
 from benchmarks.lib.roofline import Limits
 from benchmarks.lib.tables import Result
@@ -101,13 +101,14 @@ def measure(
     return repetitions
 
 
-def showcase(contenders: list[Contender]) -> Showcase:
+def showcase(options: Namespace) -> Showcase:
     labels = {"steps": ("steps", ""), "seconds": ("time", "s"), "least_seconds": ("at least", "s")}
+    limit = roofline.roofline(options)
     return Showcase(
         name="phases",
         title="Where the time of the headline workload goes",
         workload="the headline workload, by the kind of step",
-        contenders=contenders,
+        contenders=[ours(options)],
         figures=[
             lower(f"{key}, {kind}", f"{label}, {kind}", unit, kind, key)
             for kind in KINDS
@@ -115,27 +116,23 @@ def showcase(contenders: list[Contender]) -> Showcase:
         ],
         headline=f"seconds, {PROMPTS}",
         shown=tuple(f"{key}, {kind}" for kind in KINDS for key in ("seconds", "least_seconds")),
+        arguments={
+            "sizes": limit["workload"],
+            "limits": limit["limits"],
+            "model": str(options.model),
+            "itemsize": 4 if options.quick else 2,
+        },
+        extra={"roofline": limit},
     )
 
 
 def main() -> None:
-    options = parse("phases", __doc__, repeats=3)
-    limit = roofline.roofline(options)
-    arguments = {
-        "repeats": options.repeats,
-        "sizes": limit["workload"],
-        "limits": limit["limits"],
-        "model": str(options.model),
-        "itemsize": 4 if options.quick else 2,
-    }
-    shown = showcase([ours(options)])
-    comparison = harness.compare(shown, "benchmarks.engine.phases", arguments, options, {"roofline": limit})
-    sys.exit(bool(comparison.failures))
+    run(showcase, "phases", __doc__, repeats=3)
 
 
 def table(results: dict[str, Result]) -> list[str]:
     """Of each kind of step the shortest round."""
-    figures = {figure["key"]: figure for figure in results["phases"]["figures"]}
+    figures = tables.figures(results["phases"])
     lines = tables.head("steps", "number", "time (s)", "at least (s)", "above that (s)")
     totals = [0.0, 0.0]
     for kind in KINDS:

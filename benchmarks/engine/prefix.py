@@ -6,11 +6,10 @@
 arrive. "After one": a request with the same system prompt came before, which is how a service finds it.
 """
 
-import sys
+from argparse import Namespace
 
-from benchmarks.engine import ours, parse, vllm
-from benchmarks.lib import harness
-from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, metric
+from benchmarks.engine import ours, run, vllm
+from benchmarks.lib.harness import Measured, Showcase, higher, lower
 from benchmarks.lib.process import Engine, random_prompts
 
 SIZES = {"num_requests": 64, "shared": 2048, "own": 64, "num_tokens": 64, "highest_id": 10_000}
@@ -44,34 +43,29 @@ def measure(
     return repetitions
 
 
-def showcase(contenders: list[Contender], sizes: dict[str, int]) -> Showcase:
+def showcase(options: Namespace) -> Showcase:
+    sizes = QUICK if options.quick else SIZES
+    without = ours(options, "without prefix cache", enable_prefix_caching=False)
     figures = []
     for scenario in (AT_ONCE, AFTER_ONE):
         key = scenario.replace(" ", "_")
-        first, rate = metric(scenario, "first_tokens_ms"), metric(scenario, "requests_per_second")
-        figures += [
-            Figure(f"first_{key}", f"until all have a token, {scenario}", "ms", "lower", first),
-            Figure(f"rate_{key}", f"throughput, {scenario}", "requests/s", "higher", rate),
-        ]
+        figures.append(lower(f"first_{key}", f"until all have a token, {scenario}", "ms", scenario, "first_tokens_ms"))
+        figures.append(higher(f"rate_{key}", f"throughput, {scenario}", "requests/s", scenario, "requests_per_second"))
     return Showcase(
         name="prefix",
         title="A shared system prompt",
         workload=f"{sizes['num_requests']} requests: {sizes['shared']:,} tokens in common, {sizes['own']} of their own,"
         f" {sizes['num_tokens']} to generate, greedy",
-        contenders=contenders,
+        contenders=[ours(options), without, *vllm(options)],
         figures=figures,
         headline="first_after_one",
-        rival=contenders[1].name,
+        rival=without.name,
+        arguments=sizes,
     )
 
 
 def main() -> None:
-    options = parse("prefix", __doc__, repeats=3)
-    sizes = QUICK if options.quick else SIZES
-    without = ours(options, "without prefix cache", enable_prefix_caching=False)
-    shown = showcase([ours(options), without, *vllm(options)], sizes)
-    arguments = {"repeats": options.repeats, **sizes}
-    sys.exit(bool(harness.compare(shown, "benchmarks.engine.prefix", arguments, options).failures))
+    run(showcase, "prefix", __doc__, repeats=3)
 
 
 if __name__ == "__main__":

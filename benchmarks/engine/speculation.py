@@ -3,18 +3,19 @@
     python -m benchmarks.engine.speculation --out DIR [--device cuda] [--rounds 1] [--repeats 2]
 
 Two results. `speculation`: an 8B shape, batches of 1 to 64, and guesses that are right as often as is chosen
-(`benchmarks/lib/replay_proposer.py`), 2, 4 or 8 per step. `speculation_ngram`: SmolLM2-135M-Instruct alone on records
-in one format, guessed from its own n-grams; left out where `make models` has not put the model into the cache. Each in
-one process with two engines, one that speculates and one as it is by default, which take turns. On a CPU, in CPU time,
-the embedded model stands for the shape.
+(`ReplayProposer`), 2, 4 or 8 per step. `speculation_ngram`: SmolLM2-135M-Instruct alone on records in one format,
+guessed from its own n-grams; left out where `make models` has not put the model into the cache. Each in one process
+with two engines, one that speculates and one as it is by default, which take turns. On a CPU, in CPU time, the embedded
+model stands for the shape.
 
 The time per token: once every request has its first token, until one has its last.
 """
 
+import random
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ import torch
 from benchmarks.engine import LARGE_SHAPE, check_options, make_parser, ours
 from benchmarks.engine.cpu import SMOLLM2
 from benchmarks.lib import harness, tables
-from benchmarks.lib.harness import Comparison, Contender, Figure, Measured, Showcase
-from benchmarks.lib.process import Engine, random_prompts
-from benchmarks.lib.recorder import CLOCKS, choose_clock
-from benchmarks.lib.replay_proposer import ReplayProposer, acceptance
+from benchmarks.lib.harness import Comparison, Figure, Measured, Showcase
+from benchmarks.lib.process import CLOCKS, Engine, choose_clock, random_prompts
 from benchmarks.lib.tables import Result
+from nanovllm.engine.sequence import Sequence as EngineSequence
+from nanovllm.outputs import SpeculationStats
+from nanovllm.sampling_params import derive_seed
 
 NONE = "none"
 SIZES: dict[str, Any] = {"batches": [1, 2, 4, 8, 16, 32, 64], "prompt_len": 128, "num_tokens": 64}
@@ -37,16 +39,57 @@ WARM_UP = 24  # tokens, more than two steps can bring
 WAYS = {f"k={k} at {a}": {"k": k, "acceptance": a} for a in (0.6, 0.8) for k in (2, 4, 8)}
 NGRAM_WAYS = {f"n-grams, k={k}": {"k": k} for k in (4, 8)}
 TOLERANCE = 0.1  # between the acceptance that was chosen and the one measured, over all batches
-SHIPS = [
-    ("Anna", "Norway", "coal"),
-    ("Bella", "Malta", "grain"),
-    ("Clara", "Norway", "timber"),
-    ("Dora", "Greece", "salt"),
-]
-TEXT = "".join(
-    f"{i}. ship={name}, flag={flag}, cargo={cargo}\n   status: arrived, unloaded and left for the north\n"
-    for i, (name, flag, cargo) in enumerate(SHIPS, 1)
-)
+SHIPS = ["Anna Norway coal", "Bella Malta grain", "Clara Norway timber", "Dora Greece salt"]
+RECORD = "{}. ship={}, flag={}, cargo={}\n   status: arrived, unloaded and left for the north\n"
+TEXT = "".join(RECORD.format(i, *ship.split()) for i, ship in enumerate(SHIPS, 1))
+
+
+# --- guesses of a chosen quality --------------------------------------------------------------------------------------
+
+
+class ReplayProposer:
+    """Guesses tokens that are known: the share `acceptance` of each request's is right, in places drawn at random.
+
+    What speculation gains depends on how often guesses are right. Here that is chosen, so that one measurement stands
+    for any draft of that quality, the draft's own cost aside. The guesses are verified like all others: put this in the
+    place of an engine's own proposer, `llm.engine.scheduler.proposer`.
+
+    known: by request id, what the request will generate. Whether a guess is right depends on `seed`, the request and
+    the position alone: on no batch, no k, and no preemption. Where nothing is known any more, nothing is guessed.
+    Raises ValueError if `acceptance` is not in [0, 1].
+    """
+
+    def __init__(self, known: Mapping[str, Sequence[int]], acceptance: float, vocab_size: int, seed: int = 0) -> None:
+        if not 0 <= acceptance <= 1:
+            raise ValueError(f"acceptance must be in [0, 1]; got {acceptance!r}")
+        self.guesses = {}
+        for number, (request_id, tokens) in enumerate(known.items()):
+            rng, num_wrong = random.Random(derive_seed(seed, number)), round((1 - acceptance) * len(tokens))
+            wrong = set(rng.sample(range(len(tokens)), num_wrong))
+            self.guesses[request_id] = [(t + (i in wrong)) % vocab_size for i, t in enumerate(tokens)]
+
+    def propose(self, seq: EngineSequence, k: int) -> list[int | None]:
+        first = seq.num_output_tokens
+        return [*self.guesses[seq.request_id][first : first + k]]
+
+
+def acceptance(stats: SpeculationStats) -> float:
+    """The share of accepted guesses among those that were looked at, all before them in their step being right.
+
+    Raises ValueError if no guess was verified.
+    """
+    if not stats.num_steps:
+        raise ValueError("no guess was verified, so there is no share of accepted ones")
+    looked_at = stats.proposed[0] + sum(map(min, stats.accepted, stats.proposed[1:]))
+    return sum(stats.accepted) / looked_at
+
+
+def tokens_per_step(acceptance: float, k: int) -> float:
+    """What a step that verifies k guesses brings on average: 1 + a + ... + a**k (Leviathan et al., 2023)."""
+    return float(sum(acceptance**i for i in range(k + 1)))
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
 
 
 def measure(
@@ -59,35 +102,33 @@ def measure(
     plain: dict[str, Any],
     steady: bool,
 ) -> list[dict[str, Measured]]:
-    """In the process of both engines: of each repetition, each way's scenarios. `plain`: options of the other one."""
-    rival = Engine(plain["package"], plain["model"], plain["options"], engine.started)
+    """In the process of both engines: of each repetition, each way's scenarios. `plain`: arguments of the other one."""
+    rival = Engine(**plain, started=engine.started)
     for each in (engine, rival) if steady else ():
         make_steady(each.llm.engine.executor.runner.target.model)
     known = {i: o.outputs[0].token_ids for i, o in enumerate(rival.generate(prompts, [num_tokens] * len(prompts)))}
-    own_proposer, vocab_size = engine.llm.engine.scheduler.proposer, engine.llm.engine.vocab_size
+    scheduler, vocab_size = engine.llm.engine.scheduler, engine.llm.engine.vocab_size
+    own_proposer = scheduler.proposer
 
     def run(name: str, batch: int, limit: int) -> dict[str, float]:
         if name == NONE:
             return time_a_token(rival, prompts[:batch], limit)
-        scheduler = engine.llm.engine.scheduler
-        scheduler.max_guesses = ways[name]["k"]
+        scheduler.max_guesses, scheduler.proposer = ways[name]["k"], own_proposer
         if "acceptance" in ways[name]:
             answers = {str(i): known[i] for i in range(batch)}
             scheduler.proposer = ReplayProposer(answers, ways[name]["acceptance"], vocab_size)
-        else:
-            scheduler.proposer = own_proposer
         return time_a_token(engine, prompts[:batch], limit)
 
-    order = [Contender(name, {}) for name in (NONE, *ways)]
-    for name in (NONE, *ways):
+    names = [NONE, *ways]
+    for name in names:
         for batch in batches if steady else batches[:1]:  # a CPU compiles nothing
             run(name, batch, min(num_tokens, WARM_UP))
     repetitions = []
     for repeat in range(repeats):
-        found: dict[str, Measured] = {name: {} for name in (NONE, *ways)}
+        found: dict[str, Measured] = {name: {} for name in names}
         for batch in batches:
-            for way in harness.order_of_round(order, repeat):
-                found[way.name][f"batch {batch}"] = run(way.name, batch, num_tokens)
+            for name in harness.order_of_round(names, repeat):
+                found[name][f"batch {batch}"] = run(name, batch, num_tokens)
         repetitions.append(found)
     return repetitions
 
@@ -105,8 +146,7 @@ def make_steady(model: torch.nn.Module) -> None:
 def time_a_token(engine: Engine, prompts: list[list[int]], num_tokens: int) -> dict[str, float]:
     """Milliseconds between two tokens of a request, all of them at once, greedy; and how guessing went meanwhile."""
     core = engine.llm.engine
-    device = engine.llm.engine.executor.runner.device.type
-    clock = CLOCKS[choose_clock(device, torch.get_num_threads())]
+    clock = CLOCKS[choose_clock(core.executor.runner.device.type, torch.get_num_threads())]
     params = engine.make_params(temperature=0, ignore_eos=True, max_tokens=num_tokens)
     for i, prompt in enumerate(prompts):
         core.add_request(str(i), prompt, params)
@@ -123,13 +163,15 @@ def time_a_token(engine: Engine, prompts: list[list[int]], num_tokens: int) -> d
         "seconds": seconds,
         "wall_seconds": wall,
     }
-    guessed = [seq.speculation for seq in seqs if seq.speculation.num_steps]
-    if guessed:
+    if guessed := [seq.speculation for seq in seqs if seq.speculation.num_steps]:
         total = guessed[0].total(guessed)
         assert total is not None
         found |= {"acceptance": acceptance(total), "tokens_per_step": total.mean_accepted_length}
     core.abort_all()  # forgets what it cached, too
     return found
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
 
 
 def mean(name: str) -> Callable[[Measured], float | None]:
@@ -142,28 +184,24 @@ def mean(name: str) -> Callable[[Measured], float | None]:
     return value
 
 
-def loses_from(result: dict[str, Any]) -> dict[str, int | None]:
+def loses_from(result: Result) -> dict[str, int | None]:
     """For every way of guessing the smallest batch from which on it never gains; None if it gains at the largest."""
     times = {int(f["key"].rpartition("_")[2]): f["values"] for f in result["figures"] if "ms_per_token" in f["key"]}
     found: dict[str, int | None] = {}
     for name in next(iter(times.values())):
-        if name == NONE:
-            continue
-        found[name] = None
-        for batch in sorted(times, reverse=True):
-            if times[batch][name]["median"] < times[batch][NONE]["median"]:
-                break
-            found[name] = batch
-    return found
+        gains = [batch for batch, v in times.items() if v[name]["median"] < v[NONE]["median"]]
+        found[name] = min((batch for batch in times if batch > max(gains, default=0)), default=None)
+    return {name: batch for name, batch in found.items() if name != NONE}
 
 
-def misses(result: dict[str, Any], ways: dict[str, dict[str, Any]]) -> list[str]:
+def misses(result: Result, ways: dict[str, dict[str, Any]]) -> list[str]:
     """The ways whose guesses were not right as often as was chosen, in words."""
-    measured = next(f for f in result["figures"] if f["key"] == "acceptance")["values"]
+    measured = tables.figures(result)["acceptance"]["values"]
+    medians = {name: measured[name]["median"] for name in ways}
     return [
-        f"{name}: {measured[name]['median']:.2f} of the guesses were accepted"
+        f"{name}: {medians[name]:.2f} of the guesses were accepted"
         for name, way in ways.items()
-        if abs(way.get("acceptance", measured[name]["median"]) - measured[name]["median"]) > TOLERANCE
+        if abs(way.get("acceptance", medians[name]) - medians[name]) > TOLERANCE
     ]
 
 
@@ -183,8 +221,8 @@ def compare(
     figures = harness.by_batch("ms_per_token", "time per token", work["batches"])
     figures.append(Figure("tokens_per_step", "tokens a step of a sequence", "", "higher", mean("tokens_per_step")))
     figures.append(Figure("acceptance", "accepted of the guesses looked at", "", "higher", mean("acceptance")))
-    none, *others = contenders = [ours(options, way) for way in (NONE, *ways)]
-    shown = Showcase(name, title, workload, contenders, figures, contender=others[0].name, rival=none.name)
+    contenders = [ours(options, way) for way in (NONE, *ways)]
+    shown = Showcase(name, title, workload, contenders, figures, contender=next(iter(ways)), rival=NONE)
     comparison = Comparison(shown, options)
     most = max(way["k"] for way in ways.values())
     guessing = ours(options, **config, speculative={"method": "ngram", "k": most})
@@ -195,19 +233,18 @@ def compare(
         for contender in contenders:
             mine = [found[contender.name] for found in measured["repetitions"]]
             comparison.take(number, contender, {**measured, "repetitions": mine})
-            comparison.extra = {"loses_from": loses_from(comparison.result())}
     result = comparison.finish()
-    print(f"loses from batch: {result['loses_from']}")
+    print(f"loses from batch: {loses_from(result)}")
     return misses(result, ways)
 
 
 def replay(options: Namespace, batches: list[int], prompt_len: int, num_tokens: int) -> list[str]:
     """Guesses that are right as often as is chosen."""
-    block_size = 16 if options.device == "cpu" else 256
+    block_size, length = 16 if options.device == "cpu" else 256, prompt_len + num_tokens
     config = {
-        "max_model_len": prompt_len + num_tokens,
+        "max_model_len": length,
         "max_num_seqs": max(batches),
-        "num_kv_blocks": max(batches) * -(-(prompt_len + num_tokens) // block_size),
+        "num_kv_blocks": max(batches) * -(-length // block_size),
         "kvcache_block_size": block_size,
     }
     workload = f"greedy, {prompt_len} tokens in, {num_tokens} out, all requests of a batch at once; known guesses"
@@ -218,9 +255,8 @@ def replay(options: Namespace, batches: list[int], prompt_len: int, num_tokens: 
 
 def ngrams(options: Namespace, num_tokens: int, tiny: bool) -> list[str]:
     """Guesses from the n-grams of a text."""
-    if tiny:
-        prompt = [1, 2, 3, 4, 5, 6] * 2
-    else:
+    prompt = [1, 2, 3, 4, 5, 6] * 2
+    if not tiny:
         from tokenizers import Tokenizer
 
         prompt = Tokenizer.from_file(str(options.model / "tokenizer.json")).encode(TEXT).ids
@@ -264,10 +300,10 @@ def table(results: dict[str, Result]) -> list[str]:
         for figure in (per_step, accepted):
             medians = (tables.number(figure["values"][way]["median"], "times") for way in ways)
             lines.append(tables.row(figure["label"], "–", *medians))
-        lost = (result["loses_from"][way] for way in ways)
+        lost = loses_from(result).values()
         lines += [tables.row("loses from batch", "–", *("–" if batch is None else str(batch) for batch in lost)), ""]
-        lines += ["The time a token, and how many times shorter guessing makes it. "]
-        lines[-1] += f"Workload: {result['workload']}; {tables.clock(result)}."
+        told = "The time a token, and how many times shorter guessing makes it."
+        lines.append(f"{told} Workload: {result['workload']}; {tables.clock(result)}.")
         lines += ["", tables.origin({"speculation": result})]
     if result := results.get("speculation_ngram"):
         none, *ways = tables.contenders(result)
@@ -276,10 +312,9 @@ def table(results: dict[str, Result]) -> list[str]:
             f"{tables.ratio(figure, way, none)} with {way} ({tables.cell(per_step, way)} tokens a step that guesses)"
             for way in ways
         )
-        model = Path(result["model"]["name"]).name
-        text = f"{model}, {result['workload']}: {tables.cell(figure, none)} ms a token without guesses, "
-        text += f"gains {', '.join(gains)}; "
-        lines += ["", f"{text}{tables.clock(result)}; commit {tables.commit(result)}."]
+        text = f"{Path(result['model']['name']).name}, {result['workload']}: {tables.cell(figure, none)} ms a token "
+        text += f"without guesses, gains {', '.join(gains)}; {tables.clock(result)}; commit {tables.commit(result)}."
+        lines += ["", text]
     return lines
 
 

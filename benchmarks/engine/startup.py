@@ -6,17 +6,17 @@ Imports, loading, compilation, capture of CUDA graphs: all of it counts. The wei
 from a disk for them; Python's own files are in the page cache, because each library is imported once beforehand.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import ours, parse, vllm
+from benchmarks.engine import ours, run, vllm
 from benchmarks.lib import harness
-from benchmarks.lib.harness import Comparison, Contender, Measured, Showcase, lower
+from benchmarks.lib.harness import Contender, Measured, Showcase, lower
 from benchmarks.lib.process import Engine
 
 # Where compilers keep what they made: Triton, Inductor, CUDA's own, vLLM
@@ -29,8 +29,9 @@ def measure(engine: Engine) -> list[Measured]:
     return [{"start": {"seconds": time.time() - engine.started, "ready_seconds": engine.ready_seconds}}]
 
 
-def cold_and_warm(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
+def cold_and_warm(contender: Contender, options: Namespace) -> dict[str, Any]:
     """Two processes in turn, on caches that are empty at first."""
+    import_once(contender)
     with tempfile.TemporaryDirectory() as scratch:
         caches = {name: str(Path(scratch) / name.lower()) for name in CACHES}
         cold, warm = (
@@ -45,23 +46,17 @@ def import_once(contender: Contender) -> None:
     subprocess.run(command, cwd=harness.ROOT, env=harness.python_path(contender), capture_output=True)
 
 
-def showcase(contenders: list[Contender]) -> Showcase:
+def showcase(options: Namespace) -> Showcase:
     figures = [
         lower(kind, f"start to first token, {caches} compile caches", "s", kind, "seconds")
         for kind, caches in (("cold", "empty"), ("warm", "warm"))
     ]
     title, workload = "From starting Python to the first token", "a prompt of 3 tokens; random weights"
-    return Showcase("startup", title, workload, contenders, figures, headline="warm")
+    return Showcase("startup", title, workload, [ours(options), *vllm(options)], figures, headline="warm")
 
 
 def main() -> None:
-    options = parse("startup", __doc__)
-    contenders = [ours(options), *vllm(options)]
-    for contender in contenders:
-        import_once(contender)
-    comparison = Comparison(showcase(contenders), options)
-    comparison.run(lambda contender: cold_and_warm(contender, options))
-    sys.exit(bool(comparison.failures))
+    run(showcase, "startup", __doc__, measure=cold_and_warm)
 
 
 if __name__ == "__main__":

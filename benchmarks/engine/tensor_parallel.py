@@ -7,27 +7,49 @@ between generating 257 tokens and generating one, over the 256 steps between (se
 
 Where it goes is reckoned, not traced: reading the weights and keys of a rank at the bandwidth that a plain read kernel
 reaches, and as many all-reduces as the model has, at what one takes by itself. What is left is all the rest.
+
+The all-reduces are measured as they would run in a recorded decode step, 20 behind one another in a CUDA graph, with
+and without the residual addition and norm behind them: by NCCL, as the engine does with large messages (on a CPU: by
+gloo), and over memory that the GPUs share, as with small ones (`nanovllm/distributed/one_shot.py`).
 """
 
 import argparse
+import os
+import statistics
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from timeit import repeat
 from typing import Any
 
-from benchmarks.engine import LARGE_SHAPE, check_options, latency, make_parser, ours, vllm
-from benchmarks.kernels import all_reduce
+import torch
+from torch import Tensor
+
+from benchmarks.engine import LARGE_SHAPE, check_options, compare, latency, make_parser, ours, vllm
 from benchmarks.lib import harness, tables
-from benchmarks.lib.harness import Comparison, Contender, Showcase, by_batch
+from benchmarks.lib.harness import Contender, Measured, Showcase, by_batch
 from benchmarks.lib.roofline import Needs
 from benchmarks.lib.tables import Result, cell, row
+from nanovllm.distributed.group import Group, devices_of
+from nanovllm.distributed.one_shot import SWITCH, default_bytes
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import shard_config
+from nanovllm.workers.spawned import SpawnedTeam
 
 TARGET = 0.85  # of vLLM's time for a step
 MAX_NUM_SEQS = 64
+ALL_RANKS = (1, 2, 4, 8)
 PARTS = ("weights", "keys", "all-reduces", "rest")
 FULL: dict[str, Any] = {"batches": [1, 32], "prompt_len": 128, "num_tokens": 257, "highest_id": 10_000}
 QUICK: dict[str, Any] = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 5, "highest_id": 500}
+
+SIZES = [1 << k for k in range(12, 25)]  # of the all-reduces' messages: 4 KiB to 16 MiB
+QUICK_SIZES = [1 << 12, 1 << 16]
+WIDTH = 4096  # numbers of a token: 8 KiB
+CALLS = 20
+SECONDS = 100  # a kernel that waits for ever is given up
+
+Way = Callable[[Tensor], Tensor]
 
 
 def name_of(package: str, ranks: int) -> str:
@@ -35,32 +57,30 @@ def name_of(package: str, ranks: int) -> str:
 
 
 def numbers_of_ranks(options: argparse.Namespace) -> list[int]:
-    return [n for n in (1, 2, 4, 8) if options.least <= n <= options.ranks]
+    return [n for n in ALL_RANKS if options.least <= n <= options.ranks]
 
 
-def contenders(options: argparse.Namespace) -> list[Contender]:
-    """For each number of ranks first ours, then vLLM if it can be imported."""
-    found = []
-    for n in numbers_of_ranks(options):
+def showcase(options: argparse.Namespace, sizes: dict[str, Any], latencies: list[dict[str, Any]]) -> Showcase:
+    """For each number of ranks first ours, then vLLM if it can be imported. latencies: of `all_reduces`."""
+    contenders, numbers, model = [], numbers_of_ranks(options), read_config(options.model)
+    for n in numbers:
         config: dict[str, Any] = {"tensor_parallel_size": n, "max_num_seqs": MAX_NUM_SEQS}
-        found.append(ours(options, name_of("nanovllm", n), **config))
-        found += vllm(options, name_of("vLLM", n), **config)
-    return found
-
-
-def showcase(options: argparse.Namespace, sizes: dict[str, Any]) -> Showcase:
-    everybody, numbers = contenders(options), numbers_of_ranks(options)
-    ours, theirs = name_of("nanovllm", numbers[-1]), name_of("vLLM", numbers[-1])
+        contenders.append(ours(options, name_of("nanovllm", n), **config))
+        contenders += vllm(options, name_of("vLLM", n), **config)
     figures = by_batch("ms_per_token", "a step", sizes["batches"])
     figures += by_batch("first_token_ms", "time to first token", sizes["batches"])
+    theirs = name_of("vLLM", numbers[-1])
     return Showcase(
         name="tensor_parallel",
         title="A step on several GPUs",
         workload=latency.describe(sizes),
-        contenders=everybody,
+        contenders=contenders,
         figures=figures,
-        contender=ours,
-        rival=theirs if theirs in {c.name for c in everybody} else name_of("nanovllm", numbers[0]),
+        contender=name_of("nanovllm", numbers[-1]),
+        rival=theirs if theirs in {c.name for c in contenders} else name_of("nanovllm", numbers[0]),
+        arguments=sizes,
+        extra={"all_reduce": latencies},
+        derive=lambda result: {"where": where_it_goes(result, latencies, model, sizes)},
     )
 
 
@@ -74,7 +94,7 @@ def share_of_step(
 ) -> dict[str, float]:
     """Milliseconds of a decode step of one rank: {"weights": ..., "keys": ..., "all-reduces": ...}, each at its best.
 
-    keys: how many a sequence has, on average over the steps. latencies: of `all_reduce.latencies`.
+    keys: how many a sequence has, on average over the steps. latencies: of `all_reduces`.
     """
     needs, rate = Needs(shard_config(model, ranks), itemsize), latencies["bytes_per_second"]
     parts = {"weights": 1e3 * needs.weight_bytes / rate, "keys": 1e3 * batch * keys * needs.key_bytes / rate}
@@ -87,8 +107,8 @@ def share_of_step(
 
 
 def where_it_goes(
-    result: dict[str, Any], latencies: list[dict[str, Any]], model: ModelConfig, sizes: dict[str, Any]
-) -> Any:
+    result: Result, latencies: list[dict[str, Any]], model: ModelConfig, sizes: dict[str, Any]
+) -> list[dict[str, float]]:
     """For each number of ranks and each batch: what the parts take, and the rest. Empty on a CPU."""
     by_ranks = {found["ranks"]: found for found in latencies if found["bytes_per_second"]}
     if not by_ranks:
@@ -96,32 +116,22 @@ def where_it_goes(
     found = []
     keys = sizes["prompt_len"] + sizes["num_tokens"] / 2
     for batch in sizes["batches"]:
-        steps = next(f for f in result["figures"] if f["key"] == f"ms_per_token_{batch}")["values"]
+        steps = tables.figures(result)[f"ms_per_token_{batch}"]["values"]
         for ranks in [1, *by_ranks]:
             if (name := name_of("nanovllm", ranks)) in steps:
                 fitting = by_ranks.get(ranks, next(iter(by_ranks.values())))
                 parts = share_of_step(model, ranks, batch, keys, fitting, itemsize=2)
                 step = steps[name]["median"]
-                where = {"ranks": ranks, "batch": batch, "step": step, **parts, "rest": step - sum(parts.values())}
-                found.append(where)
+                found.append(
+                    {"ranks": ranks, "batch": batch, "step": step, **parts, "rest": step - sum(parts.values())}
+                )
     return found
-
-
-class TensorParallel(Comparison):
-    """Adds where the time goes to whatever is written down. sizes: of the workload."""
-
-    sizes: dict[str, Any]
-
-    def result(self) -> dict[str, Any]:
-        made = super().result()
-        model = read_config(Path(self.options.model))
-        return made | {"where": where_it_goes(made, self.extra["all_reduce"], model, self.sizes)}
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("tensor_parallel", __doc__, repeats=3)
-    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4, 8), help="the most (default %(default)s)")
-    parser.add_argument("--least", type=int, default=1, choices=(1, 2, 4, 8), help="the fewest (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, choices=ALL_RANKS, help="the most (default 2)")
+    parser.add_argument("--least", type=int, default=1, choices=ALL_RANKS, help="the fewest (default 1)")
     options = parser.parse_args(arguments)
     if options.least > options.ranks:
         parser.error(f"--least {options.least} is more than --ranks {options.ranks}")
@@ -133,15 +143,117 @@ def main() -> None:
     options = parse_options()
     sizes = QUICK if options.quick else FULL
     several = [n for n in numbers_of_ranks(options) if n > 1]
-    latencies = [all_reduce.latencies(n, options.device, options.quick) for n in several]
+    latencies = [all_reduces(n, options.device, options.quick) for n in several]
     for found in latencies:
         print(*(f"{found['ranks']} ranks: {row}" for row in found["rows"]), sep="\n", flush=True)
         print(*(f"{kind}: {why}" for kind, why in found["failures"].items()), sep="\n", flush=True)
-    arguments = {"repeats": options.repeats, **sizes}
-    comparison = TensorParallel(showcase(options, sizes), options, {"all_reduce": latencies})
-    comparison.sizes = sizes
-    comparison.run(lambda c: harness.run_process(c, "benchmarks.engine.latency", arguments, options))
-    sys.exit(bool(comparison.failures))
+    sys.exit(bool(compare(showcase(options, sizes, latencies), "latency", options).failures))
+
+
+# --- all-reduces by themselves ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """What each rank does. Sent to its process."""
+
+    kind: str
+    sizes: list[int]
+
+    def __call__(self, group: Group) -> Callable[[Any], None]:
+        self.measure(group)
+        return lambda message: None
+
+    def ways(self, group: Group) -> dict[str, Way]:
+        """Each gives the sum, and may do more."""
+        if group.device.type == "cpu":
+            return {"gloo": group.all_reduce}
+        from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
+
+        weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=group.device)
+        nothing = torch.zeros(max(self.sizes), dtype=torch.uint8, device=group.device).view(torch.bfloat16)
+
+        def apart(x: Tensor) -> Tensor:
+            x = group.all_reduce(x)
+            add_rms_norm(x, x, weight[: x.shape[1]], 1e-6)
+            return x
+
+        def at_once(x: Tensor) -> Tensor:
+            return group.all_reduce_add_rms_norm(x, nothing[: x.numel()].view_as(x), weight[: x.shape[1]], 1e-6)[1]
+
+        if self.kind == "nccl":
+            return {"NCCL": group.all_reduce, "NCCL and norm": apart}
+        return {"one-shot": group.all_reduce, "one-shot with norm": at_once}
+
+    def measure(self, group: Group) -> list[dict[str, Any]]:
+        """Microseconds of each way for each size that it can do."""
+        dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
+        rows: list[dict[str, Any]] = [{"bytes": size} for size in self.sizes]
+        for name, way in self.ways(group).items():
+            for entry in rows:
+                numbers = entry["bytes"] // dtype.itemsize
+                shape = max(1, numbers // WIDTH), min(numbers, WIDTH)
+                if self.kind == "symmetric" and not group.can_fuse_all_reduce(shape, dtype):
+                    continue
+                x = torch.full(shape, group.rank + 1, dtype=dtype, device=group.device)
+                if not (way(x) == group.size * (group.size + 1) / 2).all():
+                    raise RuntimeError(f"{name} gave a wrong sum of {entry['bytes']} bytes")
+                entry[name] = microseconds(way, torch.zeros_like(x))
+        return rows
+
+
+def microseconds(way: Way, x: Tensor) -> float:
+    if x.is_cuda:
+        from benchmarks.kernels.ceilings import graph_microseconds
+
+        return graph_microseconds(lambda: way(x), calls=CALLS, rounds=15)
+    return 1e6 * statistics.median(repeat(lambda: way(x), number=1, repeat=CALLS))
+
+
+def bandwidth(device: torch.device) -> float | None:
+    """Bytes a second that a GPU reads at best."""
+    if device.type == "cpu":
+        return None
+    from benchmarks.kernels.ceilings import read_bandwidth
+
+    return read_bandwidth()
+
+
+def measure(ranks: int, device: str, kind: str, sizes: list[int]) -> list[Measured]:
+    """In a process that leads the ranks: the rows of one kind, as the one repetition."""
+    os.environ[SWITCH] = str(max(sizes) if kind == "symmetric" else 0)
+    part, devices = Part(kind, sizes), devices_of(torch.device(device), ranks)
+    bytes_per_second = bandwidth(devices[0]) if kind == "nccl" else None
+    team = SpawnedTeam(devices, part)
+    try:
+        team.join()
+        with team.in_step(loading=True):
+            return [{kind: {"rows": part.measure(team.group), "bytes_per_second": bytes_per_second}}]
+    finally:
+        team.close()
+
+
+def all_reduces(ranks: int, device: str, quick: bool) -> dict[str, Any]:
+    """All ways side by side; those that cannot run here are named in `failures`."""
+    found: dict[str, Any] = {"ranks": ranks, "rows": [], "bytes_per_second": None, "failures": {}}
+    # Up to how many bytes the engine uses it in this run
+    found["one_shot_bytes"] = int(os.environ.get(SWITCH, default_bytes(ranks)))
+    options = argparse.Namespace(model=None, device=device)
+    for kind in ("nccl", "symmetric") if device != "cpu" else ("nccl",):
+        arguments = {"ranks": ranks, "device": device, "kind": kind, "sizes": QUICK_SIZES if quick else SIZES}
+        contender = Contender(f"the all-reduce by {kind}", {})
+        try:
+            done = harness.run_process(
+                contender, "benchmarks.engine.tensor_parallel", arguments, options, seconds=SECONDS
+            )
+        except RuntimeError as error:
+            found["failures"][kind] = str(error).splitlines()[-1]
+            continue
+        result = done["repetitions"][0][kind]
+        found["bytes_per_second"] = found["bytes_per_second"] or result["bytes_per_second"]
+        rows = found["rows"] or [{"bytes": row["bytes"]} for row in result["rows"]]
+        found["rows"] = [old | new for old, new in zip(rows, result["rows"], strict=True)]
+    return found
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -156,20 +268,15 @@ def steps_table(result: dict[str, Any]) -> list[str]:
             continue
         values = figure["values"]
         alone = values.get(name_of("nanovllm", 1))
-        for ranks in (1, 2, 4, 8):
+        for ranks in ALL_RANKS:
             ours, theirs = (values.get(name_of(package, ranks)) for package in ("nanovllm", "vLLM"))
             if ours is None:
                 continue
-            lines.append(
-                row(
-                    str(ranks),
-                    figure["key"].rpartition("_")[2],
-                    cell(figure, name_of("nanovllm", ranks)),
-                    cell(figure, name_of("vLLM", ranks)),
-                    "–" if theirs is None else f"{ours['median'] / theirs['median']:.2f}",
-                    "–" if alone is None else f"{alone['median'] / ours['median']:.2f}×",
-                )
-            )
+            batch = figure["key"].rpartition("_")[2]
+            cells = (cell(figure, name_of(package, ranks)) for package in ("nanovllm", "vLLM"))
+            of_theirs = "–" if theirs is None else f"{ours['median'] / theirs['median']:.2f}"
+            against = "–" if alone is None else f"{alone['median'] / ours['median']:.2f}×"
+            lines.append(row(str(ranks), batch, *cells, of_theirs, against))
     return lines
 
 

@@ -5,15 +5,23 @@
 A process runs the workload several times with fresh token ids; processes take turns.
 """
 
-import argparse
-import sys
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import ours, parse, vllm
-from benchmarks.lib import harness, roofline, tables, workloads
-from benchmarks.lib.harness import Comparison, Contender, Figure, Measured, Showcase, metric
+from benchmarks.engine import ours, run, vllm
+from benchmarks.lib import roofline, tables, workloads
+from benchmarks.lib.harness import Figure, Measured, Showcase, metric
 from benchmarks.lib.process import Engine
 from benchmarks.lib.tables import Result
+
+SHORT = (  # benchmark, key of its figure, what the README calls the figure
+    ("throughput", "throughput", "output tokens per second, 256 requests at once"),
+    ("latency", "ms_per_token_1", "milliseconds per token, 1 request"),
+    ("latency", "ms_per_token_8", "milliseconds per token, 8 requests"),
+    ("latency", "ms_per_token_32", "milliseconds per token, 32 requests"),
+    ("latency", "first_token_ms_1", "milliseconds to the first token, 1 request"),
+)
 
 
 def measure(engine: Engine, repeats: int, sizes: dict[str, int]) -> list[Measured]:
@@ -40,7 +48,8 @@ def describe(limit: dict[str, Any]) -> str:
     )
 
 
-def showcase(contenders: list[Contender], limit: dict[str, Any]) -> Showcase:
+def showcase(options: Namespace) -> Showcase:
+    limit = roofline.roofline(options)
     tokens_per_second = metric("headline", "tokens_per_second")
 
     def share(measured: Measured) -> float:
@@ -50,25 +59,19 @@ def showcase(contenders: list[Contender], limit: dict[str, Any]) -> Showcase:
         name="throughput",
         title="The headline workload",
         workload=describe(limit),
-        contenders=contenders,
+        contenders=[ours(options), *vllm(options)],
         figures=[
             Figure("throughput", "throughput", "tokens/s", "higher", tokens_per_second),
             Figure("share", "share of the limit", "%", "higher", share),
         ],
         notes=[roofline.describe(limit)],
+        arguments={"sizes": limit["workload"]},
+        extra={"roofline": limit},
     )
 
 
-def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    return parse("throughput", __doc__, rounds=2, repeats=3, arguments=arguments)
-
-
-def compare(options: argparse.Namespace) -> Comparison:
-    """Measure, print and write down; options as `parse_options` gives them."""
-    limit = roofline.roofline(options)
-    shown = showcase([ours(options), *vllm(options)], limit)
-    arguments = {"repeats": options.repeats, "sizes": limit["workload"]}
-    return harness.compare(shown, "benchmarks.engine.throughput", arguments, options, {"roofline": limit})
+def main() -> None:
+    run(showcase, "throughput", __doc__, rounds=2, repeats=3)
 
 
 def table(results: dict[str, Result]) -> list[str]:
@@ -90,5 +93,24 @@ def table(results: dict[str, Result]) -> list[str]:
     return [*lines, "", tables.origin(results)]
 
 
+def short_table(results: dict[str, Result]) -> list[str]:
+    """Medians of nanovllm and vLLM, for the README. `results` are those of throughput and latency."""
+    lines = tables.head("", "nanovllm", "vLLM", "gain")
+    for name, key, title in SHORT:
+        figure = tables.figures(results[name])[key]
+        cells = (tables.cell(figure, who, "{}") for who in ("nanovllm", "vLLM"))
+        lines.append(tables.row(title, *cells, tables.ratio(figure, "nanovllm", "vLLM")))
+    throughput = results["throughput"]
+    share = tables.figures(throughput)["share"]["values"]
+    where = [throughput["machine"]["device"], tables.versions(throughput, "torch"), *tables.rivals([throughput])]
+    return [
+        *lines,
+        "",
+        f"The shape of {Path(throughput['model']['name']).name} with random weights; {throughput['workload']}. "
+        f"The throughput is {share['nanovllm']['median']:.0f}% of what the card's memory and matrix products allow "
+        f"(vLLM's: {share['vLLM']['median']:.0f}%). Measured on {', '.join(where)}.",
+    ]
+
+
 if __name__ == "__main__":
-    sys.exit(bool(compare(parse_options()).failures))
+    main()

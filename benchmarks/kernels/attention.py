@@ -6,19 +6,17 @@ Shape: 16 query heads, 8 KV heads, head_dim 128, bf16. Our kernels as the engine
 where it is installed. Commit a1442d1 has a sweep over the layouts of each kernel, with its figures.
 """
 
-import argparse
-import json
 import random
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, cycle
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.lib import harness, tables
+from benchmarks.kernels import parse, record
+from benchmarks.lib import tables
+from benchmarks.lib.harness import make_parser
 from benchmarks.lib.tables import Result
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
@@ -118,52 +116,33 @@ def by_backend(name: str, problem: Problem) -> dict[str, Any]:
     return row | problem.measure(attend)
 
 
-def show(row: dict[str, Any], limits: dict[str, Any]) -> None:
+def rows(limits: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Each problem by each kernel, with its share of what the GPU can do."""
+    decodes = [("triton", problem) for problem in decode_problems()]
+    for kernel, problem in [*decodes, *((kernel, p) for p in prefill_problems() for kernel in NAMES)]:
+        row = by_backend(kernel, problem)
+        if "error" not in row and row["problem"].startswith("decode"):
+            row["share_of_limit"] = row["gb_per_second"] * 1e9 / limits["read"]["bytes_per_second"]
+        elif "error" not in row:
+            row["share_of_limit"] = row["tflop_per_second"] * 1e12 / limits["matmul"]["operations_per_second"]
+        yield row
+
+
+def say(row: dict[str, Any]) -> str:
     text = f"{row['kernel']:<12} {row['problem']:<24} block {row['block_size']:>3}  "
-    if "error" in row:
-        print(text + row["error"], flush=True)
-        return
-    if row["problem"].startswith("decode"):
-        row["share_of_limit"] = row["gb_per_second"] * 1e9 / limits["read"]["bytes_per_second"]
-        figure = f"{row['gb_per_second']:7.0f} GB/s"
-    else:
-        row["share_of_limit"] = row["tflop_per_second"] * 1e12 / limits["matmul"]["operations_per_second"]
-        figure = f"{row['tflop_per_second']:7.0f} TFLOP/s"
-    print(f"{text}{row['microseconds']:8.1f} us {figure}  {row['share_of_limit']:.1%} of the limit", flush=True)
+    return text + (row["error"] if "error" in row else "{} us {} of the limit".format(*cells_of(row)))
 
 
-def main() -> int:
-    name, says = "python -m benchmarks.kernels.attention", (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog=name, description=says)
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--commit", help="the commit that is measured, where there is no git")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("benchmarks.kernels.attention measures a GPU, and this machine has none", file=sys.stderr)
-        return 2
+def main() -> None:
+    options = parse(make_parser("kernels.attention", __doc__))
     import triton
 
     from benchmarks.kernels.ceilings import matmul_rate, read_bandwidth
 
-    limits = {"read": read_bandwidth(), "matmul": matmul_rate()}
-    print(f"read {limits['read']['bytes_per_second'] / 1e9:.0f} GB/s, ", end="")
-    print(f"matmul {limits['matmul']['operations_per_second'] / 1e12:.0f} TFLOP/s", flush=True)
-    result: dict[str, Any] = {
-        "card": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "commit": harness.commit(told=options.commit),
-        "limits": limits,
-        "rows": [],
-    }
-    decodes = [("triton", problem) for problem in decode_problems()]
-    for kernel, problem in [*decodes, *((kernel, p) for p in prefill_problems() for kernel in NAMES)]:
-        row = by_backend(kernel, problem)
-        show(row, limits)
-        result["rows"].append(row)
-        # After each row: a run that is cut short keeps its rows.
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0
+    limits = {"read": {"bytes_per_second": read_bandwidth()}, "matmul": {"operations_per_second": matmul_rate()}}
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    about = {"card": torch.cuda.get_device_name(), "versions": versions, "limits": limits}
+    record(rows(limits), about, options, say)
 
 
 def table(results: dict[str, Result]) -> list[str]:
@@ -198,4 +177,4 @@ def cells_of(row: dict[str, Any] | None) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

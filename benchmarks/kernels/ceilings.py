@@ -5,7 +5,6 @@ Every share "of the limit" in the results is a share of these two numbers, taken
 
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -45,28 +44,25 @@ def _read_kernel(x_ptr, out_ptr, num_tiles, TILE: tl.constexpr):  # type: ignore
     tl.store(out_ptr + tl.program_id(0), tl.sum(total))
 
 
-def read_bandwidth(gib: int = 2) -> dict[str, Any]:
+def read_bandwidth(gib: int = 2) -> float:
     """Bytes a second of reading `gib` GiB once: the best of a small sweep over tiles, warps and programs."""
     num_sms = torch.cuda.get_device_properties().multi_processor_count
     x = torch.rand(gib * 2**30 // 4, device="cuda")
     out = torch.empty(num_sms * 32, device="cuda")
-    sweep = []
-    for tile, num_warps in ((1024, 4), (2048, 4), (4096, 8), (8192, 8), (8192, 16)):
-        for programs_per_sm in (4, 8, 16):
 
-            def read(tile: int = tile, num_warps: int = num_warps, programs: int = num_sms * programs_per_sm) -> None:
-                _read_kernel[(programs,)](x, out, x.numel() // tile, TILE=tile, num_warps=num_warps)
+    def microseconds(tile: int, num_warps: int, programs: int) -> float:
+        def read() -> None:
+            _read_kernel[(programs,)](x, out, x.numel() // tile, TILE=tile, num_warps=num_warps)
 
-            rate = x.numel() * 4 / graph_microseconds(read, calls=3, rounds=5) * 1e6
-            sweep.append(
-                {"tile": tile, "num_warps": num_warps, "programs_per_sm": programs_per_sm, "bytes_per_second": rate}
-            )
-    return {"bytes_per_second": max(s["bytes_per_second"] for s in sweep), "sweep": sweep}
+        return graph_microseconds(read, calls=3, rounds=5)
+
+    tiles = (1024, 4), (2048, 4), (4096, 8), (8192, 8), (8192, 16)
+    best = min(microseconds(*tile, num_sms * n) for tile in tiles for n in (4, 8, 16))
+    return x.nbytes / best * 1e6
 
 
-def matmul_rate(dtype: torch.dtype = torch.bfloat16, size: int = 8192) -> dict[str, Any]:
-    """Operations a second of a square matrix product of random numbers."""
-    a, b = (torch.randn(size, size, dtype=dtype, device="cuda") for _ in range(2))
+def matmul_rate(size: int = 8192) -> float:
+    """Operations a second of a square bf16 matrix product of random numbers."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     out = torch.empty_like(a)
-    microseconds = graph_microseconds(lambda: torch.mm(a, b, out=out))
-    return {"operations_per_second": 2 * size**3 / microseconds * 1e6, "size": size, "dtype": str(dtype)}
+    return 2 * size**3 / graph_microseconds(lambda: torch.mm(a, b, out=out)) * 1e6

@@ -13,20 +13,18 @@ Commit a1442d1 has a sweep over all layouts of all kernels.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial as bind
 from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.lib import harness, tables
+from benchmarks.kernels import parse, record
+from benchmarks.lib import tables
+from benchmarks.lib.harness import make_parser
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
 
@@ -116,38 +114,25 @@ def measure(shapes: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
                     yield row
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.linears", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
+def say(row: dict[str, Any]) -> str:
+    said = row.get("error")
+    if said is None:
+        said = f"{row['microseconds']:8.2f} us {row['bytes'] / row['microseconds'] / 1e3:6.0f} GB/s"
+    return f"{row['shape']:<14} {row['layer']:<13} {row['tokens']:>4} tokens  {row['layout']:<32} {said}"
+
+
+def main() -> None:
+    parser = make_parser("kernels.linears", __doc__)
     parser.add_argument("--shape", choices=SHAPES, action="append", help="(default: all)")
     parser.add_argument("--tokens", type=int, action="append", help=f"batch sizes (default {TOKENS})")
-    parser.add_argument("--commit", help="the commit that is measured, where there is no git")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("benchmarks.kernels.linears measures a GPU, and this machine has none", file=sys.stderr)
-        return 2
-    tested = harness.commit(told=options.commit)
-    rows: list[dict[str, Any]] = []
+    options = parse(parser)
     with torch.inference_mode():
-        for row in measure(options.shape or list(SHAPES), options.tokens or list(TOKENS)):
-            rows.append(row)
-            said = row.get("error")
-            if said is None:
-                said = f"{row['microseconds']:8.2f} us {row['bytes'] / row['microseconds'] / 1e3:6.0f} GB/s"
-            where = f"{row['shape']:<14} {row['layer']:<13} {row['tokens']:>4} tokens"
-            print(f"{where}  {row['layout']:<32} {said}", flush=True)
-            # A run that is cut short keeps its rows.
-            result = {"machine": facts("cuda"), "commit": tested, "rows": rows}
-            options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0
+        rows = measure(options.shape or list(SHAPES), options.tokens or list(TOKENS))
+        record(rows, {"machine": facts("cuda")}, options, say)
 
 
 def table(results: dict[str, Result]) -> list[str]:
-    """A row for each layer, a column for some numbers of tokens: the library, the best of our kernels that run on any
-    GPU ("–": none was asked), and the best of what was then chosen and of other layouts for Hopper. Nothing
-    without a record."""
+    """A row for each layer, a column for some numbers of tokens. "–": no kernel for any GPU was asked."""
     result = results["linears"]
     times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for row in result["rows"]:
@@ -173,4 +158,4 @@ def cell(by_layout: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

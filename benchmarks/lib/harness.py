@@ -1,11 +1,9 @@
 """How contenders are compared: each in a fresh process, in turn, several rounds, medians, all written down.
 
-A showcase names contenders and figures. Each round starts each contender anew, and each round begins with another
-contender, so that neither a warm machine nor a busy minute favours anybody. The result is written after every process:
-a run that is cut short keeps its rounds. A contender that fails is reported, and the others go on.
+Each round begins with another contender, so that neither a warm machine nor a busy minute favours anybody. The result
+is written after every process: a run that is cut short keeps its rounds. A contender that fails is reported, and the
+others go on.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -21,9 +19,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
+from rich.markdown import Markdown
 
 from benchmarks.lib import tables
 from benchmarks.lib.process import facts
@@ -41,6 +40,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+T = TypeVar("T")
 Measured = dict[str, dict[str, Any]]  # by scenario, the figures of one repetition: {"batch 1": {"ms_per_token": 1.2}}
 
 
@@ -72,7 +72,8 @@ class Showcase:
     """What is compared.
 
     `contender` (default: the first) is to win the figure `headline` against `rival` (default: the last). The tables of
-    the README have the figures in `shown` (default: all). `scenarios` are for stages and Hugging Face.
+    the README have the figures in `shown` (default: all). `scenarios` are for stages and Hugging Face, `arguments` are
+    those of the `measure` of a benchmark of the engine. The result has `extra` in it, and what `derive` makes of it.
     """
 
     name: str
@@ -86,6 +87,9 @@ class Showcase:
     rival: str = ""
     notes: list[str] = field(default_factory=list)
     scenarios: list[Scenario] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    derive: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: {}
 
     def __post_init__(self) -> None:
         self.headline = self.headline or self.figures[0].key
@@ -95,16 +99,17 @@ class Showcase:
 
 
 def metric(scenario: str, name: str) -> Callable[[Measured], float | None]:
-    """The figure that is simply a metric of a scenario."""
+    """The value of a figure that is simply a metric of a scenario."""
     return lambda measured: measured[scenario].get(name) if scenario in measured else None
 
 
 def lower(key: str, label: str, unit: str, scenario: str, name: str) -> Figure:
-    """A figure that is simply a metric of a scenario, better the lower it is."""
+    """A figure that is a metric of a scenario, better the lower it is."""
     return Figure(key, label, unit, "lower", metric(scenario, name))
 
 
 def higher(key: str, label: str, unit: str, scenario: str, name: str) -> Figure:
+    """A figure that is a metric of a scenario, better the higher it is."""
     return Figure(key, label, unit, "higher", metric(scenario, name))
 
 
@@ -113,13 +118,19 @@ def by_batch(name: str, label: str, batches: Sequence[int]) -> list[Figure]:
     return [lower(f"{name}_{b}", f"{label}, batch {b}", "ms", f"batch {b}", name) for b in batches]
 
 
+def make_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Of the command `python -m benchmarks.MODULE`, whose docstring's first line says what it does."""
+    name, says = f"python -m benchmarks.{module}", (doc or "").partition("\n")[0]
+    return argparse.ArgumentParser(prog=name, description=says)
+
+
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
 def python_path(contender: Contender) -> dict[str, str]:
     """The environment of a process of this contender: only its own packages can be imported."""
     path = contender.spec.get("path")
-    return {**os.environ, **ENVIRONMENT, **({"PYTHONPATH": path} if path else {})}
+    return os.environ | ENVIRONMENT | ({"PYTHONPATH": path} if path else {})
 
 
 def job_of(contender: Contender, module: str, arguments: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -148,7 +159,7 @@ def run_process(
 
     Raises RuntimeError with the last words of one that fails.
     """
-    seconds = PROCESS_SECONDS if seconds is None else seconds
+    seconds = seconds or PROCESS_SECONDS
     job = job_of(contender, module, arguments, options)
     threads = {"OMP_NUM_THREADS": str(job["threads"])} if job["threads"] else {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -161,7 +172,7 @@ def run_process(
                 stderr=words,
                 text=True,
                 cwd=ROOT,
-                env={**python_path(contender), **threads, **(environment or {})},
+                env=python_path(contender) | threads | (environment or {}),
                 start_new_session=True,
             )
             try:
@@ -182,7 +193,7 @@ def run_process(
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def order_of_round(contenders: list[Contender], number: int) -> list[Contender]:
+def order_of_round(contenders: list[T], number: int) -> list[T]:
     """Every round another contender is first."""
     first = number % len(contenders)
     return contenders[first:] + contenders[:first]
@@ -191,17 +202,16 @@ def order_of_round(contenders: list[Contender], number: int) -> list[Contender]:
 class Comparison:
     """A showcase under way: its records so far, and what failed.
 
-    options: of the command line, with `out`, `rounds`, `model` and `device`. extra: more for the result.
+    options: of the command line, with `out`, `rounds`, `model` and `device`.
     """
 
-    def __init__(self, showcase: Showcase, options: argparse.Namespace, extra: dict[str, Any] | None = None) -> None:
-        self.showcase, self.options, self.extra = showcase, options, extra or {}
+    def __init__(self, showcase: Showcase, options: argparse.Namespace) -> None:
+        self.showcase, self.options = showcase, options
         self.records: list[dict[str, Any]] = []
         self.machine: dict[str, Any] = {}
         self.engines: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, str] = {}
         self.earlier_failures: dict[str, str] = {}  # in the file that is added to
-        self.console = Console(width=150)
 
     def run(
         self, measure: Callable[[Contender], dict[str, Any]], only: Collection[str] | None = None
@@ -223,11 +233,11 @@ class Comparison:
                     measured = measure(contender)
                 except RuntimeError as error:
                     self.failures[contender.name] = str(error)
-                    self.console.print(str(error), markup=False)
+                    print(error, flush=True)
                     continue
                 self.take(number, contender, measured)
                 took, total = time.perf_counter() - begin, time.perf_counter() - start
-                self.console.print(f"round {number + 1} {contender.name}: {took:.0f} s, {total:.0f} s so far")
+                print(f"round {number + 1} {contender.name}: {took:.0f} s, {total:.0f} s so far", flush=True)
         if not self.records:
             sys.exit(f"{self.showcase.name}: nothing could be measured")
         return self.finish()
@@ -239,7 +249,7 @@ class Comparison:
             return
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["commit"] != self.commit() or found["workload"] != self.showcase.workload:
-            self.console.print(f"{path} is of another commit or workload: written anew")
+            print(f"{path} is of another commit or workload: written anew")
             return
         known = {contender.name for contender in self.showcase.contenders} - set(measured_now)
         self.machine = found["machine"]
@@ -263,9 +273,9 @@ class Comparison:
     def result(self) -> dict[str, Any]:
         """What is written down so far."""
         s = self.showcase
-        return {
-            **{key: getattr(s, key) for key in ("name", "title", "workload", "headline", "shown")},
-            **{key: getattr(s, key) for key in ("contender", "rival", "notes")},
+        told = ("name", "title", "workload", "headline", "shown", "contender", "rival", "notes")
+        result = {
+            **{key: getattr(s, key) for key in told},
             "machine": self.machine,
             "commit": self.commit(),
             "model": {"name": model_name(self.options.model)},
@@ -274,8 +284,9 @@ class Comparison:
             "rounds": self.records,
             "engines": self.engines,
             "failures": self.earlier_failures | {k: v.splitlines()[-1] for k, v in self.failures.items()},
-            **self.extra,
+            **s.extra,
         }
+        return result | s.derive(result)
 
     def commit(self) -> dict[str, Any]:
         packages = {"stage": "stages", "engine": "nanovllm"}
@@ -287,25 +298,10 @@ class Comparison:
         """Write the result, print its table, and below it what the figures say."""
         result = self.result()
         path = write_result(result, self.options.out)
-        self.console.print(tables.render(result))
-        for line in tables.remarks(result):
-            self.console.print(f"- {line}")
-        self.console.print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+        remarks = (f"- {line}" for line in tables.remarks(result))
+        Console(width=150).print(Markdown("\n".join([*tables.whole(result), *remarks])))
+        print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
         return result
-
-
-def compare(
-    showcase: Showcase,
-    module: str,
-    arguments: dict[str, Any],
-    options: argparse.Namespace,
-    extra: dict[str, Any] | None = None,
-    only: Collection[str] | None = None,
-) -> Comparison:
-    """Measure every contender by `module.measure(engine, **arguments)` in processes of its own."""
-    comparison = Comparison(showcase, options, extra)
-    comparison.run(lambda contender: run_process(contender, module, arguments, options), only)
-    return comparison
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
@@ -343,8 +339,7 @@ def differing_tokens(records: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 def headline_gain(result: dict[str, Any]) -> float:
     """The gain in the figure that the showcase is about."""
-    figure = next(f for f in result["figures"] if f["key"] == result["headline"])
-    return tables.gain(figure, result["contender"], result["rival"])
+    return tables.gain(tables.figures(result)[result["headline"]], result["contender"], result["rival"])
 
 
 def commit(*paths: str, told: str | None = None) -> dict[str, Any]:
@@ -381,7 +376,10 @@ def result_path(name: str, device_name: str, directory: Path = RESULTS) -> Path:
 
 
 def write_result(result: dict[str, Any], directory: Path = RESULTS) -> Path:
-    path = result_path(result["name"], result["machine"]["device"], directory)
+    return write_json(result, result_path(result["name"], result["machine"]["device"], directory))
+
+
+def write_json(result: dict[str, Any], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path

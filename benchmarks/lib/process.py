@@ -5,21 +5,29 @@ its function `measure(**arguments)` returns the figures of each repetition by sc
 `measure` is given an engine of that package first; nanovllm and vLLM are called in the same way.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import json
 import os
 import platform
 import random
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+
+ClockName = Literal["cpu", "wall"]
+CLOCKS: dict[ClockName, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
+
+
+def choose_clock(device: str, threads: int) -> ClockName:
+    """The CPU time of this process where one thread computes all the time: it is what a stopwatch would show on an idle
+    machine, and hardly changes on a busy one. The wall clock everywhere else."""
+    return "cpu" if device == "cpu" and threads == 1 else "wall"
 
 
 class Engine:
@@ -67,11 +75,8 @@ def synchronize(device: str) -> None:
 def processor_name() -> str:
     """The CPU's model as the operating system calls it."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    names = re.findall(r"^model name\s*:\s*(.+)", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def facts(device: str) -> dict[str, Any]:

@@ -8,9 +8,6 @@ is one of `TABLES`, with a card behind it (`engine.h200`) if it was measured on 
 such as `stage_3` or `stage_6.h200`, for its whole table.
 """
 
-from __future__ import annotations
-
-import argparse
 import re
 import sys
 from collections.abc import Callable
@@ -18,8 +15,8 @@ from pathlib import Path
 
 from benchmarks.engine import ablations, cpu, gpu_tests, phases, speculation, tensor_parallel, throughput
 from benchmarks.kernels import attention, linears
-from benchmarks.lib import speed, tables
-from benchmarks.lib.harness import RESULTS, ROOT
+from benchmarks.lib import tables
+from benchmarks.lib.harness import RESULTS, ROOT, make_parser
 from benchmarks.serving import load as serving
 from benchmarks.stages import ladder, stage_bench
 from benchmarks.stages.showcases import SHOWCASES
@@ -38,8 +35,8 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], li
     "gpu_tests": (("gpu_tests",), gpu_tests.table),
     "tensor_parallel": (("tensor_parallel",), tensor_parallel.table),
     "serving": (("serving",), serving.table),
-    "speed": (("throughput", "latency"), speed.table),
-    "speed_cpu": (("engine_cpu",), speed.cpu_sentence),
+    "speed": (("throughput", "latency"), throughput.short_table),
+    "speed_cpu": (("engine_cpu",), cpu.sentence),
     "kernels": (("kernels",), attention.table),
     "linears": (("linears",), linears.table),
 }
@@ -74,7 +71,7 @@ def stale_pages(root: Path, results: Path) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the measured tables into README and docs.")
+    parser = make_parser("lib.report", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is not up to date")
     options = parser.parse_args()
     try:

@@ -7,16 +7,15 @@ as free.
 """
 
 import argparse
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from timeit import repeat
 from typing import Any
 
 import torch
 
-from benchmarks.lib import workloads
-from benchmarks.lib.harness import Contender, Measured, run_process
+from benchmarks.lib import harness, workloads
+from benchmarks.lib.harness import Contender, Measured
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.transformer import Transformer
 
@@ -99,18 +98,11 @@ def measure_limits(device: str) -> Limits:
     if torch.device(device).type == "cuda":
         from benchmarks.kernels.ceilings import matmul_rate, read_bandwidth
 
-        return Limits(read_bandwidth()["bytes_per_second"], matmul_rate()["operations_per_second"])
+        return Limits(read_bandwidth(), matmul_rate())
     size = 512
     x, a = torch.ones(64 * 2**20 // 4), torch.ones(size, size)
-    read = min(seconds(lambda: x.sum()) for _ in range(3))
-    product = min(seconds(lambda: a @ a) for _ in range(3))
-    return Limits(x.numel() * x.element_size() / read, 2 * size**3 / product)
-
-
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    read, product = (min(repeat(call, number=1, repeat=3)) for call in (x.sum, lambda: a @ a))
+    return Limits(x.nbytes / read, 2 * size**3 / product)
 
 
 def measure(model: str, device: str, quick: bool) -> list[Measured]:
@@ -131,7 +123,7 @@ def measure(model: str, device: str, quick: bool) -> list[Measured]:
 def roofline(options: argparse.Namespace) -> dict[str, Any]:
     """What `measure` finds in a process of its own: this one must not hold memory of the card while others measure."""
     arguments = {"model": str(options.model), "device": options.device, "quick": options.quick}
-    measured = run_process(Contender("the roofline", {}), "benchmarks.lib.roofline", arguments, options)
+    measured = harness.run_process(Contender("the roofline", {}), "benchmarks.lib.roofline", arguments, options)
     found: dict[str, Any] = measured["repetitions"][0]["roofline"]
     print(describe(found), flush=True)
     return found

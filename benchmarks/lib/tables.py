@@ -3,22 +3,18 @@
 A result is what `harness.Comparison` has written. What was not measured yet has no table.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from stages.manifest import load_stages
 
+MOST_COLUMNS = 8
+NO_UNITS = ("", "yes/no")  # of counts, and of what is true or false
 LOSS = 0.97  # a gain below this is called a loss; closer to 1 it is noise
 
 Result = dict[str, Any]
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def load(name: str, directory: Path) -> Result:
@@ -48,6 +44,16 @@ def contenders(result: Result) -> list[str]:
     return list(dict.fromkeys(record["contender"] for record in result["rounds"]))
 
 
+def figures(result: Result) -> dict[str, Any]:
+    """The figures of a result by key."""
+    return {figure["key"]: figure for figure in result["figures"]}
+
+
+def rivals(results: Iterable[Result]) -> list[str]:
+    """The engines other than ours that took part, with their versions: ["vllm 0.25.1"]."""
+    return sorted({e["engine"] for r in results for e in r.get("engines", {}).values()} - {"nanovllm"})
+
+
 def num_rounds(result: Result) -> int:
     return len({record["round"] for record in result["rounds"]})
 
@@ -67,12 +73,12 @@ def number(value: float, unit: str) -> str:
 
 def with_unit(value: float, unit: str) -> str:
     text = number(value, unit)
-    return text if unit in ("", "yes/no") else f"{text}{'' if unit == '%' else ' '}{unit}"
+    return text if unit in NO_UNITS else f"{text}{'' if unit == '%' else ' '}{unit}"
 
 
 def label(figure: dict[str, Any]) -> str:
     """What is measured and in which unit."""
-    return figure["label"] + (f" ({figure['unit']})" if figure["unit"] not in ("", "yes/no") else "")
+    return figure["label"] + (f" ({figure['unit']})" if figure["unit"] not in NO_UNITS else "")
 
 
 def contender_titles() -> dict[str, str]:
@@ -90,10 +96,8 @@ def losses(result: Result) -> list[str]:
     lines = []
     for figure in result["figures"]:
         measured_in_both = {contender, rival} <= figure["values"].keys()
-        if measured_in_both and figure["unit"] not in ("", "yes/no"):
-            better = gain(figure, contender, rival)
-            if better < LOSS:
-                lines.append(f"{contender} loses {100 * (1 - better):.0f}% against {rival} in: {figure['label']}")
+        if measured_in_both and figure["unit"] not in NO_UNITS and (better := gain(figure, contender, rival)) < LOSS:
+            lines.append(f"{contender} loses {100 * (1 - better):.0f}% against {rival} in: {figure['label']}")
     return lines
 
 
@@ -120,6 +124,11 @@ def commit(result: Result) -> str:
     return result["commit"]["hash"] + (" with changes" if result["commit"]["modified"] else "")
 
 
+def commits(results: Iterable[Result]) -> str:
+    names = list(dict.fromkeys(map(commit, results)))
+    return f"commit{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
 def versions(result: Result, *names: str) -> str:
     facts = result["machine"]
     return ", ".join(f"{name} {facts[name]}" for name in names if name in facts)
@@ -141,22 +150,20 @@ def origin(results: dict[str, Result]) -> str:
     first = next(iter(results.values()))
     facts = first["machine"]
     where = facts["device"] if facts["device"] != "cpu" else f"{facts['processor']}, {facts['threads']} thread"
-    engines = {e["engine"] for r in results.values() for e in r.get("engines", {}).values()} - {"nanovllm"}
-    parts = [where, versions(first, "torch", "triton", "transformers"), *sorted(engines)]
-    commits = list(dict.fromkeys(map(commit, results.values())))
+    parts = [where, versions(first, "torch", "triton", "transformers"), *rivals(results.values())]
     rounds = ", ".join(f"{name} {num_rounds(result)}" for name, result in results.items())
     models = dict.fromkeys(r["model"]["name"] for r in results.values())
     weights = "random weights of this shape" if facts["device"] != "cpu" else "float32"
     return (
         f"Measured on {', '.join(parts)}; {', '.join(models)} ({weights}); "
-        f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}. Medians, with the spread over all rounds "
+        f"{commits(results.values())}. Medians, with the spread over all rounds "
         f"({rounds})."
     )
 
 
 def remarks(result: Result) -> list[str]:
     """Below the table: the gain, where the contender loses, whose tokens differ, what was measured where and how."""
-    figure = next(figure for figure in result["figures"] if figure["key"] == result["headline"])
+    figure = figures(result)[result["headline"]]
     contender, rival = result["contender"], result["rival"]
     lines = []
     if contender != rival and {contender, rival} <= figure["values"].keys():
@@ -195,10 +202,14 @@ def ratio(figure: dict[str, Any], contender: str, rival: str) -> str:
 
 
 def whole(result: Result) -> list[str]:
-    """Every figure of every contender, and the workload."""
-    names = contenders(result)
-    lines = head(result["title"], *names)
-    lines += [row(label(figure), *(cell(figure, name) for name in names)) for figure in result["figures"]]
+    """Every figure of every contender, and the workload: a row for each figure, or for each of many contenders."""
+    names, figures = contenders(result), result["figures"]
+    if len(names) > MOST_COLUMNS:
+        lines = head(result["title"], *map(label, figures))
+        lines += [row(name, *(cell(figure, name) for figure in figures)) for name in names]
+    else:
+        lines = head(result["title"], *names)
+        lines += [row(label(figure), *(cell(figure, name) for name in names)) for figure in figures]
     return [*lines, "", f"Workload: {result['workload']}.", ""]
 
 
@@ -206,26 +217,3 @@ def of_engine(results: dict[str, Result]) -> list[str]:
     """All that one benchmark of the engine has measured."""
     [result] = results.values()
     return [*whole(result), origin(results)]
-
-
-def render(result: Result) -> Table:
-    """For the terminal, every figure of every contender: the median, and the spread below it where there is one.
-
-    A row for each figure, or for each contender where there are more of these.
-    """
-    names, figures = contenders(result), result["figures"]
-    cells = {(name, f["key"]): cell(f, name, "{}\n[dim]{} to {}[/dim]") for name in names for f in figures}
-    table = Table(title=result["title"], caption=result["workload"], show_lines=True)
-    table.add_column("")
-    if len(names) > len(figures):
-        for figure in figures:
-            table.add_column(label(figure), justify="right")
-        for name in names:
-            style = "bold" if name == result["contender"] else None
-            table.add_row(name, *(cells[name, figure["key"]] for figure in figures), style=style)
-    else:
-        for name in names:
-            table.add_column(name, justify="right", style="bold" if name == result["contender"] else None)
-        for figure in figures:
-            table.add_row(label(figure), *(cells[name, figure["key"]] for name in names))
-    return table

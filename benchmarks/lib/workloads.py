@@ -1,21 +1,18 @@
 """What is generated in a measurement, and by which model: requests of exact lengths, and random weights.
 
 Both are made from a seed, so that every contender gets the same. The time of a step depends on how many tokens there
-are, never on which. Random ids fit every model and share nothing by accident: what two prompts have in common is put
-there on purpose.
+are, never on which. Random ids fit every model and share nothing by accident.
 
 The headline workload is the one that the field quotes: 256 requests, 100 to 1024 tokens in, 100 to 1024 out. Prompts,
 lengths and their order of drawing are those of nano-vllm's benchmark, so that figures can be put side by side.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -50,11 +47,8 @@ class Scenario:
     max_num_seqs: int = 16
     several_processes: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> Scenario:
+    def from_json(cls, raw: dict[str, Any]) -> Self:
         return cls(**{**raw, "calls": [[Request(**request) for request in call] for call in raw["calls"]]})
 
     def num_blocks(self, block_size: int) -> int:

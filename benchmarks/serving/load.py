@@ -27,31 +27,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.lib import tables
-from benchmarks.lib.harness import EMBEDDED_MODEL, RESULTS, ROOT, commit, model_name, result_path
+from benchmarks.lib import harness, tables
+from benchmarks.lib.harness import EMBEDDED_MODEL, RESULTS, ROOT
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
 
 LONGEST_RUN = 540  # seconds of load, so that a run stays under ten minutes with start and end
-VANISHING, MALFORMED = 0.10, 0.05
 MAX_THREADS = 60  # torch's and those in which asyncio lets prompts be tokenized, 32 at most
 MAX_GROWTH_MIB = 32.0  # of the server's memory from one round at the highest rate to the next
 COLUMNS = ("requests/s", "sent", "finished", "first token (ms)", "p99", "a token (ms)", "p99", "tokens/s", "goodput/s")
 
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
+
 Behaviour = Literal["served", "vanishes", "malformed"]
+SHARES: dict[Behaviour, float] = {"served": 0.85, "vanishes": 0.10, "malformed": 0.05}
 
 
+@dataclass
 class ServerProcess:
     """What can be seen of the server from outside."""
 
-    def __init__(self, popen: subprocess.Popen[str], port: int) -> None:
-        self.popen, self.port = popen, port
+    popen: subprocess.Popen[str]
+    port: int
 
     def metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
             text = response.read().decode()
-        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, value in lines}
+        return {name: float(value) for name, value in re.findall(r"^([^#].*) (\S+)$", text, re.MULTILINE)}
 
     def process_status(self) -> dict[str, float]:
         """Memory in MiB and the number of threads; empty where there is no /proc."""
@@ -65,13 +67,11 @@ class ServerProcess:
     def wait_idle(self, seconds: float = 60) -> dict[str, float]:
         """The metrics once nothing runs or waits. Raises TimeoutError if it does not come to that."""
         deadline = time.monotonic() + seconds
-        while True:
-            metrics = self.metrics()
-            if not any(metrics[f"nanovllm_{name}"] for name in ("sequences_running", "sequences_waiting")):
-                return metrics
+        while (metrics := self.metrics())["nanovllm_sequences_running"] or metrics["nanovllm_sequences_waiting"]:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the engine is not idle after {seconds} s: {metrics}")
             time.sleep(0.1)
+        return metrics
 
 
 @contextmanager
@@ -116,11 +116,6 @@ class Record:
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
 
 
-def encode(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
 async def request(port: int, behaviour: Behaviour, body: dict[str, Any], due: float, leave_after: int) -> Record:
     """Send a streaming completion and read it; `leave_after` so many tokens, if it is one that vanishes (0: at once).
 
@@ -132,7 +127,7 @@ async def request(port: int, behaviour: Behaviour, body: dict[str, Any], due: fl
         content = content[: len(content) // 2]
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(encode("/v1/completions", content))
+        writer.write(f"{HEAD}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
         if behaviour == "vanishes" and leave_after == 0:
             await writer.drain()
             await asyncio.sleep(0.01)
@@ -165,10 +160,8 @@ async def load(port: int, rate: float, seconds: float, draw: random.Random, high
         prompt = [draw.randrange(1, highest_id) for _ in range(draw.randint(16, 128))]
         body = {"prompt": prompt, "max_tokens": draw.randint(8, 64), "stream": True, "ignore_eos": True}
         body["stream_options"] = {"include_usage": True}
-        dice, leave_after = draw.random(), draw.randint(0, 6)
-        chosen: Behaviour = "served"
-        if dice < VANISHING + MALFORMED:
-            chosen = "vanishes" if dice < VANISHING else "malformed"
+        [chosen] = draw.choices(list(SHARES), list(SHARES.values()))
+        leave_after = draw.randint(0, 6)
         tasks.append(asyncio.create_task(request(port, chosen, body, start + due, leave_after)))
     return list(await asyncio.gather(*tasks))
 
@@ -237,8 +230,8 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     result = {
         "name": "serving",
         "machine": facts(options.device),
-        "commit": commit("nanovllm", "benchmarks/serving/*.py"),
-        "model": {"name": model_name(options.model)},
+        "commit": harness.commit("nanovllm", "benchmarks/serving/*.py"),
+        "model": {"name": harness.model_name(options.model)},
         "workload": "prompts of 16 to 128 random tokens, 8 to 64 to generate; 10% vanish, 5% are malformed",
         "slo": {"first_token_s": options.slo_first, "token_s": options.slo_token},
         "seconds": options.seconds,
@@ -258,10 +251,9 @@ def row_of(phase: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Result]) -> list[str]:
-    """A row for each rate: medians and 99th percentiles. `card` is empty for the result of a CPU."""
+    """A row for each rate: medians and 99th percentiles."""
     result = results["serving"]
-    lines = tables.head(*COLUMNS, left=0)
-    lines += map(row_of, result["phases"])
+    lines = [*tables.head(*COLUMNS, left=0), *map(row_of, result["phases"])]
     facts, slo, memory = result["machine"], result["slo"], result["memory_mib"]
     lines += ["", f"Workload: {result['workload']}; each rate for {result['seconds']:g} s, the last one twice."]
     lines.append(
@@ -279,9 +271,7 @@ def table(results: dict[str, Result]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving.load", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = harness.make_parser("serving.load", __doc__)
     parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL)
     parser.add_argument("--device", default="cpu", help="cpu or cuda, for the server and the name of the result")
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4, 8, 16], help="requests a second, rising")
@@ -299,9 +289,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{len(options.rates) + 1} rates of {options.seconds} s are more than {LONGEST_RUN} s")
     options.serve = ["--device", options.device, "--kv-cache-gib", "0.05", *options.serve]
     result, wrong = run(options)
-    out = options.out or result_path("serving", result["machine"]["device"], RESULTS)
+    out = options.out or harness.result_path("serving", result["machine"]["device"], RESULTS)
     if not options.quick or options.out:
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        harness.write_json(result, out)
     for complaint in wrong:
         print(f"benchmarks.serving.load: {complaint}", file=sys.stderr)
     return 1 if wrong else 0

@@ -5,19 +5,16 @@
 Prints a table, writes benchmarks/results/ladder.json and draws docs/figures/ladder.png from it.
 """
 
-from __future__ import annotations
-
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import harness, tables
-from benchmarks.lib.harness import Showcase, higher, lower
+from benchmarks.lib.harness import Showcase, higher, lower, make_parser
 from benchmarks.lib.tables import Result
 from benchmarks.lib.workloads import Scenario, make_requests, mixed_lengths, share_prefix
 from benchmarks.stages.runners import hf_contender, stage_contender
-from benchmarks.stages.showcases import HF_BATCH, HF_ONE
+from benchmarks.stages.showcases import HF_BATCH, HF_ONE, range_of
 from benchmarks.stages.stage_bench import add_options, footer, measure, vocab_size
 from tools import until_ctrl_c
 
@@ -33,20 +30,16 @@ def showcase(vocab_size: int, quick: bool = False) -> Showcase:
     own = make_requests(mixed_lengths(count, prompt, output, seed=7, long_every=6, long=3), vocab_size, seed=7)
     with_prefix = share_prefix(own, shared, vocab_size, seed=7)
     requests = [with_prefix[i] if i % 3 else own[i] for i in range(count)]  # two in three share their beginning
-    stages = [stage_contender(n) for n in (1, 2, 3, 4, 5)]
-    hugging_face = [
-        hf_contender(HF_ONE),
-        hf_contender(HF_BATCH, batch=True),
-        hf_contender("HF padded, any memory", batch=True, limited=False),
-    ]
+    contenders = [hf_contender(HF_ONE), hf_contender(HF_BATCH, batch=True)]
+    contenders.append(hf_contender("HF padded, any memory", batch=True, limited=False))
+    contenders += [stage_contender(n) for n in (1, 2, 3, 4, 5)]
     return Showcase(
         name="ladder",
         title="One workload through every stage",
-        workload=f"{count} requests of {prompt[0]} to {prompt[1]} prompt tokens and {output[0]} to {output[1]} to "
-        f"generate, every sixth three times as long; two in three open with the same {shared} tokens; "
-        f"KV memory for {slots} tokens, at most 8 sequences in a step"
+        workload=f"{count} requests of {range_of(prompt, output)}, every sixth three times as long; two in three open "
+        f"with the same {shared} tokens; KV memory for {slots} tokens, at most 8 sequences in a step"
         " (Hugging Face once with all the memory it wants)",
-        contenders=hugging_face + stages,
+        contenders=contenders,
         scenarios=[Scenario("ladder", [requests], kv_slots=slots, max_num_seqs=8)],
         figures=[
             higher("throughput", "throughput", "tokens/s", "ladder", "tokens_per_second"),
@@ -66,9 +59,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")  # no display needed
     from matplotlib import pyplot as plt
 
-    figure = next(f for f in result["figures"] if f["key"] == "throughput")
-    titles = tables.contender_titles()
-    values = figure["values"]
+    figure = tables.figures(result)["throughput"]
+    titles, values = tables.contender_titles(), figure["values"]
     labels = [titles.get(name, name) for name in values]
     medians = [value["median"] for value in values.values()]
     below = [value["median"] - value["min"] for value in values.values()]
@@ -79,13 +71,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         canvas, axes = plt.subplots(figsize=(10, 5.6), layout="constrained")
         axes.barh(labels, medians, xerr=[below, above], color=colours, edgecolor="black", ecolor="black", capsize=5)
         for row, (median, upper) in enumerate(zip(medians, above, strict=True)):
-            axes.annotate(
-                tables.number(median, "tokens/s"),
-                (median + upper, row),
-                (8, 0),
-                textcoords="offset points",
-                va="center",
-            )
+            text, where = tables.number(median, "tokens/s"), (median + upper, row)
+            axes.annotate(text, where, (8, 0), textcoords="offset points", va="center")
         axes.invert_yaxis()
         axes.set_xlim(0, 1.18 * max(m + a for m, a in zip(medians, above, strict=True)))
         axes.set_xlabel(f"output {figure['unit']} (median of {tables.num_rounds(result)} rounds)")
@@ -100,7 +87,7 @@ def table(results: dict[str, Result]) -> list[str]:
     """A row for each contender."""
     result = results["ladder"]
     titles, figures = tables.contender_titles(), result["figures"]
-    throughput = next(f for f in figures if f["key"] == result["headline"])
+    throughput = tables.figures(result)[result["headline"]]
     lines = tables.head("", *map(tables.label, figures), "against stage 1")
     for name in tables.contenders(result):
         cells = [tables.cell(figure, name, "{}") for figure in figures]
@@ -109,7 +96,7 @@ def table(results: dict[str, Result]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One workload through every stage and Hugging Face.")
+    parser = make_parser("stages.ladder", __doc__)
     add_options(parser)
     parser.add_argument("--figure", type=Path, default=FIGURE, help="where the picture goes")
     options = parser.parse_args()

@@ -1,22 +1,33 @@
 """Who generates in the showcases: a stage, Hugging Face or the engine, each with the scenario's limits; greedy.
 
 `measure` is what a process does for one contender. Model and libraries are loaded and warmed up before the clock
-starts.
+starts. Token times, memory held and preemptions come from the events of stages and engine, and from a stopping
+criterion of Hugging Face's `generate` that only looks at the clock.
 """
 
-from __future__ import annotations
-
+import hashlib
+import json
+import statistics
 import time
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.lib.harness import Contender, Measured, Showcase
-from benchmarks.lib.process import synchronize
-from benchmarks.lib.recorder import CLOCKS, CallRecorder, ClockName, metrics
+from benchmarks.lib.process import CLOCKS, ClockName, Engine, synchronize
 from benchmarks.lib.workloads import Request, Scenario
+from nanovllm.trace_view.engine_state import EngineState
+from stages import stage_2_kv_cache
+from stages.core import SamplingParams
+from stages.manifest import load_stage
+from stages.model import Attend, Transformer
+from stages.stage_6_cuda_graphs import CUDAGraphEngine
 
 BLOCK_SIZE = 16
 
@@ -31,6 +42,120 @@ def hf_contender(
 ) -> Contender:
     """`limited=False` lets it have as much KV memory as it wants, whatever the others have."""
     return Contender(name, {"kind": "hf", "batch": batch, "use_cache": cache, "limited": limited}, only)
+
+
+# --- what is read off a run -------------------------------------------------------------------------------------------
+
+
+class CallRecorder:
+    """One call of `generate`: give it the events, or tokens and rectangles. Times are in seconds of `clock`."""
+
+    def __init__(self, requests: list[Request], block_size: int, clock: ClockName) -> None:
+        self.clock = CLOCKS[clock]
+        self.requests = requests
+        self.block_size = block_size
+        self.token_times: list[list[float]] = [[] for _ in requests]
+        self.preemptions = 0
+        self.state = EngineState()
+        self.held_at_end: dict[int, int] = {}  # blocks of a stage's sequences that are over and will free them next
+        self.most_at_once = 0  # sequences with KV memory of their own
+        self.peak_slots = 0  # tokens' worth of memory in use, shared blocks counted once
+        self.reserved_slots = 0  # summed over the sequences, each at its end
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        kind, request = event["type"], event["request"]
+        if kind == "token":
+            self.token_times[request] += [self.clock()] * len(event["ids"])
+        elif kind != "scheduled":  # neither of these two moves blocks, and they come in every step
+            self.preemptions += kind == "preempted"
+            if kind == "finished":
+                self.held_at_end[request] = len(self.state.tables.get(request, ()))
+            self.state.hear(event)
+            if kind == "blocks":
+                self.reserved_slots += self.held_at_end.pop(request, 0) * self.block_size
+                self.most_at_once = max(self.most_at_once, len(self.state.tables))
+                self.peak_slots = max(self.peak_slots, len(self.state.owners) * self.block_size)
+
+    def on_rectangle(self, rows: int, length: int) -> None:
+        """A contiguous cache of `rows` sequences of `length` tokens each, which all hold it to the end."""
+        self.most_at_once = max(self.most_at_once, rows)
+        self.peak_slots = max(self.peak_slots, rows * length)
+        self.reserved_slots += rows * length
+
+
+def metrics(
+    calls: list[tuple[CallRecorder, float, float]], outputs: list[list[list[int]]], wall_seconds: float
+) -> dict[str, Any]:
+    """The figures of a scenario. `calls`: recorder, start and end of each call; `outputs`: tokens a request a call.
+
+    Raises ValueError if a request did not get exactly the tokens that it was to get.
+    """
+    recorders = [recorder for recorder, _, _ in calls]
+    for recorder, call in zip(recorders, outputs, strict=True):
+        wanted = [request.max_tokens for request in recorder.requests]
+        if [len(tokens) for tokens in call] != wanted or [len(times) for times in recorder.token_times] != wanted:
+            raise ValueError(f"wrong number of tokens: wanted {wanted}, got {[len(tokens) for tokens in call]}")
+    first_tokens = [times[0] - start for recorder, start, _ in calls for times in recorder.token_times]
+    gaps = [b - a for recorder in recorders for times in recorder.token_times for a, b in pairwise(times)]
+    seconds = sum(end - start for _, start, end in calls)
+    num_tokens = sum(len(tokens) for call in outputs for tokens in call)
+    reserved = sum(recorder.reserved_slots for recorder in recorders)
+    # The last token is never fed back, so it has no key and value
+    filled = sum(request.length - 1 for recorder in recorders for request in recorder.requests)
+    return {
+        "seconds": seconds,
+        "wall_seconds": wall_seconds,
+        "output_tokens": num_tokens,
+        "tokens_per_second": num_tokens / seconds,
+        "ms_per_token": 1000 * seconds / num_tokens,
+        "ttft_ms": 1000 * statistics.mean(first_tokens),
+        "decode_ms": 1000 * statistics.median(gaps) if gaps else None,
+        "most_at_once": max(recorder.most_at_once for recorder in recorders) or None,
+        "peak_slots": max(recorder.peak_slots for recorder in recorders) or None,
+        "waste_percent": 100 * (1 - filled / reserved) if reserved else None,
+        "preemptions": sum(recorder.preemptions for recorder in recorders),
+        "tokens_digest": hashlib.sha256(json.dumps(outputs).encode()).hexdigest()[:16],
+    }
+
+
+# --- who generates ----------------------------------------------------------------------------------------------------
+
+
+class CompiledModel:
+    """A second model of the same weights, whose layers are compiled piece by piece around the call of attention."""
+
+    def __init__(self, model: Transformer) -> None:
+        torch.compiler.reset()  # the layers compiled for earlier engines count against a limit
+        self.model = deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        for layer in self.model.layers:
+            layer.compile(dynamic=True)
+        self.attend: Attend
+        # One function for all calls: for each new one the layers would be compiled again
+        self.attend_outside: Any = torch.compiler.disable(lambda *inputs: self.attend(*inputs))
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """input_ids [T], positions [T] -> hidden [T, H]"""
+        self.attend = attend
+        hidden: Tensor = self.model(input_ids, positions, self.attend_outside)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
+
+
+class CompiledEngine(CUDAGraphEngine):
+    """Stage 6, recording the compiled model. Steps that are not replayed use the other one, as it is."""
+
+    def record(self) -> Any:
+        self.compiled: Any = CompiledModel(self.model)
+        return super().record()
+
+    def decode_step(self, bucket: int) -> Tensor:
+        model, self.model = self.model, self.compiled
+        try:
+            return super().decode_step(bucket)
+        finally:
+            self.model = model
 
 
 class Runner:
@@ -66,9 +191,6 @@ class StageRunner(Runner):
     def __init__(
         self, model: str, device: str, *, number: int, options: dict[str, Any], compiled: bool = False
     ) -> None:
-        from benchmarks.stages.compiled import CompiledEngine
-        from stages.manifest import load_stage
-
         self.stage, self.options = load_stage(number), options
         self.engine_class: Any = CompiledEngine if compiled else self.stage.engine_class()
         self.model, self.device = model, device
@@ -78,8 +200,6 @@ class StageRunner(Runner):
 
     def watch_static_cache(self) -> None:
         """Stage 2 has no blocks to tell of, so the rectangle that it allocates is looked at as it is made."""
-        from stages import stage_2_kv_cache
-
         runner = self
 
         class WatchedKVCache(stage_2_kv_cache.KVCache):
@@ -103,8 +223,6 @@ class StageRunner(Runner):
         self.vocab_size = self.engine.config.vocab_size
 
     def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
-        from stages.core import SamplingParams
-
         self.recorder = recorder
         params = [SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True) for r in requests]
         outputs: list[list[int]] = self.engine.generate([r.prompt for r in requests], params)
@@ -122,33 +240,22 @@ class EngineRunner(Runner):
 
     def __init__(self, model: str, device: str) -> None:
         self.model, self.device = model, device
-        self.first = 0  # the engine numbers its requests over all calls, a recorder those of its own
+        self.started: int = 0  # requests of earlier calls: the engine numbers them on, a recorder has its own
 
     def prepare(self, scenario: Scenario) -> None:
-        from nanovllm import LLM
-
-        self.llm = LLM(
-            self.model,
-            device=self.device,
-            skip_tokenizer_init=True,
-            on_event=self.on_event,
-            max_num_seqs=scenario.max_num_seqs,
-            kvcache_block_size=BLOCK_SIZE,
-            num_kv_blocks=scenario.num_blocks(BLOCK_SIZE),
-        )
-        self.vocab_size = self.llm.engine.vocab_size
-        self.first = 0
+        limits = {"max_num_seqs": scenario.max_num_seqs, "num_kv_blocks": scenario.num_blocks(BLOCK_SIZE)}
+        options = {"device": self.device, "kvcache_block_size": BLOCK_SIZE, "on_event": self.on_event, **limits}
+        self.engine = Engine("nanovllm", self.model, options, time.time())
+        self.vocab_size = self.engine.llm.engine.vocab_size
+        self.started = 0
 
     def on_event(self, event: dict[str, Any]) -> None:
-        super().on_event({**event, "request": int(event["request"]) - self.first})
+        super().on_event({**event, "request": int(event["request"]) - self.started})
 
     def generate(self, requests: list[Request], recorder: CallRecorder) -> list[list[int]]:
-        from nanovllm import SamplingParams
-
         self.recorder = recorder
-        params = [SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True) for r in requests]
-        outputs = self.llm.generate([r.prompt for r in requests], params, use_tqdm=False)
-        self.first += len(requests)
+        outputs = self.engine.generate([r.prompt for r in requests], [r.max_tokens for r in requests])
+        self.started += len(requests)
         return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -236,7 +343,7 @@ RUNNERS: dict[str, Callable[..., Runner]] = {"stage": StageRunner, "engine": Eng
 
 def arguments_of(contender: Contender, showcase: Showcase, model: Path, device: str, clock: str) -> dict[str, Any]:
     """What `measure` needs to know of this contender."""
-    mine = [s.as_json() for s in showcase.scenarios if contender.only is None or s.name in contender.only]
+    mine = [asdict(s) for s in showcase.scenarios if contender.only is None or s.name in contender.only]
     return {"spec": contender.spec, "model": str(model), "device": device, "clock": clock, "scenarios": mine}
 
 

@@ -4,9 +4,8 @@ Lengths are chosen so that a showcase takes about two minutes on two slow cores.
 the figures then mean nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,62 +18,54 @@ HF_BATCH = "HF padded batch"
 HF_ONE = "HF one by one"
 
 
+def of_stage(number: int, title: str, workload: str, **parts: Any) -> Showcase:
+    """A showcase that stage `number` is to win, against the stage before it if `parts` do not say otherwise."""
+    parts = {"contender": f"stage {number}", "rival": f"stage {number - 1}"} | parts
+    return Showcase(f"stage_{number}", title, workload, **parts)
+
+
+def range_of(prompt: tuple[int, int], output: tuple[int, int]) -> str:
+    return f"{prompt[0]} to {prompt[1]} prompt tokens and {output[0]} to {output[1]} to generate"
+
+
 def naive(vocab_size: int, quick: bool = False) -> Showcase:
     prompts, tokens = ((8, 24), 4) if quick else ((64, 384), 32)
-    names = [f"after {n}" for n in prompts]
-    without_cache = "HF without cache"
-    return Showcase(
-        name="stage_1",
-        title="Naive generation beside Hugging Face",
-        workload=f"one request of {prompts[0]}, then one of {prompts[1]} prompt tokens; {tokens} tokens each",
-        contenders=[
-            stage_contender(1),
-            hf_contender(without_cache, cache=False),
-            hf_contender("HF with cache"),
-        ],
-        scenarios=[
-            Scenario(name, [make_requests([(n, tokens)], vocab_size, seed=n)])
-            for name, n in zip(names, prompts, strict=True)
-        ],
-        figures=[
-            lower(f"ms_{n}", f"time per token, prompt of {n}", "ms", name, "ms_per_token")
-            for name, n in zip(names, prompts, strict=True)
-        ],
+    rival = hf_contender("HF without cache", cache=False)
+    return of_stage(
+        1,
+        "Naive generation beside Hugging Face",
+        f"one request of {prompts[0]}, then one of {prompts[1]} prompt tokens; {tokens} tokens each",
+        contenders=[stage_contender(1), rival, hf_contender("HF with cache")],
+        scenarios=[Scenario(f"{n}", [make_requests([(n, tokens)], vocab_size, seed=n)]) for n in prompts],
+        figures=[lower(f"ms_{n}", f"time per token, prompt of {n}", "ms", f"{n}", "ms_per_token") for n in prompts],
         headline=f"ms_{prompts[-1]}",
-        contender="stage 1",
-        rival=without_cache,
+        rival=rival.name,
     )
 
 
 def kv_cache(vocab_size: int, quick: bool = False) -> Showcase:
     contexts, tokens, batch = ((8, 16, 24, 32), 4, 3) if quick else ((64, 256, 512, 1024), 12, 8)
-    scenarios = [Scenario(f"context {n}", [make_requests([(n, tokens)], vocab_size, seed=n)]) for n in contexts]
+    scenarios = [Scenario(f"{n}", [make_requests([(n, tokens)], vocab_size, seed=n)]) for n in contexts]
     scenarios.append(Scenario("batch", [make_requests([(contexts[0], tokens)] * batch, vocab_size, seed=1)]))
     first, last = contexts[0], contexts[-1]
+    figures = [lower(f"decode_{n}", f"time per token, context {n}", "ms", f"{n}", "decode_ms") for n in contexts]
 
     def growth(measured: Measured) -> float:
-        longest: float = measured[f"context {last}"]["decode_ms"]
-        return longest / measured[f"context {first}"]["decode_ms"]
+        longest: float = measured[f"{last}"]["decode_ms"]
+        return longest / measured[f"{first}"]["decode_ms"]
 
-    return Showcase(
-        name="stage_2",
-        title="Time per token as the context grows",
-        workload=f"one request of {', '.join(map(str, contexts))} prompt tokens; {batch} requests at once; "
-        f"{tokens} tokens each",
+    figures.append(Figure("growth", f"growth from {first} to {last}", "times", "lower", growth))
+    figures.append(higher("batch", f"{batch} requests at once", "tokens/s", "batch", "tokens_per_second"))
+    prompts = f"one request of {', '.join(map(str, contexts))} prompt tokens"
+    return of_stage(
+        2,
+        "Time per token as the context grows",
+        f"{prompts}; {batch} requests at once; {tokens} tokens each",
         contenders=[stage_contender(1), stage_contender(2), hf_contender(HF, batch=True)],
         scenarios=scenarios,
-        figures=[
-            *(
-                lower(f"decode_{n}", f"time per token, context {n}", "ms", f"context {n}", "decode_ms")
-                for n in contexts
-            ),
-            Figure("growth", f"growth from {first} to {last}", "times", "lower", growth),
-            higher("batch", f"{batch} requests at once", "tokens/s", "batch", "tokens_per_second"),
-        ],
+        figures=figures,
         headline=f"decode_{last}",
         shown=(f"decode_{first}", f"decode_{last}", "growth"),
-        contender="stage 2",
-        rival="stage 1",
     )
 
 
@@ -82,11 +73,10 @@ def paged_blocks(vocab_size: int, quick: bool = False) -> Showcase:
     count, prompt, output, slots = (6, (4, 12), (2, 4), 128) if quick else (18, (16, 96), (8, 32), 2048)
     lengths = mixed_lengths(count, prompt, output, seed=3, long_every=6, long=5)
     equal = [(prompt[1], output[1])] * (3 if quick else 12)
-    return Showcase(
-        name="stage_3",
-        title="Sequences in the same KV memory",
-        workload=f"{count} requests of {prompt[0]} to {prompt[1]} prompt tokens and {output[0]} to {output[1]} to "
-        f"generate, every sixth five times as long; KV memory for {slots} tokens",
+    return of_stage(
+        3,
+        "Sequences in the same KV memory",
+        f"{count} requests of {range_of(prompt, output)}, every sixth five times as long; KV memory for {slots} tokens",
         contenders=[stage_contender(2), stage_contender(3), hf_contender(HF_BATCH, batch=True)],
         scenarios=[
             Scenario("mixed", [make_requests(lengths, vocab_size, seed=3)], kv_slots=slots),
@@ -99,8 +89,6 @@ def paged_blocks(vocab_size: int, quick: bool = False) -> Showcase:
             higher("equal", "equal lengths, memory for all", "tokens/s", "equal", "tokens_per_second"),
         ],
         shown=("at_once", "waste", "mixed"),
-        contender="stage 3",
-        rival="stage 2",
         notes=["wasted: slots that a sequence holds at its end and that no key or value was written to"],
     )
 
@@ -111,12 +99,11 @@ def prefix_caching(vocab_size: int, quick: bool = False) -> Showcase:
     def prompts(seed: int) -> list[Request]:
         return share_prefix(make_requests([(own, tokens)] * count, vocab_size, seed), shared, vocab_size, seed)
 
-    return Showcase(
-        name="stage_4",
-        title="Time to first token behind a shared beginning",
-        workload=f"{count} prompts of {shared + own} tokens sharing the first {shared}, and {count} of {short} "
-        f"sharing nothing; "
-        f"{tokens} tokens each",
+    sharing = f"{count} prompts of {shared + own} tokens sharing the first {shared}"
+    return of_stage(
+        4,
+        "Time to first token behind a shared beginning",
+        f"{sharing}, and {count} of {short} sharing nothing; {tokens} tokens each",
         contenders=[stage_contender(3), stage_contender(4), hf_contender(HF, batch=True)],
         scenarios=[
             Scenario("turns", [[request] for request in prompts(1)]),
@@ -130,8 +117,6 @@ def prefix_caching(vocab_size: int, quick: bool = False) -> Showcase:
             higher("unrelated", f"prompts of {short}, nothing shared", "tokens/s", "unrelated", "tokens_per_second"),
         ],
         shown=("turns", "call", "slots"),
-        contender="stage 4",
-        rival="stage 3",
         notes=["time to first token: mean over the requests, the first one, which finds nothing, included"],
     )
 
@@ -150,12 +135,11 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
             return None
         return float(measured["tiny"]["tokens_digest"] == measured["mixed"]["tokens_digest"])
 
-    return Showcase(
-        name="stage_5",
-        title="Throughput at mixed lengths",
-        workload=f"{count} requests of {prompt[0]} to {prompt[1]} prompt tokens and {output[0]} to {output[1]} to "
-        f"generate, every eighth five times as long, at most {seats} in a step; "
-        f"again with KV memory for {tiny} tokens in all",
+    mixed = f"{count} requests of {range_of(prompt, output)}, every eighth five times as long"
+    return of_stage(
+        5,
+        "Throughput at mixed lengths",
+        f"{mixed}, at most {seats} in a step; again with KV memory for {tiny} tokens in all",
         contenders=[
             stage_contender(4),
             stage_contender(5),
@@ -175,77 +159,70 @@ def continuous_batching(vocab_size: int, quick: bool = False) -> Showcase:
             higher("even", "equal lengths", "tokens/s", "even", "tokens_per_second"),
         ],
         shown=("mixed", "tiny"),
-        contender="stage 5",
-        rival="stage 4",
     )
 
 
-def batches_of(batches: tuple[int, ...], prompt: int, tokens: int, vocab_size: int, **how: bool) -> list[Scenario]:
-    """So many requests at once, `prompt` tokens in and `tokens` out."""
-    requests = {n: make_requests([(prompt, tokens)] * n, vocab_size, seed=n) for n in batches}
-    return [Scenario(f"batch {n}", [requests[n]], max_num_seqs=n, **how) for n in batches]
-
-
-def decode_steps(batches: tuple[int, ...]) -> list[Figure]:
-    return [lower(f"decode_{n}", f"decode step, batch {n}", "ms", f"batch {n}", "decode_ms") for n in batches]
+def decode_showcase(
+    number: int, title: str, batches: tuple[int, ...], quick: bool, vocab_size: int, figures: list[Figure], **parts: Any
+) -> Showcase:
+    """So many requests at once: the time of a decode step, behind other `figures`."""
+    prompt, tokens = (8, 4) if quick else (64, 32)
+    several = number == 7
+    steps = [lower(f"decode_{n}", f"decode step, batch {n}", "ms", f"batch {n}", "decode_ms") for n in batches]
+    return of_stage(
+        number,
+        title,
+        f"{' or '.join(map(str, batches))} requests at once, {prompt} prompt tokens and {tokens} to generate",
+        scenarios=[
+            Scenario(f"batch {n}", [make_requests([(prompt, tokens)] * n, vocab_size, n)], None, n, several)
+            for n in batches
+        ],
+        figures=figures + steps,
+        rival="stage 5",
+        **parts,
+    )
 
 
 def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
     """On a GPU; a quick one runs anywhere, with the eager stand-in for the graph."""
-    batches, prompt, tokens = ((1, 3), 8, 4) if quick else ((1, 8, 64), 64, 32)
     contenders = [stage_contender(5), stage_contender(6), hf_contender(HF, batch=True)]
     if not quick:
         compiled = {"kind": "stage", "number": 6, "compiled": True, "options": {}}
         contenders.append(Contender("stage 6 compiled", compiled))
         contenders.append(stage_contender(5, only=("batch 1",), name="stage 5 with the kernel", attention="triton"))
-    return Showcase(
-        name="stage_6",
-        title="Time of a decode step",
-        workload=f"{' or '.join(map(str, batches))} requests at once, {prompt} prompt tokens and {tokens} to generate",
-        contenders=contenders,
-        scenarios=batches_of(batches, prompt, tokens, vocab_size),
-        figures=decode_steps(batches),
-        contender="stage 6",
-        rival="stage 5",
-        notes=["stage 5 gathers keys and values; on a GPU stage 6 reads them by the Triton kernel, as stage 5 can"],
-    )
-
-
-def ranks_contender(ranks: int) -> Contender:
-    name = f"stage 7, {ranks} rank{'s' if ranks > 1 else ''}"
-    return stage_contender(7, name=name, tensor_parallel_size=ranks)
+    notes = ["stage 5 gathers keys and values; on a GPU stage 6 reads them by the Triton kernel, as stage 5 can"]
+    batches, title = (1, 3) if quick else (1, 8, 64), "Time of a decode step"
+    return decode_showcase(6, title, batches, quick, vocab_size, [], contenders=contenders, notes=notes)
 
 
 def tensor_parallel(vocab_size: int, quick: bool = False) -> Showcase:
-    batches, prompt, tokens = ((1, 3), 8, 4) if quick else ((1, 8), 64, 32)
-    ranks = (1, 2) if quick else (1, 2, 4)
-    return Showcase(
-        name="stage_7",
-        title="Memory and time of a rank",
-        workload=f"{' or '.join(map(str, batches))} requests at once, {prompt} prompt tokens and {tokens} to generate",
-        contenders=[stage_contender(5), *map(ranks_contender, ranks), hf_contender(HF, batch=True)],
-        scenarios=batches_of(batches, prompt, tokens, vocab_size, several_processes=True),
-        figures=[
+    batches = (1, 3) if quick else (1, 8)
+    contenders = [stage_contender(5)]
+    for ranks in (1, 2) if quick else (1, 2, 4):
+        name = f"stage 7, {ranks} rank{'s' if ranks > 1 else ''}"
+        contenders.append(stage_contender(7, name=name, tensor_parallel_size=ranks))
+    return decode_showcase(
+        7,
+        "Memory and time of a rank",
+        batches,
+        quick,
+        vocab_size,
+        [
             lower("weights", "weights a rank", "MiB", "batch 1", "weights_mib"),
             lower("kv", "KV memory a rank", "MiB", "batch 1", "kv_mib"),
-            *decode_steps(batches),
         ],
-        shown=("weights", f"decode_{batches[0]}", f"decode_{batches[1]}"),
+        contenders=[*contenders, hf_contender(HF, batch=True)],
+        shown=("weights", *(f"decode_{n}" for n in batches)),
         contender="stage 7, 2 ranks",
-        rival="stage 5",
         notes=["on a CPU the ranks share the same cores, so all that they gain is memory; on GPUs each has its own"],
     )
 
 
-SHOWCASES = {
-    1: naive,
-    2: kv_cache,
-    3: paged_blocks,
-    4: prefix_caching,
-    5: continuous_batching,
-    6: cuda_graphs,
-    7: tensor_parallel,
-}
+SHOWCASES = dict(
+    enumerate(
+        (naive, kv_cache, paged_blocks, prefix_caching, continuous_batching, cuda_graphs, tensor_parallel), start=1
+    )
+)
 # Showcases that say something on a GPU only, and the shape of the model that they are recorded with (benchmarks/shapes)
 NEED_A_GPU = {6: "Qwen3-0.6B"}
 

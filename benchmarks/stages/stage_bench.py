@@ -6,8 +6,6 @@ Prints a table and writes benchmarks/results/stage_N.json (with the card in its 
 needs a GPU runs on a CPU as well, but only as `--quick`: that shows that it works, and measures nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -16,7 +14,7 @@ from typing import Any
 
 from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Comparison, Contender, Showcase
-from benchmarks.lib.recorder import choose_clock
+from benchmarks.lib.process import choose_clock
 from benchmarks.lib.tables import Result, row
 from benchmarks.lib.workloads import random_checkpoint
 from benchmarks.stages import runners
@@ -67,18 +65,14 @@ def measure(showcase: Showcase, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
 def footer(results: list[dict[str, Any]]) -> list[str]:
     """Where the figures are from (once, if all are from the same place) and where a stage loses."""
-    commits: dict[str, list[str]] = {}
+    commits: dict[str, list[Result]] = {}
     for result in results:
-        commits.setdefault(tables.machine(result), []).append(tables.commit(result))
+        commits.setdefault(tables.machine(result), []).append(result)
     lines = [""]
-    for place, measured in commits.items():
-        names = list(dict.fromkeys(measured))
-        lines.append(f"Measured on {place}, commit{'s' if len(names) > 1 else ''} {', '.join(names)}.")
+    for place, names in commits.items():
+        lines.append(f"Measured on {place}, {tables.commits(names)}.")
     lost = [line for result in results for line in tables.losses(result)]
     if lost:
         lines += ["", "Where a stage loses against the one before it:", "", *(f"- {line}" for line in lost)]
@@ -87,19 +81,20 @@ def footer(results: list[dict[str, Any]]) -> list[str]:
 
 def best_of_hugging_face(figure: dict[str, Any]) -> str:
     """Hugging Face's best figure in a comparison, and which way of calling it that was."""
-    values = {name: v["median"] for name, v in figure["values"].items() if name.startswith("HF")}
+    values = [(v["median"], name.removeprefix("HF ")) for name, v in figure["values"].items() if name.startswith("HF")]
     if not values:
         return "–"
-    name = (max if figure["better"] == "higher" else min)(values, key=lambda name: values[name])
-    return f"{tables.with_unit(values[name], figure['unit'])} ({name.removeprefix('HF ')})"
+    median, way = (max if figure["better"] == "higher" else min)(values)
+    return f"{tables.with_unit(median, figure['unit'])} ({way})"
 
 
 def stages_table(results: dict[str, Result]) -> list[str]:
     """A row for each figure that a stage is about."""
     lines = tables.head("stage", "what is measured", "before", "with it", "gain", "Hugging Face", left=2)
     for stage in load_stages():
-        if (result := results.get(f"stage_{stage.number}")) is None:
-            continue  # a stage that needs a GPU has its figures in a file with the card's name
+        result = results.get(f"stage_{stage.number}")  # one that needs a GPU has a file with the card's name
+        if result is None:
+            continue
         title, contender, rival = f"{stage.number}. {stage.title}", result["contender"], result["rival"]
         for figure in result["figures"]:
             if figure["key"] not in result["shown"]:
@@ -120,9 +115,6 @@ def whole_table(result: dict[str, Any]) -> list[str]:
     return [*tables.whole(result), *(f"- {remark}" for remark in remarks), *footer([result])]
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
 def fit_to_device(options: argparse.Namespace) -> None:
     """A showcase that needs a GPU gets the model that it is recorded with there, and is only tried out without one."""
     if options.stage not in NEED_A_GPU:
@@ -138,7 +130,7 @@ def fit_to_device(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure a stage's showcase.")
+    parser = harness.make_parser("stages.stage_bench", __doc__)
     parser.add_argument("stage", type=int, choices=sorted(SHOWCASES))
     add_options(parser)
     options = parser.parse_args()

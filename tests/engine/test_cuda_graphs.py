@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.lib.replay_proposer import ReplayProposer
+from benchmarks.engine.speculation import ReplayProposer
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs import sizes

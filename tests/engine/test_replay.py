@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib.replay_proposer import ReplayProposer, acceptance, tokens_per_step
+from benchmarks.engine.speculation import ReplayProposer, acceptance, tokens_per_step
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput, SpeculationStats
 from tests.weights import VOCAB, lively_qwen3

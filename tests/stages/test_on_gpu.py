@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.lib.workloads import SHAPES
-from benchmarks.stages.compiled import CompiledEngine
+from benchmarks.stages.runners import CompiledEngine
 from stages.core import SamplingParams
 from stages.model import Transformer
 from tests import oracle

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.stages.compiled import CompiledEngine
+from benchmarks.stages.runners import CompiledEngine
 from stages.core import SamplingParams, make_sequences, sample
 from tests import oracle
 from tests.stages.requests import PROMPTS, TIGHT, greedy, random_prompts

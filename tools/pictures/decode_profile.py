@@ -250,7 +250,7 @@ class TapeGraph:
 def main() -> None:
     from benchmarks.lib.harness import card_slug
     from benchmarks.lib.workloads import random_checkpoint
-    from benchmarks.stages.compiled import CompiledEngine
+    from benchmarks.stages.runners import CompiledEngine
 
     parser = argparse.ArgumentParser(description="Record one decode step of stage 5 and of stage 6.")
     parser.add_argument("--model", type=Path, help=f"checkpoint directory (default: {SHAPE} with random weights)")

@@ -47,7 +47,7 @@ from tools.race.workload import (
 )
 
 if TYPE_CHECKING:
-    from benchmarks.lib.recorder import ClockName
+    from benchmarks.lib.process import ClockName
 
 BUILD = ROOT / "build" / "recordings"
 WORKER = [sys.executable, "-m", "tools.race.worker"]
@@ -230,7 +230,7 @@ def clock_for(options: argparse.Namespace) -> ClockName:
 
     CPU time where one thread computes, since a busy machine hardly changes it; else the clock on the wall.
     """
-    from benchmarks.lib.recorder import choose_clock
+    from benchmarks.lib.process import choose_clock
 
     several_processes = options.together or "stage_7" in choose_engines(options.stages, options.device != "cpu")
     return "wall" if several_processes else choose_clock(options.device, threads=1)

@@ -16,10 +16,9 @@ from typing import Any, TextIO
 
 import torch
 
-from benchmarks.lib.process import facts, synchronize
-from benchmarks.lib.recorder import CallRecorder, ClockName
+from benchmarks.lib.process import ClockName, facts, synchronize
 from benchmarks.lib.workloads import Request, Scenario, make_requests
-from benchmarks.stages.runners import EngineRunner, Runner, StageRunner
+from benchmarks.stages.runners import CallRecorder, EngineRunner, Runner, StageRunner
 from nanovllm.trace_view.engine_state import Event
 from tools.race.workload import BLOCK_SIZE, NANOVLLM, Workload
 
@@ -29,7 +28,7 @@ REPORT_EVERY = 0.04  # seconds; oftener than the picture is drawn, and too seldo
 class Log(CallRecorder):
     """Listens to an engine from `start` to `stop`: keeps every event, and tells now and then how far it has come.
 
-    Events are kept with the time since the start by `clock` (see `benchmarks/lib/recorder.py`), and with their steps
+    Events are kept with the time since the start by `clock` (see `benchmarks/lib/process.py`), and with their steps
     numbered from 1, whatever the warm-up has used up. Progress is told by the clock on the wall, because somebody is
     watching.
     """
