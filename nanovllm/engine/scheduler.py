@@ -66,10 +66,9 @@ class Scheduler:
         # The plan in the making: tokens to compute for each sequence, and what is left of the token budget.
         self._planned: dict[Sequence, int] = {}
         self._budget = 0
-        # The waiting sequence that was looked up last in the prefix cache, and the free blocks it needed. Forgotten
-        # when it starts, or when more of its text can be found. Until then it has at most the hits that it had, and
-        # needs at least as many free blocks: free hits come into use only when another sequence starts, and that other
-        # one was looked up later.
+        # The waiting sequence that was looked up last in the prefix cache, and the free blocks that it needed: until it
+        # starts, or more of its text can be found. So long it has no more hits, and needs no fewer free blocks: only
+        # the start of another sequence takes free hits into use, and that sequence was then looked up later.
         self._looked_up: Sequence | None = None
         self._num_needed = 0
         self._guesses: dict[Sequence, list[int | None]] = {}
@@ -145,13 +144,13 @@ class Scheduler:
 
     def _may_fit(self, seq: Sequence) -> bool:
         """Whether to look `seq` up again, which costs as much as its beginning is long. The last look-up was in vain,
-        and `seq` needs no fewer blocks now. A block that victims share is counted for each of them."""
+        and `seq` needs no fewer blocks now. Blocks that victims share are counted for each of them."""
         most = self.blocks.num_free + sum(len(v.block_table) for v in self.running if v.priority > seq.priority)
         return self._num_needed <= most
 
     def _speculate(self, proposer: Proposer) -> None:
-        """Spend on guesses what is left: tokens of the budget, and blocks that nobody needs now. A step that is full
-        of prompts has no time to spare for them, and nobody is preempted for a guess."""
+        """Spend on guesses what is left of the token budget, and blocks that nobody needs now. A step full of prompts
+        has no guesses, and nobody is preempted for one."""
         for seq, num_tokens in self._planned.items():
             end = seq.num_computed + num_tokens
             room = (len(seq.block_table) + self.blocks.num_free) * self.block_size - end
@@ -163,9 +162,9 @@ class Scheduler:
                 self.trace.blocks(seq, taken=self.blocks.grow(seq, end + len(guesses)))
 
     def _claim_seat(self, seq: Sequence, cached: list[int]) -> bool:
-        """Make sure of a row, and of blocks for all that `seq` knows: a sequence admitted for its first chunk alone
-        would soon be preempted. If need be, preempt running sequences of strictly worse priority: as few as suffice,
-        and none where all of them would not suffice. Returns whether `seq` may start."""
+        """Make sure of a row, and of blocks for all tokens of `seq`: with blocks for its first chunk alone, it would
+        soon be preempted. If need be, preempt running sequences of strictly worse priority: as few as suffice, and
+        none where all would not suffice. Returns whether `seq` may start."""
         shortage = self._num_needed - self.blocks.num_free
         shared = set(cached)
         users: Counter[int] = Counter()  # of a block, among the victims
@@ -301,8 +300,8 @@ class Scheduler:
                 self._looked_up = None
 
     def _roll_back(self, seq: Sequence) -> None:
-        """Forget the guesses that were wrong: their KV, and blocks that hold nothing else. The step's last token is
-        computed by the next one, as ever. Not reached with steps in flight: speculation is synchronous."""
+        """Forget the KV of wrong guesses, and the blocks that hold nothing else. The next step computes the last token,
+        as ever. No step is in flight here: speculation is synchronous."""
         seq.num_known = len(seq.token_ids)
         seq.num_computed = seq.num_known - 1
         num_kept = self.blocks.num_blocks_for(seq.num_computed)
