@@ -204,8 +204,8 @@ class Group:
     def close(self) -> None:
         """Leave, and wait until that is done: NCCL tears down a process that ends in the middle of its abort.
 
-        The abort waits until no CUDA graph is left in which NCCL was recorded. So the graphs go, but not while one runs:
-        the driver would wait for its end, and let nobody launch what would end it.
+        The abort waits until no CUDA graph is left in which NCCL was recorded. So the graphs go, though not while one
+        runs: the driver would wait for its end, and let nobody launch what would end it.
         """
         self.leave()
         if self._kept is not None and self._stream is not None:
