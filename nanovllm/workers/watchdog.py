@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 
 import torch.distributed as dist
@@ -48,9 +48,7 @@ class Watchdog:
     lose: Callable[[int, str], None]
     sentinels: Sequence[int] = ()
     max_step: float = float("inf")  # seconds
-
-    def __post_init__(self) -> None:
-        self.over = threading.Event()
+    over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         pulses: dict[int, int] = {}
