@@ -1,9 +1,8 @@
 """The engine for many callers at once: each gets its output while it is made, with `async for`.
 
-A pair of producer and consumer. The producers, any number of tasks and threads, check their requests and put them into
-the inbox. The consumer is one thread, and nothing else ever touches the engine: it takes in what lies in the inbox,
-steps, and hands the outputs out. With nothing to do it sleeps in the inbox, so that an idle engine costs nothing and
-starts at once. (vLLM's `AsyncLLM` has the same two sides, in two processes.)
+Producers, which are any number of tasks and threads, check their requests and put them into the inbox. One consumer
+thread owns the engine: it takes in what lies in the inbox, steps, and hands the outputs out. With nothing to do it
+sleeps at the inbox. (vLLM's `AsyncLLM` has the same two sides, in two processes.)
 """
 
 import asyncio
@@ -81,9 +80,9 @@ class AsyncLLM:
         prompts = as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"generate takes one prompt and got {len(prompts)}; call it for each, they run together")
-        token_ids = self.llm.encode(prompts[0])
-        params, salt = sampling_params or SamplingParams(), prompts[0].get("cache_salt")
-        text = prompts[0].get("prompt")
+        [one] = prompts
+        token_ids, params = self.llm.encode(one), sampling_params or SamplingParams()
+        salt, text = one.get("cache_salt"), one.get("prompt")
         return self.add_request(request_id or uuid4().hex, token_ids, params, priority, salt, prompt=text)
 
     def add_request(
@@ -142,8 +141,8 @@ class AsyncLLM:
         atexit.unregister(self._end_with_the_process)
 
     def _end_with_the_process(self) -> None:
-        """For a program that never calls `shutdown`: Python would crash at its end with this thread in the middle of a
-        step. A thread that hangs there keeps the process for ten seconds at most."""
+        """For a program that never calls `shutdown`. Python would crash at its end if this thread were in mid-step. A
+        thread that hangs there keeps the process for ten seconds at most."""
         self._inbox.put(partial(self._stop, False))
         self._thread.join(timeout=10)
 
@@ -163,11 +162,17 @@ class AsyncLLM:
         return self.max_queue is not None and self.num_waiting - self.llm.engine.num_free_seats >= self.max_queue
 
     def _abort(self, request: Pending) -> None:
+        if self._forget(request):
+            error = RequestAborted(f"request {request.request_id!r} was aborted")
+            self._inbox.put(partial(self._end, request, error))
+
+    def _forget(self, request: Pending) -> bool:
+        """Free the request's id. Returns False if that was done before."""
         with self._lock:
-            if self._requests.get(request.request_id) is request:
-                del self._requests[request.request_id]
-                error = RequestAborted(f"request {request.request_id!r} was aborted")
-                self._inbox.put(partial(self._end, request, error))
+            if self._requests.get(request.request_id) is not request:
+                return False
+            del self._requests[request.request_id]
+            return True
 
     # --- the consumer: all that follows runs in its thread ---
 
@@ -217,11 +222,6 @@ class AsyncLLM:
         self._serving = False
         for request in [] if drain else list(self._added.values()):
             self._end(request, RequestAborted(f"request {request.request_id!r} was aborted by a shutdown"))
-
-    def _forget(self, request: Pending) -> None:
-        with self._lock:
-            if self._requests.get(request.request_id) is request:
-                del self._requests[request.request_id]
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
         requests = []

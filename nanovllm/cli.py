@@ -128,9 +128,8 @@ def run_serve(args: argparse.Namespace) -> None:
     try:
         from nanovllm.server.serve import serve
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the server needs {error.name}, which is not installed: pip install 'nanovllm[serve]'"
-        ) from None
+        what = f"the server needs {error.name}, which is not installed"
+        raise ValueError(f"{what}: pip install 'nanovllm[serve]'") from None
     serve(args)
 
 

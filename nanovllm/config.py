@@ -32,15 +32,16 @@ class Speculation:
         method = options.get("method", "draft")
         if method not in ("draft", "ngram"):
             raise ValueError(f"speculative['method'] must be 'draft' or 'ngram'; got {method!r}")
-        values = {"k": 4} | ({"n": 3} if method == "ngram" else {"model": None}) | dict(options)
-        if unknown := sorted(map(str, values.keys() - {"method", "k", "n" if method == "ngram" else "model"})):
+        defaults = {"method": method, "k": 4} | ({"n": 3} if method == "ngram" else {"model": None})
+        if unknown := sorted(map(str, options.keys() - defaults.keys())):
             raise ValueError(f"speculative has no key {unknown[0]!r} for {method!r}; give {shapes}")
+        values: dict[str, Any] = defaults | dict(options)
         for name in ("k", "n") if method == "ngram" else ("k",):
             if type(values[name]) is not int or values[name] < 1:
                 raise ValueError(f"speculative[{name!r}] must be an integer of at least 1; got {values[name]!r}")
         if method == "draft" and not values["model"]:
             raise ValueError(f"speculative needs the draft's 'model'; give {shapes}")
-        return cls(**{"method": method} | values)
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,10 +87,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs are in the order of the prompts.
 
-        sampling_params: one for all, or one for each prompt. priority: one number for each; the smaller goes first.
+        sampling_params: one for all, or one for each prompt.
+        priority: one number for each prompt; the smaller goes first.
         use_tqdm: whether to show a progress bar; or what makes one, called like `tqdm`.
-        Raises ValueError (TypeError for what is of the wrong kind), before anything runs, for a prompt or parameters
-        that make no sense or could never fit.
+
+        Raises ValueError (TypeError for what is of the wrong kind) for a prompt or parameters that make no sense or
+        could never fit. Nothing has run then.
         """
         batch = as_list(prompts)
         default = SamplingParams() if sampling_params is None else sampling_params
@@ -100,9 +102,8 @@ class LLM:
         try:
             for i, (request_id, prompt, p, order) in enumerate(zip(ids, batch, params, priorities, strict=True)):
                 with naming(f"prompts[{i}]"):
-                    token_ids, text = self.encode(prompt), prompt.get("prompt")
-                    final = p.changed(output_kind=RequestOutputKind.FINAL_ONLY)
-                    salt = prompt.get("cache_salt")
+                    token_ids, final = self.encode(prompt), p.changed(output_kind=RequestOutputKind.FINAL_ONLY)
+                    salt, text = prompt.get("cache_salt"), prompt.get("prompt")
                     self.engine.add_request(request_id, token_ids, final, order, salt, prompt=text)
             finished = self._run(len(batch), use_tqdm)
         except BaseException as error:

@@ -21,8 +21,9 @@ class Logprob:
 class CompletionOutput:
     """One choice of a request.
 
-    token_ids include the EOS or stop token that ended them. finish_reason is "error" for a choice whose logits were not
-    finite. stop_reason is the stop string or the stop token id that was met, None for EOS.
+    token_ids:      with the EOS or stop token that ended them.
+    finish_reason:  None while it goes on; "error" where the logits were not finite.
+    stop_reason:    the stop string or the stop token id that was met; None for EOS.
     """
 
     index: int
@@ -48,14 +49,12 @@ class SpeculationStats:
 
     def count(self, num_proposed: int, num_accepted: int, num_tokens: int) -> None:
         """Take in one step of one sequence."""
-        missing = num_proposed - len(self.proposed)
-        self.proposed += [0] * missing
-        self.accepted += [0] * missing
         self.num_steps += 1
         self.num_tokens += num_tokens
-        for i in range(num_proposed):
-            self.proposed[i] += 1
-            self.accepted[i] += i < num_accepted
+        for counts, number in (self.proposed, num_proposed), (self.accepted, num_accepted):
+            counts += [0] * (num_proposed - len(counts))
+            for i in range(number):
+                counts[i] += 1
 
     @classmethod
     def total(cls, parts: Iterable["SpeculationStats"]) -> "SpeculationStats | None":
@@ -63,10 +62,8 @@ class SpeculationStats:
         parts = [part for part in parts if part.num_steps]
         if not parts:
             return None
-        proposed, accepted = (
-            [sum(c) for c in zip_longest(*lists, fillvalue=0)]
-            for lists in ([p.proposed for p in parts], [p.accepted for p in parts])
-        )
+        proposed = [sum(counts) for counts in zip_longest(*(p.proposed for p in parts), fillvalue=0)]
+        accepted = [sum(counts) for counts in zip_longest(*(p.accepted for p in parts), fillvalue=0)]
         return cls(sum(p.num_steps for p in parts), proposed, accepted, sum(p.num_tokens for p in parts))
 
     @property

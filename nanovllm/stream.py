@@ -1,7 +1,7 @@
 """The output of one request as an asynchronous stream of deltas, fed by the thread of the step loop.
 
-The step loop puts the newest state of the output into `Pending` and wakes the reader's event loop; the reader iterates
-over `Stream`. They are two objects so that a stream that its caller drops is noticed: then its request is aborted.
+The step loop puts the newest state of the output into `Pending` and wakes the reader's event loop. The reader iterates
+over `Stream`. Only the reader holds the stream: when it is dropped, its request is aborted.
 """
 
 import asyncio

@@ -255,7 +255,7 @@ print("same tokens:", on.outputs == off.outputs)
 # ## A bug that you can read
 #
 # What if the name did *not* contain the parent? Let us try. In this stage two things stand against it: the chain in the
-# hash, and the comparison of the parent in `find_prefix`. We take away both. Three requests, one after the other:
+# hash, and the comparison of the parent in `Content.matches`. We take away both. Three requests, one after the other:
 #
 # 1. a story about **a dormouse named Kofi**, with a red scarf;
 # 2. a story about **a fox named Bruno**, with a green locket;
@@ -280,7 +280,7 @@ lengths = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 1, 20)]
 print("the first block ends with the hero:", [tokenizer.decode(ids[:16])[-18:] for ids in three_stories])
 
 no_chain = patch.object(stage_4, "chained_digest", lambda parent, tokens: chained_digest(0, tokens))
-no_parent = patch.object(stage_4, "Content", lambda digest, identity, parent, tokens: Content(digest, 0, 0, tokens))
+no_parent = patch.object(Content, "matches", lambda content, parent, tokens: content.token_ids == tokens)
 
 right = record(PrefixCachingEngine, three_stories, lengths)
 with no_chain:
@@ -329,7 +329,7 @@ list_exercises(4)
 # If you are stuck:
 #
 # - **the digest**: `int.to_bytes` for the parent, `array("q", tokens).tobytes()` for the tokens, and `+` between them.
-# - **the walk**: two things travel along, the digest (to look up) and the identity (to compare with).
+# - **the walk**: one thing travels along, the content of the block before: its digest to look up, itself to compare.
 # - **taking blocks**: a shared block may lie in the free list. What would happen if you took the empty ones first?
 # - **giving back**: a count that reaches zero, and not before. `reversed` is half of the exercise.
 #

@@ -100,7 +100,7 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 # | 3 | the kernel beside it | `paged_prefill.py` and `paged_decode.py` in `kernels/attention/` |
 # | – | the same on Hopper | `kernels/hopper/warp_specialized_prefill.py`, `kernels/hopper/ring_decode.py` |
 # | 4 | chained hashes, ref counts, LRU | `engine/block_manager.py` |
-# | 5 | queues, budget, chunks, preemption | `engine/scheduler.py`, `engine/waiting_queue.py`, `engine/sequence.py` |
+# | 5 | queues, budget, chunks, preemption | `engine/scheduler.py`, `engine/sequence.py` |
 # | 6 | recordings, buckets, padding | `graphs/decode_steps.py`; of prompts `graphs/prompt_steps.py` |
 # | 7 | shares, sums, ranks | `models/sharding.py`, `distributed/`, `workers/parallel_executor.py` |
 # | `core.py` | parameters, events | `sampling_params.py`, `engine/trace.py` |
@@ -115,7 +115,7 @@ print("same decisions:", sorted(map(str, ours)) == sorted(map(str, theirs)), f"(
 became = """
 sampling/sampler sampling/filters sampling/noise sampling/logprobs runner/device_model runner/memory
 engine/block_manager runner/batch kernels/attention/paged_prefill kernels/attention/paged_decode engine/scheduler
-engine/waiting_queue engine/sequence sampling_params engine/trace models/transformer models/loader models/checkpoint
+engine/sequence sampling_params engine/trace models/transformer models/loader models/checkpoint
 models/config llm engine/request text/detokenizer cli
 """.split()
 print(sum((ROOT / "nanovllm" / f"{name}.py").is_file() for name in became), "of", len(became), "are there")

@@ -118,7 +118,7 @@ def read_config(path: Path) -> ModelConfig:
     kv_heads = raw.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ValueError(f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    # What the families leave out of config.json means something different in each of them
+    # What a family leaves out of config.json means something else in each
     attention_bias = bool(raw.get("attention_bias", kind == "qwen2"))
     return ModelConfig(
         vocab_size=raw["vocab_size"],
@@ -142,20 +142,19 @@ def read_config(path: Path) -> ModelConfig:
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint, one at a time. An index, where there is one, decides which file holds what."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map: dict[str, str] = read_json(index)["weight_map"]
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    weight_map: dict[str, str] = read_json(index)["weight_map"] if index.is_file() else {}
+    if weight_map:
         files = sorted(set(weight_map.values()))
-        absent = [f for f in files if not (path / f).is_file()]
-        if absent:
-            raise ValueError(f"{path}: the index names {', '.join(absent)}, which is not there; fetch it again")
+    elif single.is_file():
+        files = [single.name]  # others beside it are strays (an adapter, the original format)
     else:
-        weight_map = {}
-        # Beside a model.safetensors others are strays (an adapter, the original format): they must not override it
-        single = path / "model.safetensors"
-        files = [single.name] if single.is_file() else sorted(f.name for f in path.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"{path}: no *.safetensors file, so there are no weights to load")
+        files = sorted(f.name for f in path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path}: no *.safetensors file, so there are no weights to load")
+    absent = [f for f in files if not (path / f).is_file()]
+    if absent:
+        raise ValueError(f"{path}: the index names {', '.join(absent)}, which is not there; fetch it again")
     for file in files:
         try:
             with safe_open(path / file, framework="pt") as reader:
@@ -183,7 +182,5 @@ def read_eos_token_ids(path: Path) -> frozenset[int]:
     if tokenizer_config.is_file() and tokenizer.is_file():
         eos_token = read_json(tokenizer_config).get("eos_token")
         content = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
-        for added in read_json(tokenizer).get("added_tokens", []):
-            if added["content"] == content:
-                ids.add(added["id"])
+        ids |= {token["id"] for token in read_json(tokenizer).get("added_tokens", []) if token["content"] == content}
     return frozenset(ids)

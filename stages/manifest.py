@@ -16,8 +16,8 @@ class Stage:
     idea: str
     removes: str
     costs: str
-    needs: tuple[str, ...]
-    options: tuple[str, ...]  # engine arguments beyond model, device, dtype and on_event
+    needs: list[str]
+    options: list[str]  # engine arguments beyond model, device, dtype and on_event
     showcase: str
 
     @property
@@ -32,15 +32,7 @@ class Stage:
 def load_stages() -> list[Stage]:
     """All stages in order."""
     raw = tomllib.loads(Path(__file__).with_name("stages.toml").read_text(encoding="utf-8"))
-    return [
-        Stage(
-            class_name=s["class"],
-            needs=tuple(s["needs"]),
-            options=tuple(s["options"]),
-            **{k: s[k] for k in ("number", "slug", "title", "idea", "removes", "costs", "showcase")},
-        )
-        for s in raw["stage"]
-    ]
+    return [Stage(**stage) for stage in raw["stage"]]
 
 
 def load_stage(number: int) -> Stage:

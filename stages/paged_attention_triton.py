@@ -18,9 +18,9 @@ The order of the tiles does not matter and they need not lie side by side: the k
 next tile is and reads it there (PagedAttention, Kwon et al. 2023).
 
 Work is split by (tile of queries, KV head). The query heads that share a KV head (grouped-query attention) are rows
-of the same tile, so a key is read once for all of them. In decode a tile holds a single query; in a prefill chunk
-the 64 rows of a tile share each key that is read. What still hurts: a long sequence in decode is walked by one
-program while most of the GPU idles. The engine's decode kernel (nanovllm/kernels) splits the keys as well.
+of the same tile, so a key is read once for all of them: in decode for one query, in a prefill chunk for 64 rows. What
+still hurts: a long sequence in decode is walked by one program while most of the GPU idles. The engine's decode kernel
+(nanovllm/kernels) splits the keys as well.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -123,19 +123,13 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of each sequence's newest tokens over its whole context, read through the block table.
 
-    Args:
-        q: [T, Hq, D] queries of all sequences laid end to end; D is 64 or 128, Hq a multiple of Hkv.
-        k_cache: [num_blocks, block_size, Hkv, D], block_size a power of two of at least 16.
-        v_cache: the same shape and layout.
-        block_table: [S, M] int32; entry [s, j] is the block with keys j * block_size ... of sequence s.
-        query_start: [S + 1] int32; sequence s owns the rows query_start[s] to query_start[s + 1] of `q`.
-        context_len: [S] int32, the keys that the last query of a sequence sees, its own included.
+    q: [T, Hq, D] queries of all sequences laid end to end; D is 64 or 128, Hq a multiple of Hkv.
+    k_cache, v_cache: [num_blocks, block_size, Hkv, D], laid out alike; block_size a power of two of at least 16.
+    block_table: [S, M] int32; entry [s, j] is the block with keys j * block_size ... of sequence s.
+    query_start: [S + 1] int32; sequence s owns the rows query_start[s] to query_start[s + 1] of `q`.
+    context_len: [S] int32, the keys that the last query of a sequence sees, its own included.
 
-    Returns:
-        [T, Hq, D], in the dtype of `q`.
-
-    Raises:
-        ValueError: for a block size or head dimension that the kernel's tiles cannot have.
+    Returns [T, Hq, D] in the dtype of `q`. Raises ValueError for blocks or heads that the kernel's tiles cannot have.
     """
     check_tiles(k_cache, v_cache)
     q = q.contiguous()

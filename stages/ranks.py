@@ -42,7 +42,7 @@ class WorkerDied(PeerLost):
 
 
 class Group:
-    """Collectives among the ranks of one engine. A process may lead several engines, so this is no global of it."""
+    """Collectives among the ranks of one engine. Not a global: a process may lead several engines."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -122,8 +122,8 @@ class Team:
     def start(self, make: Make, arguments: tuple[Any, ...]) -> None:
         """Start the workers. Each makes `do = make(group, *arguments)`, and calls `do` with every message.
 
-        Workers are new Python processes ("spawn"), since a fork has neither the threads nor the GPU of its parent. They
-        import `make` by its name.
+        Workers are new Python processes ("spawn"), which import `make` by its name: a fork would have neither the
+        threads nor the GPU of its parent.
         """
         if self.size == 1:
             return
@@ -155,8 +155,7 @@ class Team:
     def step(self, message: object) -> Iterator[None]:
         """Inside, all ranks work on `message`, each with its share of the CPU's threads.
 
-        If one fails, the others wait in a step that nobody will finish. So the team is closed, and RuntimeError tells
-        what the workers had to say.
+        If one fails, the others wait for ever. So the team is closed, and RuntimeError has what the workers said.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(min(threads, self.threads))

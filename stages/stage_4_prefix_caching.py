@@ -20,14 +20,19 @@ from stages.core import Sequence
 from stages.stage_3_paged_blocks import BlockPool, PagedEngine
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Content:
-    """What a full, computed block holds. `parent` and `token_ids` say exactly what; the digest only finds it."""
+    """What a full, computed block holds: these tokens after that beginning. The digest only finds it.
+
+    Equal contents are one and the same object, so that the object `parent` stands for the whole beginning.
+    """
 
     digest: int  # chained: hash of the parent's digest and the tokens
-    identity: int  # a number that no other content ever gets
-    parent: int  # identity of the block before it; 0 for the first
+    parent: "Content | None"  # what the block before it holds; None for the first
     token_ids: tuple[int, ...]
+
+    def matches(self, parent: "Content | None", token_ids: tuple[int, ...]) -> bool:
+        return self.parent is parent and self.token_ids == token_ids
 
 
 def chained_digest(parent: int, tokens: tuple[int, ...]) -> int:
@@ -48,24 +53,23 @@ class PrefixCachingPool(BlockPool):
         self.ref_counts = [0] * num_blocks
         self.contents: list[Content | None] = [None] * num_blocks
         self.block_by_digest: dict[int, int] = {}
-        self.num_identities = 0
 
     def find_prefix(self, seq: Sequence) -> list[int]:
         """The computed blocks that hold the beginning of `seq`, as far as they are known."""
         blocks: list[int] = []
-        digest = identity = 0
+        parent: Content | None = None
         # At least one token must be computed, or there would be no logits to sample from: hence the - 1
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             tokens = tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
-            # exercise 4.2: the digest of these tokens after `digest`, and the content found under it. Stop unless there
-            #   is one with these tokens and this parent `identity`: a digest can collide, and the wrong text is worse
-            #   than a miss. Otherwise add its block, and go on from its identity.
-            digest = chained_digest(digest, tokens)
+            # exercise 4.2: the digest of these tokens after those of `parent` (0 if there is none), and the content
+            #   found under it. Stop unless it matches parent and tokens: a digest can collide, and the wrong text is
+            #   worse than a miss. Otherwise add its block, and go on with this content as the parent.
+            digest = chained_digest(parent.digest if parent else 0, tokens)
             content = self.find(digest)
-            if content is None or (content.parent, content.token_ids) != (identity, tokens):
+            if content is None or not content.matches(parent, tokens):
                 break
             blocks.append(self.block_by_digest[digest])
-            identity = content.identity
+            parent = content
             # end exercise
         return blocks
 
@@ -123,12 +127,8 @@ class PrefixCachingPool(BlockPool):
     def describe(self, parent: Content | None, tokens: tuple[int, ...]) -> Content:
         """The content of a block; the very same object where another block already holds the same."""
         digest = chained_digest(parent.digest if parent else 0, tokens)
-        identity = parent.identity if parent else 0
         twin = self.find(digest)
-        if twin is not None and (twin.parent, twin.token_ids) == (identity, tokens):
-            return twin
-        self.num_identities += 1
-        return Content(digest, self.num_identities, identity, tokens)
+        return twin if twin is not None and twin.matches(parent, tokens) else Content(digest, parent, tokens)
 
     def release(self, seq: Sequence) -> list[int]:
         """Give back the blocks of `seq`; returns those that are free now. Their contents stay until they are reused."""

@@ -160,7 +160,7 @@ class Group:
             raise PeerLost(self.lost or str(error)) from error
 
     def _wait(self, work: Any) -> None:
-        """Wait for a collective; on a GPU only the stream waits. Gloo's cannot be called off, but the wait can end."""
+        """Wait for a collective; on a GPU only the stream waits. One of gloo's goes on, but the wait for it can end."""
         if self.device.type == "cuda":
             work.wait()
             return
@@ -186,10 +186,8 @@ class Group:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
 
     def leave(self) -> None:
-        """Disconnect from the others. On a GPU a collective that waits for one of them ends without a result.
-
-        Called from any thread. NCCL's abort may take long and runs in a thread of its own.
-        """
+        """Disconnect. On a GPU a collective that waits for another rank ends without a result. Called from any thread.
+        NCCL's abort may take long and has a thread of its own."""
         with self._lock:
             backend, one_shot, self._backend, self.one_shot = self._backend, self.one_shot, None, None
             if backend is None or self.device.type != "cuda":
@@ -206,8 +204,8 @@ class Group:
     def close(self) -> None:
         """Leave, and wait until that is done: NCCL tears down a process that ends in the middle of its abort.
 
-        NCCL's abort waits until no CUDA graph is left in which NCCL was recorded. The graphs are of no more use and go,
-        but not while one runs: the driver would wait for its end, and let nobody launch what would end it.
+        The abort waits until no CUDA graph is left in which NCCL was recorded. So the graphs go, though not while one
+        runs: the driver would wait for its end, and let nobody launch what would end it.
         """
         self.leave()
         if self._kept is not None and self._stream is not None:

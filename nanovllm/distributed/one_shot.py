@@ -1,15 +1,13 @@
 """Sums of small tensors in one exchange, over memory that all GPUs of a host have mapped ("symmetric memory").
 
 At decode sizes an all-reduce is all latency. NCCL passes sums from rank to rank. Here every rank writes its part to
-where the others wait for it, and adds all parts up by itself, in `nanovllm/kernels/fused/sum_over_ranks.py`. That
-kernel does the norm that follows the sum as well. Every rank sends its whole part to each of the others, so for long
-messages NCCL is faster again.
+where the others wait for it, and adds all parts up by itself, in `nanovllm/kernels/fused/sum_over_ranks.py`. The same
+kernel does the norm that follows. Every rank sends its whole part to each of the others, so NCCL is faster for long
+messages (`python -m benchmarks.engine.tensor_parallel` shows from where on).
 
 One-shot sums are used up to `default_bytes`, where all ranks are on one host whose GPUs reach each other's memory over
-NVLink. NANOVLLM_ONE_SHOT_BYTES sets another number of bytes, 0 for never. The kernel's buffer limits the number of rows
-and their length in any case. `python -m benchmarks.engine.tensor_parallel` shows up to where one exchange is faster.
-
-A kernel that waits for a rank that is gone would wait for ever, and the GPU with it: see `release`.
+NVLink. NANOVLLM_ONE_SHOT_BYTES sets another number of bytes, 0 for never. The kernel's buffer limits rows and their
+length in any case. A kernel that waits for a rank that is gone would hold the GPU for ever: see `release`.
 """
 
 import ctypes
@@ -37,8 +35,8 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 class RendezvousStore(dist.Store):
     """The store through which PyTorch exchanges the handles of symmetric memory among the ranks.
 
-    PyTorch numbers the exchanges of a process, not those of a group. The leader of a second engine would count on from
-    where the first engine ended, and its workers, new processes, from 0. Here every rank starts at 0.
+    PyTorch numbers the exchanges of a process, not those of a group. For a second engine the leader would count on, and
+    its workers, new processes, would count from 0. Here every rank starts at 0.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -110,10 +108,10 @@ class OneShotAllReduce:
         return int(value), True
 
     def release(self, stream: torch.cuda.Stream, over: threading.Event) -> None:
-        """Let kernels end that wait on `stream` for a rank that is gone. Runs in a thread; their sums mean nothing.
+        """Let kernels end that wait on `stream` for a rank that is gone; their sums mean nothing. Runs in a thread.
 
-        The kernels wait for the other ranks' numbers. So zeros are written there, again whenever the stream is stuck,
-        until `over` is set: from then on no more such kernels are launched.
+        Whenever the stream is stuck, zeros are written to where the kernels wait for numbers, until `over` is set: no
+        such kernel is launched after that.
         """
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
             busy_since: float | None = None

@@ -65,8 +65,8 @@ class BlockManager:
         return self.num_blocks_for(num_tokens) - sum(self.ref_counts[block] > 0 for block in cached)
 
     def share(self, seq: Sequence, cached: list[int]) -> None:
-        """Start the empty block table of `seq` with what `find_prefix` found. Comes before any `grow`, which might
-        otherwise evict these very blocks."""
+        """Start the empty block table of `seq` with what `find_prefix` found. Called before any `grow`, which might
+        evict these very blocks."""
         for block in cached:
             self.free.pop(block, None)
             self.ref_counts[block] += 1
@@ -81,8 +81,8 @@ class BlockManager:
         return taken
 
     def publish(self, seq: Sequence, num_computed: int) -> list[int]:
-        """Make the full blocks among the first `num_computed` tokens findable. Called when a step is committed: only
-        then are the ids known and the KV written. Returns the indices of the blocks that had no findable equal yet."""
+        """Make the full blocks among the first `num_computed` tokens findable. Called when a step is committed, since
+        only then are ids known and KV written. Returns the indices of the blocks that had no findable equal yet."""
         new: list[int] = []
         if not self.enable_prefix_caching:
             return new
@@ -102,10 +102,10 @@ class BlockManager:
         return new
 
     def release(self, seq: Sequence, keep_cached: bool = True, num_kept: int = 0) -> list[int]:
-        """Give back the blocks of `seq` but for the first `num_kept`; returns those that are free now. With
+        """Give back the blocks of `seq` behind the first `num_kept`; returns those that are free now. With
         `keep_cached` their content stays findable until they are taken again.
 
-        From the last block to the first: the end of a text is evicted before its beginning, without which it is no use.
+        From the last block to the first: the end of a text is of no use without its beginning, and is evicted before.
         """
         freed = []
         for block in reversed(seq.block_table[num_kept:]):

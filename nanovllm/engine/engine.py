@@ -48,8 +48,7 @@ class LLMEngine:
         self._seeds = random.Random(config.seed)
 
     def check_request(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> tuple[list[int], int]:
-        """The prompt as a list of plain integers, and the number of tokens, prompt included, at which the request will
-        end with "length".
+        """The prompt as a list of plain integers, and the number of tokens at which the request ends with "length".
 
         Raises ValueError (TypeError for ids that are no integers) for what could never run. Any thread may call this.
         """
@@ -72,7 +71,7 @@ class LLMEngine:
 
         Requests share cached prefixes only under the same `cache_salt`. `prompt` is the prompt's text, for the outputs
         only. `arrival_time` is in seconds of `time.perf_counter()`, for the metrics only. Raises what `check_request`
-        does, ValueError for an id that is in use, and RuntimeError once the engine is closed; and changes nothing then.
+        does, ValueError for an id in use, and RuntimeError once the engine is closed. Nothing is changed then.
         """
         if self.closed:
             raise RuntimeError("this engine is closed, and its memory given back: make another")
@@ -115,7 +114,7 @@ class LLMEngine:
         self.trace.emit("added", seq, prompt_tokens=seq.num_prompt_tokens)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request at once, in whatever state it is. It has no further output. An unknown id is no error."""
+        """End a request at once, in whatever state it is, without further output. An unknown id is no error."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -126,7 +125,7 @@ class LLMEngine:
                 self.executor.remove(choice.seq.key)
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has something left to do, if only to take back a step whose requests have all ended."""
+        """Whether `step` has something left to do: a request, or a step in flight whose requests have all ended."""
         return bool(self._requests or self._in_flight)
 
     @property
@@ -136,12 +135,12 @@ class LLMEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have none."""
+        """Sequences that have no seat."""
         return len(self.scheduler.waiting) + self._num_held
 
     @property
     def num_free_seats(self) -> int:
-        """Seats for sequences that come now: none as long as another one waits, which nobody overtakes."""
+        """Seats for sequences that come now. There are none while a sequence waits, since nobody overtakes it."""
         return 0 if self._someone_waits else self.config.max_num_seqs - self.num_running
 
     def step(self) -> list[RequestOutput]:

@@ -10,8 +10,7 @@ class Proposer(Protocol):
     """Guesses how a sequence goes on."""
 
     def propose(self, seq: Sequence, k: int) -> list[int | None]:
-        """At most k tokens to follow `seq.token_ids`. None stands for a token that the data plane's draft model will
-        guess."""
+        """At most k tokens to follow `seq.token_ids`. None is left to the data plane's draft model."""
         ...
 
 

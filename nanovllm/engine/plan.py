@@ -32,8 +32,8 @@ class Scheduled(NamedTuple):
 class StepPlan:
     """What one step computes: decodes first, then unfinished prompts, then newly admitted sequences.
 
-    `freed_rows` is applied before `scheduled`: a row may be freed and given to another sequence in the same plan. It
-    may name rows that hold nothing, as in the first plan of all, which names every row.
+    `freed_rows` comes before `scheduled`: the same plan may give a freed row to another sequence. A row in it may hold
+    nothing: the very first plan names every row.
     """
 
     step: int
@@ -45,7 +45,7 @@ class StepPlan:
 class StepResult:
     """What a step sampled, for every `Scheduled` with `sample`: its new tokens, and log-probabilities if asked for.
 
-    Those are the guesses that were accepted, and one token more. The token -1 marks logits that were not finite.
+    The new tokens are the accepted guesses and one more. The token -1 marks logits that were not finite.
     """
 
     tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]]
@@ -55,8 +55,7 @@ class StepHandle(Protocol):
     """A step that was submitted."""
 
     def result(self) -> StepResult:
-        """Wait for the step and return what it sampled. Called once, in the order of submission; or
-        never, if the engine gives everything up."""
+        """Wait for the step and return what it sampled. Called once, in the order of submission, or never."""
         ...
 
 
@@ -64,13 +63,12 @@ class Executor(Protocol):
     """The data plane as the engine sees it. Steps take effect in the order in which they are submitted."""
 
     def add(self, key: int, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """A new sequence: its prompt (to be copied) and its parameters, `seed` filled in. Handed over once, also for
-        later recomputation after a preemption: the executor remembers what it sampled."""
+        """A new sequence: its prompt (to be copied) and its parameters, `seed` filled in. Told once: for a
+        recomputation after a preemption the executor remembers what it sampled."""
         ...
 
     def remove(self, key: int) -> None:
-        """The sequence is over, if it was ever added. A step in flight may still contain it; what that step samples for
-        it is not used."""
+        """The sequence is over. It may never have been added. What a step in flight samples for it is not used."""
         ...
 
     def submit(self, plan: StepPlan) -> StepHandle:

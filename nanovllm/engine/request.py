@@ -4,42 +4,21 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import index
-from typing import Protocol
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import TokenLogprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculationStats
 from nanovllm.sampling_params import SamplingParams
-
-
-class Detokenizer(Protocol):
-    """The text of one choice, built while its tokens come, and its stop strings."""
-
-    @property
-    def text(self) -> str:
-        """What may be shown: an end that could become a stop string or an unfinished character is held back."""
-        ...
-
-    def append(self, token_id: int) -> str | None:
-        """Take in the next token; returns the stop string that the token completes, None for none. The text is final
-        then. A stop string counts only where it ends behind the first `min_tokens` tokens."""
-        ...
-
-    def finish(self) -> None:
-        """No more tokens will come: release what was held back."""
-        ...
-
-    def token_text(self, token_id: int) -> str:
-        """One token by itself."""
-        ...
-
+from nanovllm.text.detokenizer import Detokenizer
 
 MakeDetokenizer = Callable[[list[int], SamplingParams], Detokenizer]  # of the prompt's token ids and the parameters
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
+    """One of the n continuations of a prompt: its sequence, and what the caller is shown of it."""
+
     seq: Sequence
     detokenizer: Detokenizer | None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # stays empty where none are asked for
@@ -67,6 +46,8 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class Request:
+    """What `add_request` was given, and the choices that came of it."""
+
     request_id: str
     prompt: str | None  # the text, where the caller gave one
     prompt_token_ids: list[int]
@@ -129,7 +110,7 @@ def length_limit(num_prompt_tokens: int, params: SamplingParams, config: EngineC
     if num_prompt_tokens >= config.max_model_len:
         raise ValueError(
             f"{prompt}, but prompt and output together may have max_model_len={config.max_model_len}; shorten it, or "
-            f"raise max_model_len"
+            "raise max_model_len"
         )
     if not config.enable_chunked_prefill and num_prompt_tokens > config.max_num_batched_tokens:
         raise ValueError(

@@ -18,7 +18,6 @@ from nanovllm.engine.guesses import Proposer, make_proposer
 from nanovllm.engine.plan import Scheduled, StepPlan, StepResult, TokenLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.trace import Trace
-from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.outputs import FinishReason, SpeculationStats
 
 _order = attrgetter("priority", "arrival")
@@ -58,35 +57,35 @@ class Scheduler:
         """Forget all sequences and all cached blocks, also from a state that an exception left half changed."""
         self.blocks = BlockManager(self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching)
         self.sequences: dict[int, Sequence] = {}  # by key, all that are not finished
-        self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []  # in order of (priority, arrival)
+        # Both in order of (priority, arrival). Whoever joins or leaves moves one pointer for each sequence behind: with
+        # ten thousand that wait, that takes two microseconds.
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
         self._free_rows = list(range(self.config.max_num_seqs))  # a heap: low rows first
         self._freed_rows = list(self._free_rows)  # not yet told to the data plane; of what it holds nothing is known
         # The plan in the making: tokens to compute for each sequence, and what is left of the token budget.
         self._planned: dict[Sequence, int] = {}
         self._budget = 0
-        # The waiting sequence that was looked up last in the prefix cache, and the free blocks it needed. Forgotten
-        # when it starts, or when more of its text can be found. Until then it has at most the hits that it had, and
-        # needs at least as many free blocks: free hits come into use only when another sequence starts, and that other
-        # one was looked up later.
+        # The waiting sequence that was looked up last in the prefix cache, and the free blocks that it needed: until it
+        # starts, or more of its text can be found. So long it has no more hits, and needs no fewer free blocks: only
+        # the start of another sequence takes free hits into use, and that sequence was then looked up later.
         self._looked_up: Sequence | None = None
         self._num_needed = 0
         self._guesses: dict[Sequence, list[int | None]] = {}
 
     def add(self, seq: Sequence) -> None:
         self.sequences[seq.key] = seq
-        self.waiting.push(seq)
+        insort(self.waiting, seq, key=_order)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence in whatever state it is. A step in flight that contains it will find it gone."""
         del self.sequences[seq.key]
         seq.finish_reason = reason
         was, seq.status = seq.status, SequenceStatus.FINISHED
+        queue = self.running if was is SequenceStatus.RUNNING else self.waiting
+        del queue[bisect_left(queue, _order(seq), key=_order)]
         if was is SequenceStatus.RUNNING:
-            del self.running[bisect_left(self.running, _order(seq), key=_order)]
             self._release(seq, keep_cached=reason != "error")
-        else:
-            self.waiting.note_finished()
         self.trace.emit("finished", seq, reason=reason)
 
     def schedule(self) -> StepPlan:
@@ -121,7 +120,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let waiting sequences start, in order, until one does not fit."""
-        while self._budget and (seq := self.waiting.peek()):
+        while self._budget and self.waiting:
+            seq = self.waiting[0]
             # Preempted with a step in flight: its next token may not be known yet. Its turn is not given to another.
             if seq.num_in_flight:
                 return
@@ -135,7 +135,7 @@ class Scheduler:
                 return
             if not self._claim_seat(seq, cached):
                 return
-            self.waiting.pop()
+            del self.waiting[0]
             self._start(seq, cached)
             num_tokens = min(seq.num_known - seq.num_computed, self._budget)
             self.trace.blocks(seq, shared=cached, taken=self.blocks.grow(seq, seq.num_computed + num_tokens))
@@ -144,13 +144,13 @@ class Scheduler:
 
     def _may_fit(self, seq: Sequence) -> bool:
         """Whether to look `seq` up again, which costs as much as its beginning is long. The last look-up was in vain,
-        and `seq` needs no fewer blocks now. A block that victims share is counted for each of them."""
+        and `seq` needs no fewer blocks now. Blocks that victims share are counted for each of them."""
         most = self.blocks.num_free + sum(len(v.block_table) for v in self.running if v.priority > seq.priority)
         return self._num_needed <= most
 
     def _speculate(self, proposer: Proposer) -> None:
-        """Spend on guesses what is left: tokens of the budget, and blocks that nobody needs now. A step that is full
-        of prompts has no time to spare for them, and nobody is preempted for a guess."""
+        """Spend on guesses what is left of the token budget, and blocks that nobody needs now. A step full of prompts
+        has no guesses, and nobody is preempted for one."""
         for seq, num_tokens in self._planned.items():
             end = seq.num_computed + num_tokens
             room = (len(seq.block_table) + self.blocks.num_free) * self.block_size - end
@@ -162,9 +162,9 @@ class Scheduler:
                 self.trace.blocks(seq, taken=self.blocks.grow(seq, end + len(guesses)))
 
     def _claim_seat(self, seq: Sequence, cached: list[int]) -> bool:
-        """Make sure of a row, and of blocks for all that `seq` knows: a sequence admitted for its first chunk alone
-        would soon be preempted. If need be, preempt running sequences of strictly worse priority: as few as suffice,
-        and none where all of them would not suffice. Returns whether `seq` may start."""
+        """Make sure of a row, and of blocks for all tokens of `seq`: with blocks for its first chunk alone, it would
+        soon be preempted. If need be, preempt running sequences of strictly worse priority: as few as suffice, and
+        none where all would not suffice. Returns whether `seq` may start."""
         shortage = self._num_needed - self.blocks.num_free
         shared = set(cached)
         users: Counter[int] = Counter()  # of a block, among the victims
@@ -202,7 +202,7 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         self._budget += self._planned.pop(seq, 0)
-        self.waiting.push(seq)
+        insort(self.waiting, seq, key=_order)
         self.trace.emit("preempted", seq)
 
     def _release(self, seq: Sequence, keep_cached: bool = True) -> None:
@@ -300,8 +300,8 @@ class Scheduler:
                 self._looked_up = None
 
     def _roll_back(self, seq: Sequence) -> None:
-        """Forget the guesses that were wrong: their KV, and blocks that hold nothing else. The step's last token is
-        computed by the next one, as ever. Not reached with steps in flight: speculation is synchronous."""
+        """Forget the KV of wrong guesses, and the blocks that hold nothing else. The next step computes the last token,
+        as ever. No step is in flight here: speculation is synchronous."""
         seq.num_known = len(seq.token_ids)
         seq.num_computed = seq.num_known - 1
         num_kept = self.blocks.num_blocks_for(seq.num_computed)

@@ -17,8 +17,7 @@ from nanovllm.server import errors
 from nanovllm.server.errors import ApiError, answering, error_response, refusing
 from nanovllm.server.generation import Generation, add_all, respond
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.protocol import ChatRequest, CompletionRequest
-from nanovllm.server.replies import ChatReply, CompletionReply
+from nanovllm.server.protocol import ChatReply, ChatRequest, CompletionReply, CompletionRequest
 
 MAX_BODY_BYTES = 4 * 2**20
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default

@@ -16,7 +16,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, answering, error_body
 from nanovllm.server.metrics import Metrics, RequestObserver
-from nanovllm.server.replies import Json, Reply, Usage
+from nanovllm.server.protocol import Json, Reply, Usage
 from nanovllm.stream import Stream
 
 T = TypeVar("T")

@@ -1,14 +1,18 @@
-"""What a request may hold: OpenAI's fields, and vLLM's additions to them. Anything else is refused, not ignored.
+"""The JSON of OpenAI's two text endpoints: what a request may hold, and what an answer looks like.
 
-`null` is as good as absent. Types are strict: a number in quotes is a mistake. Bounds are only where the server is
-stricter than `SamplingParams`, which checks the rest. A list is given up at its first mistake: a million of them, each
-with an error of its own, would keep everybody waiting.
+A request has OpenAI's fields and vLLM's additions to them. Anything else is refused, not ignored. `null` is as good as
+absent. Types are strict: a number in quotes is a mistake. Bounds are only where the server is stricter than
+`SamplingParams`, which checks the rest. A list is given up at its first mistake: a million of them, each with an error
+of its own, would keep everybody waiting.
 """
 
-from typing import Annotated, Any, Literal
+import time
+from typing import Annotated, Any, Literal, Protocol
+from uuid import uuid4
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_CHOICES = 128
@@ -17,6 +21,10 @@ MAX_LOGPROBS = 20
 MAX_MESSAGES = 2048  # and parts of one
 MAX_FIELDS = 100  # of any object, before it is asked which they are
 INT32 = 2**31 - 1
+Json = dict[str, Any]
+
+
+# --- requests ---
 
 
 def encodable(text: str) -> str:
@@ -133,3 +141,112 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
+
+
+# --- answers, whole or as the chunks of a stream ---
+
+
+class Usage:
+    """Tokens of all outputs of a request, added up from deltas or taken from whole outputs."""
+
+    def __init__(self) -> None:
+        self.prompt: dict[int, int] = {}  # of each prompt, by its index in the request
+        self.cached: dict[int, int] = {}
+        self.completion = 0
+
+    def add(self, prompt: int, output: RequestOutput) -> None:
+        self.prompt[prompt] = len(output.prompt_token_ids)
+        self.cached[prompt] = output.num_cached_tokens
+        self.completion += sum(len(choice.token_ids) for choice in output.outputs)
+
+    def json(self) -> Json:
+        prompt = sum(self.prompt.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+        }
+
+
+class Reply(Protocol):
+    """One endpoint's way to say things. `index` numbers the choices of all prompts."""
+
+    def opening(self, index: int) -> Json | None:
+        """What a stream says of a choice before its first text."""
+        ...
+
+    def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json: ...
+    def envelope(self, choices: list[Json], streamed: bool) -> Json: ...
+
+
+def likeliest(entry: dict[int, Logprob], n: int) -> list[Logprob]:
+    """The n likeliest tokens of a position, best first; `entry` has the chosen one as well, wherever it ranks."""
+    ranked = sorted(entry.values(), key=lambda item: item.rank or 0)
+    return [item for item in ranked if (item.rank or 0) <= n][:n]
+
+
+class CompletionReply:
+    def __init__(self, model: str, num_logprobs: int | None) -> None:
+        self.model, self.num_logprobs = model, num_logprobs
+        self.id, self.created = f"cmpl-{uuid4().hex}", int(time.time())
+        self.offsets: dict[int, int] = {}  # of each choice: characters of the tokens so far
+
+    def opening(self, index: int) -> Json | None:
+        return None
+
+    def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json:
+        logprobs = None if choice.logprobs is None else self._logprobs(index, choice.token_ids, choice.logprobs)
+        ended = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return {"index": index, "text": choice.text, "logprobs": logprobs} | ended
+
+    def _logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> Json:
+        columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            chosen, offset = entry[token_id], self.offsets.get(index, 0)
+            text = chosen.decoded_token or ""
+            self.offsets[index] = offset + len(text)
+            top: dict[str, float] = {}
+            for item in likeliest(entry, self.num_logprobs or 0):
+                top.setdefault(item.decoded_token or "", item.logprob)  # several may look alike: the best counts
+            for column, value in zip(columns.values(), (text, chosen.logprob, top, offset), strict=True):
+                column.append(value)
+        return columns
+
+    def envelope(self, choices: list[Json], streamed: bool) -> Json:
+        kind = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        return kind | {"choices": choices}
+
+
+class ChatReply:
+    def __init__(self, model: str, num_logprobs: int | None) -> None:
+        self.model, self.num_logprobs = model, num_logprobs
+        self.id, self.created = f"chatcmpl-{uuid4().hex}", int(time.time())
+
+    def opening(self, index: int) -> Json | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json:
+        said = {"delta": {"content": choice.text}} if streamed else {"message": self._message(choice.text)}
+        logprobs = None if choice.logprobs is None else {"content": self._logprobs(choice.token_ids, choice.logprobs)}
+        ended = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return {"index": index, "logprobs": logprobs} | said | ended
+
+    def _message(self, text: str) -> Json:
+        return {"role": "assistant", "content": text, "refusal": None}
+
+    def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> list[Json]:
+        return [
+            self._token(entry[token_id])
+            | {"top_logprobs": [self._token(item) for item in likeliest(entry, self.num_logprobs or 0)]}
+            for token_id, entry in zip(token_ids, entries, strict=True)
+        ]
+
+    def _token(self, item: Logprob) -> Json:
+        text = item.decoded_token or ""
+        # A token that is part of a character has bytes that its text does not show.
+        return {"token": text, "logprob": item.logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    def envelope(self, choices: list[Json], streamed: bool) -> Json:
+        kind = "chat.completion.chunk" if streamed else "chat.completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}

@@ -39,15 +39,9 @@ def serve(args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").addFilter(is_news)
     with bind(args.host, args.port) as sock:  # a port that is taken shows before a model is loaded
-        chosen = {name: getattr(args, name) for name in ENGINE if getattr(args, name) is not None}
-        llm = AsyncLLM(
-            args.model,
-            max_queue=args.max_queue,
-            device=args.device,
-            dtype=args.dtype,
-            attention_backend=args.attention_backend,
-            **chosen,
-        )
+        names = "device", "dtype", "attention_backend", *ENGINE
+        chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        llm = AsyncLLM(args.model, max_queue=args.max_queue, **chosen)
         assert llm.llm.tokenizer is not None
         with suppress(ValueError):  # no chat template; otherwise the first chat need not wait for it to be compiled
             llm.llm.tokenizer.encode_chat([{"role": "user", "content": "?"}])

@@ -62,11 +62,11 @@ class TextStream:
         return new
 
     def _settle_most(self, text: str) -> str:
-        """Take most of the pending tokens for what they are: bytes that will not become characters. Without this, a
-        model that writes such bytes for ever would have all of them decoded again each time.
+        """Take most of the pending tokens for what they are: bytes that will not become characters. Otherwise a model
+        that writes such bytes for ever would have all of them decoded again each time.
 
-        Only the last character may still change, and it has four bytes at most, each in a token of its own at worst. A
-        cut inside it is recognised by its halves having more characters than the whole.
+        Only the last character may still change, and it has at most four bytes, each in a token of its own at worst. A
+        cut inside a character shows: its halves decode to more characters than the whole.
         """
         for cut in range(len(self._pending) - 1, 0, -1):
             if not self._decode(self._pending[cut : cut + 1]):
@@ -122,8 +122,8 @@ class Detokenizer:
         return self._shown[0] if self._shown else ""
 
     def append(self, token_id: int) -> str | None:
-        """Take in the next token; returns the stop string that has been met. One counts only where it ends behind the
-        first `min_tokens` tokens."""
+        """Take in the next token; returns the stop string that has been met, None for none. A stop string counts only
+        where it ends behind the first `min_tokens` tokens."""
         if self._stops is None:
             self._unread.append(token_id)
         else:

@@ -1,8 +1,8 @@
 """Ranks that somebody else has started, one process each, on one machine or several: `torchrun script.py`.
 
-All run the same script and come to the same `LLM(tensor_parallel_size=...)`, which takes from the environment who it is
+All run the same script and come to the same `LLM(tensor_parallel_size=...)`. The environment says who a process is
 (RANK, WORLD_SIZE, LOCAL_RANK) and where the ranks meet (MASTER_ADDR, MASTER_PORT). Rank 0 leads, and only there does
-`LLM()` return. The others serve inside it, and when the leader's engine is closed they leave by SystemExit: what the
+`LLM()` return. The others serve inside it, and leave by SystemExit when the leader closes its engine. So what the
 script does with its engine is done once.
 
 Messages are broadcast by gloo. A worker that fails leaves its traceback in the store where the ranks met.
@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -179,8 +178,8 @@ def serve(make: MakeWorker, device: torch.device) -> NoReturn:
         connections.join()
         threading.Thread(target=_beat, args=(connections,), daemon=True).start()
         do = make(connections.group)
-        for message in _messages(connections):
-            do(message)
+        while payload := connections.receive():
+            do(pickle.loads(payload))
     except PeerLost as lost:
         connections.leave()
         raise SystemExit(f"rank {own_rank()}: the leader or another rank is gone ({lost})") from None
@@ -205,8 +204,3 @@ def _beat(connections: Connections) -> None:
                 break
     if not connections.over.wait(GRACE):
         os._exit(status)
-
-
-def _messages(connections: Connections) -> Iterator[Any]:
-    while payload := connections.receive():
-        yield pickle.loads(payload)

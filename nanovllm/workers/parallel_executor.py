@@ -1,8 +1,7 @@
 """The data plane on several ranks: what the leader does, its workers repeat, each with its share of the model.
 
-Every rank keeps its own copy of what an executor remembers, and samples by itself, from logits that all have seen. So
-one message per step says everything: which sequences came and went since the last message, and the plan. No tensor and
-no token is sent.
+Every rank has an executor of its own, and samples by itself, from logits that all have seen. So one message per step
+says everything: which sequences came and went, and the plan. No tensor and no token is sent.
 """
 
 from collections import deque
@@ -25,30 +24,29 @@ from nanovllm.workers.team import Team
 Change = tuple[int, Sequence[int], SamplingParams] | int  # a sequence that was added; the key of one that is gone
 
 
-class Worker:
-    """Repeats what the leader's executor does, in the same order. A sequence that comes back to a row brings the tokens
-    of all steps that the leader had read by then, no more and no less."""
+def make_worker(spec: RunnerSpec, group: Group) -> Callable[[Any], None]:
+    """In a worker's process: load its share of the model. Returns what is called with every message, and repeats what
+    the leader's executor did.
 
-    def __init__(self, executor: LocalExecutor) -> None:
-        self.executor = executor
-        self.pending: deque[tuple[int, PendingStep]] = deque()  # with their numbers
+    The worker reads a step's result when the leader has read it, neither earlier nor later. So a sequence that comes
+    back to a row brings the same tokens on every rank.
+    """
+    executor = LocalExecutor(spec.make_runner(group.device, group))
+    pending: deque[tuple[int, PendingStep]] = deque()  # with their numbers
 
-    def repeat(self, message: tuple[int, list[Change], tuple[Any, ...]]) -> None:
+    def repeat(message: tuple[int, list[Change], tuple[Any, ...]]) -> None:
         num_read, changes, (step, scheduled, freed_rows) = message
-        while self.pending and self.pending[0][0] < num_read:
-            self.pending.popleft()[1].result()
+        while pending and pending[0][0] < num_read:
+            pending.popleft()[1].result()
         for change in changes:
             if isinstance(change, int):
-                self.executor.remove(change)
+                executor.remove(change)
             else:
-                self.executor.add(*change)
+                executor.add(*change)
         plan = StepPlan(step, [Scheduled(*s) for s in scheduled], freed_rows)
-        self.pending.append((step, self.executor.submit(plan)))
+        pending.append((step, executor.submit(plan)))
 
-
-def make_worker(spec: RunnerSpec, group: Group) -> Callable[[Any], None]:
-    """In a worker's process: load its share of the model. Returns what is called with every message."""
-    return Worker(LocalExecutor(spec.make_runner(group.device, group))).repeat
+    return repeat
 
 
 @dataclass
@@ -77,8 +75,8 @@ class ParallelExecutor:
 
     @classmethod
     def start(cls, spec: RunnerSpec, first: torch.device) -> "ParallelExecutor":
-        """On devices from `first` on. Workers are started, unless torchrun has launched them already; they load while
-        the leader does. In a process that is itself a worker this does not return (see `launched.serve`)."""
+        """On devices from `first` on. Workers are started, unless torchrun has launched them already. They load while
+        the leader does. In a worker's process this does not return (see `launched.serve`)."""
         size = spec.config.tensor_parallel_size
         make = partial(make_worker, spec)
         team: Team

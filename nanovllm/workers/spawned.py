@@ -1,9 +1,9 @@
 """Ranks that the leader starts itself, on its own machine, and that end without leaving a trace.
 
 Workers are new Pythons ("spawn"): a fork of a process with threads and a GPU inherits half of both. A step costs the
-leader one write to shared memory and a byte through a pipe to each worker, which sleeps at the other end. Nobody spins:
-with asynchronous scheduling the message is there a step before it is needed. Every failure ends in an error at the
-leader, with the traceback of the worker that failed first, and with every worker and segment gone.
+leader one write to shared memory and a few bytes through a pipe to each worker, which sleeps at the other end. Every
+failure ends in an error at the leader, with the traceback of the worker that failed first, and with every worker and
+segment gone.
 """
 
 import multiprocessing

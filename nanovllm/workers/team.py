@@ -1,8 +1,7 @@
 """The ranks of one engine as the leader, rank 0, sees them. The leader tells the others what to do, and does the same.
 
-There are two kinds of teams: processes that the leader starts (`spawned`), and processes that torchrun has started
-(`launched`). What both share is here: whatever goes wrong ends in an error at the leader, with the report of the rank
-that failed first.
+The leader starts the other processes (`spawned`), or torchrun has started them (`launched`). Either way, whatever goes
+wrong ends in an error at the leader, with the report of the rank that failed first.
 """
 
 import pickle
@@ -91,8 +90,8 @@ class Team(ABC):
         """What all ranks do together, each with its share of the CPU's threads. Ctrl-C waits for the end of a step, but
         not for the end of `loading`, which may take minutes.
 
-        Any failure in here ends all ranks: after half a step they would wait for each other, and mistake the answer to
-        one question for the answer to another. The failure of another rank becomes what `failed` says.
+        Any failure in here ends all ranks: after half a step they would wait for each other. The failure of another
+        rank becomes what `failed` says.
         """
         threads = torch.get_num_threads()
         with nullcontext() if loading else ctrl_c_waits():
@@ -118,11 +117,8 @@ class Team(ABC):
 
 @contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """A Ctrl-C in here takes effect at the end; a second one at once.
-
-    By a handler and not by a mask, which is of one thread only: the signal would come through another. Python handles
-    signals in the main thread, so that all others are left alone anyway.
-    """
+    """A Ctrl-C in here takes effect at the end, and a second one at once. By a handler: a mask is of one thread only,
+    and the signal would come through another. Python handles signals in the main thread, so others need none."""
     usual: Any = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
         yield

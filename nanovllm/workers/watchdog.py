@@ -1,19 +1,18 @@
 """How the leader notices that a rank for which it waits does not go on.
 
-Dead: the process has ended. The operating system says so, and the leader hears it at once.
-Stopped: the process exists but does not run: a signal, a debugger, a machine that hangs. Every rank shows a pulse from
-    a thread of its own, whatever its step does. A rank that shows none for `SILENCE` during a step is given up. (Not
-    while it loads: a slow disk, say, may stop its threads for a while.) Time is counted in looks of the leader, so that
-    Ctrl-Z, which stops the leader too, does no harm.
-Slow: nobody can tell a rank that computes for long from a rank that never ends. So there is only a limit to how long
-    ranks wait for each other, `group.TIMEOUT`: with gloo at each sum; on GPUs, where sums are queued, at each step.
+Dead: the process has ended. The leader hears it from the operating system, at once.
+Stopped: the process exists but does not run (a signal, a debugger, a hanging machine). A thread of every rank shows a
+    pulse, whatever the step does. A rank that shows none for `SILENCE` during a step is given up, but not while it
+    loads, since a slow disk may stop its threads. Time is counted in looks of the leader, so that Ctrl-Z does no harm.
+Slow: nobody can tell a rank that computes for long from a rank that never ends. So ranks wait for each other for
+    `group.TIMEOUT` only: with gloo at each sum; on GPUs, where sums are queued, at each step.
 """
 
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 
 import torch.distributed as dist
@@ -49,9 +48,7 @@ class Watchdog:
     lose: Callable[[int, str], None]
     sentinels: Sequence[int] = ()
     max_step: float = float("inf")  # seconds
-
-    def __post_init__(self) -> None:
-        self.over = threading.Event()
+    over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         pulses: dict[int, int] = {}

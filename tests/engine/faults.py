@@ -95,7 +95,7 @@ FAULTS: dict[str, list[Edit]] = {
         Edit(Scheduler, "_preempt", "self._budget += self._planned.pop(seq, 0)", "pass")
     ],
     "a preempted sequence queues up at the back": [
-        Edit(Scheduler, "_preempt", "self.waiting.push(seq)", "seq.arrival += 1000; self.waiting.push(seq)")
+        Edit(Scheduler, "_preempt", "insort(self.waiting, seq", "seq.arrival += 1000; insort(self.waiting, seq")
     ],
     "the one preempted is the foremost": [Edit(Scheduler, "_preempt", "self.running.pop()", "self.running.pop(0)")],
     "equals take seats from each other": [
@@ -113,7 +113,7 @@ FAULTS: dict[str, list[Edit]] = {
             "_admit",
             "if not self._claim_seat(seq, cached):",
             "if not self._claim_seat(seq, cached):\n"
-            "            self.waiting.pop(); self._admit(); self.waiting.push(seq)",
+            "            del self.waiting[0]; self._admit(); self.waiting.insert(0, seq)",
         )
     ],
     # The first that waits is not looked up again for nothing

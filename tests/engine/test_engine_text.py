@@ -38,6 +38,10 @@ class Letters:
         return "abcdefgh"[token_id]
 
 
+def make_letters(prompt: list[int], params: SamplingParams) -> Any:
+    return Letters(params)
+
+
 class Knowing:
     """Guesses these tokens after the prompt."""
 
@@ -65,7 +69,7 @@ def with_text(
         settings,
         vocab_size=VOCAB_SIZE,
         eos_token_ids={EOS},
-        make_detokenizer=lambda prompt, params: Letters(params),
+        make_detokenizer=make_letters,
     )
     if coming is not None:
         engine.scheduler.proposer = Knowing(coming)

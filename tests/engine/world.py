@@ -106,8 +106,7 @@ class World:
             assert bound > 0, "requests make no progress"
         assert all(expected.over for expected in self.requests.values()), "a request got lost"
         assert self.scheduler.blocks.num_free == self.config.num_kv_blocks, "idle, but blocks are not free"
-        assert not self.scheduler.sequences and not self.executor.tokens and not len(self.scheduler.waiting)
-        assert self.scheduler.waiting.peek() is None
+        assert not self.scheduler.sequences and not self.executor.tokens and not self.scheduler.waiting
 
     def _check_output(self, output: RequestOutput) -> None:
         expected = self.requests[output.request_id]
@@ -146,7 +145,7 @@ class World:
     def _check_first(self, plan: StepPlan) -> None:
         """The first of those that wait would not fit, now that a step has been planned."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
-        first, budget = scheduler.waiting.peek(), self.config.max_num_batched_tokens
+        first, budget = next(iter(scheduler.waiting), None), self.config.max_num_batched_tokens
         budget -= sum(item.num_tokens for item in plan.scheduled)
         if first is None or first.num_in_flight or not budget:
             return
@@ -170,7 +169,8 @@ class World:
         assert all(
             not seq.block_table for seq in scheduler.sequences.values() if seq.status is not SequenceStatus.RUNNING
         )
-        assert len(scheduler.waiting) == len(scheduler.sequences) - len(running)
+        waiting = [seq for seq in scheduler.sequences.values() if seq.status is SequenceStatus.WAITING]
+        assert scheduler.waiting == sorted(waiting, key=self._order)
         holders = Counter(block for seq in running for block in seq.block_table)
         assert blocks.ref_counts == [holders[block] for block in range(blocks.num_blocks)]
         assert sorted(blocks.free) == [block for block in range(blocks.num_blocks) if not holders[block]]

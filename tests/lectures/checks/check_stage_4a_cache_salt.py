@@ -55,13 +55,12 @@ def test_equal_digests_of_two_salts_do_not_mix_them(answers: ModuleType, monkeyp
         pool.release(seq)
 
 
-def test_no_content_has_the_identity_of_a_root(answers: ModuleType) -> None:
+def test_every_salt_has_one_root_of_its_own(answers: ModuleType) -> None:
     pool = answers.SaltedPool(num_blocks=8, block_size=2)
-    roots, contents = set(), set()
+    roots: set[Content | None] = set()
     for salt in ("ann", "", "bob"):
         pool.salt = salt
-        roots.add(pool.root()[1])
+        roots.add(pool.root())
         content: Content = pool.describe(None, (1, 2))
-        contents.add(content.identity)
-        assert content.parent == pool.root()[1]
-    assert len(roots) == 3 and not roots & contents
+        assert content.parent is pool.root() and content not in roots
+    assert len(roots) == 3
