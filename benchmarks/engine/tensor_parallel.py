@@ -34,7 +34,7 @@ from nanovllm.distributed.group import Group, devices_of
 from nanovllm.distributed.one_shot import SWITCH, default_bytes
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import shard_config
-from nanovllm.workers.spawned import SpawnedTeam
+from nanovllm.workers.spawned_team import SpawnedTeam
 
 TARGET = 0.85  # of vLLM's time for a step
 MAX_NUM_SEQS = 64

@@ -1,4 +1,7 @@
-"""Guessing tokens ahead, as the scheduler sees it. Whether a guess is right is settled by the step that verifies it."""
+"""Guessing tokens ahead, as the scheduler sees it: n-grams, or places that the runner's draft model fills in.
+
+A step verifies the guesses: `runner/step_output.py` says which were right, and `Scheduler._roll_back` forgets the rest.
+"""
 
 from typing import Protocol
 

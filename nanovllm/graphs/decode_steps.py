@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.engine.plan import Scheduled
-from nanovllm.graphs.recorder import Recorder, Step
+from nanovllm.graphs.cuda_graph import Recorder, Step
 from nanovllm.graphs.sizes import StepSizes
 from nanovllm.pinned import host_buffers, to_device
 from nanovllm.sampling.sampler import Sampled

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.plan import Scheduled
+from nanovllm.graphs.cuda_graph import Recorder, Step
 from nanovllm.graphs.decode_steps import DecodeStep, DecodeSteps
-from nanovllm.graphs.recorder import Recorder, Step
 from nanovllm.graphs.sizes import StepSizes
 from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled

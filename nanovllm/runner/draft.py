@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig, Speculation
 from nanovllm.engine.plan import Scheduled
+from nanovllm.graphs.cuda_graph import Recorder, record_nothing
 from nanovllm.graphs.decode_steps import DecodeSteps
-from nanovllm.graphs.recorder import Recorder, record_nothing
 from nanovllm.graphs.sizes import draft_sizes
 from nanovllm.models.checkpoint import find_checkpoint
 from nanovllm.models.config import ModelConfig, read_config

@@ -15,8 +15,8 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled, StepPlan
+from nanovllm.graphs.cuda_graph import CudaGraphRecorder, Recorder
 from nanovllm.graphs.prompt_steps import RecordedSteps
-from nanovllm.graphs.recorder import CudaGraphRecorder, Recorder
 from nanovllm.graphs.sizes import step_sizes
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel, load_model
@@ -24,8 +24,8 @@ from nanovllm.runner.batch import Batch, DecodeInputs, look_up, make_batch, pack
 from nanovllm.runner.device_model import DeviceModel
 from nanovllm.runner.draft import DraftModel, Guesses, NoGuesses, PlannedGuesses
 from nanovllm.runner.memory import num_kv_blocks, run_largest_step
-from nanovllm.runner.output import StepOutput
 from nanovllm.runner.rows import Known, Rows
+from nanovllm.runner.step_output import StepOutput
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
 

@@ -8,6 +8,9 @@ distribution that the guess was in fact sampled from.
 Guesses may also come without chance (n-grams): q is a single token then, and none of this is needed. A token sampled
 from p as ever is the guess with probability p(guess), and otherwise distributed as p without the guess: the same rule.
 
+Either way a step samples a token behind every guess. `runner/step_output.py` keeps them up to the first that is not
+the guess, and `Scheduler._roll_back` takes back what was computed behind it.
+
 All randomness is a function of (seed, output index), in a stream for each purpose. The last position of a step has no
 guess to verify. Its token is sampled in the same way, from a guess that was never shown to the target. So the token at
 an output index does not depend on where steps begin, on k, or on who was preempted.

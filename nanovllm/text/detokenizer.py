@@ -2,6 +2,9 @@
 
 A token is not a piece of text: an emoji may be spread over four tokens, and some tokenizers write the space before a
 word only if something stands before it. Decoding everything anew for each token would be right, and quadratic.
+
+The scheduler asks after each token whether the text has met a stop string, and ends the sequence there
+(`Scheduler._append`).
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.models.config import DTYPES
 from nanovllm.models.loader import load_model
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.output import StepOutput
+from nanovllm.runner.step_output import StepOutput
 from nanovllm.sampling_params import SamplingParams
 
 # With Python's default, the steps of a large batch collect garbage again and again, though they leave none. A full

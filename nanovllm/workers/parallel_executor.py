@@ -17,8 +17,8 @@ from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.workers.executor import KnownSequence, LocalExecutor, PendingStep, RunnerSpec
-from nanovllm.workers.launched import LaunchedTeam, is_launched, own_device, own_rank, serve
-from nanovllm.workers.spawned import SpawnedTeam
+from nanovllm.workers.launched_team import LaunchedTeam, is_launched, own_device, own_rank, serve
+from nanovllm.workers.spawned_team import SpawnedTeam
 from nanovllm.workers.team import Team
 
 Change = tuple[int, Sequence[int], SamplingParams] | int  # a sequence that was added; the key of one that is gone

@@ -1,7 +1,12 @@
 """The ranks of one engine as the leader, rank 0, sees them. The leader tells the others what to do, and does the same.
 
-The leader starts the other processes (`spawned`), or torchrun has started them (`launched`). Either way, whatever goes
-wrong ends in an error at the leader, with the report of the rank that failed first.
+The leader starts the other processes (`spawned_team`), or torchrun has started them (`launched_team`). Either way,
+whatever goes wrong ends in an error at the leader, with the report of the rank that failed first. When a rank dies:
+
+1. It is noticed. `watchdog` misses its heartbeat, or the leader sees the end of its process (`spawned_team._watch`).
+2. Nobody waits for it any longer: `Group.leave` and `Group.give_up` end the collectives under way.
+3. The leader's step ends in an error (`Team.in_step`, then `failed`), with the report that the rank has sent, if any.
+4. `close` ends the other ranks: by their pipes (`spawned_team._release`) or connections (`Connections.lose`).
 """
 
 import pickle

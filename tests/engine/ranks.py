@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.workers.parallel_executor import ParallelExecutor
-from nanovllm.workers.spawned import SpawnedTeam
+from nanovllm.workers.spawned_team import SpawnedTeam
 from tests.engine.test_llm_invariance import check_same
 from tests.stages.ranks import RANKS, awkward_checkpoint, check_gone
 

@@ -11,8 +11,8 @@ from benchmarks.engine.speculation import ReplayProposer
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs import sizes
+from nanovllm.graphs.cuda_graph import record_nothing
 from nanovllm.graphs.decode_steps import DecodeSteps
-from nanovllm.graphs.recorder import record_nothing
 from nanovllm.graphs.sizes import StepSizes, batch_sizes
 from nanovllm.pinned import host_buffers
 from nanovllm.runner.batch import Batch, DecodeInputs

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.workers import launched
-from nanovllm.workers.launched import FIRST, HEAD, Connections, address_towards, is_launched, own_device
+from nanovllm.workers import launched_team as launched
+from nanovllm.workers.launched_team import FIRST, HEAD, Connections, address_towards, is_launched, own_device
 from tests.engine.ranks import STORY_MODEL
 from tests.stages.ranks import PROMPTLY
 

@@ -21,7 +21,7 @@ from nanovllm.distributed.one_shot import (
     reaches,
 )
 from nanovllm.layers.norm import rms_norm
-from nanovllm.workers.spawned import SpawnedTeam
+from nanovllm.workers.spawned_team import SpawnedTeam
 from tests import oracle
 from tests.engine.ranks import STORY_MODEL, executor_of, generate, tokens
 from tests.stages.requests import story_prompts

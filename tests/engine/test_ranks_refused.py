@@ -17,8 +17,8 @@ import torch.distributed as dist
 from nanovllm import cli
 from nanovllm.distributed.group import Group, PeerLost
 from nanovllm.workers import executor, parallel_executor
-from nanovllm.workers.launched import LaunchedTeam
-from nanovllm.workers.spawned import SpawnedTeam
+from nanovllm.workers.launched_team import LaunchedTeam
+from nanovllm.workers.spawned_team import SpawnedTeam
 from nanovllm.workers.team import Team, failure_report
 
 ROOT = Path(__file__).parents[2]

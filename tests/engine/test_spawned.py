@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from nanovllm.distributed.group import PeerLost
-from nanovllm.workers import spawned
-from nanovllm.workers.spawned import SpawnedTeam, make_store
+from nanovllm.workers import spawned_team as spawned
+from nanovllm.workers.spawned_team import SpawnedTeam, make_store
 from nanovllm.workers.team import ctrl_c_waits
 from tests.engine.parts import a_part_that_cannot_start
 from tests.stages.ranks import check_gone, on_linux
@@ -132,7 +132,7 @@ def test_a_rank_that_is_gone_without_a_word_costs_a_line(story: str, one_line: b
 
 SCRIPT = """
 import json, time, torch
-from nanovllm.workers.spawned import SpawnedTeam
+from nanovllm.workers.spawned_team import SpawnedTeam
 def part(group):
     return lambda message: time.sleep(100)
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled, StepPlan
 from nanovllm.workers import team as team_module
 from nanovllm.workers.parallel_executor import ParallelExecutor
-from nanovllm.workers.spawned import SpawnedTeam
+from nanovllm.workers.spawned_team import SpawnedTeam
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 LENGTH = 4000  # of each sequence: nothing of it may be in the message of a step
