@@ -2,8 +2,7 @@
 # # 8. nanovllm: one request through the real engine
 #
 # Five stages, one idea each, and at the end of them a complete engine in five files (stages 6 and 7 add recordings and
-# ranks). The package `nanovllm` is the same
-# engine again, built to be fast and to be used: nothing in it will be new to you, but everything has moved, because
+# ranks). The package `nanovllm` is the same engine again, built to be fast and to be used: nothing in it will be new to you, but everything has moved, because
 # here *who decides* and *who computes* live apart.
 #
 # - The **control plane**, `nanovllm/engine/`, knows requests, queues, priorities and blocks. It is plain Python; it
@@ -13,14 +12,17 @@
 # Between them runs one small message a step. This notebook follows it.
 
 # %%
+import inspect
 import sys
 from unittest.mock import patch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import scheduler
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
+from stages import stage_5_continuous_batching
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from tools.pictures.blocks import block_map
 from tools.pictures.plots import bars
@@ -142,11 +144,11 @@ compare(my_guess, len(files), "files")
 print(" -> ".join(files))
 
 # %% [markdown]
-# Do not read them all. Six tell the story: `engine/engine.py` and `engine/scheduler.py`, `workers/executor.py`,
-# `runner/model_runner.py`, `runner/batch.py` and `sampling/sampler.py`. What lies below, the model and the
-# attention, has
-# the same two calls as in the stages, `model(input_ids, positions, attend)` and `model.logits(hidden)`, and knows as
-# little as ever.
+# [An afternoon in the engine](../docs/afternoon.md) leads through fifteen of the files, each with the question that it
+# answers. This chapter follows one request along the same path and stops at six of them: `engine/engine.py` and
+# `engine/scheduler.py`, `workers/executor.py`, `runner/model_runner.py`, `runner/batch.py` and `sampling/sampler.py`.
+# What lies below, the model and the attention, has the same two calls as in the stages,
+# `model(input_ids, positions, attend)` and `model.logits(hidden)`, and knows as little as ever.
 #
 # ## One request, file by file
 #
@@ -179,6 +181,26 @@ source(LLMEngine.step)
 # %%
 # NBVAL_CHECK_OUTPUT
 source(Scheduler.schedule)
+
+# %% [markdown]
+# Stage 5 has this method under the same name, and most of the others: `make_room`, `admit`, `preempt`, `release`,
+# `commit`, `finish`. (Here an underscore stands before those that nobody else calls.) The engine's scheduler adds seven
+# things. Each leaves a name that stage 5 does not have:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+added = {
+    "num_in_flight": "plans a step before the last one's tokens are known",
+    "_claim_seat": "priorities: takes a seat, or blocks, from strictly worse priority only",
+    "_free_rows": "a row on the device for each running sequence",
+    "num_blocks_sent": "messages in place of objects: only what is new is sent",
+    "_roll_back": "guesses: several tokens a step, and the wrong ones are forgotten",
+    "keep_cached": "any end: aborts, stop strings, logits that are not finite, whose blocks nobody may find",
+    "_looked_up": "bounded cost: what did not fit is not looked up again in vain",
+}
+here, there = inspect.getsource(scheduler), inspect.getsource(stage_5_continuous_batching)
+for name, thing in added.items():
+    print(f"{name:16}{thing}" if name in here and name not in there else f"{name}: not so any more")
 
 # %% [markdown]
 # Notice what it never looks at: the tokens. `schedule` reads lengths only, so it can plan step 8 while step 7 still
