@@ -2,8 +2,8 @@
 # # 8. nanovllm: one request through the real engine
 #
 # Five stages, one idea each, and at the end of them a complete engine in five files (stages 6 and 7 add recordings and
-# ranks). The package `nanovllm` is the same engine again, built to be fast and to be used: nothing in it will be new to you, but everything has moved, because
-# here *who decides* and *who computes* live apart.
+# ranks). The package `nanovllm` is the same engine again, built to be fast and to be used. Nothing in it will be new to
+# you, but everything has moved, because here *who decides* and *who computes* live apart.
 #
 # - The **control plane**, `nanovllm/engine/`, knows requests, queues, priorities and blocks. It is plain Python; it
 #   does not even import torch.
