@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.engine.trace import OnEvent
 from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids
 from nanovllm.models.config import ModelConfig, read_config
@@ -44,6 +45,10 @@ class LLM:
     on_event: called with a dict for everything that happens to a request (see `engine/trace.py`).
     config: the fields of `EngineConfig`. Raises TypeError for one that does not exist, and ValueError for everything
         else that is wrong with model, configuration or device.
+
+    Any thread may call. `generate`, `chat` and `close` wait for each other, so that threads get their turns and not one
+    batch: `AsyncLLM` runs what many threads ask together. A call from inside a call, by `on_event` or a progress bar,
+    raises RuntimeError.
 
     From then on Python collects garbage less often in this process (see `workers/executor.py`).
     """
@@ -76,7 +81,9 @@ class LLM:
             on_event=on_event,
         )
         self._ids = count()
+        self.calls = Calls()
 
+    @one_at_a_time(wait=True)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -165,8 +172,9 @@ class LLM:
             raise
         return finished
 
+    @one_at_a_time(wait=True)
     def close(self) -> None:
-        """Give all memory back. Nothing can be generated afterwards."""
+        """Give all memory back. Nothing can be generated afterwards. A call that another thread is in ends first."""
         self.engine.close()
 
     def __enter__(self) -> "LLM":
