@@ -23,11 +23,13 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.token_ids import as_lists, is_token_id, prompts_of
 from nanovllm.text.tokenizer import Message, Tokenizer
 from nanovllm.workers import start_executor
 from nanovllm.workers.executor import RunnerSpec
 
-# A text; {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt"; or just the ids.
+# A text; {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt"; or just the ids: a list, an
+# array or a tensor; or what `apply_chat_template` of transformers returns.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 EMBEDDED_MODEL = Path(__file__).parent.parent / "assets" / "story_model"
@@ -213,12 +215,22 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Mapping[str, Any]]:
-    """One prompt or many, as dicts. A list of numbers is one prompt, given by its token ids."""
-    if not isinstance(prompts, str | Mapping | Sequence):
+    """One prompt or many, as dicts. Numbers side by side are one prompt, given by its token ids; an array or a tensor
+    with two dimensions is a prompt per row."""
+    many: Any = as_lists(prompts)
+    if not isinstance(many, str | Mapping | Sequence):
         raise TypeError(f"prompts must be a text, a dict, token ids or a list of these; got {type(prompts).__name__}")
-    single = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
-    many: Any = [prompts] if single else prompts
-    return [p if isinstance(p, Mapping) else {"prompt" if isinstance(p, str) else "prompt_token_ids": p} for p in many]
+    if isinstance(many, str | Mapping) or (many and is_token_id(many[0])):
+        many = [many]
+    found: list[Mapping[str, Any]] = []
+    for prompt in many:
+        if isinstance(prompt, Mapping):
+            found += prompts_of(prompt) if "input_ids" in prompt else [prompt]
+        elif getattr(prompt, "ndim", 1) == 2:
+            found += [{"prompt_token_ids": row} for row in prompt.tolist()]
+        else:
+            found.append({"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt})
+    return found
 
 
 def spread(name: str, value: Any, n: int, kind: type) -> list[Any]:
