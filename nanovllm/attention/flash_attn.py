@@ -155,7 +155,7 @@ class FlashAttnBackend(TritonBackend):
 
 
 def slots_behind(kv: Tensor, meta: AttentionMetadata) -> Tensor:
-    """The slots [S * block_size] int64 behind the contexts of the S sequences with several queries, in their last blocks.
+    """The slots [S * block_size] int64 behind the context in its last block, of the S sequences with several queries.
     In the place of slots that belong to the context stands one of the scratch block."""
     num_blocks, block_size = kv.shape[1:3]
     last = meta.context_len[meta.num_decodes :].long() - 1  # [S]
