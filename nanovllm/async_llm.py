@@ -37,7 +37,11 @@ class AsyncLLM:
                 print(output.outputs[0].text, end="")
 
     max_queue: as many sequences may wait before more are refused with QueueFull; None: any number.
-    on_event, config: as for `LLM`; `on_event` is called in the step loop's thread.
+    on_event, config: as for `LLM`. `on_event` is called in the step loop's thread, and all requests wait for it. It may
+        call `abort`; `generate`, `add_request` and `shutdown` raise RuntimeError there, for who waits for the step loop
+        inside of it waits for ever.
+
+    The engine inside belongs to the step loop: calls of `self.llm.generate` and the like raise RuntimeError.
     """
 
     def __init__(
@@ -98,9 +102,10 @@ class AsyncLLM:
         """Queue a request, as `LLMEngine.add_request` does. With FINAL_ONLY parameters its only delta is the whole.
 
         Raises, before anything is queued, ValueError or TypeError for what could never run and for an id that is in
-        use, QueueFull, and EngineDead.
+        use, QueueFull, EngineDead, and RuntimeError when called by `on_event`.
         """
         arrived = time.perf_counter()
+        self._refuse_on_event()
         # Here and not in the step loop, so that the caller knows at once, and others do not wait for it.
         token_ids, _ = self.llm.engine.check_request(prompt_token_ids, params)
         priority = index(priority)
@@ -134,11 +139,16 @@ class AsyncLLM:
 
         May be called again, say with `drain=False` when the first call takes too long.
         """
+        self._refuse_on_event()
         with self._lock:
             self._refusal = self._refusal or "the engine was shut down"
             self._inbox.put(partial(self._stop, drain))
         await asyncio.to_thread(self._thread.join)
         atexit.unregister(self._end_with_the_process)
+
+    def _refuse_on_event(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("on_event runs in the step loop and must not wait for it: do that in another thread")
 
     def _end_with_the_process(self) -> None:
         """For a program that never calls `shutdown`. Python would crash at its end if this thread were in mid-step. A
@@ -178,6 +188,7 @@ class AsyncLLM:
 
     def _run(self) -> None:
         engine, error = self.llm.engine, None
+        engine.calls.owner = threading.get_ident()
         try:
             while self._serving or engine.has_unfinished():
                 idle = not engine.has_unfinished()
@@ -199,6 +210,7 @@ class AsyncLLM:
             request.error.__cause__ = error
         self._wake(left)
         self.llm.close()
+        engine.calls.owner = None
 
     def _add(self, request: Pending, token_ids: list[int], params: SamplingParams, *arguments: Any) -> None:
         with self._lock:  # so that nobody counts it twice, or not at all

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.engine.trace import OnEvent
 from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids
 from nanovllm.models.config import ModelConfig, read_config
@@ -22,11 +23,13 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.token_ids import as_lists, is_token_id, prompts_of
 from nanovllm.text.tokenizer import Message, Tokenizer
 from nanovllm.workers import start_executor
 from nanovllm.workers.executor import RunnerSpec
 
-# A text; {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt"; or just the ids.
+# A text; {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt"; or just the ids: a list, an
+# array or a tensor; or what `apply_chat_template` of transformers returns.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 EMBEDDED_MODEL = Path(__file__).parent.parent / "assets" / "story_model"
@@ -44,6 +47,10 @@ class LLM:
     on_event: called with a dict for everything that happens to a request (see `engine/trace.py`).
     config: the fields of `EngineConfig`. Raises TypeError for one that does not exist, and ValueError for everything
         else that is wrong with model, configuration or device.
+
+    Any thread may call. `generate`, `chat` and `close` wait for each other, so that threads get their turns and not one
+    batch: `AsyncLLM` runs what many threads ask together. A call from inside a call, by `on_event` or a progress bar,
+    raises RuntimeError.
 
     From then on Python collects garbage less often in this process (see `workers/executor.py`).
     """
@@ -76,7 +83,9 @@ class LLM:
             on_event=on_event,
         )
         self._ids = count()
+        self.calls = Calls()
 
+    @one_at_a_time(wait=True)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -165,8 +174,9 @@ class LLM:
             raise
         return finished
 
+    @one_at_a_time(wait=True)
     def close(self) -> None:
-        """Give all memory back. Nothing can be generated afterwards."""
+        """Give all memory back. Nothing can be generated afterwards. A call that another thread is in ends first."""
         self.engine.close()
 
     def __enter__(self) -> "LLM":
@@ -205,12 +215,22 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Mapping[str, Any]]:
-    """One prompt or many, as dicts. A list of numbers is one prompt, given by its token ids."""
-    if not isinstance(prompts, str | Mapping | Sequence):
+    """One prompt or many, as dicts. Numbers side by side are one prompt, given by its token ids; an array or a tensor
+    with two dimensions is a prompt per row."""
+    many: Any = as_lists(prompts)
+    if not isinstance(many, str | Mapping | Sequence):
         raise TypeError(f"prompts must be a text, a dict, token ids or a list of these; got {type(prompts).__name__}")
-    single = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
-    many: Any = [prompts] if single else prompts
-    return [p if isinstance(p, Mapping) else {"prompt" if isinstance(p, str) else "prompt_token_ids": p} for p in many]
+    if isinstance(many, str | Mapping) or (many and is_token_id(many[0])):
+        many = [many]
+    found: list[Mapping[str, Any]] = []
+    for prompt in many:
+        if isinstance(prompt, Mapping):
+            found += prompts_of(prompt) if "input_ids" in prompt else [prompt]
+        elif getattr(prompt, "ndim", 1) == 2:
+            found += [{"prompt_token_ids": row} for row in prompt.tolist()]
+        else:
+            found.append({"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt})
+    return found
 
 
 def spread(name: str, value: Any, n: int, kind: type) -> list[Any]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from operator import index
 from types import NoneType
 
 KINDS: dict[str, tuple[type, ...]] = {
@@ -78,7 +79,8 @@ class SamplingParams:
         # None is accepted in vLLM's way; afterwards both are tuples, so that the parameters can be hashed and shared.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        ids = () if self.stop_token_ids is None else self.stop_token_ids  # numpy's integers become Python's
+        object.__setattr__(self, "stop_token_ids", tuple(index(i) if hasattr(i, "__index__") else i for i in ids))
         for name, kind in KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):

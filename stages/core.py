@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Literal, Protocol
 
 import torch
@@ -45,7 +46,7 @@ class SamplingParams:
 class Engine(Protocol):
     """The one interface of all seven stages. `model` is a directory or a Hugging Face hub id.
 
-    `dtype=None` means the checkpoint's own on a GPU and float32 on a CPU.
+    `dtype=None` means the checkpoint's own on a GPU and float32 on a CPU. No stage is for threads: call it from one.
     """
 
     def __init__(
@@ -143,18 +144,19 @@ def make_sequences(
         raise ValueError(f"params has {len(params)} entries for {len(prompts)} prompts; give one each, or a single one")
     sequences = []
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-        if not prompt:
+        token_ids = list(map(index, prompt))  # numpy's integers become Python's
+        if not token_ids:
             raise ValueError(f"prompts[{i}] is empty; a prompt needs at least one token (a BOS or EOS id will do)")
-        bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
+        bad = next((t for t in token_ids if not 0 <= t < vocab_size), None)
         if bad is not None:
             raise ValueError(f"prompts[{i}] contains token id {bad}, outside the vocabulary of {vocab_size}")
-        if len(prompt) + p.max_tokens > max_model_len:
+        if len(token_ids) + p.max_tokens > max_model_len:
             raise ValueError(
-                f"prompts[{i}]: {len(prompt)} prompt tokens + max_tokens {p.max_tokens} exceed the model's "
+                f"prompts[{i}]: {len(token_ids)} prompt tokens + max_tokens {p.max_tokens} exceed the model's "
                 f"{max_model_len} positions; shorten the prompt or lower max_tokens"
             )
         seed = p.seed if p.seed is not None else random.getrandbits(63)
-        sequences.append(Sequence(i, list(prompt), len(prompt), p, seed))
+        sequences.append(Sequence(i, token_ids, len(token_ids), p, seed))
     return sequences
 
 

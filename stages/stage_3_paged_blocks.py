@@ -136,8 +136,9 @@ def make_rectangles(work: Work, block_size: int, device: torch.device) -> list[R
         firsts = torch.tensor([first for _, first in members], device=device)
         context = [slots_of(seq, 0, seq.num_computed + n, block_size) for seq, _ in members]
         longest = max(map(len, context))
-        # Short contexts are padded with slot 0, and never seen: the mask ends at the query's own position
-        context_slots = torch.tensor([c + [0] * (longest - len(c)) for c in context], device=device)
+        # Short contexts are padded with their own first slot, and the mask hides it. Another's slot may hold a NaN, and
+        # no mask stops that: its probability is 0, but 0 * NaN is NaN.
+        context_slots = torch.tensor([c + c[:1] * (longest - len(c)) for c in context], device=device)
         queries = torch.arange(n, device=device)
         last_key = (starts[:, None] + queries)[:, None, :, None]  # [R, 1, Q, 1]
         mask = torch.arange(longest, device=device) <= last_key

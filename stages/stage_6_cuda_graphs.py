@@ -207,11 +207,14 @@ class CUDAGraphEngine(ContinuousBatchingEngine):
     def whole_tables(self, rows: Rows, numbers: Tensor) -> Rectangle:
         """Stage 3's gather, of as many keys as there can be instead of as many as there are; the rest is masked."""
         # exercise 6.4: context_slots [b, C] of all blocks in rows.block_tables [b, M], C = M * block_size; a mask
-        #   [b, 1, 1, C] by which a row sees its first rows.context_lens slots; tokens [b, 1]: row i has token i.
+        #   [b, 1, 1, C] by which a row sees its first rows.context_lens slots; tokens [b, 1]: row i has token i. A slot
+        #   that is not seen may hold a NaN of somebody else: the row's own first slot takes its place.
         offsets = torch.arange(self.pool.block_size, device=self.device)
         context_slots = (rows.block_tables[:, :, None] * self.pool.block_size + offsets).flatten(1)
         columns = torch.arange(context_slots.shape[1], device=self.device)
-        return Rectangle(numbers[:, None], context_slots, columns < rows.context_lens[:, None, None, None])
+        seen = columns < rows.context_lens[:, None]  # [b, C]
+        context_slots = torch.where(seen, context_slots, context_slots[:, :1])
+        return Rectangle(numbers[:, None], context_slots, seen[:, None, None])
         # end exercise
 
     def run(self, plan: list[Scheduled]) -> list[int]:

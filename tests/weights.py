@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -126,6 +127,19 @@ def write_checkpoint(
         os.replace(scratch, target)
     except OSError:  # another test process was faster
         shutil.rmtree(scratch)
+    return target
+
+
+def with_nan_token(checkpoint: Path, token: int) -> Path:
+    """A copy of a checkpoint in which the embedding of `token` is NaN, and with it all that is computed from it."""
+    target = checkpoint.with_name(f"{checkpoint.name}-nan-{token}")
+    if not target.exists():
+        scratch = Path(tempfile.mkdtemp(dir=checkpoint.parent))
+        shutil.copytree(checkpoint, scratch, dirs_exist_ok=True)
+        weights = load_file(scratch / "model.safetensors")
+        weights["model.embed_tokens.weight"][token] = float("nan")
+        save_file(weights, scratch / "model.safetensors", {"format": "pt"})
+        os.replace(scratch, target)
     return target
 
 

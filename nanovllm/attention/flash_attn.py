@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.attention.interface import AttentionMetadata
+from nanovllm.attention.interface import AttentionMetadata, Shared
 from nanovllm.attention.triton_backend import TritonBackend
 
 logger = logging.getLogger(__name__)
@@ -130,6 +130,17 @@ class FlashAttnBackend(TritonBackend):
         super().__init__(num_sms)
         self._library = prefill
 
+    def attend(
+        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+    ) -> Tensor:
+        if meta.max_query_len > 1:
+            shared = {} if shared is None else shared
+            if "slots behind" not in shared:
+                shared["slots behind"] = slots_behind(kv, meta)
+            # The library loads V there, too. What an earlier owner left may be NaN, and 0 * NaN is NaN.
+            kv[1].flatten(0, 1).index_fill_(0, shared["slots behind"], 0)
+        return super().attend(q, kv, meta, scale, shared)
+
     def _prefill(
         self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, out: Tensor, first_sequence: int
     ) -> None:
@@ -141,3 +152,14 @@ class FlashAttnBackend(TritonBackend):
             context_len=meta.context_len[first_sequence:],
         )
         out[first_sequence:] = self._library(q[first_sequence:], kv, own, scale)
+
+
+def slots_behind(kv: Tensor, meta: AttentionMetadata) -> Tensor:
+    """The slots [S * block_size] int64 behind the context in its last block, of the S sequences with several queries.
+    In the place of slots that belong to the context stands one of the scratch block."""
+    num_blocks, block_size = kv.shape[1:3]
+    last = meta.context_len[meta.num_decodes :].long() - 1  # [S]
+    block = meta.block_table[meta.num_decodes :].gather(1, (last // block_size)[:, None]).long()  # [S, 1]
+    offset = torch.arange(block_size, device=kv.device)
+    behind = offset > (last % block_size)[:, None]  # [S, block_size]
+    return torch.where(behind, block * block_size + offset, num_blocks * block_size - 1).flatten()

@@ -149,4 +149,22 @@ def _attend_rectangle(q: Tensor, kv: Tensor, rectangle: _Rectangle, scale: float
     out = F.scaled_dot_product_attention(
         rows, k, v, attn_mask=rectangle.bias, is_causal=rectangle.is_causal, scale=scale, enable_gqa=True
     )
+    if not out.isfinite().all():
+        out = _without_later_keys(out, rows, k, v, rectangle, scale)
     return out.transpose(1, 2).reshape(batch * n, num_heads, head_dim)
+
+
+def _without_later_keys(
+    out: torch.Tensor, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rectangle: _Rectangle, scale: float
+) -> torch.Tensor:
+    """Repair `out` [B, Hq, n, D], rows of which are not finite: a query must not feel keys that come after it, such as
+    guesses behind it. A mask alone cannot see to that, since 0 * NaN is NaN."""
+    n, length = rows.shape[2], k.shape[2]
+    visible = torch.ones(n, length, dtype=torch.bool, device=k.device).tril_()  # [n, L], of whole prompts
+    if rectangle.bias is not None:
+        visible = rectangle.bias == 0  # [B, 1, n, L]
+    bad = ~(k.isfinite() & v.isfinite()).all(-1).all(1)[:, None, :, None]  # [B, 1, L, 1]
+    k, v = k.masked_fill(bad, 0), v.masked_fill(bad, 0)
+    repaired = F.scaled_dot_product_attention(rows, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+    sees_bad = (visible & bad.transpose(2, 3)).any(-1, keepdim=True)  # [B, 1, n, 1]
+    return torch.where(sees_bad, out, repaired)

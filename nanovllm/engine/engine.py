@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import count
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.engine.plan import Executor, StepHandle, StepPlan
 from nanovllm.engine.request import Choice, MakeDetokenizer, Request, check_token_ids, length_limit
 from nanovllm.engine.scheduler import Committed, Scheduler
@@ -18,7 +19,11 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams, derive_s
 
 
 class LLMEngine:
-    """Not thread-safe. After an exception out of any of its methods, `abort_all` or `close` still frees everything."""
+    """Requests in, steps, outputs out. After an exception out of any method, `abort_all` or `close` frees everything.
+
+    Not for several threads: a call during another one, from another thread or from `on_event`, raises RuntimeError at
+    once and changes nothing. What any thread may use at any time says so: `check_request` and the three numbers.
+    """
 
     def __init__(
         self,
@@ -39,6 +44,7 @@ class LLMEngine:
         self.trace = Trace(on_event)
         self.scheduler = Scheduler(config, self.trace)
         self.closed = False
+        self.calls = Calls()
         self._requests: dict[str, Request] = {}
         self._num_held = 0  # sequences that wait for the first choice of their request to compute the prompt
         self._someone_waits = False  # the last plan had no room for a sequence
@@ -57,6 +63,7 @@ class LLMEngine:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer, and there is none; use stop_token_ids")
         return prompt, length_limit(len(prompt), params, self.config)
 
+    @one_at_a_time(wait=False)
     def add_request(
         self,
         request_id: str,
@@ -113,6 +120,7 @@ class LLMEngine:
         self.scheduler.add(seq)
         self.trace.emit("added", seq, prompt_tokens=seq.num_prompt_tokens)
 
+    @one_at_a_time(wait=False)
     def abort_request(self, request_id: str) -> None:
         """End a request at once, in whatever state it is, without further output. An unknown id is no error."""
         request = self._requests.pop(request_id, None)
@@ -143,6 +151,7 @@ class LLMEngine:
         """Seats for sequences that come now. There are none while a sequence waits, since nobody overtakes it."""
         return 0 if self._someone_waits else self.config.max_num_seqs - self.num_running
 
+    @one_at_a_time(wait=False)
     def step(self) -> list[RequestOutput]:
         """Submit the next step, and take in the oldest step that should be finished: the same one, or with asynchronous
         scheduling the step before. Returns an output for every request that got something new."""
@@ -181,8 +190,12 @@ class LLMEngine:
                 del self._requests[request.request_id]
         return [r.output(now) for r in changed.values() if r.finished or r.params.output_kind is cumulative]
 
+    @one_at_a_time(wait=False)
     def abort_all(self) -> None:
         """End every request without output and forget every cached block, also after an exception cut a step short."""
+        self._abort_all()
+
+    def _abort_all(self) -> None:
         seqs = [choice.seq for request in self._requests.values() for choice in request.choices]
         self._requests.clear()
         self._in_flight.clear()
@@ -194,8 +207,9 @@ class LLMEngine:
                 seq.finish_reason = "abort"
                 self.trace.emit("finished", seq, reason="abort")
 
+    @one_at_a_time(wait=False)
     def close(self) -> None:
         """Abort everything and release the executor. Nothing can be added afterwards. May be called twice."""
         self.closed = True
-        self.abort_all()
+        self._abort_all()
         self.executor.close()

@@ -85,6 +85,8 @@ def check_token_ids(prompt_token_ids: SequenceOf[int], params: SamplingParams, v
     try:
         if isinstance(prompt_token_ids, bytes | bytearray):  # integers, but hardly meant as ids
             raise TypeError("got bytes, which must be decoded to a text first")
+        if hasattr(prompt_token_ids, "tolist"):  # an array or a tensor
+            prompt_token_ids = prompt_token_ids.tolist()
         prompt = list(map(index, prompt_token_ids))
     except TypeError as error:
         raise TypeError(f"prompt_token_ids must be integers, as a tokenizer returns them: {error}") from None

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
 from nanovllm.attention.torch_ref import TorchRefBackend
-from tests.kernels.attention_cases import Case, Lengths, check, make_case, paged_inputs
+from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, check, make_case, paged_inputs
 
 FP32 = 1e-5
 
@@ -229,3 +229,32 @@ def test_queries_may_be_a_view_of_a_fused_projection(name: str, request: pytest.
     case = make_case([(1, 20), (18, 30)], num_kv_heads=1)
     fused = torch.cat((case.q, torch.full_like(case.q, float("nan"))), 1)
     check(backend, dataclasses.replace(case, q=fused[:, : case.q.shape[1]]), FP32)
+
+
+def with_a_nan_at_the_end(case: Case) -> Case:
+    """The last key and value of every sequence with several queries are NaN: a guess, say, that computes nothing good.
+    Of its last query nothing is expected any more; all others are before it."""
+    meta, kv, expected = case.meta, case.kv.clone(), case.expected.clone()
+    last = meta.query_start[1:][meta.query_start.diff() > 1].long() - 1
+    kv.flatten(1, 2)[:, meta.slots[last]] = expected[last] = float("nan")
+    return dataclasses.replace(case, kv=kv, expected=expected)
+
+
+def check_all_but_the_last(backend: AttentionBackend, case: Case, asked: Case) -> None:
+    good = case.expected.isfinite().all(-1).all(-1)
+    assert 0 < good.sum() < len(good)
+    out = backend.attend(case.q, case.kv, asked.meta, case.scale)
+    assert not out[~good].isfinite().any()
+    torch.testing.assert_close(out[good].double(), case.expected[good], rtol=FP32, atol=FP32)
+
+
+@pytest.mark.parametrize("lengths", [MIXED, [(8, 8)], [(3, 20), (3, 40), (3, 31)]], ids=["mixed", "prompt", "ragged"])
+def test_torch_ref_does_not_feel_a_later_key(lengths: Lengths) -> None:
+    case = with_a_nan_at_the_end(make_case(lengths))
+    check_all_but_the_last(TorchRefBackend(), case, case)
+
+
+def test_triton_does_not_feel_a_later_key_in_a_recorded_step(triton_backend: AttentionBackend) -> None:
+    """There each token is a decode of its own, which loads no key behind it."""
+    case = with_a_nan_at_the_end(make_case([(1, 17), (3, 40), (5, 5), (4, 18)]))
+    check_all_but_the_last(triton_backend, case, as_single_tokens(case))

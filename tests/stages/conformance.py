@@ -18,7 +18,7 @@ from tests.oracle_record import record_alone
 from tests.stages.events import Listener
 from tests.stages.requests import PROMPTS, TIGHT, Failing, greedy, random_prompts, story_prompts
 from tests.stages.subject import Subject, needs
-from tests.weights import lively_qwen3, random_llama, random_qwen2
+from tests.weights import lively_qwen3, random_llama, random_qwen2, with_nan_token
 
 
 def run(
@@ -130,6 +130,21 @@ class Conformance:
         subject.check_idle(engine)
         if "max_num_batched_tokens" in subject.options:
             assert any(told.preempted for told in listener.requests.values())
+
+    @needs("num_blocks")
+    def test_engine_e3_a_nan_spoils_nobody_else(self, subject: Subject, checkpoints: Path) -> None:
+        """Requests beside one whose keys and values are NaN, and after it in its blocks, are served as without it."""
+        bad = 500
+        path = with_nan_token(lively_qwen3(checkpoints), bad)
+        healthy = [p for p in PROMPTS if bad not in p][:4]
+        options = TIGHT | {"num_blocks": 40}
+        expected = subject.engine(path, **options).generate(healthy, greedy(5, ignore_eos=True))
+        engine = subject.engine(path, **options)
+        for spoiled in ([bad, 3], [*range(20, 55), bad, 7, 9], [bad] * 30):
+            found = engine.generate([spoiled, *healthy, spoiled], greedy(5, ignore_eos=True))
+            assert found[1:-1] == expected
+        assert engine.generate(healthy, greedy(5, ignore_eos=True)) == expected
+        subject.check_idle(engine)
 
     # --- sampling ---
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,3 +96,13 @@ def test_the_manifest_and_the_files_agree() -> None:
         assert len((directory / f"{stage.module_name}.py").read_text(encoding="utf-8").splitlines()) < 300
     with pytest.raises(ValueError, match="no stage 99"):
         load_stage(99)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.array, torch.tensor])
+def test_engine_e4_integers_of_other_libraries_are_token_ids(kind: Any) -> None:
+    limits = {"vocab_size": 512, "max_model_len": 4096}
+    for prompt in [kind(3), kind(511)], np.array([3, 511], dtype=np.int32), torch.tensor([3, 511]):
+        [seq] = make_sequences([prompt], SamplingParams(), **limits)  # type: ignore[list-item]
+        assert seq.token_ids == [3, 511] and {type(token) for token in seq.token_ids} == {int}
+    with pytest.raises(ValueError, match="empty"):
+        make_sequences([np.array([], dtype=np.int64)], SamplingParams(), **limits)  # type: ignore[list-item]

@@ -1,0 +1,60 @@
+"""One call at a time: what keeps two threads, or a callback, from meeting in the middle of a call."""
+
+from collections.abc import Callable
+from functools import wraps
+from threading import Lock, get_ident
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Calls:
+    """Who is calling an object whose methods must not overlap."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()  # held during a call
+        self.thread = 0  # of the newest call
+        self.owner: int | None = None  # the only thread that may call; None: any thread
+
+
+class HasCalls(Protocol):
+    calls: Calls
+
+
+S = TypeVar("S", bound=HasCalls)
+Method = Callable[Concatenate[S, P], R]
+
+
+def one_at_a_time(*, wait: bool) -> Callable[[Method[S, P, R]], Method[S, P, R]]:
+    """Decorate a method so that it never overlaps with another decorated one of the same object.
+
+    wait: whether a call waits for that of another thread. Otherwise it raises RuntimeError, as does, with `wait` too, a
+    call from inside a call (`on_event`, a progress bar), which would wait for itself, and a call of another thread than
+    the object's owner.
+    """
+
+    def decorate(method: Method[S, P, R]) -> Method[S, P, R]:
+        @wraps(method)
+        def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+            calls, me, name = self.calls, get_ident(), method.__qualname__
+            if calls.owner not in (None, me):
+                raise RuntimeError(f"{name}: this engine belongs to an AsyncLLM's step loop; call the AsyncLLM")
+            if calls.lock.locked():
+                if calls.thread == me:
+                    raise RuntimeError(
+                        f"{name} was called from inside another call of the same object, by on_event, a progress bar "
+                        f"or a signal's handler; do that when the outer call has returned"
+                    )
+                if not wait:
+                    raise RuntimeError(
+                        f"{name} was called while another thread is in a call of the same object; use one thread, or "
+                        f"LLM, whose calls wait for each other, or AsyncLLM, which serves many threads at once"
+                    )
+            with calls.lock:
+                calls.thread = me
+                return method(self, *args, **kwargs)
+
+        return call
+
+    return decorate

@@ -1,0 +1,153 @@
+"""E1: what may be called from which thread, and from inside a call: right, or an error at once."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.stream import EngineDead
+from tests.engine.test_llm_errors import check_idle
+from tests.weights import lively_qwen3
+
+PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 4, 5, 9, 0, 4], [5]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SMALL: dict[str, Any] = {"num_kv_blocks": 40, "kvcache_block_size": 4, "skip_tokenizer_init": True}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_qwen3(tmp_path_factory.getbasetemp() / "engine-checkpoints")
+
+
+class Spy:
+    """An `on_event` that can be told what to do at the next event."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[], object] | None = None
+
+    def __call__(self, event: object) -> None:
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+
+
+@pytest.fixture(scope="module")
+def spy() -> Spy:
+    return Spy()
+
+
+@pytest.fixture
+def llm(path: Path, spy: Spy) -> Iterator[LLM]:
+    with LLM(path, **SMALL, on_event=spy) as llm:
+        yield llm
+    assert spy.act is None
+
+
+def ids(llm: LLM, prompts: Any, **more: Any) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, **{"use_tqdm": False} | more)]
+
+
+def elsewhere(call: Callable[[], Any]) -> Any:
+    """What another thread gets from a call: its result, or its error is raised here."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(timeout=30)
+
+
+def test_threads_get_their_turns_and_the_right_tokens(llm: LLM) -> None:
+    alone = [ids(llm, [prompt, prompt[::-1]]) for prompt in PROMPTS]
+    together = threading.Barrier(len(PROMPTS))
+
+    def ask(prompt: list[int]) -> list[Any]:
+        together.wait()
+        return [ids(llm, [prompt, prompt[::-1]]) for _ in range(2)]
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        found = list(pool.map(ask, PROMPTS))
+    assert found == [[expected] * 2 for expected in alone]
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("call", ["generate", "close", "bar"])
+def test_a_call_from_inside_a_call_is_refused_at_once(llm: LLM, spy: Spy, call: str) -> None:
+    expected = ids(llm, PROMPTS)
+
+    def make_bar(**_: Any) -> Any:
+        return llm.generate([[1]], GREEDY)
+
+    more = {"use_tqdm": make_bar} if call == "bar" else {}
+    if call != "bar":
+        spy.act = llm.close if call == "close" else lambda: llm.generate([[1]], GREEDY)
+    with pytest.raises(RuntimeError, match=r"LLM\.(generate|close) was called from inside another call.*on_event"):
+        ids(llm, PROMPTS, **more)
+    check_idle(llm)
+    assert ids(llm, PROMPTS) == expected
+
+
+def test_close_waits_for_the_call_of_another_thread(llm: LLM, spy: Spy) -> None:
+    expected = ids(llm, PROMPTS)
+    closing = threading.Thread(target=llm.close)
+    spy.act = closing.start
+    assert ids(llm, PROMPTS) == expected
+    closing.join(timeout=30)
+    assert llm.engine.closed
+    with pytest.raises(RuntimeError, match="closed"):
+        ids(llm, PROMPTS)
+
+
+@pytest.mark.parametrize("method", ["step", "add_request", "abort_request", "abort_all", "close"])
+def test_the_engine_refuses_a_second_caller(llm: LLM, spy: Spy, method: str) -> None:
+    """From another thread in the middle of a step, and from `on_event`. Nothing has changed then."""
+    expected = ids(llm, PROMPTS)
+    arguments = {"add_request": ("x", [1], GREEDY), "abort_request": ("0",)}.get(method, ())
+    refused: list[str] = []
+
+    def call() -> None:
+        with pytest.raises(RuntimeError) as raised:
+            getattr(llm.engine, method)(*arguments)
+        refused.append(str(raised.value))
+
+    def twice() -> None:
+        call()
+        elsewhere(call)
+
+    spy.act = twice
+    assert ids(llm, PROMPTS) == expected
+    inside, other = refused
+    assert f"LLMEngine.{method} was called from inside another call" in inside
+    assert f"LLMEngine.{method} was called while another thread" in other and "AsyncLLM" in other
+    check_idle(llm)
+    assert llm.engine.check_request([1], GREEDY) == ([1], 9)
+
+
+def test_the_engine_of_an_async_llm_belongs_to_its_step_loop(path: Path, spy: Spy) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(path, **SMALL, on_event=spy)
+        stream = llm.generate([3, 1, 4], GREEDY)
+        with pytest.raises(RuntimeError, match="AsyncLLM"):
+            llm.llm.generate([[1]], GREEDY)
+        found = [token async for delta in stream for token in delta.outputs[0].token_ids]
+        assert len(found) == 8
+        # Whoever waits for the step loop inside of it would wait for ever.
+        refused: list[str] = []
+
+        def call_back() -> None:
+            for call in (lambda: asyncio.run(llm.shutdown()), lambda: llm.generate([1], GREEDY)):
+                with pytest.raises(RuntimeError) as raised:
+                    call()
+                refused.append(str(raised.value))
+
+        spy.act = call_back
+        async for _ in llm.generate([3, 1, 4], GREEDY):
+            pass
+        assert len(refused) == 2 and all("on_event" in message for message in refused)
+        await llm.shutdown()
+        with pytest.raises(EngineDead):
+            llm.generate([1], GREEDY)
+        llm.llm.close()
+
+    asyncio.run(run())
