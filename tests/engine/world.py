@@ -41,7 +41,7 @@ class World:
         self.executor = ShadowExecutor(self.config)
         self.events: list[dict[str, Any]] = []
         self.engine = LLMEngine(
-            self.executor, self.config, vocab_size=VOCAB_SIZE, eos_token_ids={EOS}, on_event=self.events.append
+            self.executor, self.config, vocab_size=VOCAB_SIZE, eos_token_ids={EOS}, on_event=self._note
         )
         self.executor.engine = self.engine
         schedule = self.scheduler.schedule
@@ -82,6 +82,10 @@ class World:
         if request_id in self.requests:
             self.requests[request_id].over = True
         self.check()
+
+    def _note(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        assert len(self.events) < 5000, "a step goes on for ever"
 
     def step(self) -> list[RequestOutput]:
         del self.events[:]
