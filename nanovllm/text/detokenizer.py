@@ -31,11 +31,13 @@ class Detokenizer:
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._num_exempt = 0  # waiting characters that came too early, by `min_tokens`, to end a stop string
         self._unread: list[int] = []  # not decoded before somebody asks, unless there are stop strings to look for
         self._shown: list[str] = []
-        self._held = ""  # the end of the text, which may become a stop string
-        self._cursor = None if params.logprobs is None else TokenCursor(texts, prompt_token_ids, self._skip_special_tokens)
+        self._held = ""  # the end of the text, which waits in the stream or may become a stop string
+        self._pending = ""  # the part of it that waits in the stream
+        self._cursor = (
+            None if params.logprobs is None else TokenCursor(texts, prompt_token_ids, self._skip_special_tokens)
+        )
         self._last: Logprob | None = None  # of the newest token that is part of the text
 
     @property
@@ -58,11 +60,9 @@ class Detokenizer:
             if self._skip_special_tokens and self._texts.token(token_id).is_special:
                 if self._across is None:
                     self._across = StopsAcrossHidden(self._stops.stops, self.text + self._held)
-                self._show("", self._stops, hidden=self._texts.after(None, token_id).decode(errors="replace"))
+                self._go_on("", self._stops, hidden=self._texts.after(None, token_id).decode(errors="replace"))
             else:
-                self._show(self._stream.feed([token_id]), self._stops)
-                if self._stream.pending and self.stop_reason is None:
-                    self._stop_in_pending(self._stops)
+                self._read(self._stream.feed([token_id]), self._stops)
         return self.stop_reason
 
     def finish(self) -> None:
@@ -74,7 +74,7 @@ class Detokenizer:
         if self._stops is None:
             self._shown = [self.text, self._stream.flush()]
         else:
-            self._show(self._stream.flush(), self._stops)
+            self._read(self._stream.flush(), self._stops)
             self._shown.append(self._held)
             self._held = ""
 
@@ -90,24 +90,35 @@ class Detokenizer:
             self._last = entry[chosen]
         return entry
 
-    def _show(self, new: str, stops: StopStrings, hidden: str = "") -> None:
+    def _read(self, certain: str, stops: StopStrings) -> None:
+        """Go on by what the stream has given. Stop strings are looked for in what waits in the stream as well."""
+        before, self._pending = self._pending, self._stream.pending
+        new = certain + self._pending
+        if new.startswith(before):
+            self._go_on(new[len(before) :], stops)
+        else:  # what waited is no text after all
+            self._held = self._held.removesuffix(before)
+            self._across = None
+            stops.begin_with(self._held)
+            self._go_on(new, stops)
+
+    def _go_on(self, new: str, stops: StopStrings, hidden: str = "") -> None:
         """Go on by text that is shown, or by text that is hidden, up to the end of a stop string."""
+        if self.stop_reason is not None:
+            return
         may_stop = self._num_tokens > self._min_tokens
-        early, self._num_exempt = new[: self._num_exempt], 0
-        if early:
-            stops.feed(early, may_stop=False)
-        found = stops.feed(new[len(early) :], may_stop)
         text = self._held + new
-        end, reason, begin = len(text) - stops.held, None, 0
+        found = stops.feed(new, may_stop)
+        reason, begin, end = None, 0, len(text) - max(stops.held, len(self._pending))
         if found is not None:
             position, reason = found
-            end = len(self._held) + len(early) + position
+            end = len(self._held) + position
             begin = end - len(reason)
         if self._across is not None:
+            before = self._across.num_shown - len(self._held)  # characters that are out
             across = self._across.feed(hidden or new, bool(hidden), may_stop)
-            before = self._across.num_shown - len(text)  # characters that are out
             if across is not None and (reason is None or across[1] - before <= end):
-                reason, begin, end = across[2], across[0] - before, across[1] - before
+                begin, end, reason = across[0] - before, across[1] - before, across[2]
             elif reason is None:
                 end = min(end, self._across.settled - before)
         if reason is not None:
@@ -117,14 +128,3 @@ class Detokenizer:
         else:
             self._shown.append(text[:end])
             self._held = text[end:]
-
-    def _stop_in_pending(self, stops: StopStrings) -> None:
-        """A run of byte tokens is text at its end only, but a stop string that is complete in the run ends the output."""
-        text = self._held + self._stream.pending
-        found = [stop for stop in stops.stops if text.endswith(stop)]
-        if self._num_tokens <= self._min_tokens:
-            self._num_exempt = len(self._stream.pending)
-        elif found and len(self._stream.pending) > self._num_exempt:
-            self.stop_reason = found[0]
-            self._shown.append(text if self._keep_stop else text.removesuffix(found[0]))
-            self._held = ""

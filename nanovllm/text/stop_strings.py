@@ -22,6 +22,11 @@ class StopStrings:
         """How many characters at the end of the text may still become a stop string."""
         return max(self._matched)
 
+    def begin_with(self, text: str) -> None:
+        """Forget what was read, and read a text in which no stop string counts."""
+        self._matched = [0] * len(self.stops)
+        self.feed(text, may_stop=False)
+
     def feed(self, text: str, may_stop: bool) -> tuple[int, str] | None:
         """Read on. The number of characters of `text` up to the end of the first stop string, and that string; or None.
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no character
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-LONGEST_RUN = 64  # bytes
+LONGEST_RUN = 256  # bytes
 
 
 class Tokenizer(Protocol):
-    """A `tokenizers.Tokenizer`, or an object that has one as `fast` or (as those of `transformers`) `backend_tokenizer`."""
+    """A `tokenizers.Tokenizer`, or an object that has one as `fast` or, in `transformers`, as `backend_tokenizer`."""
 
     def decode(self, ids: Sequence[int], /, skip_special_tokens: bool = True) -> str: ...
 
@@ -77,13 +77,13 @@ class TokenTexts:
 
     def after(self, previous: int | None, token_id: int) -> bytes:
         """The bytes that a token adds behind the token `previous`; None is the beginning of the text."""
-        token = self.token(token_id)
-        if previous is None and not self._byte_level:
-            alone = self._decode(token_id)  # "" for a space that shows behind something only
-            return alone.encode() if token.raw is None or not alone else token.raw
-        if token.raw is not None:
-            return token.raw
-        return self._decode(previous, token_id)[len(self._decode(previous)) :].encode()
+        raw = self.token(token_id).raw
+        if raw is not None and (self._byte_level or previous is not None):
+            return raw
+        if previous is not None:
+            return self._decode(previous, token_id)[len(self._decode(previous)) :].encode()
+        alone = self._decode(token_id)
+        return raw if raw is not None and alone else alone.encode()  # "" for a space that shows behind something only
 
     def _decode(self, *token_ids: int) -> str:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -212,8 +212,8 @@ def decoder_steps(tokenizer: Any) -> Iterator[str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """The letters in which byte-level tokenizers write bytes: printable Latin-1 ones stand for themselves, and the others
-    are numbered from 256 on (GPT-2's `bytes_to_unicode`)."""
+    """The letters in which byte-level tokenizers write bytes: printable Latin-1 ones stand for themselves, and the
+    others are numbered from 256 on (GPT-2's `bytes_to_unicode`)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
