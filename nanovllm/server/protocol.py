@@ -125,10 +125,6 @@ class ChatMessage(Fields):
     role: Literal["system", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
-    def as_template_input(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content}
-
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
