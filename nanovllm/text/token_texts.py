@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 class Token(NamedTuple):
     raw: bytes | None  # None: depends on the token before
-    is_byte: bool  # one byte of a tokenizer that spells rare characters in bytes, as "<0xF0>"
+    byte: bytes  # of a tokenizer that spells rare characters in bytes, as "<0xF0>"; b"" for all other tokens
     is_special: bool
     exists: bool  # models have more rows than their tokenizer has tokens
 
@@ -58,13 +58,14 @@ class TokenTexts:
         # A stand-in of a test may know texts only.
         name = self._tokenizer.id_to_token(token_id) if hasattr(self._tokenizer, "id_to_token") else alone
         if name is None:
-            return Token(b"", False, False, False)
+            return Token(b"", b"", False, False)
         if self._byte_level:
             known = all(letter in BYTE_OF_LETTER for letter in name)
             raw = bytes(BYTE_OF_LETTER[letter] for letter in name) if known else name.encode()
-            return Token(raw, False, is_special, True)
+            return Token(raw, b"", is_special, True)
         byte = BYTE_TOKEN.fullmatch(name) if self.has_byte_tokens else None
-        return Token(None if byte is None else bytes.fromhex(byte[1]), byte is not None, is_special, True)
+        raw = None if byte is None else bytes.fromhex(byte[1])
+        return Token(raw, raw or b"", is_special, True)
 
     def is_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether the token is part of the text at all."""
@@ -112,6 +113,7 @@ class TextStream:
         self._previous = texts.last(prompt_token_ids, skip_special_tokens)
         self._characters = texts.characters()
         self._run = b""
+        self._num_dropped = 0  # characters at the beginning of the run: a space at the beginning of the text
         self._spoilt = False
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -124,8 +126,9 @@ class TextStream:
             self._previous = token_id
             if not texts.has_byte_tokens:
                 new.append(self._characters.decode(raw))
-            elif texts.token(token_id).is_byte:
-                new.append(self._go_on(raw))
+            elif byte := texts.token(token_id).byte:
+                self._num_dropped += not raw
+                new.append(self._go_on(byte))
             else:
                 new += self.flush(), raw.decode()
         return "".join(new)
@@ -134,9 +137,9 @@ class TextStream:
         """No more tokens will come, or no more bytes: what is incomplete stays so."""
         if not self._texts.has_byte_tokens:
             return self._characters.decode(b"", final=True)
-        whole = len(self.pending.encode()) == len(self._run)
+        whole = self._num_dropped + len(self.pending.encode()) == len(self._run)
         text = self.pending if whole else INCOMPLETE * len(self._run)
-        self._run, self.pending, self._spoilt = b"", "", False
+        self._run, self.pending, self._num_dropped, self._spoilt = b"", "", 0, False
         return text
 
     def _go_on(self, raw: bytes) -> str:
@@ -148,12 +151,13 @@ class TextStream:
         except UnicodeDecodeError as error:
             complete = error.start
             self._spoilt = self._spoilt or error.reason != "unexpected end of data"
-        text = ""
         if self._spoilt:
-            text, self._run, complete = INCOMPLETE * len(self._run), b"", 0
-        elif complete >= LONGEST_RUN:
-            text, self._run, complete = self._run[:complete].decode(), self._run[complete:], 0
-        self.pending = self._run[:complete].decode()
+            text, self.pending, self._run, self._num_dropped = INCOMPLETE * len(self._run), "", b"", 0
+            return text
+        self.pending = self._run[:complete].decode()[self._num_dropped :]
+        if complete < LONGEST_RUN:
+            return ""
+        text, self.pending, self._run, self._num_dropped = self.pending, "", self._run[complete:], 0
         return text
 
 
