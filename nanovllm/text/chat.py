@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -61,29 +61,34 @@ class ChatTemplate:
         """The message with its content in a form that the template takes: the caller's form where possible."""
         content = message["content"]
         takes_string, takes_parts = self.takes(message["role"])
-        if isinstance(content, str) and not takes_string:
-            return {**message, "content": as_parts(content)}
-        if not isinstance(content, str) and not takes_parts:
-            return {**message, "content": "\n".join(part["text"] for part in content)}
-        return message
+        if takes_string if isinstance(content, str) else takes_parts:
+            return message
+        joined = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        return {**message, "content": joined if takes_string else as_parts(joined)}
 
     def _takes(self, role: str) -> tuple[bool, bool]:
-        """Whether the template takes strings, and whether it takes lists of parts, as content of this role."""
-        found = self._brings(role, PROBE), self._brings(role, as_parts(PROBE))
-        if any(found):
-            return found
+        """Whether the template takes strings, and whether it takes lists of several parts, as content of this role. A
+        template that takes neither looks at the first part only."""
+        parts = as_parts(PROBE) + as_parts(PROBE[::-1])
+        for roles, place in conversations(role):
+            found = self._brings(roles, place, PROBE), self._brings(roles, place, parts)
+            if any(found) or self._brings(roles, place, parts[:1]):
+                return found
         walks, asks = walks_over_content(self._tokenizer.get_chat_template())
         return not walks or asks, walks
 
-    def _brings(self, role: str, content: Any) -> bool:
-        """Whether the content of a message with the probe arrives in the prompt as it should."""
-        for conversation in conversations({"role": role, "content": content}):
+    def _brings(self, roles: Sequence[str], place: int, content: Any) -> bool:
+        """Whether the content with the probe, of the message at `place`, arrives in the prompt as it should."""
+        for other in "x", as_parts("x"):  # which form the other messages want may not be known yet
+            messages: list[Message] = [{"role": role, "content": other} for role in roles]
+            messages[place] = {"role": roles[place], "content": content}
             try:
-                text = self._apply(conversation)
+                text = self._apply(messages)
             except Exception:  # not a conversation that this template takes
                 continue
             if PROBE in text:
-                return not PROBE_IN_DICT.search(text)
+                words = [PROBE] if isinstance(content, str) else [part["text"] for part in content]
+                return all(word in text for word in words) and not PROBE_IN_DICT.search(text)
         return False
 
 
@@ -118,21 +123,15 @@ def num_characters(message: Message) -> int:
     return len(content) if isinstance(content, str) else sum(len(part["text"]) + 1 for part in content)
 
 
-def conversations(message: Message) -> Iterator[list[Message]]:
-    """Conversations with the message in them: templates differ in which they take, and which messages they look at."""
-    for content in "x", as_parts("x"):
-        system, user, assistant = ({"role": role, "content": content} for role in ("system", "user", "assistant"))
-        if message["role"] == "system":
-            yield [message, user]
-        elif message["role"] == "user":
-            yield [message]
-            yield [system, message]
-            yield [user, assistant, message]
-            yield [system, user, assistant, message]
-        else:
-            yield [user, message]
-            yield [user, message, user]
-            yield [system, user, message, user]
+def conversations(role: str) -> list[tuple[list[str], int]]:
+    """The roles of conversations to try, and the place of a message of this role in them. Templates differ in which
+    conversations they take and which messages they look at; the longest one that a template takes tells most."""
+    if role == "system":
+        return [(["system", "user", "assistant", "user"], 0), (["system", "user"], 0)]
+    if role == "user":
+        turns = ["user", "assistant", "user"]
+        return [(["system", *turns], 3), (turns, 2), (["system", "user"], 1), (["user"], 0)]
+    return [(["system", "user", role, "user"], 2), (["user", role, "user"], 1), (["user", role], 1)]
 
 
 def walks_over_content(template: str) -> tuple[bool, bool]:
