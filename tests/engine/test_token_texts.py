@@ -221,13 +221,47 @@ def test_a_candidate_has_the_text_that_it_would_add_here() -> None:
 
 def test_a_long_run_of_byte_tokens_is_not_held_for_ever() -> None:
     """The work for a token stays bounded, and a text in a script that has no tokens of its own is seen to grow."""
+    assert LONGEST_RUN < 300
     ids = made("Gemma").encode("ကခဂ" * 200).ids
     shown, _, _ = go("Gemma", ids, [1])
     assert shown[-1] == "ကခဂ" * 200
     assert all(len(text.encode()) > i - LONGEST_RUN - 4 for i, text in enumerate(shown))
 
 
+def test_a_run_of_byte_tokens_that_is_no_text() -> None:
+    """One U+FFFD for each byte, of a space that a text would not begin with as well; however much waited already."""
+    space, first, second = (id_of("Llama 2", f"<0x{byte:02X}>") for byte in (0x20, 0x80, 0xF0))
+    fox = made("Gemma").encode("🦊").ids
+    for ids in ([space, first], [space, *fox, first], [space, *fox], [*fox, second], [*fox, second, *fox, space]):
+        for steps in [1], [9]:
+            check_text("Llama 2", ids, steps, True)
+            check_text("Llama 2", [*ids, id_of("Llama 2", "▁the"), *ids], steps, True, stop=("z", "q🦊🦊"))
+    shown, _, detokenizer = go("Llama 2", [id_of("Llama 2", "t"), *fox, second, space], [1], stop=["t\ufffd", "t🦊x"])
+    assert (shown[-1], detokenizer.stop_reason) == ("", "t\ufffd"), "what was held is read again"
+
+
 # Stop strings (D5)
+
+
+@pytest.mark.parametrize(
+    ("stops", "found", "text"),
+    [
+        ([f"{SPECIAL}h", "e"], f"{SPECIAL}h", "t"),
+        ([f"{SPECIAL}he", "e"], f"{SPECIAL}he", "t"),
+        (["h", f"{SPECIAL}he"], "h", "t"),
+        ([f"{SPECIAL}x", "e"], "e", "th"),
+    ],
+)
+def test_a_token_may_complete_stop_strings_with_and_without_something_hidden(
+    stops: list[str], found: str, text: str
+) -> None:
+    """As ever the first to be complete wins, and of those complete at the same character the longest."""
+    tokenizer = Tokenizer(models.WordLevel({"t": 0, "he": 1}, unk_token="t"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(SPECIAL, special=True)])
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=stops))
+    assert [detokenizer.append(token_id) for token_id in (0, 2, 1)] == [None, None, found]
+    assert detokenizer.text == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
