@@ -57,7 +57,7 @@ class Detokenizer:
             self._unread.append(token_id)
         elif self.stop_reason is None:
             self._num_tokens += 1
-            if self._skip_special_tokens and self._texts.token(token_id).is_special:
+            if self._skip_special_tokens and self._texts.tokens[token_id].is_special:
                 if self._across is None:
                     self._across = StopsAcrossHidden(self._stops.stops, self.text + self._held)
                 self._go_on("", self._stops, hidden=self._texts.after(None, token_id).decode(errors="replace"))
@@ -92,7 +92,7 @@ class Detokenizer:
 
     def _read(self, certain: str, stops: StopStrings) -> None:
         """Go on by what the stream has given. Stop strings are looked for in what waits in the stream as well."""
-        before, self._pending = self._pending, self._stream.pending
+        before, self._pending = self._pending, self._stream.pending  # empty, but for byte fallback
         new = certain + self._pending
         if new.startswith(before):
             self._go_on(new[len(before) :], stops)

@@ -8,7 +8,7 @@ text also on the bytes that wait to become a character.
 import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no character
@@ -29,6 +29,18 @@ class Token(NamedTuple):
     exists: bool  # models have more rows than their tokenizer has tokens
 
 
+class Tokens(dict[int, Token]):
+    """What is true of each token wherever it stands, looked up when it is first asked for."""
+
+    def __init__(self, look_up: Callable[[int], Token]) -> None:
+        super().__init__()
+        self._look_up = look_up
+
+    def __missing__(self, token_id: int) -> Token:
+        found = self[token_id] = self._look_up(token_id)
+        return found
+
+
 class TokenTexts:
     """The bytes and texts of one tokenizer's tokens. Threads may share it.
 
@@ -43,14 +55,7 @@ class TokenTexts:
         steps = list(decoder_steps(self._tokenizer))
         self._byte_level = bool(steps) and steps[0] == "ByteLevel" and set(steps[1:]) <= {"Fuse"}
         self.has_byte_tokens = "ByteFallback" in steps
-        self._tokens: dict[int, Token] = {}
-
-    def token(self, token_id: int) -> Token:
-        """What is true of the token wherever it stands."""
-        found = self._tokens.get(token_id)
-        if found is None:
-            found = self._tokens[token_id] = self._look_up(token_id)
-        return found
+        self.tokens = Tokens(self._look_up)
 
     def _look_up(self, token_id: int) -> Token:
         alone = self._decode(token_id)
@@ -69,7 +74,7 @@ class TokenTexts:
 
     def is_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether the token is part of the text at all."""
-        token = self.token(token_id)
+        token = self.tokens[token_id]
         return token.exists and not (skip_special_tokens and token.is_special)
 
     def last(self, token_ids: Sequence[int], skip_special_tokens: bool) -> int | None:
@@ -78,7 +83,7 @@ class TokenTexts:
 
     def after(self, previous: int | None, token_id: int) -> bytes:
         """The bytes that a token adds behind the token `previous`; None is the beginning of the text."""
-        raw = self.token(token_id).raw
+        raw = self.tokens[token_id].raw
         if raw is not None and (self._byte_level or previous is not None):
             return raw
         if previous is not None:
@@ -120,15 +125,16 @@ class TextStream:
         """The text that is certain now and was not before."""
         texts, new = self._texts, []
         for token_id in token_ids:
-            if not texts.is_text(token_id, self._skip_special_tokens):
+            token = texts.tokens[token_id]
+            if not token.exists or (token.is_special and self._skip_special_tokens):
                 continue
             raw = texts.after(self._previous, token_id)
             self._previous = token_id
             if not texts.has_byte_tokens:
                 new.append(self._characters.decode(raw))
-            elif byte := texts.token(token_id).byte:
+            elif token.byte:
                 self._num_dropped += not raw
-                new.append(self._go_on(byte))
+                new.append(self._go_on(token.byte))
             else:
                 new += self.flush(), raw.decode()
         return "".join(new)

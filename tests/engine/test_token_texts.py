@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -333,6 +333,7 @@ def test_texts_and_stops_are_those_of_transformers(kind: str, text: str, data: s
     from transformers import PreTrainedTokenizerFast
     from transformers.generation.stopping_criteria import StopStringCriteria
 
+    assume("Z" not in text)
     tokenizer = made(kind)
     hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     ids = tokenizer.encode(text).ids
@@ -344,7 +345,7 @@ def test_texts_and_stops_are_those_of_transformers(kind: str, text: str, data: s
         st.lists(st.lists(st.sampled_from(pieces), min_size=1, max_size=3).map("".join), min_size=1, max_size=2)
     )
     criterion = StopStringCriteria(hf, stops)
-    before = made(kind).encode("b").ids  # so that a text does not begin without its space
+    before = made(kind).encode("Z").ids  # so that a text does not begin without its space
     detokenizer = Detokenizer(texts_of(kind), before, SamplingParams(stop=stops, max_tokens=None))
     stopped = False
     for end, token_id in enumerate(ids, start=1):
