@@ -133,7 +133,7 @@ def check_text(kind: str, ids: list[int], steps: list[int], skip: bool, stop: tu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @example("🦊🦊w", [6], True, 0)
 @example("a🦊🪁🦊🪁", [6], True, 3)
 @given(TEXTS, STEPS, st.booleans(), st.integers(0, 6))
@@ -146,7 +146,7 @@ def test_the_pieces_join_to_the_decoded_text(kind: str, text: str, steps: list[i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data(), STEPS, st.booleans())
 def test_any_tokens_join_to_the_decoded_text(kind: str, data: st.DataObject, steps: list[int], skip: bool) -> None:
     size = made(kind).get_vocab_size()
@@ -154,7 +154,7 @@ def test_any_tokens_join_to_the_decoded_text(kind: str, data: st.DataObject, ste
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @example("🦊w", [1], False)
 @example(" boat is hello", [2], True)
 @given(TEXTS, STEPS, st.booleans())
@@ -175,7 +175,7 @@ def test_texts_bytes_and_offsets_of_tokens_add_up(kind: str, text: str, steps: l
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(TEXTS, TEXTS)
 def test_the_prompt_counts_as_what_stands_before(kind: str, before: str, text: str) -> None:
     """A word's space is written if the prompt has a text, and the output joins to the prompt's text."""
@@ -282,7 +282,7 @@ def test_a_hidden_special_token_is_found_by_a_stop_string(kind: str, stop: str) 
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "Gemma"])
-@settings(max_examples=60)
+@settings(max_examples=40)
 @example("th<|im_end|>e the", ["<|im_end|>e ", "the"], 0)
 @example("🦊🦊", ["🦊"], 4)
 @given(
