@@ -22,9 +22,11 @@ from nanovllm.models.sharding import shard_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.text.chat import Message
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.token_ids import as_lists, is_token_id, prompts_of
-from nanovllm.text.tokenizer import Message, Tokenizer
+from nanovllm.text.token_texts import TokenTexts
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.workers import start_executor
 from nanovllm.workers.executor import RunnerSpec
 
@@ -79,7 +81,7 @@ class LLM:
             self.config,
             vocab_size=model_config.vocab_size,
             eos_token_ids=read_eos_token_ids(self.path),
-            make_detokenizer=None if self.tokenizer is None else partial(Detokenizer, self.tokenizer),
+            make_detokenizer=None if self.tokenizer is None else partial(Detokenizer, TokenTexts(self.tokenizer)),
             on_event=on_event,
         )
         self._ids = count()

@@ -10,11 +10,24 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class Logprob:
-    """A token's log-probability at one position, its rank there (1 is the likeliest), and its text by itself."""
+    """A token's log-probability at one position, its rank there (1 is the likeliest), and what it adds to the text.
+
+    A token that ends within a character adds nothing; the token that completes the character adds all of it. A special
+    token that the text leaves out has its name here. None without a tokenizer.
+    """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class TokenLogprob(Logprob):
+    """With what vLLM's class does not have: the token's bytes, whether or not they are characters, and the number of
+    characters of the output's text before it."""
+
+    raw: bytes = b""
+    text_offset: int = 0
 
 
 @dataclass(slots=True)

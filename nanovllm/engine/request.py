@@ -26,9 +26,11 @@ class Choice:
 
     def add_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
         """Take in the log-probabilities of new tokens, one entry for each token."""
-        text = self.detokenizer.token_text if self.detokenizer is not None else lambda id: None
         for token, found in zip(token_ids, logprobs, strict=True):
-            self.logprobs.append({id: Logprob(value, rank, text(id)) for id, (value, rank) in found.items()})
+            if self.detokenizer is not None:
+                self.logprobs.append(self.detokenizer.logprobs(token, found))
+            else:
+                self.logprobs.append({id: Logprob(value, rank) for id, (value, rank) in found.items()})
             self.cumulative_logprob += found[token][0]
 
     def output(self) -> CompletionOutput:

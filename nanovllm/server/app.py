@@ -8,7 +8,6 @@ from secrets import compare_digest
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,6 +17,7 @@ from nanovllm.server.errors import ApiError, answering, error_response, refusing
 from nanovllm.server.generation import Generation, add_all, respond
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatReply, ChatRequest, CompletionReply, CompletionRequest
+from nanovllm.text.chat import num_characters
 
 MAX_BODY_BYTES = 4 * 2**20
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -70,14 +70,13 @@ def build_app(
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         check_model(body.model)
-        messages = [message.as_template_input() for message in body.messages]
-        check_length(sum(len(message["content"]) for message in messages), "messages")
+        messages = [message.model_dump() for message in body.messages]
+        check_length(sum(map(num_characters, messages)), "messages")
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         try:
             token_ids = await asyncio.to_thread(tokenizer.encode_chat, messages)
-        except (ValueError, TypeError, TemplateError) as error:
-            why = "has no chat template, or one that does not take these messages; /v1/completions needs none"
-            raise ApiError(400, f"{model_name} {why}", param="messages") from error
+        except ValueError as error:  # the template's own reason, above all
+            raise ApiError(400, str(error), param="messages") from error
         with refusing():
             max_tokens = body.max_completion_tokens or body.max_tokens or room_for(len(token_ids))
             params = body.sampling_params(max_tokens, num_logprobs)

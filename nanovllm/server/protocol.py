@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprob
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_CHOICES = 128
@@ -125,10 +125,6 @@ class ChatMessage(Fields):
     role: Literal["system", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
-    def as_template_input(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content}
-
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -180,38 +176,44 @@ class Reply(Protocol):
     def envelope(self, choices: list[Json], streamed: bool) -> Json: ...
 
 
-def likeliest(entry: dict[int, Logprob], n: int) -> list[Logprob]:
-    """The n likeliest tokens of a position, best first; `entry` has the chosen one as well, wherever it ranks."""
-    ranked = sorted(entry.values(), key=lambda item: item.rank or 0)
-    return [item for item in ranked if (item.rank or 0) <= n][:n]
+def likeliest(entry: dict[int, Logprob], n: int) -> list[tuple[int, Logprob]]:
+    """The n likeliest tokens of a position with their ids, best first; `entry` has the chosen one as well, wherever it
+    ranks."""
+    ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
+    return [(token_id, item) for token_id, item in ranked if (item.rank or 0) <= n][:n]
 
 
 class CompletionReply:
     def __init__(self, model: str, num_logprobs: int | None) -> None:
         self.model, self.num_logprobs = model, num_logprobs
         self.id, self.created = f"cmpl-{uuid4().hex}", int(time.time())
-        self.offsets: dict[int, int] = {}  # of each choice: characters of the tokens so far
 
     def opening(self, index: int) -> Json | None:
         return None
 
     def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json:
-        logprobs = None if choice.logprobs is None else self._logprobs(index, choice.token_ids, choice.logprobs)
+        logprobs = None if choice.logprobs is None else self._logprobs(choice.token_ids, choice.logprobs)
         ended = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return {"index": index, "text": choice.text, "logprobs": logprobs} | ended
 
-    def _logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> Json:
+    def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> Json:
         columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
-            chosen, offset = entry[token_id], self.offsets.get(index, 0)
-            text = chosen.decoded_token or ""
-            self.offsets[index] = offset + len(text)
-            top: dict[str, float] = {}
-            for item in likeliest(entry, self.num_logprobs or 0):
-                top.setdefault(item.decoded_token or "", item.logprob)  # several may look alike: the best counts
-            for column, value in zip(columns.values(), (text, chosen.logprob, top, offset), strict=True):
+            chosen = entry[token_id]
+            offset = chosen.text_offset if isinstance(chosen, TokenLogprob) else 0
+            values = chosen.decoded_token or "", chosen.logprob, self._top(entry), offset
+            for column, value in zip(columns.values(), values, strict=True):
                 column.append(value)
         return columns
+
+    def _top(self, entry: dict[int, Logprob]) -> dict[str, float]:
+        """OpenAI's map from texts to log-probabilities. No token is missing: one that has no text here, as it is a part
+        of a character, or has the text of a likelier one, gets the key "token_id:N" (vLLM's notation)."""
+        top: dict[str, float] = {}
+        for token_id, item in likeliest(entry, self.num_logprobs or 0):
+            text = item.decoded_token
+            top[f"token_id:{token_id}" if not text or text in top else text] = item.logprob
+        return top
 
     def envelope(self, choices: list[Json], streamed: bool) -> Json:
         kind = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
@@ -238,14 +240,13 @@ class ChatReply:
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> list[Json]:
         return [
             self._token(entry[token_id])
-            | {"top_logprobs": [self._token(item) for item in likeliest(entry, self.num_logprobs or 0)]}
+            | {"top_logprobs": [self._token(item) for _, item in likeliest(entry, self.num_logprobs or 0)]}
             for token_id, entry in zip(token_ids, entries, strict=True)
         ]
 
     def _token(self, item: Logprob) -> Json:
-        text = item.decoded_token or ""
-        # A token that is part of a character has bytes that its text does not show.
-        return {"token": text, "logprob": item.logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        raw = list(item.raw) if isinstance(item, TokenLogprob) else None
+        return {"token": item.decoded_token or "", "logprob": item.logprob, "bytes": raw}
 
     def envelope(self, choices: list[Json], streamed: bool) -> Json:
         kind = "chat.completion.chunk" if streamed else "chat.completion"

@@ -1,13 +1,12 @@
 """Text to token ids and back, by the tokenizer that lies beside the weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+from nanovllm.text.chat import ChatTemplate, Message
 
 
 class Tokenizer:
@@ -38,25 +37,16 @@ class Tokenizer:
         return text
 
     @cached_property
-    def _transformers(self) -> Any:
+    def chat(self) -> ChatTemplate:
         from transformers import AutoTokenizer  # seconds to import, and only chat templates need it
 
-        return AutoTokenizer.from_pretrained(self.path)
+        return ChatTemplate(AutoTokenizer.from_pretrained(self.path))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The conversation in the model's own format, ready for its answer.
 
         Raises ValueError without a template, and for messages that are none or that the template refuses.
         """
-        from jinja2 import TemplateError  # installed with torch, and slow to import
-
-        if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
-            raise ValueError(f"messages must be dicts with 'role' and 'content', one at least; got {messages!r}")
-        if not self._transformers.chat_template:
-            raise ValueError(f"{self.path} has no chat template, so this model cannot chat; use generate")
-        try:
-            text = self._transformers.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template of {self.path} refuses the messages: {error}") from error
+        text = self.chat.render(messages)
         ids: list[int] = self.fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids

@@ -6,8 +6,9 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.plan import TokenLogprobs
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import RequestOutput, SpeculationStats
+from nanovllm.outputs import Logprob, RequestOutput, SpeculationStats
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.helpers import BOTH, greedy_tokens, make
 from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor
@@ -34,8 +35,8 @@ class Letters:
     def finish(self) -> None:
         self.text, self.held = self.text + self.held, ""
 
-    def token_text(self, token_id: int) -> str:
-        return "abcdefgh"[token_id]
+    def logprobs(self, chosen: int, found: TokenLogprobs) -> dict[int, Logprob]:
+        return {id: Logprob(value, rank, "abcdefgh"[id]) for id, (value, rank) in found.items()}
 
 
 def make_letters(prompt: list[int], params: SamplingParams) -> Any:

@@ -203,6 +203,20 @@ def test_the_text_of_a_special_token_is_shown_with_its_logprob(llm: LLM) -> None
     assert "<|endoftext|>" not in choice.text
 
 
+def test_a_special_token_may_be_a_stop_string_and_is_not_shown(llm: LLM) -> None:
+    """CASES D5, with what would end the text anyway: as HF's `stop_strings`."""
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "stop": ["zz", "<|endoftext|>"]}
+    expected = llm.generate("And so the story ends.", SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    for more in {}, {"include_stop_str_in_output": True}, {"stop": ["<|endoftext|>"], "max_tokens": None}:
+        (found,) = llm.generate("And so the story ends.", SamplingParams(**params | more), use_tqdm=False)[0].outputs
+        assert (found.text, found.token_ids) == (expected[0].outputs[0].text, expected[0].outputs[0].token_ids)
+        assert (found.finish_reason, found.stop_reason) == ("stop", "<|endoftext|>")
+    shown = llm.generate("And so the story ends.", SamplingParams(**params, skip_special_tokens=False), use_tqdm=False)[
+        0
+    ].outputs[0]
+    assert (shown.text, shown.stop_reason) == (expected[0].outputs[0].text, "<|endoftext|>")
+
+
 def test_without_a_tokenizer_there_are_ids_and_logprobs_but_no_text(talking: Path) -> None:
     with LLM(talking, skip_tokenizer_init=True, kv_cache_gib=0.02) as llm:
         params = SamplingParams(temperature=0, max_tokens=2, logprobs=1)

@@ -83,7 +83,7 @@ def test_a_bad_completion_is_a_400_that_names_the_field(
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "user"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "neither"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", ""),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages", "template"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages", "no system messages"),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, None, "logprobs"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": []}, "tools", "not supported"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, None, "max_model_len=256"),

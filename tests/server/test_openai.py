@@ -1,6 +1,8 @@
 """The server as the `openai` client sees it."""
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -8,7 +10,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
-from tests.server.harness import SMALL, STORY, Served
+from tests.server.harness import SMALL, STORY, Served, chat_model, server
 
 MESSAGES: Any = [{"role": "user", "content": STORY}]
 
@@ -130,9 +132,27 @@ def test_a_chat_is_the_completion_of_its_template(client: openai.OpenAI, engine:
     message = answer.choices[0].message
     assert (message.role, message.content) == ("assistant", expected.text)
     assert answer.object == "chat.completion" and answer.usage.completion_tokens == 12
-    parts = [{"role": "user", "content": [{"type": "text", "text": STORY[:9]}, {"type": "text", "text": STORY[9:]}]}]
-    assert chat(client, parts).choices[0].message.content == expected.text
+    parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("Nell.", STORY)]}]
+    joined = offline(engine, f"Nell.\n{STORY}\n").outputs[0]
+    assert chat(client, parts).choices[0].message.content == joined.text
     assert chat(client, [*MESSAGES, message.model_dump(), *MESSAGES]).choices[0].message.content
+
+
+def test_a_template_that_walks_over_parts_gets_parts_offline_and_here(tmp_path: Path) -> None:
+    """CASES D7: whatever the caller writes, the words are in the prompt, and it is the same prompt in both."""
+    model = chat_model(tmp_path)
+    path = model / "tokenizer_config.json"
+    template = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    parts = [{"type": "text", "text": text} for text in ("Nell the fox", STORY)]
+    with server(model) as served, served.client() as client:
+        tokenizer, encode = served.llm.llm.tokenizer, served.llm.llm.tokenizer.encode_chat
+        for content, prompt in ((STORY, f"{STORY}|"), (parts, f"Nell the fox|{STORY}|")):
+            messages: Any = [{"role": "user", "content": content}]
+            assert encode(messages) == tokenizer.encode(prompt)
+            answer = chat(client, messages)
+            assert answer.choices[0].message.content == complete(client, prompt).choices[0].text
+            assert answer.usage.prompt_tokens == len(tokenizer.encode(prompt))
 
 
 def test_a_chat_streams(client: openai.OpenAI) -> None:

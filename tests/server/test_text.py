@@ -68,10 +68,12 @@ def test_streamed_is_unstreamed_where_a_stop_string_has_characters_of_several_to
     params: dict[str, Any] = {"n": 8, "seed": 1, "temperature": 2, "max_tokens": 24}
     answer = client.completions.create(model="story", prompt=SCRIPTS["emoji"], logprobs=0, **params)
     for choice in answer.choices:
-        wide = [i for i, letter in enumerate(choice.text) if ord(letter) > 127 and letter not in choice.logprobs.tokens]
-        if any(letter != "\ufffd" for letter in map(choice.text.__getitem__, wide)):
+        pieces = zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+        begun = [offset for token, offset in pieces if not token]  # where a character has more than one token
+        wide = [i for i in begun if i < len(choice.text) and choice.text[i] != "\ufffd"]
+        if wide:
             break
-    middle = next(i for i in wide if choice.text[i] != "\ufffd")
+    middle = wide[0]
     stop = choice.text[max(middle - 1, 0) : middle + 2]
     whole, streamed = whole_and_streamed(client, SCRIPTS["emoji"], stop=stop, **params)
     assert whole == streamed
@@ -84,8 +86,29 @@ def test_what_is_sampled_here_would_trip_a_careless_detokenizer(client: openai.O
         model="story", prompt=SCRIPTS["emoji"], n=8, seed=1, temperature=2, max_tokens=24, logprobs=0
     )
     pieces = [token for choice in answer.choices for token in choice.logprobs.tokens]
-    assert sum("\ufffd" in piece for piece in pieces) > 5
+    assert sum(not piece or "\ufffd" in piece for piece in pieces) > 5
     assert any(ord(letter) > 127 and letter != "\ufffd" for choice in answer.choices for letter in choice.text)
+
+
+def test_logprobs_add_up_to_the_text_whatever_the_tokens(client: openai.OpenAI) -> None:
+    """CASES D4: texts joined, offsets into the text, and as many of the likeliest as were asked for."""
+    params: dict[str, Any] = {"n": 8, "seed": 1, "temperature": 2, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+    for choice in client.completions.create(model="story", prompt=SCRIPTS["emoji"], logprobs=5, **params).choices:
+        found = choice.logprobs
+        shown = [token if token != "<|endoftext|>" else "" for token in found.tokens]
+        assert "".join(shown) == choice.text
+        assert found.text_offset == [len("".join(shown[:i])) for i in range(len(shown))]
+        assert [len(top) for top in found.top_logprobs] == [5] * 24
+    messages: Any = [{"role": "user", "content": SCRIPTS["emoji"]}]
+    answer = client.chat.completions.create(model="story", messages=messages, logprobs=True, top_logprobs=5, **params)
+    for choice in answer.choices:
+        entries: list[Any] = choice.logprobs.content
+        spoken = [entry for entry in entries if entry.token != "<|endoftext|>"]
+        assert "".join(entry.token for entry in spoken) == choice.message.content
+        raw = bytes(byte for entry in spoken for byte in entry.bytes)
+        assert raw.decode(errors="replace") == choice.message.content
+        assert {len(entry.top_logprobs) for entry in entries} == {5}
+        assert all(top.bytes for entry in entries for top in entry.top_logprobs)
 
 
 @pytest.mark.slow
