@@ -80,12 +80,15 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> Stream:
-        """Complete one prompt, which is anything that `LLM.generate` takes for one. See `add_request`."""
+        """Complete one prompt, which is anything that `LLM.generate` takes for one. See `add_request`.
+
+        Without sampling_params the checkpoint's defaults hold.
+        """
         prompts = as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"generate takes one prompt and got {len(prompts)}; call it for each, they run together")
         [one] = prompts
-        token_ids, params = self.llm.encode(one), sampling_params or SamplingParams()
+        token_ids, params = self.llm.encode(one), sampling_params or SamplingParams(**self.llm.sampling_defaults)
         salt, text = one.get("cache_salt"), one.get("prompt")
         return self.add_request(request_id or uuid4().hex, token_ids, params, priority, salt, prompt=text)
 

@@ -5,12 +5,15 @@ import os
 import random
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import add_options
 from nanovllm.trace_view.recording import add_trace_commands
+
+MAX_TOKENS = 256  # of an answer, where neither the user nor the checkpoint says how many
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -50,11 +53,14 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     def sampling(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)")
-        sub.add_argument("--top-p", type=float, default=1.0)
-        sub.add_argument("--top-k", type=int, default=0)
-        sub.add_argument("--max-tokens", type=int, default=256)
+        sub.add_argument("--temperature", type=float, help="0 is greedy (default, as of the next: the checkpoint's)")
+        sub.add_argument("--top-p", type=float)
+        sub.add_argument("--top-k", type=int)
+        sub.add_argument("--max-tokens", type=int, help=f"default: the checkpoint's, or {MAX_TOKENS}")
         sub.add_argument("--seed", type=int)
+        sub.add_argument(
+            "--generation-config", default="auto", help="auto, or vllm for none of the checkpoint's sampling defaults"
+        )
 
     generate = command("generate", run_generate, "complete a text, and show it while it is written")
     generate.add_argument("prompt")
@@ -66,7 +72,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--num-requests", type=int, default=16)
     bench.add_argument("--max-length", type=int, default=256, help="of prompts and outputs; the shortest have 10%%")
     bench.add_argument("--load-format", default="auto", help="dummy: random weights, only config.json is needed")
-    command("info", run_info, "what was detected and chosen, and why")
+    info = command("info", run_info, "what was detected and chosen, and why")
+    info.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
     add_trace_commands(commands.add_parser("trace", help="look at a recorded run"))
     return top
 
@@ -78,9 +85,11 @@ def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
     return LLM(args.model, **{name: getattr(args, name) for name in names}, **config)
 
 
-def params_of(args: argparse.Namespace) -> SamplingParams:
+def params_of(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
+    """What the user said, and for the rest the checkpoint's defaults."""
     names = "temperature", "top_p", "top_k", "max_tokens", "seed"
-    return SamplingParams(**{name: getattr(args, name) for name in names})
+    said = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, **defaults, **said})
 
 
 def stream(llm: "LLM", prompt_token_ids: list[int], params: SamplingParams, echo: str = "") -> RequestOutput:
@@ -99,16 +108,18 @@ def stream(llm: "LLM", prompt_token_ids: list[int], params: SamplingParams, echo
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    params = params_of(args)
-    with make_llm(args) as llm:
+    params_of(args, {})  # a mistake shows before a model is loaded
+    with make_llm(args, generation_config=args.generation_config) as llm:
         assert llm.tokenizer is not None
+        params = params_of(args, llm.sampling_defaults)
         summary(stream(llm, llm.tokenizer.encode(args.prompt), params, echo=args.prompt))
 
 
 def run_chat(args: argparse.Namespace) -> None:
-    params = params_of(args)
-    with make_llm(args) as llm:
+    params_of(args, {})  # a mistake shows before a model is loaded
+    with make_llm(args, generation_config=args.generation_config) as llm:
         assert llm.tokenizer is not None
+        params = params_of(args, llm.sampling_defaults)
         messages: list[dict[str, str]] = []
         llm.tokenizer.encode_chat([{"role": "user", "content": "?"}])  # no template: say so before anybody types
         print("Type a message; an empty line or Ctrl-D ends the conversation.", file=sys.stderr)
@@ -162,6 +173,8 @@ def run_info(args: argparse.Namespace) -> None:
 
     import torch
 
+    from nanovllm.facts import checkpoint_facts
+
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)  # choices log their reasons
 
     print(f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
@@ -173,9 +186,17 @@ def run_info(args: argparse.Namespace) -> None:
         print("no usable CUDA GPU")
     with make_llm(args, skip_tokenizer_init=True) as llm:
         print(f"model: {llm.path}")
+        print_table(("fact", "value", "from"), checkpoint_facts(llm.path))
         print(f"attention backend: {llm.attention_backend}")
         for name, value in vars(llm.config).items():
             print(f"  {name} = {value}")
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """In columns as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, ["-" * width for width in widths], *rows):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def summary(output: RequestOutput) -> None:

@@ -65,6 +65,8 @@ class EngineConfig:
     attention_backend:       "auto" chooses by device.
     dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
     load_format:             "dummy" fills the weights at random, for benchmarks.
+    generation_config:       "auto" takes the sampling defaults of the checkpoint's generation_config.json, where a
+                             request says nothing; "vllm" takes those of `SamplingParams`. EOS ids count either way.
     seed:                    where the seeds of unseeded requests come from; None is the operating system.
     """
 
@@ -85,6 +87,7 @@ class EngineConfig:
     dtype: str = "auto"
     attention_backend: Literal["auto", "torch_ref", "triton", "flash_attn"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    generation_config: Literal["auto", "vllm"] = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -108,6 +111,7 @@ class EngineConfig:
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("attention_backend", ("auto", "torch_ref", "triton", "flash_attn")),
             ("load_format", ("auto", "dummy")),
+            ("generation_config", ("auto", "vllm")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")

@@ -1,5 +1,6 @@
 """The offline API: prompts in, finished outputs out. The same calls as vLLM's `LLM`, for what is supported."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,13 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.engine.trace import OnEvent
-from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids
+from nanovllm.layers.rope import DynamicScaling
+from nanovllm.models.checkpoint import (
+    GENERATION_CONFIG,
+    find_checkpoint,
+    read_eos_token_ids,
+    read_sampling_defaults,
+)
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import shard_config
 from nanovllm.outputs import RequestOutput
@@ -29,6 +36,8 @@ from nanovllm.text.token_texts import TokenTexts
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.workers import start_executor
 from nanovllm.workers.executor import RunnerSpec
+
+logger = logging.getLogger(__name__)
 
 # A text; {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt"; or just the ids: a list, an
 # array or a tensor; or what `apply_chat_template` of transformers returns.
@@ -45,7 +54,7 @@ class LLM:
             print(output.outputs[0].text)
 
     model: a directory or a hub id; None is the story model that comes with the project.
-    skip_tokenizer_init: no text anywhere; prompts are token ids.
+    skip_tokenizer_init: no text anywhere; prompts are token ids. The tokenizer's EOS counts all the same.
     on_event: called with a dict for everything that happens to a request (see `engine/trace.py`).
     config: the fields of `EngineConfig`. Raises TypeError for one that does not exist, and ValueError for everything
         else that is wrong with model, configuration or device.
@@ -70,9 +79,14 @@ class LLM:
         self.path = find_checkpoint(EMBEDDED_MODEL if model is None else model, weights=chosen.load_format != "dummy")
         model_config = read_config(self.path)
         resolved = resolve(chosen, model_config, device)
-        self.tokenizer = None if skip_tokenizer_init else Tokenizer(self.path)
+        self.sampling_defaults = read_defaults(self.path, resolved)  # where a request says nothing
+        tokenizer = read_tokenizer(self.path, needed=not skip_tokenizer_init)
+        self.tokenizer = None if skip_tokenizer_init else tokenizer
+        eos_token_ids = read_eos_token_ids(self.path)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos_token_ids |= {tokenizer.eos_token_id}
 
-        executor = start_executor(RunnerSpec(str(self.path), resolved), device)
+        executor = start_executor(RunnerSpec(str(self.path), resolved, eos_token_ids), device)
         self.attention_backend = executor.runner.backend.name
         self.config = replace(resolved, num_kv_blocks=executor.runner.num_kv_blocks)
 
@@ -80,7 +94,7 @@ class LLM:
             executor,
             self.config,
             vocab_size=model_config.vocab_size,
-            eos_token_ids=read_eos_token_ids(self.path),
+            eos_token_ids=eos_token_ids,
             make_detokenizer=None if self.tokenizer is None else partial(Detokenizer, TokenTexts(self.tokenizer)),
             on_event=on_event,
         )
@@ -98,7 +112,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs are in the order of the prompts.
 
-        sampling_params: one for all, or one for each prompt.
+        sampling_params: one for all, or one for each prompt; None: the checkpoint's defaults.
         priority: one number for each prompt; the smaller goes first.
         use_tqdm: whether to show a progress bar; or what makes one, called like `tqdm`.
 
@@ -106,7 +120,7 @@ class LLM:
         could never fit. Nothing has run then.
         """
         batch = as_list(prompts)
-        default = SamplingParams() if sampling_params is None else sampling_params
+        default = SamplingParams(**self.sampling_defaults) if sampling_params is None else sampling_params
         params = spread("sampling_params", default, len(batch), SamplingParams)
         priorities = spread("priority", 0 if priority is None else priority, len(batch), int)
         ids = [str(next(self._ids)) for _ in batch]
@@ -211,9 +225,35 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
     """Fill in the defaults that depend on model and device. Raises ValueError for what does not fit them."""
     shard_config(model, config.tensor_parallel_size)
     max_len, speculation = model.max_position_embeddings, config.speculation
+    if isinstance(model.rope_scaling, DynamicScaling) and (config.max_model_len or 0) > max_len:
+        raise ValueError(
+            f"max_model_len={config.max_model_len}: RoPE scaling 'dynamic' is supported up to max_position_embeddings="
+            f"{max_len}, since beyond it keys that are cached would have to change; lower it"
+        )
     if speculation is not None and speculation.method == "draft":
         max_len = min(max_len, read_draft_config(speculation, model).max_position_embeddings)
     return config.resolve(on_gpu=device.type == "cuda", model_max_len=max_len)
+
+
+def read_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
+    """The checkpoint's tokenizer. Where token ids will do, one that cannot be read is None."""
+    try:
+        return Tokenizer(path) if needed or (path / "tokenizer.json").is_file() else None
+    except ValueError as error:
+        if needed:
+            raise
+        logger.warning("the EOS token of the tokenizer is not known: %s", error)
+        return None
+
+
+def read_defaults(path: Path, config: EngineConfig) -> dict[str, Any]:
+    """Sampling parameters for what a request leaves open. Raises ValueError for values that make no sense."""
+    defaults = read_sampling_defaults(path) if config.generation_config == "auto" else {}
+    try:
+        SamplingParams(**defaults)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path / GENERATION_CONFIG}: {error}; mend it, or pass generation_config='vllm'") from error
+    return defaults
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Mapping[str, Any]]:

@@ -40,6 +40,8 @@ def load_model(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | N
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else config.dtype
     config = replace(config, dtype=dtype)
+    if config.tie_word_embeddings and has_own_head(path, dtype):
+        config = replace(config, tie_word_embeddings=False)
     with torch.device("meta"):  # shapes without memory: every parameter is then replaced by the loaded tensor
         transformer = Transformer(config)
     wanted = {name: tuple(p.shape) for name, p in transformer.named_parameters()}
@@ -48,7 +50,7 @@ def load_model(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | N
     for name, tensor in read_tensors(path):
         ours = name.removeprefix("model.")
         if (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq"):
-            continue  # a tied head is the embedding, whatever the file repeats; the frequencies are computed
+            continue  # a tied head is the embedding that the file repeats; the frequencies are computed
         if ours not in wanted:
             unexpected.append(name)
         elif tuple(tensor.shape) != wanted[ours]:
@@ -107,7 +109,9 @@ def read_config(path: Path) -> ModelConfig:
         scaling = said.get("rope_type", said.get("type", "default"))
         if scaling != "default":
             raise ValueError(f"{path}: RoPE scaling {scaling!r} is not supported; only models without scaling are")
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
+    windows = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None and kind != "llama"
+    first = raw.get("max_window_layers", 28) if windows else raw["num_hidden_layers"]
+    if "sliding_attention" in (raw.get("layer_types") or ["sliding_attention"] * (raw["num_hidden_layers"] - first)):
         raise ValueError(f"{path}: sliding-window attention is not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
@@ -140,8 +144,15 @@ def read_config(path: Path) -> ModelConfig:
     )
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint, one at a time. An index, where there is one, decides which file holds what."""
+def has_own_head(path: Path, dtype: torch.dtype) -> bool:
+    """Whether a model that calls itself tied brings another head: as Hugging Face does, the file is then believed."""
+    both = dict(read_tensors(path, {"lm_head.weight", "model.embed_tokens.weight"}))
+    return len(both) == 2 and not torch.equal(*(tensor.to(dtype) for tensor in both.values()))
+
+
+def read_tensors(path: Path, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint, or those named in `only`, one at a time. An index, where there is one, decides
+    which file holds what."""
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     weight_map: dict[str, str] = read_json(index)["weight_map"] if index.is_file() else {}
     if weight_map:
@@ -158,7 +169,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for file in files:
         try:
             with safe_open(path / file, framework="pt") as reader:
-                names = set(reader.keys())
+                names = set(reader.keys()) & (only or set(reader.keys()))
                 for name in sorted(weight_map) if weight_map else sorted(names):
                     if weight_map.get(name, file) == file and name in names:
                         yield name, reader.get_tensor(name)
@@ -169,18 +180,14 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 def read_eos_token_ids(path: Path) -> frozenset[int]:
     """Every id that ends a text: the union of what generation_config.json and the tokenizer say.
 
-    Instruction models list several (end of turn, end of text); stopping at only one of them rambles on.
+    Instruction models list several (end of turn, end of text); stopping at only one of them rambles on. config.json is
+    asked where there is no generation_config.json.
     """
-    ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        file = path / name
-        eos = read_json(file).get("eos_token_id") if file.is_file() else None
-        if eos is not None:
-            ids.update([eos] if isinstance(eos, int) else eos)
-            break  # config.json only speaks where generation_config.json is silent
-    tokenizer_config, tokenizer = path / "tokenizer_config.json", path / "tokenizer.json"
-    if tokenizer_config.is_file() and tokenizer.is_file():
-        eos_token = read_json(tokenizer_config).get("eos_token")
-        content = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
-        ids |= {token["id"] for token in read_json(tokenizer).get("added_tokens", []) if token["content"] == content}
+    generation = path / "generation_config.json"
+    said = read_json(generation if generation.is_file() else path / "config.json").get("eos_token_id")
+    ids = {said} if isinstance(said, int) else set(said or ())
+    if (path / "tokenizer.json").is_file():
+        from transformers import AutoTokenizer  # it alone knows all the places where an EOS token may be named
+
+        ids |= {AutoTokenizer.from_pretrained(path, trust_remote_code=False).eos_token_id} - {None}
     return frozenset(ids)

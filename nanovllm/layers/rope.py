@@ -1,4 +1,8 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021) and the two scalings that only change its frequencies."""
+"""Rotary position embedding (Su et al., "RoFormer", 2021) and its scalings for long texts.
+
+A scaling here may change the frequencies and the length of the rotated vectors, once and for every position. A scaling
+whose frequencies depend on the length of the text has no place here: keys in the KV cache are never rotated again.
+"""
 
 import math
 from dataclasses import dataclass
@@ -37,7 +41,56 @@ class Llama3Scaling:
         return frequencies * keep + frequencies / self.factor * (1 - keep)
 
 
-RopeScaling = LinearScaling | Llama3Scaling
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023): as `Llama3Scaling`, but interpolated between dimensions, not between frequencies.
+
+    A rotation is slow if it turns fewer than `beta_slow` times within `original_max_position_embeddings` positions, and
+    fast if it turns more than `beta_fast` times. Slow rotations are divided by `factor`, fast ones are kept.
+    `attention_factor` multiplies cos and sin, so that the scores of q and k grow by its square. `truncate` rounds the
+    dimensions between which the interpolation runs.
+    """
+
+    theta: float
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        half = len(frequencies)
+
+        def dimension(turns: float) -> float:
+            angle = turns * 2 * math.pi
+            return half * math.log(self.original_max_position_embeddings / angle) / math.log(self.theta)
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * half - 1)
+        if low == high:
+            high += 0.001
+        divided = (torch.arange(half, dtype=torch.float32, device="cpu") - low) / (high - low)  # [D/2]
+        divided = divided.clamp(0, 1)
+        return frequencies / self.factor * divided + frequencies * (1 - divided)
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """Dynamic NTK: no change up to the model's `max_position_embeddings`, and what lies beyond is refused.
+
+    Beyond, the frequencies follow the length of the text so far, and the keys in the KV cache would be out of date.
+    """
+
+    factor: float
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        return frequencies
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling
 
 
 class RotaryEmbedding(nn.Module):
@@ -58,6 +111,8 @@ class RotaryEmbedding(nn.Module):
         positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * frequencies  # [L, D/2]
         table = torch.stack((angles.cos(), angles.sin()), dim=1)  # [L, 2, D/2]
+        if isinstance(scaling, YarnScaling):
+            table *= scaling.attention_factor
         self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,45 @@
 """A checkpoint in Hugging Face's layout: finding it, and reading what is in it except for the weights themselves."""
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
+GENERATION_CONFIG = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 DESCRIPTION_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors",)
+# Of generation_config.json: what is taken, with its name in `SamplingParams`; and what is not, with its value for "off".
+SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+NOT_SUPPORTED = {
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "bad_words_ids": [],
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": {},
+    "guidance_scale": 1.0,
+    "stop_strings": [],
+}
 
 
 def find_checkpoint(model: str | Path, *, weights: bool = True) -> Path:
@@ -78,18 +110,28 @@ def weight_files(path: Path) -> dict[str, set[str] | None]:
 
 
 def read_eos_token_ids(path: Path) -> frozenset[int]:
-    """Every token id that ends a text: those of generation_config.json and those of the tokenizer.
+    """Every token id that ends a text, as generation_config.json says, or config.json where there is no such file.
 
-    Chat models have several (end of turn, end of text), and each file may know one that the other does not.
-    config.json is asked only where there is no generation_config.json.
+    A tokenizer may know one more: see `Tokenizer.eos_token_id`.
     """
-    generation, config = path / "generation_config.json", path / "config.json"
-    eos = read_json(generation if generation.is_file() else config).get("eos_token_id")
-    ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    tokenizer = path / "tokenizer.json"
-    if (path / "tokenizer_config.json").is_file() and tokenizer.is_file():
-        eos_token = read_json(path / "tokenizer_config.json").get("eos_token")
-        text = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
-        added = read_json(tokenizer).get("added_tokens") or []
-        ids.update(token["id"] for token in added if token["content"] == text)
+    generation, config = path / GENERATION_CONFIG, path / "config.json"
+    file = generation if generation.is_file() else config
+    eos = read_json(file).get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(i, int) for i in ids):
+        raise ValueError(f"{file}: eos_token_id must be a token id or a list of them; got {eos!r}")
     return frozenset(ids)
+
+
+def read_sampling_defaults(path: Path) -> dict[str, Any]:
+    """The sampling parameters that generation_config.json recommends, by their names in `SamplingParams`.
+
+    As in vLLM, `do_sample` has no say: who names a temperature means it. What else would change a text, and is not
+    supported, is named in a warning.
+    """
+    said = read_json(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).is_file() else {}
+    said = {key: value for key, value in said.items() if value is not None}
+    ignored = [key for key, off in NOT_SUPPORTED.items() if said.get(key, off) != off]
+    if ignored:
+        logger.warning("%s: %s: not supported, and ignored", path / GENERATION_CONFIG, ", ".join(ignored))
+    return {name: said[key] for key, name in SAMPLING_DEFAULTS.items() if key in said}

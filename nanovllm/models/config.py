@@ -9,6 +9,7 @@ The model families Llama, Qwen2 and Qwen3 are data. All that differs between the
   config.json says otherwise, whatever the hidden size.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,12 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.layers.rope import LinearScaling, Llama3Scaling, RopeScaling
+from nanovllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from nanovllm.models.checkpoint import read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling}
+SCALINGS: dict[str, type[RopeScaling]] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+    "dynamic": DynamicScaling,
+}
 Raw = Mapping[str, Any]
 
 
@@ -32,6 +38,8 @@ class Family(NamedTuple):
     """
 
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    num_key_value_heads: int | None = 32  # None: num_attention_heads
+    sliding_windows: bool = True  # whether config.json's words on sliding windows mean anything
     max_position_embeddings: int = 32768
     qk_norm: bool = False  # RMSNorm on each head of q and k, before RoPE
     qkv_bias: bool | str = "attention_bias"
@@ -40,7 +48,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = {  # by the `model_type` of config.json
-    "llama": Family(max_position_embeddings=2048, mlp_bias="mlp_bias"),
+    "llama": Family(num_key_value_heads=None, sliding_windows=False, max_position_embeddings=2048, mlp_bias="mlp_bias"),
     "qwen2": Family(qkv_bias=True, o_bias=False),
     "qwen3": Family(head_dim=128, qk_norm=True),
 }
@@ -86,11 +94,11 @@ def parse_config(raw: Raw) -> ModelConfig:
     bad = [key for key in NEEDED if not isinstance(raw.get(key), int) or raw[key] < 1]
     if bad:
         raise ValueError(f"lacks a positive number for {', '.join(bad)}")
+    family = FAMILIES[raw["model_type"]]
     heads = raw["num_attention_heads"]
-    kv_heads = raw.get("num_key_value_heads") or heads
+    kv_heads = raw.get("num_key_value_heads", family.num_key_value_heads) or heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
-    family = FAMILIES[raw["model_type"]]
     head_dim = raw.get("head_dim") or family.head_dim or raw["hidden_size"] // heads
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} is odd; rotary embedding needs pairs")
@@ -98,11 +106,15 @@ def parse_config(raw: Raw) -> ModelConfig:
     def has_bias(switch: bool | str) -> bool:
         return bool(raw.get(switch, False)) if isinstance(switch, str) else switch
 
-    theta, scaling = parse_rope(raw)
+    max_positions = raw.get("max_position_embeddings") or family.max_position_embeddings
+    refuse_sliding_windows(raw, family, max_positions)
+    theta, scaling = parse_rope(raw, max_positions)
+    if isinstance(scaling, YarnScaling):  # model cards switch it on without raising max_position_embeddings
+        max_positions = max(max_positions, int(scaling.original_max_position_embeddings * scaling.factor))
     return ModelConfig(
         **{key: raw[key] for key in NEEDED},
         num_key_value_heads=kv_heads,
-        max_position_embeddings=raw.get("max_position_embeddings") or family.max_position_embeddings,
+        max_position_embeddings=max_positions,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -124,10 +136,28 @@ def refuse_unsupported(raw: Raw) -> None:
         raise ValueError(f"model_type={kind!r} is not supported; supported are {known}")
     if raw.get("quantization_config"):
         raise ValueError("quantization_config: quantised weights are not supported; use an unquantised checkpoint")
-    if raw.get("use_sliding_window") or set(raw.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError("sliding-window attention (use_sliding_window, layer_types) is not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; supported is 'silu'")
+
+
+def refuse_sliding_windows(raw: Raw, family: Family, max_positions: int) -> None:
+    """Raises ValueError for a layer that does not attend to all positions of the longest text.
+
+    A window may be switched on and yet have no effect: without a layer from `max_window_layers` on, or with as many
+    positions as the model has.
+    """
+    if not family.sliding_windows:
+        return
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    layers, first = raw["num_hidden_layers"], raw.get("max_window_layers", 28)
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if window is not None and i >= first else "full_attention" for i in range(layers)]
+    limited = set(kinds[:layers]) - {"full_attention"}
+    if limited == {"sliding_attention"} and window is not None and window >= max_positions:
+        return
+    if limited:
+        raise ValueError(f"layers with {', '.join(sorted(limited))} (sliding_window={window!r}) are not supported")
 
 
 def parse_dtype(raw: Raw) -> torch.dtype:
@@ -137,7 +167,7 @@ def parse_dtype(raw: Raw) -> torch.dtype:
     return DTYPES[name]
 
 
-def parse_rope(raw: Raw) -> tuple[float, RopeScaling | None]:
+def parse_rope(raw: Raw, max_positions: int) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     rope, before = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     said = {"rope_type": "default"} | rope
@@ -154,9 +184,34 @@ def parse_rope(raw: Raw) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     if kind not in SCALINGS:
-        raise ValueError(f"RoPE scaling {kind!r} is not supported; supported are default, linear and llama3")
+        known = "default, linear, llama3, yarn, and dynamic up to max_position_embeddings"
+        raise ValueError(f"RoPE scaling {kind!r} is not supported; supported are {known}")
+    # Where the length before the scaling is not said, or said outside, is as in Hugging Face's config classes.
+    original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    rope = {**rope, "original_max_position_embeddings": original or max_positions}
+    if kind == "yarn":
+        rope = complete_yarn(rope, theta, max_positions)
     values: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(SCALINGS[kind])}
     missing = [key for key, value in values.items() if not isinstance(value, int | float)]
     if missing:
         raise ValueError(f"RoPE scaling {kind!r} lacks a number for {', '.join(missing)}")
     return theta, SCALINGS[kind](**values)
+
+
+def complete_yarn(rope: Raw, theta: float, max_positions: int) -> Raw:
+    """The parameters of YaRN with Hugging Face's defaults for those that are optional.
+
+    The attention factor is the paper's 0.1 ln(factor) + 1, or DeepSeek's quotient of two such numbers.
+    """
+    factor = rope.get("factor", 0.0)  # 0: missing, which is refused; null: as long as the model is
+    if factor is None:
+        factor = max_positions / rope["original_max_position_embeddings"]
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+    attention_factor = scale(above) / scale(below) if above and below else scale(1.0)
+    defaults = {"attention_factor": attention_factor, "beta_fast": 32, "beta_slow": 1, "truncate": True}
+    said = {key: value for key, value in rope.items() if value is not None}
+    return {**defaults, **said, "theta": theta, "factor": factor or None}

@@ -6,6 +6,7 @@ is read and copied straight to the parameter, or the slice of one, where it belo
 tensor is in memory.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,6 +24,10 @@ from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import read_shard, shard_config
 from nanovllm.models.transformer import Transformer
 
+logger = logging.getLogger(__name__)
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROWS = 4096  # of head and embedding that are compared at a time
 FLOATS = ("F32", "F16", "BF16", "F64")
 DUMMY_STD = 0.02
 
@@ -62,6 +67,11 @@ def load_model(
         dtype = torch.float32 if device.type == "cpu" else config.dtype
     config = replace(config, dtype=dtype)
     files = {} if load_format == "dummy" else weight_files(path)
+    if config.tie_word_embeddings and has_own_head(path, files, dtype):
+        logger.warning(
+            "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding; it is used", path
+        )
+        config = replace(config, tie_word_embeddings=False)
     share = config if group is None else shard_config(config, group.size)
     with device:
         transformer = Transformer(share, max_model_len or config.max_position_embeddings, group)
@@ -96,15 +106,8 @@ def fill_from_files(
     with torch.device("meta"):
         wanted = dict(checkpoint_views(Transformer(config, 1)))
     with ExitStack() as stack:
-        found: dict[str, Any] = {}  # tensor name -> the open file that holds it
-        for file, names in files.items():
-            try:
-                reader = stack.enter_context(safe_open(path / file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path / file} is damaged or cut short ({error}); fetch it again") from error
-            held = set(reader.keys())
-            found.update(dict.fromkeys(held if names is None else held & names, reader))
-        found = {name: reader for name, reader in found.items() if not is_redundant(name, config)}
+        held = open_tensors(stack, path, files)
+        found = {name: reader for name, reader in held.items() if not is_redundant(name, config)}
         complaints = compare(wanted, found)
         if complaints:
             raise ValueError(f"the weights in {path} do not fit its config.json: {'; '.join(complaints)}")
@@ -115,9 +118,39 @@ def fill_from_files(
                 views[name].copy_(part)
 
 
+def open_tensors(stack: ExitStack, path: Path, files: dict[str, set[str] | None]) -> dict[str, Any]:
+    """The name of every tensor of `files`, and the open file that holds it. `stack` closes them."""
+    found: dict[str, Any] = {}
+    for file, names in files.items():
+        try:
+            reader = stack.enter_context(safe_open(path / file, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path / file} is damaged or cut short ({error}); fetch it again") from error
+        held = set(reader.keys())
+        found.update(dict.fromkeys(held if names is None else held & names, reader))
+    return found
+
+
+def has_own_head(path: Path, files: dict[str, set[str] | None], dtype: torch.dtype) -> bool:
+    """Whether the files hold an output head that is not the embedding, as weights in `dtype`.
+
+    Hugging Face ties the two only where they are equal. They are read a few rows at a time.
+    """
+    with ExitStack() as stack:
+        found = {name: reader for name, reader in open_tensors(stack, path, files).items() if name in (HEAD, EMBEDDING)}
+        if found.keys() != {HEAD, EMBEDDING}:
+            return False
+        head, embedding = (found[name].get_slice(name) for name in (HEAD, EMBEDDING))
+        if head.get_shape() != embedding.get_shape():
+            return True
+        starts = range(0, head.get_shape()[0], ROWS)
+        parts = ([tensor[i : i + ROWS].to(dtype) for tensor in (head, embedding)] for i in starts)
+        return not all(torch.equal(*pair) for pair in parts)
+
+
 def is_redundant(name: str, config: ModelConfig) -> bool:
     """Whether a tensor follows from others, though some writers store it: a tied head, or the rotary frequencies."""
-    tied_head = name == "lm_head.weight" and config.tie_word_embeddings
+    tied_head = name == HEAD and config.tie_word_embeddings
     return tied_head or name.endswith(".rotary_emb.inv_freq")
 
 

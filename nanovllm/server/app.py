@@ -29,7 +29,7 @@ def build_app(
     """The server as an ASGI application. It owns `llm`, and shuts it down when it is shut down itself."""
     if llm.llm.tokenizer is None:
         raise ValueError("a server needs the tokenizer; leave skip_tokenizer_init out")
-    tokenizer, config = llm.llm.tokenizer, llm.llm.config
+    tokenizer, config, defaults = llm.llm.tokenizer, llm.llm.config, llm.llm.sampling_defaults
     assert config.max_model_len
     most_characters = config.max_model_len * max(map(len, tokenizer.fast.get_vocab()))
     metrics = Metrics(llm)
@@ -61,7 +61,8 @@ def build_app(
         prompts = body.prompts()
         check_length(max(len(prompt.get("prompt", "")) for prompt in prompts), "prompt")
         with refusing():
-            params = body.sampling_params(body.max_tokens or COMPLETION_MAX_TOKENS, body.logprobs)
+            max_tokens = body.max_tokens or defaults.get("max_tokens", COMPLETION_MAX_TOKENS)
+            params = body.sampling_params(max_tokens, body.logprobs, defaults)
             streams = await asyncio.to_thread(add_all, llm, prompts, params, body.priority)
         reply = CompletionReply(model_name, body.logprobs)
         generation = Generation(streams, body.n, reply, metrics)
@@ -78,8 +79,9 @@ def build_app(
         except ValueError as error:  # the template's own reason, above all
             raise ApiError(400, str(error), param="messages") from error
         with refusing():
-            max_tokens = body.max_completion_tokens or body.max_tokens or room_for(len(token_ids))
-            params = body.sampling_params(max_tokens, num_logprobs)
+            room = room_for(len(token_ids))
+            max_tokens = body.max_completion_tokens or body.max_tokens or min(defaults.get("max_tokens", room), room)
+            params = body.sampling_params(max_tokens, num_logprobs, defaults)
             prompt = {"prompt_token_ids": token_ids, "cache_salt": body.cache_salt}
             streams = await asyncio.to_thread(add_all, llm, [prompt], params, body.priority)
         generation = Generation(streams, body.n, ChatReply(model_name, num_logprobs), metrics)

@@ -26,6 +26,7 @@ ENGINE: dict[str, Callable[[str], Any]] = {
     "kv_cache_gib": float,
     "tensor_parallel_size": int,
     "speculative": json_object,
+    "generation_config": str,
 }
 
 

@@ -1,12 +1,13 @@
 """The JSON of OpenAI's two text endpoints: what a request may hold, and what an answer looks like.
 
 A request has OpenAI's fields and vLLM's additions to them. Anything else is refused, not ignored. `null` is as good as
-absent. Types are strict: a number in quotes is a mistake. Bounds are only where the server is stricter than
-`SamplingParams`, which checks the rest. A list is given up at its first mistake: a million of them, each with an error
-of its own, would keep everybody waiting.
+absent. What is absent has the checkpoint's default, where that names one. Types are strict: a number in quotes is a
+mistake. Bounds are only where the server is stricter than `SamplingParams`, which checks the rest. A list is given up
+at its first mistake: a million of them, each with an error of its own, would keep everybody waiting.
 """
 
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol
 from uuid import uuid4
 
@@ -66,16 +67,16 @@ class GenerationRequest(Fields):
 
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1, le=INT32)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: Short | Annotated[list[Short], Field(max_length=16)] = []
 
-    top_k: int = Field(0, ge=-1, le=INT32)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, ge=0.1, le=10)
+    top_k: int | None = Field(None, ge=-1, le=INT32)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.1, le=10)
     min_tokens: int = Field(0, ge=0, le=INT32)
     stop_token_ids: list[int] = Field([], max_length=128)
     ignore_eos: bool = False
@@ -90,13 +91,14 @@ class GenerationRequest(Fields):
             raise ValueError("stream_options needs stream to be true")
         return self
 
-    def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """Raises ValueError for combinations that make no sense."""
+    def sampling_params(self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+        """`defaults` are for absent fields. Raises ValueError for combinations that make no sense."""
         same = "n temperature top_p presence_penalty frequency_penalty seed stop top_k min_p repetition_penalty"
         more = "min_tokens stop_token_ids ignore_eos skip_special_tokens include_stop_str_in_output"
         kind = RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY
-        values = {name: getattr(self, name) for name in f"{same} {more}".split()}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, output_kind=kind, **values)
+        said = {name: value for name in f"{same} {more}".split() if (value := getattr(self, name)) is not None}
+        values = {**defaults, **said, "max_tokens": max_tokens}
+        return SamplingParams(logprobs=logprobs, output_kind=kind, **values)
 
 
 class CompletionRequest(GenerationRequest):

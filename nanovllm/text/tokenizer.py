@@ -1,31 +1,43 @@
-"""Text to token ids and back, by the tokenizer that lies beside the weights."""
+"""Text to token ids and back, by Hugging Face's own tokenizer class for the checkpoint."""
 
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-
-from tokenizers import Tokenizer as FastTokenizer
+from typing import Any
 
 from nanovllm.text.chat import ChatTemplate, Message
+from nanovllm.text.tokenizer_class import tokenizer_class
 
 
 class Tokenizer:
-    """tokenizer.json through `tokenizers`, which loads in milliseconds; `transformers` only where a chat needs it."""
+    """What Hugging Face reads from the files beside the weights, special tokens and chat template among them.
+
+    hf:   the tokenizer of `transformers`, for templates and the names of special tokens.
+    fast: the `tokenizers.Tokenizer` within, for everything else.
+    """
 
     def __init__(self, path: Path) -> None:
-        """`path`: the checkpoint's directory. Raises ValueError if it has no tokenizer.json to be read."""
+        """`path`: the checkpoint's directory. Raises ValueError if its tokenizer cannot be read or needs own code."""
         if not (path / "tokenizer.json").is_file():
             raise ValueError(
                 f"{path} has no tokenizer.json; pass token ids with skip_tokenizer_init=True, or convert it"
             )
         self.path = path
+        chosen = tokenizer_class(path)
         try:
-            self.fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
+            self.hf: Any = chosen.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # `tokenizers` raises nothing more specific
             raise ValueError(f"{path / 'tokenizer.json'} cannot be read ({error}); fetch it again") from error
+        self.fast = self.hf.backend_tokenizer
         # Training leaves its own in some files; a prompt cut or padded without a word is another prompt.
         self.fast.no_truncation()
         self.fast.no_padding()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the tokenizer's EOS token; None if it has none."""
+        eos: int | None = self.hf.eos_token_id
+        return eos
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the tokenizer itself puts around a text (a BOS, for some models)."""
@@ -38,9 +50,7 @@ class Tokenizer:
 
     @cached_property
     def chat(self) -> ChatTemplate:
-        from transformers import AutoTokenizer  # seconds to import, and only chat templates need it
-
-        return ChatTemplate(AutoTokenizer.from_pretrained(self.path))
+        return ChatTemplate(self.hf)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The conversation in the model's own format, ready for its answer.

@@ -7,7 +7,7 @@ row without the control plane sending its tokens again.
 import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class RunnerSpec:
 
     path: str  # of the checkpoint's directory
     config: EngineConfig  # resolved
+    eos_token_ids: frozenset[int]  # of model and tokenizer
 
     def make_runner(self, device: torch.device, group: Group | None = None) -> ModelRunner:
         """Load the model; of several ranks, which `group` joins, this rank's share of it."""
@@ -44,6 +45,7 @@ class RunnerSpec:
             load_format=c.load_format,
             group=group,
         )
+        loaded = replace(loaded, eos_token_ids=self.eos_token_ids)
         return ModelRunner(loaded, c, device, group=group)
 
 

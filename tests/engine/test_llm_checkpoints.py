@@ -50,8 +50,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "missing keys": (config(vocab_size=None, hidden_size=None), ("config.json", "vocab_size", "hidden_size")),
     "heads": (config(num_key_value_heads=3), ("num_attention_heads=4", "num_key_value_heads=3")),
     "RoPE scaling": (
-        config(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
-        ("RoPE scaling 'yarn' is not supported", "default, linear and llama3"),
+        config(rope_parameters={"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4}),
+        ("RoPE scaling 'longrope' is not supported", "default, linear, llama3, yarn"),
     ),
     "weights": (
         tensors,

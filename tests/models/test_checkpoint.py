@@ -61,7 +61,7 @@ def raw_config(path: Path, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not ...}  # `...` drops a key
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "proportional"])
+@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "proportional"])
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "rope_scaling with type"])
 def test_an_unsupported_rope_scaling_is_refused_by_name(kind: str, spelling: str, checkpoints: Path) -> None:
     """L3"""
@@ -78,7 +78,7 @@ def test_an_unsupported_rope_scaling_is_refused_by_name(kind: str, spelling: str
 def test_a_rope_scaling_beside_rope_parameters_is_never_ignored(checkpoints: Path) -> None:
     """L3: added by hand, as model cards advise, to a config that transformers 5 wrote."""
     path, parameters = random_llama(checkpoints), {"rope_type": "default", "rope_theta": 1e4}
-    for kind in ("yarn", "linear"):
+    for kind in ("yarn", "dynamic", "linear"):
         raw = raw_config(path, rope_parameters=parameters, rope_scaling={"type": kind, "factor": 4.0})
         with pytest.raises(ValueError, match="rope_scaling contradicts rope_parameters; move it"):
             parse_config(raw)
@@ -96,8 +96,10 @@ def test_a_rope_scaling_beside_rope_parameters_is_never_ignored(checkpoints: Pat
         ({"model_type": "qwen3_moe", "num_experts": 8}, "mixture of experts"),
         ({"vocab_size": ..., "num_hidden_layers": ...}, "vocab_size, num_hidden_layers"),
         ({"hidden_size": "96"}, "hidden_size"),
-        ({"use_sliding_window": True}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2, "layer_types": ...}, "sliding_att"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' lacks a number for factor"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
@@ -132,21 +134,15 @@ def test_no_gpu_where_one_is_asked_for(checkpoints: Path) -> None:
         load_model(lively_qwen3(checkpoints), device="cuda")
 
 
-def write_tokenizer(path: Path, eos_token: object) -> None:
-    added = [{"id": 17, "content": "<|end|>"}, {"id": 18, "content": "<|pad|>"}]
-    (path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
-
-
-def test_eos_ids_are_those_of_generation_config_and_tokenizer(checkpoints: Path, edit: Callable[..., Path]) -> None:
+def test_eos_ids_are_those_of_generation_config_or_config(checkpoints: Path, edit: Callable[..., Path]) -> None:
+    """K2: Hugging Face does not look into config.json where there is a generation_config.json."""
     path = edit(lively_qwen3(checkpoints), eos_token_id=3)
     assert load_model(path).eos_token_ids == {510, 511}
-    write_tokenizer(path, "<|end|>")
-    assert read_eos_token_ids(path) == {17, 510, 511}
-    write_tokenizer(path, {"content": "<|end|>", "lstrip": False})
-    assert read_eos_token_ids(path) == {17, 510, 511}
+    for said, expected in (("{}", set()), ('{"eos_token_id": null}', set()), ('{"eos_token_id": 0}', {0})):
+        (path / "generation_config.json").write_text(said)
+        assert read_eos_token_ids(path) == expected
     (path / "generation_config.json").unlink()
-    assert read_eos_token_ids(path) == {3, 17}
-    write_tokenizer(path, None)
-    (path / "generation_config.json").write_text('{"eos_token_id": 0}')
-    assert read_eos_token_ids(path) == {0}
+    assert read_eos_token_ids(path) == {3}
+    (path / "generation_config.json").write_text('{"eos_token_id": "<end>"}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id must be .*'<end>'"):
+        read_eos_token_ids(path)

@@ -17,6 +17,7 @@ from stages.stage_1_naive import attend_to_all
 from tests import oracle
 from tests.weights import lively_qwen3, random_llama, random_qwen2
 
+STORY_MODEL = Path(__file__).parents[2] / "assets" / "story_model"
 TOKENS = [3, 141, 59, 26, 5, 358, 97, 9]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -59,11 +60,17 @@ def test_epsilon_is_used(checkpoints: Path, build: Callable[..., Path]) -> None:
 
 
 def test_loading_l1_tied_embeddings(changed: Callable[..., Path]) -> None:
-    """Tied with a head in the file, whatever it holds, and tied without: the same. Untied without a head: an error."""
+    """Tied with the embedding as head in the file, and tied without: the same. Untied without a head: an error.
+
+    K3: tied with another head in the file is not tied, as in Hugging Face.
+    """
     absent = changed(lambda t: t.pop(HEAD), tie_word_embeddings=True)
-    present = changed(tie_word_embeddings=True)
+    present = changed(lambda t: t.update({HEAD: t[EMBEDDING].clone()}), tie_word_embeddings=True)
     assert torch.equal(logits(absent), logits(present))
     oracle.check_logits(logits(absent), oracle.truth(absent).logits(TOKENS))
+    other = changed(tie_word_embeddings=True)
+    assert not torch.equal(logits(other), logits(absent))
+    oracle.check_logits(logits(other), oracle.truth(other).logits(TOKENS))
     with pytest.raises(ValueError, match=r"missing \['lm_head.weight'\]"):
         load_model(changed(lambda t: t.pop(HEAD)))
 
@@ -163,7 +170,7 @@ def test_loading_l3_old_and_new_spelling(checkpoints: Path) -> None:
         ({"model_type": None}, "None.*qwen3"),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4.*num_key_value_heads 3"),
-        ({"use_sliding_window": True}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding-window"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"dtype": "float8_e4m3fn"}, "'float8_e4m3fn'"),
     ],
@@ -176,21 +183,22 @@ def test_loading_l3_what_is_not_supported_is_refused(
 
 
 def test_eos_is_the_union_of_generation_config_and_tokenizer(tmp_path: Path) -> None:
+    """K1, K2: a generation_config.json without EOS is not corrected by config.json; a tokenizer may add one."""
+
     def write(name: str, **content: Any) -> None:
         (tmp_path / name).write_text(json.dumps(content))
 
-    write("config.json", eos_token_id=1)
-    assert read_eos_token_ids(tmp_path) == {1}
+    write("config.json", eos_token_id=5, model_type="llama")
+    assert read_eos_token_ids(tmp_path) == {5}
+    write("generation_config.json", transformers_version="5")
+    assert read_eos_token_ids(tmp_path) == set()
     write("generation_config.json", eos_token_id=[2, 3])
     assert read_eos_token_ids(tmp_path) == {2, 3}
-    write("tokenizer.json", added_tokens=[{"id": 4, "content": "<end>"}, {"id": 5, "content": "<pad>"}])
-    write("tokenizer_config.json", eos_token={"content": "<end>"})
-    assert read_eos_token_ids(tmp_path) == {2, 3, 4}
-    write("tokenizer_config.json", eos_token="<pad>")
-    assert read_eos_token_ids(tmp_path) == {2, 3, 5}
-    write("generation_config.json", eos_token_id=0)
-    write("tokenizer_config.json", eos_token=None)
-    assert read_eos_token_ids(tmp_path) == {0}
+    shutil.copy(STORY_MODEL / "tokenizer.json", tmp_path)
+    assert read_eos_token_ids(tmp_path) == {2, 3}
+    for eos_token, expected in (({"content": "<|endoftext|>", "__type": "AddedToken"}, 0), ("!", 1), (None, None)):
+        write("tokenizer_config.json", eos_token=eos_token)
+        assert read_eos_token_ids(tmp_path) == {2, 3, expected} - {None}
 
 
 def test_dtype_is_the_checkpoint_s_on_a_gpu_and_fp32_on_a_cpu(checkpoints: Path) -> None:

@@ -1,0 +1,145 @@
+"""A twin for every tokenizer: what `AutoTokenizer` makes of the same files (CASES K1, K5)."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from nanovllm.models.checkpoint import read_json
+from nanovllm.text.tokenizer import Tokenizer
+from stages.checkpoint import read_eos_token_ids
+from tests.models.twins import CHAT, NAMED, TEXTS, TURNS, Kind, make_tokenizer, write
+
+MODELS = ("byte-level BPE", "byte fallback", "unigram", "WordPiece")
+PLACES = ("tokenizer.json", "added_tokens_decoder", "special_tokens_map", "additional_special_tokens", "both")
+CLASSES = (
+    None, "PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2TokenizerFast",
+    "GPT2Tokenizer", "NoSuchTokenizer",
+)  # fmt: skip
+FLAGS = ("add_prefix_space", "add_bos_token", "add_eos_token", "split_special_tokens", "clean_up_tokenization_spaces")
+
+
+def compare(path: Path) -> None:
+    """Ours and Hugging Face's read the same; or neither can."""
+    try:
+        theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception:
+        with pytest.raises(ValueError, match=str(path)):
+            Tokenizer(path)
+        return
+    ours = Tokenizer(path)
+    assert type(ours.hf) is type(theirs)
+    assert ours.eos_token_id == theirs.eos_token_id
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids, text
+        for skip in (True, False):
+            expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert ours.decode(ids, skip) == expected, text
+    chat = theirs.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    assert ours.encode_chat(CHAT) == chat
+
+
+# Each model with each place, and with what else may go wrong; one by one, so that a failure names its cause.
+KINDS = [Kind(model=model, specials=place) for model, place in product(MODELS, PLACES)] + [
+    Kind(specials="added_tokens_decoder", bos="both", template_file="chat_template.jinja"),
+    Kind(model="byte fallback", bos="post-processor", declared="LlamaTokenizer"),
+    Kind(model="byte fallback", bos="both", declared="LlamaTokenizerFast", flags=(("legacy", True),)),
+    Kind(model="byte fallback", declared="LlamaTokenizer", flags=(("add_prefix_space", False),)),
+    Kind(declared="LlamaTokenizerFast", bos="template"),  # Llama 3
+    Kind(declared="Qwen2Tokenizer", family="qwen3"),
+    Kind(declared="Qwen2Tokenizer", family="qwen3", flags=(("add_prefix_space", True),)),
+    Kind(declared="PreTrainedTokenizerFast", family="qwen2"),
+    Kind(declared="LlamaTokenizerFast", family="qwen2"),  # as distilled models have it
+    Kind(declared=None, family="qwen3", eos=None),
+    Kind(declared="GPT2Tokenizer", flags=(("add_prefix_space", True),)),  # SmolLM2
+    Kind(declared="GPT2Tokenizer", flags=(("add_bos_token", True),)),
+    Kind(model="unigram", flags=(("add_bos_token", True), ("add_eos_token", True))),
+    Kind(eos="fox"),
+    Kind(model="WordPiece", eos="fox", eos_is_dict=True),
+    Kind(eos_is_dict=True, flags=(("split_special_tokens", True),)),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.model}-{kind.family}-{kind.declared}-{kind.specials}")
+def test_the_same_ids_texts_and_eos(kind: Kind, tmp_path: Path) -> None:
+    """K1"""
+    compare(make_tokenizer(tmp_path / "model", kind))
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.builds(
+        Kind,
+        model=st.sampled_from(MODELS),
+        family=st.sampled_from(["llama", "qwen2", "qwen3"]),
+        declared=st.sampled_from(CLASSES),
+        specials=st.sampled_from(PLACES),
+        eos=st.sampled_from(["</s>", "<|end|>", "fox", "never seen", None]),
+        eos_is_dict=st.booleans(),
+        bos=st.sampled_from(["", "post-processor", "template", "both"]),
+        template_file=st.sampled_from(["tokenizer_config.json", "chat_template.jinja"]),
+        flags=st.dictionaries(st.sampled_from(FLAGS), st.booleans()).map(lambda d: tuple(sorted(d.items()))),
+    ),
+    auto_map=st.sampled_from([None, {"AutoTokenizer": [None, "own.Own"]}, ["own.Own", None]]),
+)
+def test_any_combination(kind: Kind, auto_map: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = make_tokenizer(tmp_path_factory.mktemp("kind") / "model", kind)
+    if auto_map is not None:
+        write(path / "tokenizer_config.json", read_json(path / "tokenizer_config.json") | {"auto_map": auto_map})
+    compare(path)
+
+
+def test_special_tokens_are_one_token_each_wherever_they_stand(tmp_path: Path) -> None:
+    """K1, without asking Hugging Face: one id for <|turn|>, and the same prompt from every place."""
+    prompts = []
+    for place in ("tokenizer.json", "added_tokens_decoder", "both", "additional_special_tokens"):
+        tokenizer = Tokenizer(make_tokenizer(tmp_path / place, Kind(specials=place)))
+        assert [len(tokenizer.encode(token)) for token in (*TURNS, *NAMED.values())] == [1, 1, 1, 1]
+        prompts.append(tokenizer.encode_chat(CHAT))
+    assert prompts.count(prompts[0]) == 4
+
+
+@pytest.mark.parametrize("eos", ["fox", "</s>", None])
+def test_stages_have_the_same_eos(eos: str | None, tmp_path: Path) -> None:
+    """K1, K2: also an EOS token that is an ordinary entry of the vocabulary."""
+    path = make_tokenizer(tmp_path / "model", Kind(model="WordPiece", eos=eos))
+    write(path / "generation_config.json", {"eos_token_id": [7, 8]})
+    assert read_eos_token_ids(path) == {7, 8, Tokenizer(path).eos_token_id} - {None}
+
+
+@pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_checkpoint_is_never_run_and_never_asked_about(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K5: what is known without that code is read; a tokenizer that is nothing without it is refused by name."""
+
+    def ask(*question: Any) -> str:
+        raise AssertionError(f"a question on the terminal: {question}")
+
+    monkeypatch.setattr("builtins.input", ask)
+    path = make_tokenizer(tmp_path / "model", Kind(declared="OwnTokenizer"))
+    auto_map = {"AutoTokenizer": ["own.Own", None], "AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    (path / "own.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Own: pass\n")
+    plain = Tokenizer(path).encode(TEXTS[0])
+    write(path / where, read_json(path / where) | {"auto_map": auto_map})
+    if where == "config.json":
+        assert Tokenizer(path).encode(TEXTS[0]) == plain
+        read_eos_token_ids(path)
+    else:
+        with pytest.raises(ValueError, match=r"own\.Own.*auto_map.*never run.*skip_tokenizer_init"):
+            Tokenizer(path)
+        with pytest.raises(ValueError, match="code"):
+            read_eos_token_ids(path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_that_reads_no_tokenizer_json_is_refused(tmp_path: Path) -> None:
+    path = make_tokenizer(tmp_path / "model", Kind(declared="AutoConfig"))
+    with pytest.raises(ValueError, match="tokenizer_class='AutoConfig'"):
+        Tokenizer(path)

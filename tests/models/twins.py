@@ -1,0 +1,142 @@
+"""Small checkpoints of many kinds, made from a description, for comparison with what Hugging Face reads in them.
+
+    path = make_tokenizer(directory, Kind(model="unigram", specials="added_tokens_decoder"))
+
+A `Kind` says how the tokenizer works and in which files its facts stand. The models of these checkpoints come from
+`tests/weights.py`; here only config.json names a model type, because the choice of a tokenizer class depends on it.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+Model = Literal["byte-level BPE", "byte fallback", "unigram", "WordPiece"]
+Place = Literal["tokenizer.json", "added_tokens_decoder", "special_tokens_map", "additional_special_tokens", "both"]
+
+CORPUS = [
+    "Nell the fox had a red kite, and she would not let go of it.",
+    "hello world, the boat is red; don't stop at 1234 kites!",
+    "user assistant system the end of the story, said the hare",
+    "Zoë und Björn fliegen über den Fluss — ein schöner Tag",
+]
+TEXTS = [
+    "hello boat",
+    " the fox  is red",
+    "<|turn|>user\nhello<|end|>\n",
+    "<s>Nell</s> the kite<|turn|>",
+    "Zoë 🦊 1234 don't",
+    "",
+]
+CHAT = [{"role": "user", "content": " hello the fox "}, {"role": "assistant", "content": "the kite"}]
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
+TURNS = ["<|turn|>", "<|end|>"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a tokenizer is, and where its facts stand.
+
+    specials:   the file that makes special tokens of <|turn|> and <|end|>; "both" is two files that agree.
+    eos:        a special token, or "fox", which may be an entry of the vocabulary like any other.
+    bos:        where a BOS comes from: the post-processor of tokenizer.json, the chat template, both or nowhere.
+    flags:      more keys of tokenizer_config.json.
+    """
+
+    model: Model = "byte-level BPE"
+    family: str = "llama"
+    declared: str | None = "PreTrainedTokenizerFast"
+    specials: Place = "tokenizer.json"
+    eos: str | None = "</s>"
+    eos_is_dict: bool = False
+    bos: Literal["", "post-processor", "template", "both"] = ""
+    template_file: Literal["tokenizer_config.json", "chat_template.jinja"] = "tokenizer_config.json"
+    flags: tuple[tuple[str, Any], ...] = ()
+
+
+def make_tokenizer(path: Path, kind: Kind) -> Path:
+    """Write tokenizer.json and its neighbours, and a config.json, to the directory `path`."""
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_str(trained(kind.model))
+    tokenizer.add_special_tokens(list(NAMED.values()))
+    if kind.specials in ("tokenizer.json", "both"):
+        tokenizer.add_special_tokens(TURNS)
+    if kind.bos in ("post-processor", "both"):
+        bos = tokenizer.token_to_id("<s>")
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", bos)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = ("{{ bos_token }}" if kind.bos in ("template", "both") else "") + TEMPLATE
+    eos: Any = kind.eos
+    if kind.eos_is_dict and kind.eos is not None:
+        eos = {"__type": "AddedToken", "content": eos, "lstrip": False, "rstrip": False, "normalized": False}
+    config: dict[str, Any] = {"bos_token": "<s>", "eos_token": eos, **dict(kind.flags)}
+    if kind.declared is not None:
+        config["tokenizer_class"] = kind.declared
+    if kind.specials in ("added_tokens_decoder", "both"):
+        first = len(Tokenizer.from_str(trained(kind.model)).get_vocab(with_added_tokens=False))
+        first += sum(token not in tokenizer.get_vocab(with_added_tokens=False) for token in NAMED.values())
+        words = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+        config["added_tokens_decoder"] = {str(first + i): {"content": t, **words} for i, t in enumerate(TURNS)}
+    if kind.specials == "additional_special_tokens":
+        config["additional_special_tokens"] = TURNS
+    if kind.specials == "special_tokens_map":
+        said = {"eos_token": "<|end|>", "pad_token": {"content": "<|turn|>", "lstrip": False, "rstrip": True}}
+        write(path / "special_tokens_map.json", said)
+    if kind.template_file == "tokenizer_config.json":
+        config["chat_template"] = template
+    else:
+        (path / kind.template_file).write_text(template)
+    write(path / "tokenizer_config.json", config)
+    write(path / "config.json", {"model_type": kind.family, "eos_token_id": 3, "vocab_size": 600})
+    return path
+
+
+@cache
+def trained(model: Model) -> str:
+    """tokenizer.json of a tokenizer that has seen `CORPUS`, without special tokens of its own but <unk>."""
+    if model == "byte-level BPE":
+        tokenizer = Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(r"'s|'t| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"), "isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer: Any = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    elif model == "byte fallback":
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        strip = decoders.Strip(" ", 1, 0)
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+        )
+        special = ["<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+        trainer = trainers.BpeTrainer(vocab_size=450, special_tokens=special, show_progress=False)
+    elif model == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+        )
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=150, special_tokens=["<unk>"], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    stored = json.loads(tokenizer.to_str())
+    if model == "byte fallback":  # bytes are pieces of the vocabulary; a text that spells one is no byte
+        stored["added_tokens"] = [token for token in stored["added_tokens"] if token["content"] == "<unk>"]
+    return json.dumps(stored)
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
