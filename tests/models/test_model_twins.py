@@ -1,0 +1,271 @@
+"""A twin for every config.json: Hugging Face's fp32 logits, or a refusal by name (CASES K3, K6, L3).
+
+Engine and stages each give the same logits as Hugging Face, or refuse. What must not be refused is said beside it.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nanovllm.config import EngineConfig
+from nanovllm.llm import LLM, resolve
+from nanovllm.models.config import read_config
+from nanovllm.models.loader import load_model
+from stages.checkpoint import load_model as load_stage_model
+from stages.stage_1_naive import attend_to_all
+from tests import oracle
+from tests.models.plain_attention import DictAttention
+from tests.weights import lively_qwen3, random_llama, random_qwen2
+
+POSITIONS = 64
+IDS = torch.arange(POSITIONS) * 37 % 500
+BUILDERS: dict[str, Callable[..., Path]] = {"llama": random_llama, "qwen2": random_qwen2, "qwen3": lively_qwen3}
+THETA = {"rope_theta": 500.0}  # so small that 64 positions show what becomes of the slow rotations
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **THETA}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **THETA}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, **THETA}
+
+
+@torch.inference_mode()
+def engine_logits(path: Path) -> Tensor:
+    model = load_model(path).model
+    return model.logits(model(IDS, torch.arange(POSITIONS), DictAttention())).float()
+
+
+@torch.inference_mode()
+def stage_logits(path: Path) -> Tensor:
+    model = load_stage_model(path).model
+    return model.logits(model(IDS, torch.arange(POSITIONS), attend_to_all))
+
+
+@torch.inference_mode()
+def truth(path: Path) -> Tensor:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    logits: Tensor = model.eval()(IDS[None]).logits[0].float()
+    return logits
+
+
+def variant(directory: Path, family: str, config: dict[str, Any], change: Callable[..., Any] | None = None) -> Path:
+    """A copy of a small model with other words in config.json (`...` drops a key), and other tensors."""
+    source = BUILDERS[family](directory, max_position_embeddings=POSITIONS)
+    path = Path(shutil.copytree(source, directory / f"variant-{len(list(directory.iterdir()))}"))
+    raw = json.loads((path / "config.json").read_text()) | config
+    (path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+    if change is not None:
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def few_are_fast(names: Iterable[Any], *fast: Any) -> list[Any]:
+    """All of `names` as parameters, of which only those in `fast` run in the fast tier."""
+    return [
+        pytest.param(*([n] if isinstance(n, str) else n), marks=() if n in fast else pytest.mark.slow) for n in names
+    ]
+
+
+def check(path: Path, refusal: str | None = None, stages_refuse: bool = False) -> None:
+    """`refusal`: what the engine must say, if it must refuse; otherwise its logits must be Hugging Face's."""
+    expected = None if refusal is not None else truth(path)
+    if expected is None:
+        with pytest.raises(ValueError, match=refusal):
+            load_model(path)
+    else:
+        oracle.check_logits(engine_logits(path), expected)
+    if expected is None or stages_refuse:
+        with pytest.raises(ValueError, match="not supported"):
+            load_stage_model(path)
+    else:
+        oracle.check_logits(stage_logits(path), expected)
+
+
+SCALINGS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "linear": ({"rope_type": "linear", "factor": 2.0, **THETA}, None),
+    "llama3": (LLAMA3 | {"original_max_position_embeddings": 32}, None),
+    "llama3 that leaves the length out": (LLAMA3, None),
+    "yarn": (YARN, None),
+    "yarn without truncation": (YARN | {"truncate": False, "beta_fast": 8, "beta_slow": 2}, None),
+    "yarn with an attention factor": (YARN | {"attention_factor": 0.7}, None),
+    "yarn of DeepSeek": (YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, None),
+    "yarn without a factor": (YARN | {"factor": None}, None),
+    "dynamic": ({"rope_type": "dynamic", "factor": 4.0, **THETA}, None),
+    "longrope": (LONGROPE, "'longrope' is not supported"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "spelling"),
+    few_are_fast(
+        product(SCALINGS, ["rope_parameters", "rope_scaling"]),
+        ("yarn", "rope_parameters"),
+        ("llama3", "rope_scaling"),
+        ("longrope", "rope_scaling"),
+    ),
+)
+def test_scalings(name: str, spelling: str, checkpoints: Path) -> None:
+    """L3, in the spelling of transformers 5 and in that of transformers 4."""
+    scaling, refusal = SCALINGS[name]
+    if spelling == "rope_scaling":
+        old = {"type" if key == "rope_type" else key: value for key, value in scaling.items() if key != "rope_theta"}
+        config = {"rope_parameters": ..., "rope_scaling": old, **THETA}
+    else:
+        config = {"rope_parameters": scaling}
+    check(variant(checkpoints, "qwen3", config), refusal, stages_refuse=True)
+
+
+@pytest.mark.slow
+def test_a_yarn_of_a_model_card_makes_room_for_longer_texts(checkpoints: Path) -> None:
+    """As vLLM has it: max_position_embeddings may still be the length before the scaling."""
+    path = variant(checkpoints, "qwen3", {"rope_parameters": YARN, "max_position_embeddings": 16})
+    assert read_config(path).max_position_embeddings == 64
+    check(path, stages_refuse=True)
+
+
+def test_dynamic_scaling_ends_where_its_frequencies_would_change(checkpoints: Path) -> None:
+    path = variant(checkpoints, "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **THETA}})
+    with pytest.raises(ValueError, match=r"max_model_len=65: RoPE scaling 'dynamic'.*=64.*lower it"):
+        LLM(path, device="cpu", max_model_len=65, skip_tokenizer_init=True)
+    assert resolve(EngineConfig(max_model_len=64), read_config(path), torch.device("cpu")).max_model_len == 64
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ...}
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "K6: no layer beyond the first": ("qwen3", WINDOW | {"max_window_layers": 3}, None),
+    "no layer beyond the default": ("qwen2", WINDOW | {"max_window_layers": ...}, None),
+    "one layer": ("qwen2", WINDOW | {"max_window_layers": 2}, r"sliding_attention \(sliding_window=8\)"),
+    "switched off": ("qwen3", WINDOW | {"use_sliding_window": False, "max_window_layers": 0}, None),
+    "no number": ("qwen3", WINDOW | {"sliding_window": None, "max_window_layers": 0}, None),
+    "as wide as the model": ("qwen2", WINDOW | {"sliding_window": 64, "max_window_layers": 0}, None),
+    "all layers listed as full": ("qwen3", WINDOW | {"layer_types": [FULL] * 3, "max_window_layers": 0}, None),
+    "one layer listed": ("qwen3", WINDOW | {"layer_types": [FULL, SLIDING, FULL]}, "sliding_attention"),
+    "Llama has none": ("llama", WINDOW | {"max_window_layers": 0}, None),
+}
+
+
+@pytest.mark.parametrize(
+    "name", few_are_fast(WINDOWS, "K6: no layer beyond the first", "one layer", "one layer listed")
+)
+def test_windows_that_are_off_in_effect(name: str, checkpoints: Path) -> None:
+    """K6"""
+    family, config, refusal = WINDOWS[name]
+    check(variant(checkpoints, family, config), refusal, stages_refuse=name == "as wide as the model")
+
+
+def half(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+def equal_head(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+HEADS: dict[str, tuple[dict[str, Any], Callable[..., Any] | None]] = {
+    "untied": ({}, None),
+    "tied and absent": ({"tie_word_embeddings": True}, lambda t: t.pop("lm_head.weight")),
+    "tied and equal": ({"tie_word_embeddings": True}, equal_head),
+    "K3: tied and another": ({"tie_word_embeddings": True}, None),
+    "K3: tied and another in the last row": (
+        {"tie_word_embeddings": True},
+        lambda t: (equal_head(t), t["lm_head.weight"][-1].add_(1)),
+    ),
+    "bf16": ({"dtype": "bfloat16"}, lambda t: half(t, torch.bfloat16)),
+    "fp16": ({"dtype": "float16"}, lambda t: half(t, torch.float16)),
+    "a dtype that the file does not have": ({"torch_dtype": "float16", "dtype": ...}, None),
+    "no dtype": ({"dtype": ...}, lambda t: half(t, torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", few_are_fast(HEADS, "tied and equal", "K3: tied and another", "K3: tied and another in the last row")
+)
+def test_heads_and_dtypes(name: str, checkpoints: Path) -> None:
+    """K3, L1"""
+    config, change = HEADS[name]
+    path = variant(checkpoints, "llama", config, change)
+    check(path)
+    assert load_model(path).config.tie_word_embeddings == (name in ("tied and absent", "tied and equal"))
+
+
+def test_a_head_of_its_own_is_said(checkpoints: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """K3"""
+    load_model(variant(checkpoints, "llama", {"tie_word_embeddings": True}))
+    assert "lm_head.weight differs from the embedding; it is used" in caplog.text
+
+
+@pytest.mark.slow
+def test_shards(checkpoints: Path) -> None:
+    check(random_llama(checkpoints, save_in_shards=True, tie_word_embeddings=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BUILDERS)
+def test_what_a_config_leaves_out(family: str, checkpoints: Path) -> None:
+    """Keys that Hugging Face has defaults for: the same answer, or a refusal."""
+    for key in ("rope_parameters", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias"):
+        check(variant(checkpoints, family, {key: ...}))
+    # As many key/value heads as heads in Llama, and 32 in Qwen: neither fits these weights.
+    what = "wrong shape" if family == "llama" else "num_key_value_heads=32"
+    with pytest.raises(ValueError, match=what):
+        load_model(variant(checkpoints, family, {"num_key_value_heads": ...}))
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    family=st.sampled_from(list(BUILDERS)),
+    kind=st.sampled_from(["default", "linear", "llama3", "yarn", "dynamic"]),
+    rope=st.fixed_dictionaries(
+        {"factor": st.sampled_from([1.0, 1.5, 4.0, 40.0]), "rope_theta": st.sampled_from([300.0, 1e4, 1e6])},
+        optional={
+            "original_max_position_embeddings": st.sampled_from([4, 16, 48, 64]),
+            "attention_factor": st.sampled_from([0.5, 1.0, 1.3]),
+            "beta_fast": st.sampled_from([2, 4, 32]),
+            "beta_slow": st.sampled_from([0.25, 1]),
+            "mscale": st.sampled_from([0.0, 0.7, 1.0]),
+            "mscale_all_dim": st.sampled_from([0.0, 0.4, 1.0]),
+            "truncate": st.booleans(),
+        },
+    ),
+    old=st.booleans(),
+    more=st.fixed_dictionaries({}, optional={"sliding_window": st.sampled_from([8, 64, None]),
+        "use_sliding_window": st.booleans(), "max_window_layers": st.sampled_from([0, 2, 3]),
+        "original_max_position_embeddings": st.sampled_from([8, 32])}),
+)  # fmt: skip
+def test_any_combination(
+    family: str, kind: str, rope: dict[str, Any], old: bool, more: dict[str, Any], tmp_path_factory: Any
+) -> None:
+    rope = {"rope_type": kind, **rope} | ({"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {})
+    config = {"rope_parameters": ..., "rope_scaling": rope, "rope_theta": rope.pop("rope_theta")} if old else {
+        "rope_parameters": rope
+    }  # fmt: skip
+    if "use_sliding_window" in more:
+        config["layer_types"] = ...
+    directory = tmp_path_factory.getbasetemp() / "any-combination"
+    directory.mkdir(exist_ok=True)
+    path = variant(directory, family, config | more)
+    try:
+        expected = truth(path)
+        for logits in (engine_logits, stage_logits):
+            try:
+                found = logits(path)
+            except ValueError as error:
+                assert "not supported" in str(error) or "sliding" in str(error)
+                windows = more.get("use_sliding_window") and family != "llama"
+                assert windows or (logits is stage_logits and kind != "default"), error
+            else:
+                oracle.check_logits(found, expected)
+    finally:
+        shutil.rmtree(path)
