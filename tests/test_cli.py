@@ -155,7 +155,7 @@ def test_info_says_what_was_chosen_and_why(monkeypatch: pytest.MonkeyPatch, caps
         (["generate", "x", "--seed", "-5"], ("seed must be in", "got -5")),
         (["generate", ""], ("prompt_token_ids is empty", "at least one token")),
         (["generate", "once upon a time " * 800], ("tokens", "max_model_len=2048", "shorten")),
-        (["chat"], ("no chat template", "use generate")),
+        (["chat", "--model", str(ROOT / "assets" / "story_draft")], ("no chat template", "use generate")),
         (["bench", "--num-requests", "0"], ("--num-requests", "at least 1", "0")),
         (["bench", "--max-length", "-3"], ("--max-length", "at least 1", "-3")),
         (["bench", "--max-length", "5000"], ("tokens", "max_model_len=2048")),

@@ -9,7 +9,14 @@ from typing import Any, Final
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from training.corpus import EOS, EOS_ID, VOCAB_SIZE, Corpus
 from training.grammar import check_story, opening
@@ -20,6 +27,11 @@ STORY_SEED: Final = 2_000_003  # story i of the evaluation begins with opening(R
 STORIES_AT_ONCE: Final = 200
 TEMPERATURE: Final = 0.8
 BATCH_TOKENS: Final = 16384
+# The model knows nothing but stories: a message is a beginning, and the answer goes on in the next paragraph.
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}{{ message['content'] | trim }}"
+    "{% if not loop.last or add_generation_prompt %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
+)
 
 _SHAPES: Final[dict[str, dict[str, int]]] = {
     "target": {  # 7.3M parameters
@@ -53,10 +65,12 @@ def make_model(kind: str, seed: int) -> Qwen3ForCausalLM:
         pad_token_id=None,
         use_cache=True,
     )
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=TEMPERATURE, eos_token_id=EOS_ID)
+    return model
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, chat_template: str | None) -> None:
     """Write tokenizer.json and tokenizer_config.json so that `AutoTokenizer` finds them."""
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -64,8 +78,9 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         pad_token=EOS,
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
+        chat_template=chat_template,
     )
-    fast.save_pretrained(directory)
+    fast.save_pretrained(directory, save_jinja_files=False)
 
 
 def load(directory: Path, device: torch.device) -> Any:

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     import transformers
 
     from training.loop import Plan, train
-    from training.models import TEMPERATURE, compare, load, make_model, save_tokenizer, tell_stories
+    from training.models import CHAT_TEMPLATE, TEMPERATURE, compare, load, make_model, save_tokenizer, tell_stories
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
         model = make_model(kind, args.seed).to(device)
         report[kind] = train(kind, model, corpus, plan, work / f"{kind}.pt", args.resume)
         model.to(torch.bfloat16).save_pretrained(directories[kind])
-        save_tokenizer(tokenizer, directories[kind])
+        save_tokenizer(tokenizer, directories[kind], CHAT_TEMPLATE if kind == "target" else None)
         if args.tars:
             _pack(out, args.tars)
 

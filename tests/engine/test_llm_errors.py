@@ -134,8 +134,8 @@ def test_a_refusal_leaves_requests_alone_that_were_there_before(llm: LLM) -> Non
 
 
 def test_bad_conversations(llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no chat template"):
-        llm.chat([{"role": "user", "content": "Hello"}])
+    with LLM(STORY_MODEL.parent / "story_draft", **SMALL) as plain, pytest.raises(ValueError, match="no chat template"):
+        plain.chat([{"role": "user", "content": "Hello"}])
     wrong: list[Any] = [["hello"], [{"role": "user"}], [[]], "hello"]
     for messages in wrong:
         with pytest.raises(ValueError, match="messages must be dicts with 'role' and 'content'"):

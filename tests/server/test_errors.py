@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from nanovllm.llm import EMBEDDED_MODEL
 from tests.server.harness import STORY, Served, server
 from tests.server.shadow import Gate
 
@@ -148,7 +149,7 @@ def test_a_refused_prompt_of_several_leaves_nothing_behind(served: Served) -> No
 
 
 def test_a_model_without_a_template_says_so_and_not_where_it_lies() -> None:
-    with server() as served:
+    with server(EMBEDDED_MODEL.parent / "story_draft") as served:
         error = error_of(ask(served, CHAT, {"messages": [{"role": "user", "content": "x"}]}), 400)
         assert "chat template" in error["message"] and "/assets" not in error["message"]
 
