@@ -4,9 +4,11 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from transformers import GenerationConfig
 
@@ -16,7 +18,7 @@ from nanovllm.engine.engine import LLMEngine
 from nanovllm.llm import EMBEDDED_MODEL
 from nanovllm.models.checkpoint import SAMPLING_DEFAULTS, read_sampling_defaults
 from nanovllm.server.protocol import ChatRequest, CompletionRequest
-from tests.server.harness import ask, server
+from tests.server.harness import server
 
 SMALL: dict[str, Any] = {"num_kv_blocks": 32, "kvcache_block_size": 16, "max_model_len": 200, "device": "cpu"}
 RECOMMENDED = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
@@ -36,11 +38,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SamplingParams]]:
     seen: list[SamplingParams] = []
     add = LLMEngine.add_request
 
-    def spy(
-        self: LLMEngine, request_id: str, prompt: list[int], params: SamplingParams, *more: Any, **rest: Any
-    ) -> Any:
+    def spy(self: LLMEngine, request_id: str, ids: list[int], params: SamplingParams, *more: Any, **rest: Any) -> Any:
         seen.append(params)
-        return add(self, request_id, prompt, params, *more, **rest)
+        return add(self, request_id, ids, params, *more, **rest)
 
     monkeypatch.setattr(LLMEngine, "add_request", spy)
     yield seen
@@ -85,9 +85,12 @@ def test_in_a_task_they_hold_where_no_parameters_are_given(tmp_path: Path, asked
 def test_over_http_they_hold_for_absent_fields(tmp_path: Path, asked: list[SamplingParams]) -> None:
     with server(copy(tmp_path, **SAID)) as served:
         text, chat = {"prompt": "Nell"}, {"messages": [{"role": "user", "content": "Nell"}]}
-        ask(served, "/v1/completions", text).raise_for_status()
-        ask(served, "/v1/completions", text | {"temperature": 0, "top_k": None, "max_tokens": 2}).raise_for_status()
-        ask(served, "/v1/chat/completions", chat | {"top_p": 1.0, "min_p": 0.0, "top_k": 0}).raise_for_status()
+        for path, body in (
+            ("completions", text),
+            ("completions", text | {"temperature": 0, "top_k": None, "max_tokens": 2}),
+            ("chat/completions", chat | {"top_p": 1.0, "min_p": 0.0, "top_k": 0}),
+        ):
+            httpx.post(f"{served.url}/v1/{path}", json=body, timeout=30).raise_for_status()
     expected = DEFAULTS, DEFAULTS | {"temperature": 0, "max_tokens": 2}, DEFAULTS | {"top_p": 1, "min_p": 0, "top_k": 0}
     assert [chosen(params) for params in asked] == list(expected)
 
@@ -98,8 +101,12 @@ def test_without_defaults_a_request_is_as_ever() -> None:
 
 
 def test_on_the_command_line_they_hold_for_options_that_are_not_given(
-    tmp_path: Path, asked: list[SamplingParams], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    asked: list[SamplingParams],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cli, "make_llm", partial(cli.make_llm, kv_cache_gib=0.02))
     run = ["generate", "Nell", "--device", "cpu", "--model", str(copy(tmp_path, **SAID))]
     for options in ([], ["--temperature", "0", "--max-tokens", "1"], ["--generation-config", "vllm", "--top-k", "1"]):
         assert cli.main([*run, *options]) == 0
