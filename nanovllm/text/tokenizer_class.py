@@ -38,7 +38,7 @@ def tokenizer_class(path: Path) -> Any:
 def class_name(path: Path) -> str:
     """The name of the class, without "Fast" at its end."""
     config, tokenizer_config = read(path / "config.json"), read(path / "tokenizer_config.json")
-    family = config.get("model_type")
+    family = str(config.get("model_type"))
     own, of_family = code_of_its_own(tokenizer_config), OF_FAMILY.get(family, "")
     declared = short(tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class") or "")
     if family in ALWAYS_OF_FAMILY and not own:

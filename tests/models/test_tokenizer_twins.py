@@ -12,10 +12,16 @@ from transformers import AutoTokenizer
 from nanovllm.models.checkpoint import read_json
 from nanovllm.text.tokenizer import Tokenizer
 from stages.checkpoint import read_eos_token_ids
-from tests.models.twins import CHAT, NAMED, TEXTS, TURNS, Kind, make_tokenizer, write
+from tests.models.twins import CHAT, NAMED, TEXTS, TURNS, Kind, Model, Place, make_tokenizer, write
 
-MODELS = ("byte-level BPE", "byte fallback", "unigram", "WordPiece")
-PLACES = ("tokenizer.json", "added_tokens_decoder", "special_tokens_map", "additional_special_tokens", "both")
+MODELS: tuple[Model, ...] = ("byte-level BPE", "byte fallback", "unigram", "WordPiece")
+PLACES: tuple[Place, ...] = (
+    "tokenizer.json",
+    "added_tokens_decoder",
+    "special_tokens_map",
+    "additional_special_tokens",
+    "both",
+)
 CLASSES = (
     None, "PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2TokenizerFast",
     "GPT2Tokenizer", "NoSuchTokenizer",
