@@ -187,7 +187,25 @@ def read_eos_token_ids(path: Path) -> frozenset[int]:
     said = read_json(generation if generation.is_file() else path / "config.json").get("eos_token_id")
     ids = {said} if isinstance(said, int) else set(said or ())
     if (path / "tokenizer.json").is_file():
-        from transformers import AutoTokenizer  # it alone knows all the places where an EOS token may be named
-
-        ids |= {AutoTokenizer.from_pretrained(path, trust_remote_code=False).eos_token_id} - {None}
+        eos = tokenizer_eos(path)
+        ids |= set() if eos is None else {eos}
     return frozenset(ids)
+
+
+def tokenizer_eos(path: Path) -> int | None:
+    """The id of the tokenizer's EOS token. Hugging Face's class knows it, but takes a second to import; so the usual
+    case is read here: tokenizer_config.json names a token that tokenizer.json lists as an added one."""
+    file = path / "tokenizer_config.json"
+    said = read_json(file) if file.is_file() else {}
+    added = {token["content"]: token["id"] for token in read_json(path / "tokenizer.json").get("added_tokens", [])}
+    if "added_tokens_decoder" in said:  # where both files list the added tokens, they must agree
+        listed = {token["content"]: int(i) for i, token in said["added_tokens_decoder"].items()}
+        added = added if added == listed else {}
+    if "eos_token" in said and ("added_tokens_decoder" in said or not (path / "special_tokens_map.json").is_file()):
+        eos = said["eos_token"]["content"] if isinstance(said["eos_token"], dict) else said["eos_token"]
+        if eos is None or eos in added:
+            return added.get(eos)
+    from transformers import AutoTokenizer
+
+    found: int | None = AutoTokenizer.from_pretrained(path, trust_remote_code=False).eos_token_id
+    return found

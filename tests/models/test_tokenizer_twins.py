@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from nanovllm.models.checkpoint import read_json
 from nanovllm.text.tokenizer import Tokenizer
-from stages.checkpoint import read_eos_token_ids
+from stages.checkpoint import read_eos_token_ids, tokenizer_eos
 from tests.models.twins import CHAT, NAMED, TEXTS, TURNS, Kind, Model, Place, make_tokenizer, write
 
 MODELS: tuple[Model, ...] = ("byte-level BPE", "byte fallback", "unigram", "WordPiece")
@@ -39,7 +39,7 @@ def compare(path: Path) -> None:
         return
     ours = Tokenizer(path)
     assert type(ours.hf) is type(theirs)
-    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.eos_token_id == tokenizer_eos(path) == theirs.eos_token_id
     for text in TEXTS:
         ids = theirs(text)["input_ids"]
         assert ours.encode(text) == ids, text
@@ -129,7 +129,7 @@ def test_code_of_a_checkpoint_is_never_run_and_never_asked_about(
         raise AssertionError(f"a question on the terminal: {question}")
 
     monkeypatch.setattr("builtins.input", ask)
-    path = make_tokenizer(tmp_path / "model", Kind(declared="OwnTokenizer"))
+    path = make_tokenizer(tmp_path / "model", Kind(declared="OwnTokenizer", eos="fox"))
     auto_map = {"AutoTokenizer": ["own.Own", None], "AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
     (path / "own.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Own: pass\n")
     plain = Tokenizer(path).encode(TEXTS[0])
