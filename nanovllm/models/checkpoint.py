@@ -12,7 +12,7 @@ GENERATION_CONFIG = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 DESCRIPTION_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors",)
-# What is taken of generation_config.json, with its name in `SamplingParams`; and what is not, with its value for "off".
+# What is taken of generation_config.json, with its name in `SamplingParams`; and what is not, and its "off".
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_k": "top_k",

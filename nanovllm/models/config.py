@@ -193,6 +193,8 @@ def parse_rope(raw: Raw, max_positions: int) -> tuple[float, RopeScaling | None]
         rope = complete_yarn(rope, theta, max_positions)
     values: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(SCALINGS[kind])}
     missing = [key for key, value in values.items() if not isinstance(value, int | float)]
+    if kind == "yarn" and values["factor"] is None:
+        missing = ["factor"]  # from which others follow
     if missing:
         raise ValueError(f"RoPE scaling {kind!r} lacks a number for {', '.join(missing)}")
     return theta, SCALINGS[kind](**values)
@@ -203,15 +205,23 @@ def complete_yarn(rope: Raw, theta: float, max_positions: int) -> Raw:
 
     The attention factor is the paper's 0.1 ln(factor) + 1, or DeepSeek's quotient of two such numbers.
     """
-    factor = rope.get("factor", 0.0)  # 0: missing, which is refused; null: as long as the model is
-    if factor is None:
+    factor = rope.get("factor", "missing")
+    if factor is None:  # as long as the model is
         factor = max_positions / rope["original_max_position_embeddings"]
+    if not isinstance(factor, int | float):
+        return {**rope, "factor": None}
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-    attention_factor = scale(above) / scale(below) if above and below else scale(1.0)
-    defaults = {"attention_factor": attention_factor, "beta_fast": 32, "beta_slow": 1, "truncate": True}
-    said = {key: value for key, value in rope.items() if value is not None}
-    return {**defaults, **said, "theta": theta, "factor": factor or None}
+    above, below, given = rope.get("mscale"), rope.get("mscale_all_dim"), rope.get("attention_factor")
+    inferred = scale(above) / scale(below) if above and below else scale(1.0)
+    return {
+        "truncate": True,
+        **rope,
+        "theta": theta,
+        "factor": factor,
+        "attention_factor": inferred if given is None else given,
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+    }
