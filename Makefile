@@ -102,7 +102,7 @@ bench-cpu: $(STAMP) ## the engine on a CPU, beside Hugging Face
 bench-check: $(STAMP) ## compare a fresh quick measurement with the recorded ones
 	$(RUN) -m benchmarks.engine.check $(ARGS)
 
-report: $(STAMP) ## write the tables of the README from benchmarks/results
+report: $(STAMP) ## write the tables of README and docs from benchmarks/results
 	$(RUN) -m benchmarks.lib.report $(ARGS)
 
 # --- the course ------------------------------------------------------------------------------------------------------
