@@ -39,7 +39,7 @@ setup: ## install everything into .venv (PYTHON=..., SYSTEM_SITE=1 to reuse its 
 $(STAMP): pyproject.toml tools/setup_env.py
 	$(SETUP)
 
-demo: $(STAMP) ## the main job on the embedded model: text from every stage, with its speed
+demo: $(STAMP) ## the main job on the embedded model: text from stages 1 to 5, with its speed
 	$(RUN) -m tools.race.demo $(ARGS)
 
 test: $(STAMP) ## the fast tests: a few minutes on two cores, no network, no GPU

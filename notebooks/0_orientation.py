@@ -237,7 +237,7 @@ for stage in load_stages()[:5]:
 # | `make stage-1-demo` | tells a story in the terminal |
 # | `make help` | everything else |
 #
-# A hole is 1 to 15 lines long, comes with a hint, and raises `NotImplementedError` until you fill it. Everything around
+# A hole is 3 to 15 lines long, comes with a hint, and raises `NotImplementedError` until you fill it. Everything around
 # it works. The solution is in `stages/`; looking is not cheating, it is how everybody learned this. But try for ten
 # minutes first.
 #

@@ -193,7 +193,7 @@ source(PagedEngine.step)
 
 # %% [markdown]
 # The gather is a copy, and so this stage pays for its memory with time in attention. A kernel can do without: it reads
-# the block table and goes to the blocks where they lie. `stages/paged_attention_triton.py` is such a kernel, in 140
+# the block table and goes to the blocks where they lie. `stages/paged_attention_triton.py` is such a kernel, in 200
 # lines with its explanation. It is optional reading, and its tests run on a CPU too, in Triton's interpreter.
 #
 # ## Is it right?

@@ -363,7 +363,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     show(diff, console)
     target = args.html or ROOT / "build" / "diff" / f"stage_{args.stage}.html"
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""What `make demo` shows: every stage tells a story with the embedded model, then all run the same small race.
+"""What `make demo` shows: stages 1 to 5 tell a story with the embedded model, then they run the same small race.
 
-    python -m tools.race.demo                   every stage, from the naive one up
+    python -m tools.race.demo                   stages 1 to 5, from the naive one up
     python -m tools.race.demo --stage 5         one stage, live: its blocks, its queues, its texts as they grow
 
 A stage live is drawn from its events while it works; without a terminal one picture is printed, a third of the way
@@ -229,7 +229,7 @@ def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, devi
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Text from every stage, with its speed.")
+    parser = argparse.ArgumentParser(description="Text from stages 1 to 5, with its speed.")
     parser.add_argument("--stage", type=int, metavar="N", help="one stage alone, live")
     parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL, help="checkpoint directory")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
