@@ -34,6 +34,7 @@ class ShadowLLM:
     """As much of `LLM` as AsyncLLM touches. It has no tokenizer; a text stands for ids all the same."""
 
     tokenizer = None
+    sampling_defaults: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
 
     def __init__(self, model: None, *, on_event: Any = None, **config: Any) -> None:
         self.config = EngineConfig(**({"async_scheduling": False} | config))
