@@ -68,7 +68,7 @@ class Scheduler:
         self._budget = 0
         # The waiting sequence that was looked up last in the prefix cache, and the free blocks that it needed; kept
         # until the sequence starts, or more of its text can be found. Until then it has no more hits, and needs no
-        # fewer free blocks: only the start of another sequence takes free hits into use, and that one was looked up later.
+        # fewer free blocks: only the start of another sequence takes free hits into use, and it was looked up later.
         self._looked_up: Sequence | None = None
         self._num_needed = 0
         self._guesses: dict[Sequence, list[int | None]] = {}
