@@ -1,4 +1,4 @@
-"""Paged KV memory with a prefix cache: which blocks are free, who shares which, and what can be found again.
+"""Paged KV memory with a prefix cache: which blocks are free, shared, or findable by their content.
 
 PagedAttention (Kwon et al. 2023) for the block table; hashing full blocks for reuse as in vLLM's prefix cache.
 """
@@ -12,7 +12,7 @@ from nanovllm.engine.sequence import Content, Sequence
 
 
 def chained_digest(parent: bytes, token_ids: list[int]) -> bytes:
-    """Digest of a block of tokens after all that `parent` stands for. 8 bytes a token: no id is cut short."""
+    """Digest of a block of tokens that follows the text of digest `parent`. 8 bytes per token: no id is cut short."""
     return bytes(xxhash.xxh3_128_digest(parent + array("q", token_ids).tobytes()))
 
 
@@ -22,7 +22,7 @@ def root_digest(cache_salt: str | None) -> bytes:
 
 
 class BlockManager:
-    """Hands out the blocks 0 .. num_blocks - 1 of the KV pool. All operations cost what they change."""
+    """Hands out the blocks 0 .. num_blocks - 1 of the KV pool. An operation takes time only for what it changes."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
@@ -58,9 +58,9 @@ class BlockManager:
         return blocks
 
     def num_needed(self, num_tokens: int, cached: list[int]) -> int:
-        """How many free blocks it takes to hold `num_tokens`, of which the blocks `cached` hold the first.
+        """How many free blocks it takes to hold `num_tokens`, the first of which are in the blocks `cached`.
 
-        A cached block that nobody uses lies in the free list, so that it counts.
+        A cached block that no sequence uses is in the free list, so it counts as one of them.
         """
         return self.num_blocks_for(num_tokens) - sum(self.ref_counts[block] > 0 for block in cached)
 
@@ -102,10 +102,10 @@ class BlockManager:
         return new
 
     def release(self, seq: Sequence, keep_cached: bool = True, num_kept: int = 0) -> list[int]:
-        """Give back the blocks of `seq` behind the first `num_kept`; returns those that are free now. With
+        """Give back the blocks of `seq` after the first `num_kept`; returns those that are free now. With
         `keep_cached` their content stays findable until they are taken again.
 
-        From the last block to the first: the end of a text is of no use without its beginning, and is evicted before.
+        From the last block to the first: the end of a text is useless without its beginning, and is evicted first.
         """
         freed = []
         for block in reversed(seq.block_table[num_kept:]):
@@ -126,7 +126,7 @@ class BlockManager:
         return block
 
     def _forget(self, block: int) -> None:
-        """Nobody may find this block by its content any more."""
+        """From now on this block cannot be found by its content."""
         content = self.contents[block]
         if content is not None:
             del self.block_by_digest[content.digest]

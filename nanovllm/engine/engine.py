@@ -1,4 +1,7 @@
-"""The engine: requests in, steps, outputs out. It joins the scheduler (what to compute) and an executor (computing)."""
+"""The engine takes requests, runs steps and returns outputs.
+
+The scheduler decides what a step computes, and an executor computes it.
+"""
 
 import random
 import time
@@ -19,10 +22,10 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams, derive_s
 
 
 class LLMEngine:
-    """Requests in, steps, outputs out. After an exception out of any method, `abort_all` or `close` frees everything.
+    """Takes requests, runs steps, returns outputs. After an exception in any method, `abort_all` or `close` frees all.
 
     Not for several threads: a call during another one, from another thread or from `on_event`, raises RuntimeError at
-    once and changes nothing. What any thread may use at any time says so: `check_request` and the three numbers.
+    once and changes nothing. Any thread may use `check_request` and the three properties `num_...` at any time.
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class LLMEngine:
     def check_request(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> tuple[list[int], int]:
         """The prompt as a list of plain integers, and the number of tokens at which the request ends with "length".
 
-        Raises ValueError (TypeError for ids that are no integers) for what could never run. Any thread may call this.
+        Raises ValueError for a request that could never run, and TypeError for ids that are not integers. Any thread
+        may call this.
         """
         prompt = check_token_ids(prompt_token_ids, params, self.vocab_size)
         if params.stop and self.make_detokenizer is None:
@@ -74,11 +78,11 @@ class LLMEngine:
         prompt: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
-        """Queue a request. The smaller `priority` goes first; within one, whoever was added first.
+        """Queue a request. Smaller `priority` goes first; among equal priorities, the request that was added first.
 
         Requests share cached prefixes only under the same `cache_salt`. `prompt` is the prompt's text, for the outputs
         only. `arrival_time` is in seconds of `time.perf_counter()`, for the metrics only. Raises what `check_request`
-        does, ValueError for an id in use, and RuntimeError once the engine is closed. Nothing is changed then.
+        does, ValueError for an id in use, and RuntimeError once the engine is closed. An error changes nothing.
         """
         if self.closed:
             raise RuntimeError("this engine is closed, and its memory given back: make another")
@@ -138,7 +142,7 @@ class LLMEngine:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have a seat in the batch. This and the next two may be read by any thread."""
+        """Sequences that have a seat in the batch. Any thread may read this and the next two."""
         return len(self.scheduler.running)
 
     @property
@@ -148,7 +152,7 @@ class LLMEngine:
 
     @property
     def num_free_seats(self) -> int:
-        """Seats for sequences that come now. There are none while a sequence waits, since nobody overtakes it."""
+        """Seats for new sequences. There are none while a sequence waits, since no other may overtake it."""
         return 0 if self._someone_waits else self.config.max_num_seqs - self.num_running
 
     @one_at_a_time(wait=False)
@@ -192,7 +196,7 @@ class LLMEngine:
 
     @one_at_a_time(wait=False)
     def abort_all(self) -> None:
-        """End every request without output and forget every cached block, also after an exception cut a step short."""
+        """End every request without output and forget every cached block, even if an exception cut a step short."""
         self._abort_all()
 
     def _abort_all(self) -> None:

@@ -13,7 +13,7 @@ class Proposer(Protocol):
     """Guesses how a sequence goes on."""
 
     def propose(self, seq: Sequence, k: int) -> list[int | None]:
-        """At most k tokens to follow `seq.token_ids`. None is left to the data plane's draft model."""
+        """At most k tokens to follow `seq.token_ids`. A None is filled in by the data plane's draft model."""
         ...
 
 
@@ -25,7 +25,7 @@ class DraftModelProposer:
 
 
 class NgramProposer:
-    """Guesses what followed the last `n` tokens at the latest place where they stand earlier in prompt or output.
+    """Guesses what followed the last `n` tokens at their most recent earlier occurrence in prompt or output.
 
     Prompt lookup (Saxena, 2023; Yang et al., "Inference with Reference", 2023). It needs no model, and is often right
     where the output repeats the prompt or itself, as in summaries, edits and code.

@@ -1,4 +1,4 @@
-"""One call at a time: what keeps two threads, or a callback, from meeting in the middle of a call."""
+"""One call at a time: no thread and no callback enters an object in the middle of another call."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 class Calls:
-    """Who is calling an object whose methods must not overlap."""
+    """Which thread is calling an object whose methods must not overlap."""
 
     def __init__(self) -> None:
         self.lock = Lock()  # held during a call
@@ -29,9 +29,9 @@ Method = Callable[Concatenate[S, P], R]
 def one_at_a_time(*, wait: bool) -> Callable[[Method[S, P, R]], Method[S, P, R]]:
     """Decorate a method so that it never overlaps with another decorated one of the same object.
 
-    wait: whether a call waits for that of another thread. Otherwise it raises RuntimeError, as does, with `wait` too, a
-    call from inside a call (`on_event`, a progress bar), which would wait for itself, and a call of another thread than
-    the object's owner.
+    wait: whether a call waits for the call of another thread, or raises RuntimeError. Two kinds of calls always raise
+    RuntimeError: a call from inside a call (`on_event`, a progress bar), which would wait for itself, and a call from
+    a thread that is not the object's owner.
     """
 
     def decorate(method: Method[S, P, R]) -> Method[S, P, R]:

@@ -12,7 +12,7 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestO
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
 
-MakeDetokenizer = Callable[[list[int], SamplingParams], Detokenizer]  # of the prompt's token ids and the parameters
+MakeDetokenizer = Callable[[list[int], SamplingParams], Detokenizer]  # from the prompt's token ids and the parameters
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What `add_request` was given, and the choices that came of it."""
+    """What `add_request` was given, and the choices made from it."""
 
     request_id: str
     prompt: str | None  # the text, where the caller gave one

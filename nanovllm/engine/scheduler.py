@@ -1,4 +1,4 @@
-"""Continuous batching: what the next step computes, who gets memory, who has to give it back.
+"""Continuous batching: what the next step computes, which sequences get memory, which give it back.
 
 One rule: a sequence has tokens it knows and tokens whose KV is computed, and a step computes some of that gap. Prefill,
 chunked prefill, decode, prefix hits and recomputation after a preemption are all this rule. (Scheduling by
@@ -35,9 +35,9 @@ class Scheduler:
     """Owns queues, rows and blocks. `schedule` may run one step ahead of `commit`: it reads lengths, never new tokens.
 
     Policy. The order is (priority, arrival), the smaller first. When blocks run out, the running sequence that is last
-    in order is preempted, possibly the one that needs a block. So the foremost sequence always advances; since it fits
-    the pool alone, everything ends. A waiting sequence takes a seat or blocks only from sequences of strictly worse
-    priority, and never overtakes another one of its own priority.
+    in order is preempted, possibly the one that needs a block. So the first sequence in order always advances. The
+    pool has room for it alone, so every sequence ends. A waiting sequence takes a seat or blocks only from sequences of
+    strictly worse priority, and never overtakes another sequence of its own priority.
     """
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
@@ -57,8 +57,8 @@ class Scheduler:
         """Forget all sequences and all cached blocks, also from a state that an exception left half changed."""
         self.blocks = BlockManager(self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching)
         self.sequences: dict[int, Sequence] = {}  # by key, all that are not finished
-        # Both in order of (priority, arrival). Whoever joins or leaves moves one pointer for each sequence behind: with
-        # ten thousand that wait, that takes two microseconds.
+        # Both in order of (priority, arrival). To join or leave moves one pointer for each sequence after it: with ten
+        # thousand waiting, that takes two microseconds.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._free_rows = list(range(self.config.max_num_seqs))  # a heap: low rows first
@@ -66,9 +66,9 @@ class Scheduler:
         # The plan in the making: tokens to compute for each sequence, and what is left of the token budget.
         self._planned: dict[Sequence, int] = {}
         self._budget = 0
-        # The waiting sequence that was looked up last in the prefix cache, and the free blocks that it needed: until it
-        # starts, or more of its text can be found. So long it has no more hits, and needs no fewer free blocks: only
-        # the start of another sequence takes free hits into use, and that sequence was then looked up later.
+        # The waiting sequence that was looked up last in the prefix cache, and the free blocks that it needed; kept
+        # until the sequence starts, or more of its text can be found. Until then it has no more hits, and needs no
+        # fewer free blocks: only the start of another sequence takes free hits into use, and it was looked up later.
         self._looked_up: Sequence | None = None
         self._num_needed = 0
         self._guesses: dict[Sequence, list[int | None]] = {}
@@ -143,7 +143,7 @@ class Scheduler:
             self._budget -= num_tokens
 
     def _may_fit(self, seq: Sequence) -> bool:
-        """Whether to look `seq` up again, which costs as much as its beginning is long. The last look-up was in vain,
+        """Whether to look `seq` up again, which costs more the longer its beginning is. The last look-up was in vain,
         and `seq` needs no fewer blocks now. Blocks that victims share are counted for each of them."""
         most = self.blocks.num_free + sum(len(v.block_table) for v in self.running if v.priority > seq.priority)
         return self._num_needed <= most
@@ -164,10 +164,10 @@ class Scheduler:
     def _claim_seat(self, seq: Sequence, cached: list[int]) -> bool:
         """Make sure of a row, and of blocks for all tokens of `seq`: with blocks for its first chunk alone, it would
         soon be preempted. If need be, preempt running sequences of strictly worse priority: as few as suffice, and
-        none where all would not suffice. Returns whether `seq` may start."""
+        none if all of them would not suffice. Returns whether `seq` may start."""
         shortage = self._num_needed - self.blocks.num_free
         shared = set(cached)
-        users: Counter[int] = Counter()  # of a block, among the victims
+        users: Counter[int] = Counter()  # how many victims use a block
         victims = 0
         for victim in reversed(self.running):
             if victim.priority <= seq.priority or (shortage <= 0 and (victims or self._free_rows)):
@@ -196,7 +196,7 @@ class Scheduler:
         self.trace.emit("admitted", seq, cached=seq.num_computed)
 
     def _preempt(self) -> None:
-        """Take row and blocks from the running sequence that is last in order, and its share of the unfinished plan."""
+        """Take row, blocks and share of the unfinished plan from the running sequence that is last in order."""
         seq = self.running.pop()
         self._release(seq)
         seq.status = SequenceStatus.WAITING

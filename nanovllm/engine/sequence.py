@@ -1,4 +1,4 @@
-"""A sequence: one choice of one request on its way, and all that the scheduler knows of it."""
+"""A sequence: one choice of one request in progress, and all that the scheduler knows about it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nanovllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """What a full, computed block holds: these tokens after that beginning. The digest only finds it.
+    """What a full, computed block holds: its tokens, and the text before them. The digest only serves to find it.
 
-    Equal contents are the same object, so `parent` by identity stands for the whole beginning; comparing it with the
-    tokens and the salt makes a collision of digests harmless.
+    Equal contents are the same object, so the identity of `parent` stands for the whole beginning. Since parent, tokens
+    and salt are compared, a collision of digests does no harm.
     """
 
     digest: bytes

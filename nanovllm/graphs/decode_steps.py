@@ -6,8 +6,8 @@ step to step is read from tensors that stay where they are. A batch is padded to
 the scratch row, which writes to the scratch block.
 
 A step that verifies guesses or computes a few tokens of a prompt is replayed as well. Every token is then a decode of
-its own, in the row of its sequence, one position further. All keys are written before any is read, so each token sees
-the tokens before it. The price: a context is read once for every token, instead of once for all. So such a step has at
+its own, in the row of its sequence, one position on. All keys are written before any is read, so each token sees
+the tokens before it. The price: the context is read once per token, instead of once for all. So such a step has at
 most `max_several` tokens, which read at most `max_keys` keys. Larger steps are for `prompt_steps.py`.
 """
 
@@ -34,7 +34,7 @@ class DecodeSteps:
     """A recording for each size of `sizes.decodes`.
 
     token_ids [R + 1, L] int32: the known tokens of each row; the last row is scratch, for padding.
-    copies: buffers on the host, one more than the steps that the host may be ahead of the device.
+    copies: number of buffers on the host, one more than the number of steps that the host may be ahead of the device.
     """
 
     def __init__(self, sizes: StepSizes, token_ids: Tensor, step: DecodeStep, recorder: Recorder, copies: int) -> None:
@@ -51,7 +51,7 @@ class DecodeSteps:
             self._replays[size] = recorder(partial(step, self._numbers[size]))
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
-        """Compute this work, if it fits a recording and replaying it is worth it; else None, and nothing is done."""
+        """Compute this work if it fits a recording and a replay pays; otherwise do nothing and return None."""
         several = [s for s in scheduled if s.num_tokens > 1 or not s.sample]
         if not several:  # almost always
             return self.run([(s.row, s.start) for s in scheduled])
@@ -61,7 +61,7 @@ class DecodeSteps:
         behind = [s.sample and i >= s.num_tokens - len(s.guesses) - 1 for s in scheduled for i in range(s.num_tokens)]
         if all(behind):
             return self.run(tokens)
-        # A recording samples behind every token. Where that was not asked for, what stood there is put back.
+        # A recording samples after every token. Where that was not asked for, the token that stood there is put back.
         array, chosen = np.array(tokens, dtype=np.int32), np.array(behind)
         row, before = to_device(array[~chosen].T.copy(), self.token_ids.device)
         known = self.token_ids[row, before + 1]
@@ -81,8 +81,8 @@ class DecodeSteps:
         return [(s.row, s.start + i) for s in scheduled for i in range(s.num_tokens)]
 
     def run(self, tokens: list[tuple[int, int]]) -> Sampled:
-        """Replay the smallest recording that has room for these decodes, each a row and the position that it computes;
-        what was sampled behind each of them."""
+        """Replay the smallest recording that has room for these decodes, each a row and the position that it computes.
+        Returns what was sampled after each of them."""
         size = self.sizes[bisect_left(self.sizes, len(tokens))]
         self._load(size, tokens)
         return self._replays[size]().at(slice(len(tokens)))

@@ -1,9 +1,9 @@
 """Steps with prompts, recorded for a ladder of numbers of tokens, and replayed.
 
-The kernels of a large step take longer than their launches; with a small model only from thousands of tokens on. Below
-that such a step is replayed like a decode step (see `decode_steps.py`). How its tokens are shared among its sequences
+The kernels of a large step take longer than their launches, with a small model only from thousands of tokens on. Below
+that size a step is replayed like a decode step (see `decode_steps.py`). How its tokens are shared among its sequences
 changes from step to step. So all sequences, decodes too, go through the prefill kernel, whose grid serves any way
-to share them. A step that is smaller than its recording is padded: the missing tokens are one sequence of the
+of sharing them. A step that is smaller than its recording is padded: the missing tokens are one sequence of the
 scratch row, and the missing sequences have no tokens.
 """
 
@@ -24,7 +24,7 @@ from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled
 
 # The numbers that say what a step computes, as `runner/batch.py` has them: row and position [T] of each token; row [S],
-# first token [S + 1] and context length [S] of each sequence; and of each token to sample [N], the token whose logits
+# first token [S + 1] and context length [S] of each sequence; and for each token to sample [N], the token whose logits
 # choose it, its row and its position.
 Pack = Callable[[Sequence[Scheduled]], list[npt.NDArray[Any]]]
 # What is recorded: from these numbers, int32 on the device, to what the step sampled.
@@ -36,7 +36,7 @@ COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
 class PromptSteps:
     """A recording for each size T of `sizes.prompts`, with S = `sizes.max_sequences` sequences and as many samples.
 
-    token_ids, copies: as of `DecodeSteps`.
+    token_ids, copies: as in `DecodeSteps`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PromptSteps:
         return [size, size, self.max_sequences, self.max_sequences + 1, *[self.max_sequences] * 4]
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
-        """Compute this work, if there is a recording that has room for it; else None, and nothing is done."""
+        """Compute this work if a recording has room for it; otherwise do nothing and return None."""
         num_tokens = sum(s.num_tokens for s in scheduled)
         num_sampled = sum(len(s.guesses) + 1 for s in scheduled if s.sample)
         if not self.sizes or num_tokens > self.sizes[-1]:
@@ -76,7 +76,7 @@ class PromptSteps:
         padding = [Scheduled(-1, self.scratch_row, 0, missing, sample=False, new_blocks=())] if missing else []
         widths = self._widths(size)
         host = next(self._host)[: sum(widths)]
-        # A missing sequence begins behind the last token; a missing sample is one of the scratch row.
+        # A missing sequence begins after the last token; a missing sample is taken from the scratch row.
         fills = [0, 0, self.scratch_row, size, 1, 0, self.scratch_row, 0]
         for part, place, fill in zip(self.pack([*scheduled, *padding]), host.split(widths), fills, strict=True):
             array = place.numpy()
@@ -100,5 +100,5 @@ class RecordedSteps:
         self.prompts = PromptSteps(sizes, token_ids, pack, prompt_step, recorder, COPIES_IN_FLIGHT)
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
-        """Compute this work by the cheapest recording; None, and nothing is done, if no recording has room."""
+        """Compute this work by the cheapest recording; if no recording has room, do nothing and return None."""
         return self.decodes.replay(scheduled) or self.prompts.replay(scheduled)

@@ -1,4 +1,4 @@
-"""Which steps are recorded: those that are launched more slowly than they are computed."""
+"""Which steps are recorded: those that take longer to launch than to compute."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.models.config import ModelConfig
 
 # Tokens of a decode recording in which a sequence has several, and bytes of keys and values that these tokens may read
-# of a layer. On an H200 reading so many bytes takes a quarter of a millisecond, and launching a layer takes a third
+# per layer. On an H200 reading so many bytes takes a quarter of a millisecond, and launching a layer takes a third
 # (docs/results.md: a token at batch 1 without CUDA graphs, by 28 layers). A larger step is for `prompt_steps.py`, or
 # launched kernel by kernel, which is slower even on an H200 (docs/speculation.md).
 MAX_REPLAYED = 256

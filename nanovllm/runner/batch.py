@@ -22,8 +22,8 @@ from nanovllm.runner.rows import Rows, ragged_arange
 
 @dataclass
 class Batch:
-    """One step's work on the device: T tokens of S sequences. The logits of N of the tokens choose new tokens: of each
-    sequence that samples, those of its last known token and of every guess."""
+    """One step's work on the device: T tokens of S sequences. The logits of N of the tokens choose new tokens: for
+    each sequence that samples, the logits of its last known token and of every guess."""
 
     input_ids: Tensor  # [T] int32
     positions: Tensor  # [T] int32
@@ -68,8 +68,8 @@ def pack(scheduled: Sequence[Scheduled]) -> list[npt.NDArray[Any]]:
 
 
 def look_up(parts: Sequence[Tensor], rows: Rows, num_decodes: int, max_query_len: int, max_context_len: int) -> Batch:
-    """Look up what depends on the device's state. parts: what `pack` gives, int32, on the device; the last three
-    arguments as in `AttentionMetadata`."""
+    """Look up what depends on the device's state. parts: what `pack` returns, int32, on the device. The last three
+    arguments are as in `AttentionMetadata`."""
     row_of_token, positions, row_index, query_start, context_len, *sampled = parts
     blocks = rows.block_table[row_of_token, positions // rows.block_size]  # [T]
     slots = blocks.long() * rows.block_size + positions % rows.block_size
@@ -101,7 +101,7 @@ class DecodeInputs:
         fill_in(rows, positions, *tables, input_ids, slots, context_len, table)
         maxima = {"num_decodes": b, "max_query_len": 1, "max_context_len": known.max_context_len}
         attention = AttentionMetadata(slots, self.query_start[: b + 1], context_len, table, **maxima)
-        # Each token is sampled behind, and the new token goes right behind its context.
+        # A new token is sampled after each token, and goes right after its context.
         return Batch(input_ids, positions, attention, None, rows, context_len)
 
 

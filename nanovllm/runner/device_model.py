@@ -1,4 +1,4 @@
-"""One model on one device: its weights, its attention backend and its KV cache. The target is one, a draft another."""
+"""One model on one device: weights, attention backend and KV cache. The target is one, a draft model another."""
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ class DeviceModel:
         self.model, self.config, self.block_size, self.device = model, c, block_size, device
         self.backend = select_backend(backend_name, device, c.head_dim, block_size, c.dtype)
         self.scale = c.head_dim**-0.5
-        # Keys and values of each layer [2, num_blocks + 1, block_size, Hkv, D], by `allocate_kv_cache`: the number of
-        # blocks is known once it has been measured what a step leaves
+        # Keys and values of each layer [2, num_blocks + 1, block_size, Hkv, D], made by `allocate_kv_cache`: the number
+        # of blocks is known only once the memory that a step leaves has been measured
         self.kv_cache: list[Tensor] = []
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -39,8 +39,8 @@ class DeviceModel:
         return BoundAttention(self.backend, self.kv_cache, meta, self.scale)
 
     def forward(self, batch: Batch, out: Tensor | None = None) -> Tensor:
-        """Compute a batch, whose keys and values go into the cache. Returns the logits behind its sampled tokens [N, V]
-        in the model's dtype, of several ranks [N, V / R]; in the first rows of `out`, if that is given."""
+        """Compute a batch, whose keys and values go into the cache. Returns the logits of its sampled tokens [N, V] in
+        the model's dtype, with several ranks [N, V / R]; in the first rows of `out`, if that is given."""
         hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [T, H]
         if batch.sampled_tokens is not None:
             hidden = hidden[batch.sampled_tokens]  # [N, H]

@@ -1,8 +1,8 @@
-"""Who guesses what the target will say: nobody, the plan (n-grams), or a smaller model.
+"""Guesses at the target's next tokens: none, those in the plan (n-grams), or those of a smaller model.
 
 The KV cache of a draft model has the target's blocks, tables and slots, with tensors of its own. In a step the draft
 computes the same known tokens as the target, and then every guess, the last one too, though what follows it is not
-used. So both caches always hold the same positions, and nothing has to be caught up with: a rejected guess, a
+used. So both caches always hold the same positions, and the draft never has to catch up: a rejected guess, a
 preemption or a prefix found in the cache means the same for both.
 """
 
@@ -34,10 +34,10 @@ class Guesses(Protocol):
     """Where the guesses of a step come from."""
 
     def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
-        """Write a step's guesses into the rows, behind the last known token of each. needs: of the rows that sample.
+        """Write a step's guesses into the rows, after the last known token of each. needs: of the rows that sample.
 
         Returns the distributions that the guesses were sampled from, in the order of the positions that the target
-        samples at [N, V] float32; None if they came without chance, so that there is nothing to correct.
+        samples at [N, V] float32; None if the guesses are deterministic, so that there is nothing to correct.
         """
         ...
 
@@ -48,7 +48,7 @@ class NoGuesses:
 
 
 class PlannedGuesses:
-    """The control plane has guessed (n-grams), and the plan says what."""
+    """The guesses are in the plan: the control plane made them (n-grams)."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -60,7 +60,7 @@ class PlannedGuesses:
 
 
 def read_draft_config(speculation: Speculation, target: ModelConfig) -> ModelConfig:
-    """Raises ValueError for a draft that is no checkpoint, or does not fit the target."""
+    """The draft's configuration. Raises ValueError for a draft that is no checkpoint, or does not fit the target."""
     assert speculation.model is not None
     try:
         config = read_config(find_checkpoint(speculation.model, weights=False))
@@ -92,7 +92,7 @@ class DraftModel:
                 self.recorded = DecodeSteps(sizes, rows.token_ids, self.decode_step, recorder, copies)
 
     def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
-        """See `Guesses`. Each sequence gets one guess more, which the target never sees. None if all are greedy."""
+        """See `Guesses`. Each sequence gets one more guess, which the target never sees. None if all are greedy."""
         needs = needs or Needs()
         all_greedy = self.state.all_greedy(s.row for s in scheduled if s.sample)
         last = {s.key: s.start + s.num_tokens for s in scheduled}  # where the guess goes that the target never sees
@@ -115,7 +115,7 @@ class DraftModel:
         return q
 
     def _guess(self, scheduled: list[Scheduled], needs: Needs, all_greedy: bool) -> Tensor | None:
-        """One turn: compute tokens, and write a guess behind each that is sampled; returns what it was sampled from."""
+        """One turn: compute tokens, and write a guess after each that samples. Returns the guesses' distributions."""
         if self.recorded is not None and all(s.sample and s.num_tokens == 1 for s in scheduled):
             step = self.recorded.run([(s.row, s.start) for s in scheduled])
             if all_greedy and needs == Needs():
@@ -127,7 +127,7 @@ class DraftModel:
         return self._sample(logits, rows, positions, needs, all_greedy)[1]
 
     def decode_step(self, numbers: Tensor) -> Sampled:
-        """A turn of one token each, as it is recorded, with greedy guesses."""
+        """A turn of one token per sequence, as it is recorded, with greedy guesses."""
         batch = self.inputs.look_up(numbers)
         logits = self.model.forward(batch, self.logits)  # [B, V]
         rows, positions = batch.sampled_rows, batch.next_positions
@@ -137,7 +137,7 @@ class DraftModel:
     def _sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, needs: Needs, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Guesses [N], written into the rows, and what they were sampled from [N, V]; None if all are greedy."""
+        """Guesses [N], written into the rows, and their distributions [N, V]; None if all are greedy."""
         metadata = self.state.metadata(rows, positions, all_greedy)
         guesses, q = sample_guesses(constrain(logits.float(), metadata, rows, self.state, needs), metadata)
         self.rows.token_ids[rows, positions] = guesses.int()

@@ -1,4 +1,4 @@
-"""How large the KV cache may be: as large as what weights and the largest step leave of the memory."""
+"""How large the KV cache may be: what weights and the largest step leave of the memory."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from nanovllm.sampling.state import SamplingMetadata
 MIB = 2**20
 GIB = 2**30
 SHARE = "NANOVLLM_GPU_MEMORY"
-CONTEXT = GIB  # the most that counts as CUDA's own memory of this process: the driver tells the sum of all processes
+CONTEXT = GIB  # the most that counts as CUDA's own memory of this process: the driver tells only the sum of all
 
 
 def block_bytes(model: ModelConfig, block_size: int) -> int:
@@ -27,7 +27,7 @@ def block_bytes(model: ModelConfig, block_size: int) -> int:
 
 def graph_bytes(sizes: StepSizes, model: ModelConfig) -> int:
     """What recorded steps may take: logits, activations and the matrix library's workspace, which all steps share; and
-    the launches themselves, some 10 KB each."""
+    the launches themselves, about 10 KB each."""
     logits = sizes.decodes[-1] * model.vocab_size * model.dtype.itemsize
     launches = (len(sizes.decodes) + len(sizes.prompts)) * model.num_hidden_layers * MIB // 8
     return logits + 320 * MIB + launches
@@ -78,9 +78,9 @@ def num_kv_blocks(
 
 
 def gpu_share(config: EngineConfig) -> float:
-    """The share of this process: `gpu_memory_utilization`, or NANOVLLM_GPU_MEMORY if less, so that people share a card.
+    """The share of this process: `gpu_memory_utilization`, or a smaller NANOVLLM_GPU_MEMORY, to share a card.
 
-    Raises ValueError if NANOVLLM_GPU_MEMORY is no number above 0 and at most 1.
+    Raises ValueError if NANOVLLM_GPU_MEMORY is not a number above 0 and at most 1.
     """
     value = os.environ.get(SHARE)
     if value is None:

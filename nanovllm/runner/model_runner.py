@@ -1,8 +1,9 @@
 """One rank's data plane: models, KV cache and rows on one device, and the step that ties them together.
 
-A step is: put what is new into the rows, guess if somebody guesses, compute the batch and sample (replayed, if there is
-a recording), and finish the rows whose sampling parameters ask for more. The runner knows nothing of requests, queues
-or text. It never waits for the device: the tokens are copied to the host behind the step, and whoever reads them waits.
+A step puts what is new into the rows, guesses tokens if speculation is on, computes the batch and samples (replayed, if
+there is a recording), and finishes the rows whose sampling parameters ask for more. The runner knows nothing of
+requests, queues or text. It never waits for the device: the tokens are copied to the host after the step, and only
+their reader waits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ UNRECORDED = [
 
 
 class ModelRunner:
-    """Runs plans on one device. `config` is resolved; `config.num_kv_blocks` may be None, then it is measured.
+    """Runs plans on one device. `config` is resolved; if `config.num_kv_blocks` is None, it is measured.
 
     `recorder` makes steps replayable; None means CUDA graphs where the device, the attention backend and the
     configuration allow them. `group` joins the ranks, of which this is one.
@@ -57,7 +58,7 @@ class ModelRunner:
         speculation, block_size = config.speculation, config.kvcache_block_size
         self.speculates = speculation is not None
 
-        # Models: the target, and a draft if a model guesses, of which each rank has the whole
+        # Models: the target, and a draft if a model guesses. Each rank has the whole draft
         self.target = DeviceModel(loaded.model, config.attention_backend, block_size, device)
         self.backend = self.target.backend
         draft: DeviceModel | None = None
@@ -70,7 +71,7 @@ class ModelRunner:
         if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:
             recorder = CudaGraphRecorder(self.group.recorded)
 
-        # KV cache: what weights and the largest step leave, the same number of blocks on all ranks
+        # KV cache: the memory that weights and the largest step leave; equally many blocks on all ranks
         largest_step = partial(run_largest_step, loaded.model, config, device)
         configs = self.target.config, None if draft is None else draft.config
         num_blocks = num_kv_blocks(config, *configs, device, largest_step, with_graphs=recorder is not None)
@@ -88,7 +89,7 @@ class ModelRunner:
         )
         self.sampler = Sampler(self.state, self.group)
 
-        # Recorded steps, and who guesses
+        # Recorded steps, and the source of guesses
         self.recorded = None if recorder is None else self._record(config, recorder)
         self.guesses: Guesses = NoGuesses()
         if draft is not None:
@@ -133,9 +134,9 @@ class ModelRunner:
         return self.compute(make_batch(scheduled, self.rows), all_greedy=all_greedy)
 
     def compute(self, batch: Batch, logits_out: Tensor | None = None, all_greedy: bool = False) -> Sampled:
-        """From a batch to tokens, which are written into the rows: what is launched, or recorded and replayed."""
+        """From a batch to tokens, which are written into the rows. This is launched, or recorded and replayed."""
         rows, positions = batch.sampled_rows, batch.next_positions
-        # What stands where tokens will be sampled is the guesses, and behind them nothing that is looked at.
+        # Where tokens will be sampled, the rows hold the guesses; after the last guess, nothing that is looked at.
         guesses = self.rows.token_ids[rows, positions].long() if self.speculates else None  # [N]
         logits = self.target.forward(batch, logits_out)  # [N, V]
         token_ids = self.sampler.sample(logits, rows, positions, all_greedy)
@@ -163,8 +164,8 @@ class ModelRunner:
     def warm_up(self, max_num_tokens: int) -> None:
         """Launch one step of each kind in `UNRECORDED`, except those that the configuration does not allow.
 
-        A kernel is compiled when it is first launched, and no request should wait for that. All is done by the scratch
-        row.
+        A kernel is compiled when it is first launched, and no request should wait for that. All of it is
+        done in the scratch row.
         """
         row, longest = self.rows.scratch_row, self.rows.max_context_len
         for lengths in UNRECORDED:
@@ -173,7 +174,7 @@ class ModelRunner:
                 self.compute(make_batch(work, self.rows))
 
     def close(self) -> None:
-        """Give all memory back, whoever may still hold this object. Nothing can be run afterwards."""
+        """Give all memory back, even if this object is still referenced. Nothing can be run afterwards."""
         if not self.closed:
             self.closed = True
             del self.target, self.backend, self.rows, self.state, self.sampler, self.recorded, self.guesses

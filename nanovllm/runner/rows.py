@@ -1,4 +1,4 @@
-"""The tokens and the block table of every running sequence, on the device, in a row of its own.
+"""A row on the device for every running sequence: its tokens and its block table.
 
 A step sends only what changed. The newest token never travels: the sampler writes it into the row, and the next step
 reads it there. So step n + 1 can be submitted before the host has seen what step n sampled. The sampling parameters of
@@ -29,7 +29,7 @@ class Rows:
     """Persistent state of up to `num_rows` running sequences; one more row is scratch, for padding.
 
     token_ids [R + 1, max_model_len + 1] int32: every known token, the newest included. `install` writes what is known
-        when a sequence moves in, the sampler every new token, and `runner/draft.py` the guesses behind the last one.
+        when a sequence moves in, the sampler every new token, and `runner/draft.py` the guesses after the last one.
     block_table [R + 1, M] int32: written by `append_blocks`; the scratch block where there is no block yet.
     owner [R + 1], on the host: the key of the sequence in each row, -1 for none. The runner compares it with a plan.
     """
@@ -47,7 +47,7 @@ class Rows:
         self.owner = [-1] * (num_rows + 1)
 
     def install(self, scheduled: list[Scheduled], known: Sequence[Known]) -> None:
-        """Move sequences into their rows, with the tokens known so far, all of a step at once."""
+        """Move all new sequences of a step into their rows, with the tokens known so far."""
         rows = [s.row for s in scheduled]
         lengths = np.array([len(k.token_ids) for k in known])
         ids = np.concatenate([k.token_ids for k in known])
@@ -58,7 +58,7 @@ class Rows:
             self.owner[s.row] = s.key
 
     def append_blocks(self, scheduled: list[Scheduled]) -> None:
-        """Put what each row was newly given at the end of its block table, which is as long as the step needs."""
+        """Append the new blocks of each row to its block table, which is then as long as the step needs."""
         flat = []
         for s in scheduled:
             first = -(-(s.start + s.num_tokens) // self.block_size) - len(s.new_blocks)
@@ -67,7 +67,7 @@ class Rows:
         self.block_table[row, column] = block_ids
 
     def write_guesses(self, scheduled: list[Scheduled]) -> None:
-        """Put the guesses of a plan behind the last known token of their rows."""
+        """Put the guesses of a plan after the last known token of their rows."""
         flat = [
             (s.row, position, token)
             for s in scheduled

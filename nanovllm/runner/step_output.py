@@ -10,7 +10,7 @@ from nanovllm.sampling.logprobs import TopLogprobs
 class StepOutput:
     """The tokens of a step. Whoever reads them waits until the step is done and they are copied.
 
-    token_ids [N] int64: of each sequence one token for every guess and one more. guesses [N] int64: what had been
+    token_ids [N] int64: for each sequence one token per guess and one more. guesses [N] int64: what had been
     guessed there, None if nobody guesses. num_sampled: how many of the N tokens each sequence has. wanted: how many
     of the likeliest tokens each sequence asked for, None for none. Without log-probabilities nobody reads `wanted`.
     """
@@ -34,8 +34,8 @@ class StepOutput:
             self.ready.record()
 
     def read(self) -> list[tuple[list[int], list[TokenLogprobs] | None]]:
-        """The new tokens of the step's sequences in order, up to the first that is not what was guessed, -1 for a bad
-        row; and log-probabilities where wanted."""
+        """The new tokens of the step's sequences in order, up to the first that differs from its guess, -1 for a
+        bad row; and log-probabilities where wanted."""
         if self.ready is not None:
             self.ready.synchronize()
         token_ids = self.token_ids.tolist()

@@ -1,19 +1,19 @@
 """Accept a guessed token or sample another one, so that the result is distributed as if nobody had guessed.
 
 A guess sampled from q is accepted with probability min(1, p / q). Otherwise it is replaced by a sample from
-max(p - q, 0), normalised. Together that is p, whatever q was (Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding", 2023; Chen et al., 2023). p is the target's distribution after penalties and filters, and q the
-distribution that the guess was in fact sampled from.
+max(p - q, 0), normalised. Together the two give p, whatever q was (Leviathan et al., "Fast Inference from Transformers
+via Speculative Decoding", 2023; Chen et al., 2023). p is the target's distribution after penalties and filters, and q
+the distribution that the guess was in fact sampled from.
 
-Guesses may also come without chance (n-grams): q is a single token then, and none of this is needed. A token sampled
-from p as ever is the guess with probability p(guess), and otherwise distributed as p without the guess: the same rule.
+Guesses may also be deterministic (n-grams): q is a single token then, and none of this is needed. A token sampled from
+p as usual is the guess with probability p(guess), and otherwise distributed as p without the guess: the same rule.
 
-Either way a step samples a token behind every guess. `runner/step_output.py` keeps them up to the first that is not
-the guess, and `Scheduler._roll_back` takes back what was computed behind it.
+Either way a step samples a token after every guess. `runner/step_output.py` keeps them up to the first that is not
+the guess, and `Scheduler._roll_back` takes back what was computed after it.
 
 All randomness is a function of (seed, output index), in a stream for each purpose. The last position of a step has no
 guess to verify. Its token is sampled in the same way, from a guess that was never shown to the target. So the token at
-an output index does not depend on where steps begin, on k, or on who was preempted.
+an output index does not depend on where steps begin, on k, or on preemptions.
 """
 
 from dataclasses import replace
@@ -57,7 +57,7 @@ def accept_or_resample(scores: Tensor, metadata: SamplingMetadata, guesses: Tens
 
 
 def probabilities(scores: Tensor, temperature: Tensor) -> Tensor:
-    """scores [N, V], temperature [N] -> the distribution that is sampled from [N, V]; of greedy rows at 1."""
+    """scores [N, V], temperature [N] -> the distribution that is sampled from [N, V]; for greedy rows at 1."""
     relative = scores - scores.amax(-1, keepdim=True)  # so that no temperature can overflow
     return relative.div_(torch.where(temperature > 0, temperature, 1)[:, None]).softmax(-1)
 

@@ -12,7 +12,7 @@ from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
 def constrain(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs) -> Tensor:
     """scores [N, V] float32 with penalties, and -inf for what min_tokens and the filters rule out.
 
-    rows: [N], of `state`, which has the parameters of each. needs: what some row asks for; nothing else is computed.
+    rows: [N], of `state`, which has their parameters. needs: what some row asks for; nothing else is computed.
     """
     if needs.penalties:
         scores = penalize(scores, metadata, rows, state)
@@ -35,7 +35,7 @@ def penalize(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: Sa
     Counted anew each time: nothing has to be kept, undone for a token that is dropped, or rebuilt after a preemption.
     """
     num_prompt = state.num_prompt_tokens[rows]  # [N]
-    num_known = num_prompt + metadata.indices  # [N]; behind so many tokens nothing of a row is read
+    num_known = num_prompt + metadata.indices  # [N]; nothing of a row is read after so many tokens
     ids = state.token_ids[rows].long()  # [N, L]
     columns = torch.arange(ids.shape[1], device=ids.device)
     known = columns < num_known[:, None]  # [N, L]
@@ -89,7 +89,7 @@ def count_kept(largest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def keep_largest(scaled: Tensor, largest: Tensor, count: Tensor) -> Tensor:
-    """Mask [N, V] of the count [N] largest of each row, lower ids first among equals. `largest`: see `count_kept`."""
+    """Mask [N, V] of the `count` [N] largest per row, lower ids first among equals. `largest`: see `count_kept`."""
     border = largest.gather(1, count[:, None] - 1)  # [N, 1]
     above, at_border = scaled > border, scaled == border  # [N, V]
     room = count - above.sum(-1)  # [N]

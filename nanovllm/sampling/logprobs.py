@@ -10,7 +10,7 @@ from nanovllm.engine.plan import TokenLogprobs
 
 
 class TopLogprobs(NamedTuple):
-    """Of N rows, on the device until `to` brings them to the host. Column 0 is the sampled token's."""
+    """Log-probabilities of N rows, on the device until `to` is called. Column 0 is the sampled token's."""
 
     token_ids: Tensor  # [N, 1 + n] int64
     values: Tensor  # [N, 1 + n] float32
@@ -25,12 +25,12 @@ class TopLogprobs(NamedTuple):
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def spread(self, index: Tensor, n: int) -> "TopLogprobs":
-        """These rows as `index` of n rows. What the others hold means nothing."""
+        """These rows at the places `index` of n rows. What the other rows hold means nothing."""
         return TopLogprobs(*(c.new_zeros(n, *c.shape[1:]).index_copy_(0, index, c) for c in self))
 
     def per_row(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
-        """token id -> (log-probability, rank) of each row, for as many of the likeliest as it wanted. Waits for the
-        device if it must."""
+        """token id -> (log-probability, rank) per row, for as many of the likeliest tokens as the row wants. Waits for
+        the device if it must."""
         rows: list[TokenLogprobs | None] = []
         for n, ids, logprobs, rank in zip(wanted, *(column.tolist() for column in self), strict=True):
             if n is None:
@@ -44,7 +44,7 @@ class TopLogprobs(NamedTuple):
 
 
 def top_logprobs(logits: Tensor, sampled: Tensor, n: int) -> TopLogprobs:
-    """Of the model's own distribution: before temperature, penalties and filters, as vLLM reports it by default.
+    """Under the model's own distribution: before temperature, penalties and filters, as vLLM reports by default.
 
     logits [N, V] float32, sampled [N] int64 (-1 in a bad row, whose numbers mean nothing), the n likeliest tokens.
     """

@@ -35,7 +35,7 @@ def choose(scores: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Tensor, indices: Tensor) -> Tensor:
-    """seeds [N] int64, indices [N], how many output tokens came before -> keys [N] int64: 64 well-mixed bits."""
+    """seeds [N] int64, indices [N] (how many output tokens came before) -> keys [N] int64: 64 well-mixed bits."""
     return _mix64(_mix64(seeds) + (indices.long() + 1) * GOLDEN)
 
 

@@ -2,9 +2,9 @@
 
 Two tails read the same logits. The *plain* tail knows temperature and, on one GPU, min_p, top_k and top_p: a few
 kernels, fit for a CUDA graph. The *full* tail adds penalties, min_tokens, log-probabilities and the acceptance of a
-draft's guesses, and elsewhere the filters. It runs behind the plain tail, for the rows that need it. A row that needs
-none of this gets the same token from both. Every row is computed by itself, so batch and order cannot matter. Nothing
-here waits for the device.
+draft's guesses, and elsewhere the filters. It runs after the plain tail, for the rows that need it. A row that needs
+none of this gets the same token from both tails. Every row is computed by itself, so batch and order cannot matter.
+Nothing here waits for the device.
 
 Temperature 0 is exact: the noise is multiplied by it. Among equal scores the lowest id wins. A row whose largest logit
 is not a finite number (torch's max gives NaN if there is any) samples -1.
@@ -28,13 +28,13 @@ from nanovllm.sampling.noise import add_noise, choose
 from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
 
 # Scores that the full tail works on at once, 32 MiB of them. A sort of the vocabulary holds ten tensors of their size:
-# of all rows of a large batch together, gigabytes that nobody set aside.
+# for all rows of a large batch at once, these would be gigabytes that nobody set aside.
 MAX_SCORES = 2**23
 
 
 class Sampled(NamedTuple):
-    """What the plain tail of a step sampled, N tokens: of each sequence that samples, behind the last known token and
-    behind every guess. The next replay of a recorded step overwrites the tensors."""
+    """What the plain tail of a step sampled, N tokens: for each sequence that samples, after the last known token and
+    after every guess. The next replay of a recorded step overwrites the tensors."""
 
     rows: Tensor  # [N] int32
     positions: Tensor  # [N] int32, where in its row each token went
@@ -56,7 +56,7 @@ class Sampler:
         self.state, self.group = state, group
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, all_greedy: bool = False) -> Tensor:
-        """The plain tail: logits [N, V] behind the tokens that go to `positions` [N] of `rows` [N] -> ids [N] int64."""
+        """The plain tail: logits [N, V] for the tokens that go to `positions` [N] of `rows` [N] -> ids [N] int64."""
         state, group, vocab_size = self.state, self.group, self.state.vocab_size
         sample_rows = fused_kernels(state.device).sample_rows
         if sample_rows is not None:
@@ -83,7 +83,7 @@ class Sampler:
         if needs is None and q is None:
             return step.token_ids, None
         state = self.state
-        if step.guesses is not None:  # the plain tail wrote over them, and penalties of what follows a guess count them
+        if step.guesses is not None:  # the plain tail wrote over them, and penalties after a guess count the guess
             state.token_ids[step.rows, step.positions] = step.guesses.int()
         # Only the rows that need it are sampled again: the vocabulary is not sorted for the others.
         rows = [s.row for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
@@ -125,7 +125,7 @@ def sample_full(
         tokens = torch.cat([choose(add_noise(s, metadata[part])) for s, part in zip(scores, parts, strict=True)])
     else:
         tokens = accept_or_resample(torch.cat(list(scores)), metadata, *drafted)
-    # What was ruled out may have been what was wrong with the row.
+    # The value that was not finite may have been ruled out, so the logits decide.
     tokens = torch.where(logits.amax(-1).isfinite(), tokens, -1)
     if needs.num_logprobs is None:
         return tokens, None

@@ -19,7 +19,7 @@ class SamplingMetadata:
     temperature: Tensor  # [N] float32
     seeds: Tensor  # [N] int64
     indices: Tensor  # [N] how many output tokens the sequence had before this token
-    all_greedy: bool = False  # known on the host: no row has a temperature, so that no noise is computed
+    all_greedy: bool = False  # known on the host: no row has a temperature, so no noise is computed
 
     def __getitem__(self, part: slice) -> "SamplingMetadata":
         return SamplingMetadata(self.temperature[part], self.seeds[part], self.indices[part], self.all_greedy)
@@ -111,7 +111,7 @@ class SamplingState:
         return all(self.params[row].temperature == 0 for row in rows)
 
     def metadata(self, rows: Tensor, positions: Tensor, all_greedy: bool = False) -> SamplingMetadata:
-        """Of the tokens that go to `positions` [N] of `rows` [N]."""
+        """The metadata of the tokens that go to `positions` [N] of `rows` [N]."""
         indices = positions - self.num_prompt_tokens[rows]
         return SamplingMetadata(self.temperature[rows], self.seed[rows], indices, all_greedy)
 

@@ -1,4 +1,4 @@
-"""Chat messages, and the template of the checkpoint that makes a prompt of them: the same offline and in the server."""
+"""Turns chat messages into a prompt by the template of the checkpoint, offline and in the server alike."""
 
 import logging
 import re
@@ -19,7 +19,7 @@ class ChatTemplate:
     """What a template makes of messages.
 
     Some templates want a string as content, some walk over a list of parts, some take both. Content in the wrong form
-    would be lost without a word, or its dict would be printed into the prompt. So each role's form is found out: a
+    would be lost silently, or its dict would be printed into the prompt. So each role's form is found out: a
     message with a probe is rendered in both forms, to see which form brings the probe into the prompt. Where neither
     does, the template's syntax tree tells whether the template walks over a message's content.
     """
@@ -35,14 +35,14 @@ class ChatTemplate:
                 self._apply([{"role": "user", "content": PROBE}])
             except TemplateSyntaxError as error:
                 logger.warning("the chat template cannot be used: %s (line %d); mend it", error, error.lineno)
-            except Exception:  # of a template that wants another conversation
+            except Exception:  # the template wants another conversation
                 pass
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt, up to the beginning of the model's answer.
 
-        Raises ValueError for messages that are none, without a template, and for messages that the template refuses,
-        with the template's own reason.
+        Raises ValueError if `messages` are not chat messages, if there is no template, or if the template refuses the
+        messages, with the template's own reason.
         """
         check_messages(messages)
         if not self._tokenizer.chat_template:
@@ -125,7 +125,7 @@ def num_characters(message: Message) -> int:
 
 def conversations(role: str) -> list[tuple[list[str], int]]:
     """The roles of conversations to try, and the place of a message of this role in them. Templates differ in which
-    conversations they take and which messages they look at; the longest one that a template takes tells most."""
+    conversations they take and which messages they look at; the longest that a template takes tells most."""
     if role == "system":
         return [(["system", "user", "assistant", "user"], 0), (["system", "user"], 0)]
     if role == "user":

@@ -1,4 +1,4 @@
-"""The text of one output while its tokens come, and the stop string that ends it."""
+"""The text of one output while its tokens arrive, and the stop string that ends it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,7 @@ class Detokenizer:
     `skip_special_tokens` hides: `stop=["<|im_end|>"]` stops there, as `stop_strings` of `transformers` does.
 
     stop_reason: the stop string that was met. From then on `text` is final, and further tokens are ignored.
-    tokenizer: or its `TokenTexts`, which many requests may share.
+    tokenizer: a tokenizer, or its `TokenTexts`, which many requests may share.
     prompt_token_ids: what stands before the output, for tokenizers that write a space only after something.
     """
 
@@ -51,8 +51,8 @@ class Detokenizer:
         return self._shown[0] if self._shown else ""
 
     def append(self, token_id: int) -> str | None:
-        """Take in the next token; returns the stop string that has been met. One counts only where it ends behind the
-        first `min_tokens` tokens."""
+        """Take in the next token; returns the stop string that has been met. A stop string counts only if it ends
+        after the first `min_tokens` tokens."""
         if self._stops is None:
             self._unread.append(token_id)
         elif self.stop_reason is None:
@@ -91,7 +91,7 @@ class Detokenizer:
         return entry
 
     def _read(self, certain: str, stops: StopStrings) -> None:
-        """Go on by what the stream has given. Stop strings are looked for in what waits in the stream as well."""
+        """Continue with what the stream has given. Stop strings are looked for in what waits in the stream as well."""
         before, self._pending = self._pending, self._stream.pending  # empty, but for byte fallback
         new = certain + self._pending
         if new.startswith(before):
@@ -103,7 +103,7 @@ class Detokenizer:
             self._go_on(new, stops)
 
     def _go_on(self, new: str, stops: StopStrings, hidden: str = "") -> None:
-        """Go on by text that is shown, or by text that is hidden, up to the end of a stop string."""
+        """Continue with shown or with hidden text, up to the end of a stop string."""
         if self.stop_reason is not None:
             return
         may_stop = self._num_tokens > self._min_tokens

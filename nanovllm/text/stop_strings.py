@@ -28,9 +28,10 @@ class StopStrings:
         self.feed(text, may_stop=False)
 
     def feed(self, text: str, may_stop: bool) -> tuple[int, str] | None:
-        """Read on. The number of characters of `text` up to the end of the first stop string, and that string; or None.
+        """Read on. Returns the number of characters of `text` up to the end of the first stop string, and that string.
 
-        Without `may_stop` strings that are completed do not count; one that is only begun may count later.
+        Returns None if there is none. Without `may_stop`, a string that is completed does not count; a string that is
+        only begun may count later.
         """
         for position, character in enumerate(text):
             found = None
@@ -51,11 +52,11 @@ class StopStrings:
 class StopsAcrossHidden:
     """Finds stop strings in a text together with what is hidden in it: special tokens that are not shown.
 
-    Only strings that have a whole hidden token in them are found here; `StopStrings` finds the others. Of the text only
-    as much as the longest stop string has is remembered.
+    Only strings that have a whole hidden token in them are found here; `StopStrings` finds the others. Only as
+    much of the text is remembered as the longest stop string is long.
 
     num_shown: number of characters of the shown text so far.
-    settled: the shown text up to this character is no beginning of a stop string that has something hidden in it.
+    settled: no stop string that has something hidden in it can begin before this character of the shown text.
     """
 
     def __init__(self, stops: Sequence[str], shown: str) -> None:
@@ -67,8 +68,8 @@ class StopsAcrossHidden:
         self.feed(shown[self.num_shown :], hidden=False, may_stop=False)
 
     def feed(self, text: str, hidden: bool, may_stop: bool) -> tuple[int, int, str] | None:
-        """Read on: characters, or one hidden token. Of the first stop string that is complete: the numbers of shown
-        characters before its beginning and before its end, and the string."""
+        """Read on: characters, or one hidden token. Returns, for the first stop string that is complete, the numbers of
+        shown characters before its beginning and before its end, and the string."""
         for part in [text] if hidden else text:
             self._recent.append((part, self.num_shown, hidden))
             self.num_shown += not hidden
@@ -79,7 +80,7 @@ class StopsAcrossHidden:
         return None
 
     def _find(self, fits: Callable[[str, str], bool]) -> tuple[int, str] | None:
-        """Of what was read, the longest end that has something hidden in it and fits to a stop string: its place in the
+        """Of what was read, the longest end that has something hidden in it and fits a stop string: its place in the
         shown text, and the stop string."""
         found, end, has_hidden = None, "", False
         for part, place, hidden in reversed(self._recent if any(part[2] for part in self._recent) else ()):

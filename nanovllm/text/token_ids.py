@@ -1,12 +1,12 @@
-"""Token ids as others hand them over: integers of numpy and torch, and what a tokenizer of `transformers` returns.
+"""Token ids from other libraries: integers of numpy and torch, and what a tokenizer of `transformers` returns.
 
-Neither library is imported here: arrays and tensors are known by their method `tolist`.
+Neither library is imported here: arrays and tensors are recognised by their method `tolist`.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# What a tokenizer of `transformers` says of its ids besides. A prompt needs only the mask, which tells padding.
+# What else a tokenizer of `transformers` returns with its ids. A prompt needs only the mask, which marks padding.
 ASIDES = {"attention_mask", "token_type_ids", "special_tokens_mask", "assistant_masks", "offset_mapping", "length"}
 
 
@@ -23,7 +23,7 @@ def as_lists(value: Any) -> Any:
 def prompts_of(encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The prompts in what `apply_chat_template`, or a call of the tokenizer, returns: `input_ids` of one text or of
     several, as lists, arrays or tensors. Where there is an `attention_mask`, what it hides is padding, and left out.
-    Keys that are none of a tokenizer's stay in every prompt."""
+    Keys that do not come from a tokenizer stay in every prompt."""
     rest = {key: value for key, value in encoding.items() if key != "input_ids" and key not in ASIDES}
     rows, masks = as_lists(encoding["input_ids"]), as_lists(encoding.get("attention_mask"))
     if not rows or is_token_id(rows[0]):

@@ -1,4 +1,4 @@
-"""What a token adds to a text, given what stands before it. All that shows tokens as text asks here.
+"""What a token adds to a text, given what stands before it. Whatever shows tokens as text asks here.
 
 A token is not a piece of text but a piece of UTF-8: an emoji may be spread over four tokens. Some tokenizers write the
 space before a word only if something stands before the word. So a token's bytes depend on the token before it, and its
@@ -30,7 +30,7 @@ class Token(NamedTuple):
 
 
 class Tokens(dict[int, Token]):
-    """What is true of each token wherever it stands, looked up when it is first asked for."""
+    """What is true of a token wherever it stands, looked up when the token is first asked for."""
 
     def __init__(self, look_up: Callable[[int], Token]) -> None:
         super().__init__()
@@ -82,14 +82,14 @@ class TokenTexts:
         return next((i for i in reversed(token_ids) if self.is_text(i, skip_special_tokens)), None)
 
     def after(self, previous: int | None, token_id: int) -> bytes:
-        """The bytes that a token adds behind the token `previous`; None is the beginning of the text."""
+        """The bytes that a token adds after the token `previous`; None is the beginning of the text."""
         raw = self.tokens[token_id].raw
         if raw is not None and (self._byte_level or previous is not None):
             return raw
         if previous is not None:
             return self._decode(previous, token_id)[len(self._decode(previous)) :].encode()
         alone = self._decode(token_id)
-        return raw if raw is not None and alone else alone.encode()  # "" for a space that shows behind something only
+        return raw if raw is not None and alone else alone.encode()  # "" for a space that shows only after something
 
     def _decode(self, *token_ids: int) -> str:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -168,7 +168,7 @@ class TextStream:
 
 
 class TokenCursor:
-    """Goes through an output token by token, and tells of each position what tokens would add there.
+    """Goes through an output token by token, and says for each position what tokens would add there.
 
     The texts of the chosen tokens joined are the text, and their bytes joined are the text's bytes: a token that only
     begins a character has no text, and the token that completes it has the character. Special tokens that are not part

@@ -17,7 +17,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """`path`: the checkpoint's directory. Raises ValueError if its tokenizer cannot be read or needs own code."""
+        """`path`: the checkpoint's directory. Raises ValueError if its tokenizer is unreadable or needs custom code."""
         if not (path / "tokenizer.json").is_file():
             raise ValueError(
                 f"{path} has no tokenizer.json; pass token ids with skip_tokenizer_init=True, or convert it"
@@ -29,7 +29,7 @@ class Tokenizer:
         except Exception as error:  # `tokenizers` raises nothing more specific
             raise ValueError(f"{path / 'tokenizer.json'} cannot be read ({error}); fetch it again") from error
         self.fast = self.hf.backend_tokenizer
-        # Training leaves its own in some files; a prompt cut or padded without a word is another prompt.
+        # Training leaves such settings in some files; a prompt that is cut or padded silently is another prompt.
         self.fast.no_truncation()
         self.fast.no_padding()
 
@@ -40,7 +40,7 @@ class Tokenizer:
         return eos
 
     def encode(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer itself puts around a text (a BOS, for some models)."""
+        """Token ids, with the special tokens that the tokenizer itself puts around a text (a BOS, for some models)."""
         ids: list[int] = self.fast.encode_batch_fast([text])[0].ids  # other threads run meanwhile; `encode` stops them
         return ids
 
@@ -55,7 +55,7 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The conversation in the model's own format, ready for its answer.
 
-        Raises ValueError without a template, and for messages that are none or that the template refuses.
+        Raises ValueError if there is no template, or if the messages are malformed or refused by the template.
         """
         text = self.chat.render(messages)
         ids: list[int] = self.fast.encode_batch_fast([text], add_special_tokens=False)[0].ids

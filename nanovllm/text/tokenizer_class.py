@@ -1,8 +1,8 @@
 """Which of Hugging Face's tokenizer classes reads a checkpoint: the choice of `AutoTokenizer`, without its torch.
 
-A class may do more than read tokenizer.json. Llama's and Qwen2's, for two, take only vocabulary and merges from there,
-and bring their own rules for splitting a text. So the class is part of what the files say. `AutoTokenizer` itself costs
-two seconds and imports torch, because it can make models, too. A test compares the two choices.
+A class may do more than read tokenizer.json. Llama's and Qwen2's, for example, take only vocabulary and merges from
+there, and bring their own rules for splitting a text. So the class is part of what the files say. `AutoTokenizer`
+itself costs two seconds and imports torch, because it can make models, too. A test compares the two choices.
 """
 
 import json
@@ -64,7 +64,7 @@ def is_known(name: str) -> bool:
 
 
 def code_of_its_own(tokenizer_config: dict[str, Any]) -> str | None:
-    """The class that the checkpoint brings, if it brings one."""
+    """The name of the class that the checkpoint brings, if it brings one."""
     auto_map = tokenizer_config.get("auto_map")
     own = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
     return None if own is None else str(own)

@@ -1,4 +1,4 @@
-"""min_p, top_k and top_p without a sort: for each row the score from which on its tokens may be drawn.
+"""min_p, top_k and top_p without a sort: finds, per row, the lowest score whose tokens may be drawn.
 
 A program has a row of logits to itself, so no other row can change what it finds. It reads the row once and keeps the
 largest logit of each of thousands of cells. The k-th largest of these is a lower bound of the k-th largest logit, and
@@ -6,10 +6,10 @@ few other logits reach it. So a second pass collects all that do, and the search
 there are too many of them (many equal logits, a large top_k, a top_p that they do not fill) the row itself is searched.
 
 A search is a bisection over the bits of a score, which as an integer has the order of the scores ("radix select"); its
-number of steps depends on nothing. Probabilities are summed in fixed point, in 2**-40 of the likeliest token's, so that
+number of steps is fixed. Probabilities are summed in fixed point, in units of 2**-40 of the likeliest token's, so that
 neither order nor batch can change a sum. To do without a sort is the idea of FlashInfer ("Sorting-Free GPU Kernels for
-LLM Sampling", 2025), which draws again until a token is allowed. A threshold leaves it at one draw, and keeps of equal
-scores the lowest ids, as a stable sort would.
+LLM Sampling", 2025), which draws again until a token is allowed. With a threshold one draw is enough. Of equal
+scores the lowest ids are kept, as by a stable sort.
 """
 
 import torch
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
 
-CELLS = 8192  # of a row, and how many logits a program looks at together
+CELLS = 8192  # per row; also how many logits a program looks at together
 CANDIDATES = 1024  # that there is room for
 NUCLEUS = tl.constexpr(512)  # as many cells bound the candidates of a row that has top_p alone
 SMALLEST = tl.constexpr(-(2**31))
@@ -49,7 +49,7 @@ def _bit(step):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tile(scores_ptr, ids_ptr, start, size, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys, ids, and which of them there are. The scores of a row have their place as id."""
+    """Keys, ids, and which of them exist. In a row, the id of a score is its place."""
     place = start + tl.arange(0, TILE)
     there = place < size
     keys = _key(tl.load(scores_ptr + place, mask=there, other=0.0).to(tl.float32), UNIT)
@@ -68,7 +68,7 @@ def _mass(keys, largest, temperature, UNIT: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _count(scores_ptr, ids_ptr, size, lowest, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many have a key of at least `lowest`."""
+    """How many scores have a key of at least `lowest`."""
     count = 0
     for start in range(0, size, TILE):
         keys, _, there = _tile(scores_ptr, ids_ptr, start, size, TILE, UNIT, IN_ROW)
@@ -81,7 +81,7 @@ def _sum(  # type: ignore[no-untyped-def]
     scores_ptr, ids_ptr, size, lowest, border, last_id, largest, temperature,
     TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The mass of those with a key of at least `lowest` that are inside `border` and `last_id`, float64."""
+    """The mass of the scores with a key of at least `lowest` that are inside `border` and `last_id`, float64."""
     mass = tl.zeros([], tl.int64)
     for start in range(0, size, TILE):
         keys, ids, there = _tile(scores_ptr, ids_ptr, start, size, TILE, UNIT, IN_ROW)
@@ -93,7 +93,7 @@ def _sum(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nth_id(scores_ptr, ids_ptr, size, key, n, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The n-th lowest id of those with this key. Ids ascend from tile to tile: candidates are a single one."""
+    """The n-th lowest id of the scores with this key. Ids ascend from tile to tile: candidates fill a single tile."""
     nth = EVERY_ID
     before = 0
     for start in range(0, size, TILE):
@@ -117,11 +117,11 @@ def _search(  # type: ignore[no-untyped-def]
     scores_ptr, ids_ptr, size, low, lowest, top_k, top_p, total, largest, temperature,
     SIZE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr,
 ):  # fmt: skip
-    """What top_k and then top_p leave of the keys from `lowest` on: all above a border, and at it ids up to the last;
-    and whether these scores are enough to say so.
+    """What top_k and then top_p leave of the keys from `lowest` on: all above a border, and at the border ids up to the
+    last; and whether these scores are enough to say so.
 
-    low: a key that the k-th largest is not below. total: the mass of all from `lowest` on, in the whole row; it is used
-    where no top_k comes first.
+    low: a key that is at most the k-th largest. total: the mass of all from `lowest` on, in the whole row; it is used
+    if there is no top_k.
     """
     border, last_id, high = lowest, EVERY_ID, _key(largest, UNIT)
     if top_k < SIZE:
