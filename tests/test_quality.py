@@ -101,7 +101,8 @@ def test_every_folder_of_a_package_is_installed_with_it() -> None:
 
 def test_what_modules_read_beside_themselves_is_in_the_wheel() -> None:
     """Pages and tables: without a line in pyproject.toml they work in a clone, and are missing from a wheel."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    declared = settings["package-data"]
     packed = {path for package, globs in declared.items() for glob in globs for path in (ROOT / package).glob(glob)}
     packages = present("stages", "nanovllm", "tools", "training")
     found = {path for name in packages for kind in ("html", "toml") for path in (ROOT / name).rglob(f"*.{kind}")}
