@@ -212,8 +212,12 @@ class AsyncLLM:
             request.error = EngineDead(self._refusal)
             request.error.__cause__ = error
         self._wake(left)
-        self.llm.close()
-        engine.calls.owner = None
+        try:
+            self.llm.close()
+        except Exception:
+            logger.exception("an error while the engine was closed")
+        finally:
+            engine.calls.owner = None
 
     def _add(self, request: Pending, token_ids: list[int], params: SamplingParams, *arguments: Any) -> None:
         with self._lock:  # so that nobody counts it twice, or not at all

@@ -208,7 +208,8 @@ def naming(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise type(error)(f"{what}: {error}") from None
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # not all of their kinds are made of a text
+        raise kind(f"{what}: {error}") from None
 
 
 def find_device(name: str | None) -> torch.device:

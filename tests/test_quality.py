@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -96,6 +97,16 @@ def test_every_folder_of_a_package_is_installed_with_it() -> None:
     ours = [folder for folder in folders if folder != ROOT and folder.relative_to(ROOT).parts[0] in packages]
     assert len(ours) > 20
     assert [str(folder) for folder in ours if not (folder / "__init__.py").is_file()] == []
+
+
+def test_what_modules_read_beside_themselves_is_in_the_wheel() -> None:
+    """Pages and tables: without a line in pyproject.toml they work in a clone, and are missing from a wheel."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    declared = settings["package-data"]
+    packed = {path for package, globs in declared.items() for glob in globs for path in (ROOT / package).glob(glob)}
+    packages = present("stages", "nanovllm", "tools", "training")
+    found = {path for name in packages for kind in ("html", "toml") for path in (ROOT / name).rglob(f"*.{kind}")}
+    assert found - packed == set()
 
 
 def test_no_folder_is_crowded() -> None:

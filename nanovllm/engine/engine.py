@@ -207,6 +207,7 @@ class LLMEngine:
         self.scheduler.reset()
         for seq in seqs:
             self.executor.remove(seq.key)
+        for seq in seqs:
             if seq.finish_reason is None:
                 seq.finish_reason = "abort"
                 self.trace.emit("finished", seq, reason="abort")
@@ -215,5 +216,7 @@ class LLMEngine:
     def close(self) -> None:
         """Abort everything and release the executor. Nothing can be added afterwards. May be called twice."""
         self.closed = True
-        self._abort_all()
-        self.executor.close()
+        try:
+            self._abort_all()
+        finally:  # `on_event` may raise
+            self.executor.close()

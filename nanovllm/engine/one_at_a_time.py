@@ -14,7 +14,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.lock = Lock()  # held during a call
-        self.thread = 0  # of the newest call
+        self.thread = 0  # of the call; 0 between calls
         self.owner: int | None = None  # the only thread that may call; None: any thread
 
 
@@ -53,7 +53,10 @@ def one_at_a_time(*, wait: bool) -> Callable[[Method[S, P, R]], Method[S, P, R]]
                     )
             with calls.lock:
                 calls.thread = me
-                return method(self, *args, **kwargs)
+                try:
+                    return method(self, *args, **kwargs)
+                finally:
+                    calls.thread = 0  # or the next caller might be taken for this thread before it says who it is
 
         return call
 

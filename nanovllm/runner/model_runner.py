@@ -177,5 +177,7 @@ class ModelRunner:
         """Give all memory back, even if this object is still referenced. Nothing can be run afterwards."""
         if not self.closed:
             self.closed = True
+            if isinstance(self.guesses, DraftModel):
+                self.guesses.recorded = None  # which holds the draft in turn: only a garbage collection would free it
             del self.target, self.backend, self.rows, self.state, self.sampler, self.recorded, self.guesses
             del self.group  # which knows the recorded graphs

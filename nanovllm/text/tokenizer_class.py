@@ -40,7 +40,7 @@ def class_name(path: Path) -> str:
     config, tokenizer_config = read(path / "config.json"), read(path / "tokenizer_config.json")
     family = str(config.get("model_type"))
     own, of_family = code_of_its_own(tokenizer_config), OF_FAMILY.get(family, "")
-    declared = short(tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class") or "")
+    declared = short(str(tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class") or ""))
     if family in ALWAYS_OF_FAMILY and not own:
         return of_family
     if own and not of_family and not is_known(declared):
@@ -48,7 +48,7 @@ def class_name(path: Path) -> str:
             f"{path}: the tokenizer needs {own} (auto_map), code that comes with the checkpoint and is never run; pass "
             "token ids with skip_tokenizer_init=True"
         )
-    if declared == "LlamaTokenizer" and not own and '"ByteLevel"' in (path / "tokenizer.json").read_text("utf-8"):
+    if declared == "LlamaTokenizer" and not own and b'"ByteLevel"' in (path / "tokenizer.json").read_bytes():
         return "TokenizersBackend"  # Llama 3, whose checkpoints name the class of Llama 2
     return declared or of_family or "TokenizersBackend"
 

@@ -1,5 +1,7 @@
 """Recorded decode steps. On a CPU through the same code, with a stand-in that runs the step anew; for real on a GPU."""
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from nanovllm.graphs import sizes
 from nanovllm.graphs.cuda_graph import record_nothing
 from nanovllm.graphs.decode_steps import DecodeSteps
 from nanovllm.graphs.sizes import StepSizes, batch_sizes
+from nanovllm.llm import EMBEDDED_MODEL
 from nanovllm.pinned import host_buffers
 from nanovllm.runner.batch import Batch, DecodeInputs
 from nanovllm.runner.model_runner import ModelRunner
@@ -304,3 +307,19 @@ def test_warming_up_touches_no_block_and_no_row(checkpoints: Path, max_model_len
         assert all(torch.equal(kv[:, :-1], old) for kv, old in zip(runner.target.kv_cache, before, strict=True))
         assert torch.equal(runner.rows.token_ids[:-1], rows)
         assert any(kv[:, -1].any() for kv in runner.target.kv_cache), "the scratch block was written"
+
+
+def test_closing_frees_a_recorded_draft_without_a_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded step keeps what it was recorded from, which must not be what keeps the recorded step."""
+    draft = EMBEDDED_MODEL.parent / "story_draft"
+    config = {"num_kv_blocks": 8, "speculative": {"model": draft, "k": 2}, "skip_tokenizer_init": True}
+    llm = make_llm(EMBEDDED_MODEL, "cpu", monkeypatch, **config)
+    runner: Any = runner_of(llm)
+    memory = [weakref.ref(t) for t in (*runner.guesses.model.kv_cache, *runner.target.kv_cache, runner.rows.token_ids)]
+    del runner
+    gc.disable()
+    try:
+        llm.close()
+        assert not any(tensor() is not None for tensor in memory)
+    finally:
+        gc.enable()

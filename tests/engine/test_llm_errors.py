@@ -16,6 +16,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.llm import naming
 from tests.weights import lively_qwen3
 
 STORY_MODEL = Path(__file__).parents[2] / "assets" / "story_model"
@@ -303,3 +304,9 @@ def test_a_closed_llm_gave_everything_back(tiny: Path) -> None:
     assert runner.closed
     with pytest.raises(RuntimeError, match="this engine is closed"):
         llm.generate([PROMPT], GREEDY, use_tqdm=False)
+
+
+def test_any_kind_of_value_error_says_which_prompt_it_was_about() -> None:
+    """Some cannot be made of a text: those of `json` and of text codecs."""
+    with pytest.raises(ValueError, match=r"prompts\[1\]: Expecting"), naming("prompts[1]"):
+        json.loads("{")

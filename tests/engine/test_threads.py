@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.stream import EngineDead
 from tests.engine.test_llm_errors import check_idle
 from tests.weights import lively_qwen3
@@ -148,6 +149,82 @@ def test_the_engine_of_an_async_llm_belongs_to_its_step_loop(path: Path, spy: Sp
         await llm.shutdown()
         with pytest.raises(EngineDead):
             llm.generate([1], GREEDY)
+        llm.llm.close()
+
+    asyncio.run(run())
+
+
+def test_a_thread_is_not_taken_for_the_caller_of_the_call_that_begins() -> None:
+    """Between taking the lock and saying who it is, another thread may run: the one that called last, say."""
+
+    class Counter:
+        calls = Calls()
+        count = 0
+
+        @one_at_a_time(wait=True)
+        def add(self) -> None:
+            self.count += 1
+
+    class SlowLock:
+        """Others run when a thread has just taken it."""
+
+        def __init__(self) -> None:
+            self.lock, self.taken, self.go_on = threading.Lock(), threading.Event(), threading.Event()
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+            self.taken.set()
+            assert self.go_on.wait(30)
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+
+        def locked(self) -> bool:
+            return self.lock.locked()
+
+    counter = Counter()
+    counter.add()
+    slow: Any = SlowLock()
+    counter.calls.lock = slow
+    other = threading.Thread(target=counter.add)
+    other.start()
+    assert slow.taken.wait(30)
+    threading.Timer(0.05, slow.go_on.set).start()
+    counter.add()  # waits for the other one
+    other.join()
+    assert counter.count == 3
+
+
+class Refuses:
+    """An `on_event` that raises whenever a request ends."""
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if event["type"] == "finished":
+            raise RuntimeError("I want to hear nothing")
+
+
+def test_memory_is_given_back_though_on_event_raises(path: Path) -> None:
+    llm = LLM(path, **SMALL, on_event=Refuses())
+    for i, prompt in enumerate(PROMPTS):
+        llm.engine.add_request(str(i), prompt, GREEDY)
+    llm.engine.step()
+    executor: Any = llm.engine.executor
+    with pytest.raises(RuntimeError, match="hear nothing"):
+        llm.close()
+    assert executor.runner.closed and not executor.sequences
+
+
+def test_a_step_loop_gives_memory_back_though_on_event_raises(path: Path) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(path, **SMALL, on_event=Refuses())
+        streams = [llm.generate(prompt, GREEDY) for prompt in PROMPTS]
+        for stream in streams:
+            with pytest.raises(EngineDead):
+                async for _ in stream:
+                    pass
+        await llm.shutdown()
+        executor: Any = llm.llm.engine.executor
+        assert executor.runner.closed
         llm.llm.close()
 
     asyncio.run(run())

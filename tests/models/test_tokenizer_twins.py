@@ -149,3 +149,13 @@ def test_a_class_that_reads_no_tokenizer_json_is_refused(tmp_path: Path) -> None
     path = make_tokenizer(tmp_path / "model", Kind(declared="AutoConfig"))
     with pytest.raises(ValueError, match="tokenizer_class='AutoConfig'"):
         Tokenizer(path)
+
+
+@pytest.mark.parametrize("declared", [{"a": "b"}, 7, "LlamaTokenizer"])
+def test_files_without_sense_are_refused_or_read_but_never_a_crash(declared: Any, tmp_path: Path) -> None:
+    """With `skip_tokenizer_init` a refusal is a warning, and any other error would be the end."""
+    path = make_tokenizer(tmp_path / "model", Kind())
+    write(path / "tokenizer_config.json", read_json(path / "tokenizer_config.json") | {"tokenizer_class": declared})
+    (path / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer(path)
