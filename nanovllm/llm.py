@@ -80,7 +80,9 @@ class LLM:
         model_config = read_config(self.path)
         resolved = resolve(chosen, model_config, device)
         self.sampling_defaults = read_defaults(self.path, resolved)  # where a request says nothing
-        tokenizer = read_tokenizer(self.path, needed=not skip_tokenizer_init)
+        # With random weights and no text, the tokenizer's EOS is not worth the time that reading it takes.
+        without = skip_tokenizer_init and chosen.load_format == "dummy"
+        tokenizer = None if without else read_tokenizer(self.path, needed=not skip_tokenizer_init)
         self.tokenizer = None if skip_tokenizer_init else tokenizer
         eos_token_ids = read_eos_token_ids(self.path)
         if tokenizer is not None and tokenizer.eos_token_id is not None:

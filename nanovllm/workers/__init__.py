@@ -10,7 +10,7 @@ def start_executor(spec: RunnerSpec, device: torch.device) -> LocalExecutor | Pa
     """Load the model on `device`, or on as many devices from there on as there are ranks.
 
     Raises ValueError where there is too little memory or too few GPUs. In a process that torchrun has started for
-    another rank than the first, this does not return (see `launched.serve`).
+    another rank than the first, this does not return (see `launched_team.serve`).
     """
     try:
         if spec.config.tensor_parallel_size > 1:

@@ -76,7 +76,7 @@ class ParallelExecutor:
     @classmethod
     def start(cls, spec: RunnerSpec, first: torch.device) -> "ParallelExecutor":
         """On devices from `first` on. Workers are started, unless torchrun has launched them already. They load while
-        the leader does. In a worker's process this does not return (see `launched.serve`)."""
+        the leader does. In a worker's process this does not return (see `launched_team.serve`)."""
         size = spec.config.tensor_parallel_size
         make = partial(make_worker, spec)
         team: Team
