@@ -6,6 +6,7 @@ itself costs two seconds and imports torch, because it can make models, too. A t
 """
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ def tokenizer_class(path: Path) -> Any:
     Raises ValueError if only code that comes with the checkpoint, which is never run, or a class without a
     tokenizer.json could read it.
     """
-    import transformers  # a second, and token ids need none of it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, in a notebook; there is no bar to be shown
+        import transformers  # a second, and token ids need none of it
 
     plain = transformers.PreTrainedTokenizerFast
     name = class_name(path)
