@@ -205,6 +205,7 @@ def prefix_tree(
     block_size: int,
     decode: Callable[[list[int]], str],
     names: Sequence[str],
+    title: str = "Which beginnings are the same",
 ) -> Picture:
     """The prompts cut into blocks, equal beginnings drawn once. Only full blocks (solid frames) can be shared."""
     root = Node(())
@@ -217,7 +218,7 @@ def prefix_tree(
             node.owners.append(i)
     num_rows = place(root, 0)
     nodes = list(descendants(root))
-    picture, axes = new_picture(0.5 + 0.95 * num_rows, "Which beginnings are the same")
+    picture, axes = new_picture(0.5 + 0.95 * num_rows, title)
     for node in nodes:
         for child in node.children.values():
             axes.plot([node.depth + 0.92, child.depth], [node.row, child.row], color="#707070", linewidth=1.5, zorder=0)
