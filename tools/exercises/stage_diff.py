@@ -10,6 +10,7 @@ import ast
 import difflib
 import html
 import io
+import os
 import re
 import sys
 import tokenize
@@ -363,7 +364,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
     show(diff, console)
     target = args.html or ROOT / "build" / "diff" / f"stage_{args.stage}.html"
     target.parent.mkdir(parents=True, exist_ok=True)
