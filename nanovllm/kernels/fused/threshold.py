@@ -6,10 +6,10 @@ few other logits reach it. So a second pass collects all that do, and the search
 there are too many of them (many equal logits, a large top_k, a top_p that they do not fill) the row itself is searched.
 
 A search is a bisection over the bits of a score, which as an integer has the order of the scores ("radix select"); its
-number of steps depends on the row alone. Probabilities are summed in fixed point, in units of 2**-40 of the likeliest token's, so that
-neither order nor batch can change a sum. To do without a sort is the idea of FlashInfer ("Sorting-Free GPU Kernels for
-LLM Sampling", 2025), which draws again until a token is allowed. With a threshold one draw is enough. Of equal
-scores the lowest ids are kept, as by a stable sort.
+number of steps depends on the row alone. Probabilities are summed in fixed point, in units of 2**-40 of the likeliest
+token's, so that neither order nor batch can change a sum. To do without a sort is the idea of FlashInfer ("Sorting-Free
+GPU Kernels for LLM Sampling", 2025), which draws again until a token is allowed. With a threshold one draw is enough.
+Of equal scores the lowest ids are kept, as by a stable sort.
 """
 
 import torch
