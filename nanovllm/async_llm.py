@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import index
@@ -24,9 +25,19 @@ from nanovllm.engine.trace import OnEvent
 from nanovllm.llm import LLM, Prompt, as_list
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.stream import EngineDead, Pending, QueueFull, RequestAborted, Stream
+from nanovllm.stream import EngineDead, NeverFits, Pending, QueueFull, RequestAborted, Stream
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A request that can run: what `AsyncLLM.check` returns, and `submit` takes."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str | None = None
+    prompt: str | None = None  # the text, where there is one; for the output only
 
 
 class AsyncLLM:
@@ -63,6 +74,8 @@ class AsyncLLM:
         self._refusal: str | None = None  # why nothing is accepted any more
         self._cause: BaseException | None = None
         self._num_arriving = 0  # sequences whose request lies in the inbox
+        # Sequences that wait in the engine, and its free seats: published by the step loop, in one assignment.
+        self._load = self.llm.engine.num_waiting, self.llm.engine.num_free_seats
         # The step loop's own.
         self._added: dict[str, Pending] = {}  # by `key`
         self._serving = True
@@ -87,10 +100,9 @@ class AsyncLLM:
         prompts = as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"generate takes one prompt and got {len(prompts)}; call it for each, they run together")
-        [one] = prompts
-        token_ids, params = self.llm.encode(one), sampling_params or SamplingParams(**self.llm.sampling_defaults)
-        salt, text = one.get("cache_salt"), one.get("prompt")
-        return self.add_request(request_id or uuid4().hex, token_ids, params, priority, salt, prompt=text)
+        params = sampling_params or SamplingParams(**self.llm.sampling_defaults)
+        [stream] = self.submit([self.check(prompts[0], params)], [request_id], priority=priority)
+        return stream
 
     def add_request(
         self,
@@ -107,24 +119,51 @@ class AsyncLLM:
         Raises, before anything is queued, ValueError or TypeError for what could never run and for an id that is in
         use, QueueFull, EngineDead, and RuntimeError when called by `on_event`.
         """
+        checked = self._checked(prompt_token_ids, params, cache_salt, prompt)
+        [stream] = self.submit([checked], [request_id], priority=priority)
+        return stream
+
+    def check(self, prompt: Mapping[str, Any], params: SamplingParams) -> Checked:
+        """Encode a prompt, and see whether it can run. Any thread may call this, and nothing is queued.
+
+        Raises ValueError or TypeError for what could never run. These are all the mistakes that a caller can make in
+        prompt and parameters: an error of `submit` has other reasons.
+        """
+        return self._checked(self.llm.encode(prompt), params, prompt.get("cache_salt"), prompt.get("prompt"))
+
+    def _checked(self, token_ids: Sequence[int], params: SamplingParams, salt: str | None, text: str | None) -> Checked:
+        if not isinstance(salt, str | None) or any("\ud800" <= c <= "\udfff" for c in salt or ""):
+            raise ValueError(f"cache_salt must be None or text that can be encoded; got {salt!r}")
+        ids, _ = self.llm.engine.check_request(token_ids, params)
+        return Checked(ids, params, salt, text)
+
+    def submit(
+        self, requests: Sequence[Checked], request_ids: Sequence[str | None] = (), *, priority: int = 0
+    ) -> list[Stream]:
+        """Queue all of these requests, or none. A request without an id gets one.
+
+        Raises QueueFull, its subclass NeverFits, EngineDead, ValueError for an id that is in use, and RuntimeError when
+        called by `on_event`.
+        """
         arrived = time.perf_counter()
         self._refuse_on_event()
-        # Here and not in the step loop, so that the caller knows at once, and others do not wait for it.
-        token_ids, _ = self.llm.engine.check_request(prompt_token_ids, params)
         priority = index(priority)
-        if not isinstance(cache_salt, str | None) or any("\ud800" <= c <= "\udfff" for c in cache_salt or ""):
-            raise ValueError(f"cache_salt must be None or text that can be encoded; got {cache_salt!r}")
-        request = Pending(request_id, next(self._keys))
+        ids = [request_id or uuid4().hex for request_id in request_ids or [None] * len(requests)]
+        pending = [Pending(request_id, next(self._keys)) for request_id in ids]
+        num_sequences = sum(request.params.n for request in requests)
         with self._lock:
             self.check_health()
-            if request_id in self._requests:
-                raise ValueError(f"request_id {request_id!r} is in use by a request that is not over; choose another")
-            if self._is_full():
-                raise QueueFull(f"max_queue={self.max_queue} sequences are waiting already; try again later")
-            self._requests[request_id] = request
-            self._num_arriving += params.n
-            self._inbox.put(partial(self._add, request, token_ids, params, priority, cache_salt, prompt, arrived))
-        return Stream(request, self._abort)
+            for request_id in ids:
+                if request_id in self._requests:
+                    raise ValueError(
+                        f"request_id {request_id!r} is in use by a request that is not over; choose another"
+                    )
+            self._check_queue(num_sequences)
+            self._num_arriving += num_sequences
+            for request, checked in zip(pending, requests, strict=True):
+                self._requests[request.request_id] = request
+                self._inbox.put(partial(self._add, request, checked, priority, arrived))
+        return [Stream(request, self._abort) for request in pending]
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets RequestAborted. The id is free at once. No such request: nothing happens."""
@@ -168,11 +207,23 @@ class AsyncLLM:
     @property
     def num_waiting(self) -> int:
         """Sequences that have no seat in the batch, each choice of a request counted."""
-        return self._num_arriving + self.llm.engine.num_waiting
+        return self._num_arriving + self._load[0]
 
-    def _is_full(self) -> bool:
-        """Whether `max_queue` sequences would still wait if the free seats were taken."""
-        return self.max_queue is not None and self.num_waiting - self.llm.engine.num_free_seats >= self.max_queue
+    def _check_queue(self, num_sequences: int) -> None:
+        """Raises QueueFull if more than `max_queue` sequences would wait once the free seats were taken."""
+        if self.max_queue is None:
+            return
+        if num_sequences > self.max_queue + self.llm.config.max_num_seqs:
+            raise NeverFits(
+                f"these are {num_sequences} sequences (prompts x n), more than max_queue={self.max_queue} and "
+                f"max_num_seqs={self.llm.config.max_num_seqs} can ever hold together; send fewer at once"
+            )
+        waiting, free_seats = self._load
+        if self._num_arriving + waiting + num_sequences - free_seats > self.max_queue:
+            raise QueueFull(f"max_queue={self.max_queue} sequences are waiting already; try again later")
+
+    def _publish(self) -> None:
+        self._load = self.llm.engine.num_waiting, self.llm.engine.num_free_seats
 
     def _abort(self, request: Pending) -> None:
         if self._forget(request):
@@ -198,6 +249,7 @@ class AsyncLLM:
                 for _ in range(max(self._inbox.qsize(), idle)):
                     self._inbox.get()()  # an idle engine sleeps here
                 self._hand_out(engine.step())
+                self._publish()
         except BaseException as caught:
             logger.exception("the step loop has ended, and no request can be served any more")
             error = caught
@@ -219,19 +271,22 @@ class AsyncLLM:
         finally:
             engine.calls.owner = None
 
-    def _add(self, request: Pending, token_ids: list[int], params: SamplingParams, *arguments: Any) -> None:
+    def _add(self, request: Pending, checked: Checked, priority: int, arrived: float) -> None:
+        ids, params, salt, text = checked.prompt_token_ids, checked.params, checked.cache_salt, checked.prompt
         with self._lock:  # so that nobody counts it twice, or not at all
             self._num_arriving -= params.n
             try:
-                self.llm.engine.add_request(request.key, token_ids, params, *arguments)
+                self.llm.engine.add_request(request.key, ids, params, priority, salt, text, arrived)
             except (ValueError, TypeError) as error:
                 self._end(request, error)
                 return
+            self._publish()
         self._added[request.key] = request
 
     def _end(self, request: Pending, error: Exception) -> None:
         """End a request in whatever state it is."""
         self.llm.engine.abort_request(request.key)
+        self._publish()
         self._added.pop(request.key, None)
         self._forget(request)
         request.error = error

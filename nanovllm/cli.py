@@ -8,9 +8,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nanovllm import __version__
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.options import add_options
+from nanovllm.server.logs import set_up
+from nanovllm.server.options import add_options, check
 from nanovllm.trace_view.recording import add_trace_commands
 
 MAX_TOKENS = 256  # of an answer, where neither the user nor the checkpoint says how many
@@ -39,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="nanovllm", description="An LLM inference engine to read in an afternoon.")
+    top.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
@@ -136,6 +139,9 @@ def run_chat(args: argparse.Namespace) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> None:
+    args.settle(args)
+    check(args)  # before anything heavy is imported
+    set_up(args.log_level)
     try:
         from nanovllm.server.serve import serve
     except ModuleNotFoundError as error:

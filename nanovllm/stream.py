@@ -21,6 +21,10 @@ class QueueFull(RuntimeError):
     """As many sequences wait as `max_queue` allows."""
 
 
+class NeverFits(QueueFull):
+    """So many sequences at once that even an empty queue could not take them."""
+
+
 class RequestAborted(RuntimeError):
     """The request was ended before it was finished, by `abort` or by a shutdown."""
 

@@ -37,6 +37,7 @@ MAX_THREADS = 60  # torch's and those in which asyncio lets prompts be tokenized
 MAX_GROWTH_MIB = 32.0  # of the server's memory from one round at the highest rate to the next
 COLUMNS = ("requests/s", "sent", "finished", "first token (ms)", "p99", "a token (ms)", "p99", "tokens/s", "goodput/s")
 
+RUNNING, WAITING, KV_USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
 
 Behaviour = Literal["served", "vanishes", "malformed"]
@@ -53,7 +54,7 @@ class ServerProcess:
     def metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
             text = response.read().decode()
-        return {name: float(value) for name, value in re.findall(r"^([^#].*) (\S+)$", text, re.MULTILINE)}
+        return {name: float(value) for name, value in re.findall(r"^([^#{]+)\S* (\S+)$", text, re.MULTILINE)}
 
     def process_status(self) -> dict[str, float]:
         """Memory in MiB and the number of threads; empty where there is no /proc."""
@@ -67,7 +68,7 @@ class ServerProcess:
     def wait_idle(self, seconds: float = 60) -> dict[str, float]:
         """The metrics once nothing runs or waits. Raises TimeoutError if it does not come to that."""
         deadline = time.monotonic() + seconds
-        while (metrics := self.metrics())["nanovllm_sequences_running"] or metrics["nanovllm_sequences_waiting"]:
+        while (metrics := self.metrics())[RUNNING] or metrics[WAITING]:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the engine is not idle after {seconds} s: {metrics}")
             time.sleep(0.1)
@@ -202,7 +203,7 @@ def complaints(
     lost = [r for r in records if r.behaviour == "served" and not r.finished and r.status != 429]
     found = [f"{len(wrong)} malformed requests did not get a 400"] if wrong else []
     found += [f"{len(lost)} requests got no whole answer"] if lost else []
-    found += ["KV blocks are not free"] if idle["nanovllm_kv_cache_usage_ratio"] else []
+    found += ["KV blocks are not free"] if idle[KV_USAGE] else []
     if before and after["memory_mib"] - before["memory_mib"] > MAX_GROWTH_MIB:
         found.append(f"memory grew from {before['memory_mib']:.0f} to {after['memory_mib']:.0f} MiB")
     if after and after["threads"] > MAX_THREADS:

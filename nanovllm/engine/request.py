@@ -15,6 +15,10 @@ from nanovllm.text.detokenizer import Detokenizer
 MakeDetokenizer = Callable[[list[int], SamplingParams], Detokenizer]  # from the prompt's token ids and the parameters
 
 
+class ContextLengthExceeded(ValueError):
+    """A request has more tokens than the model's context, or the memory, can ever hold."""
+
+
 @dataclass(slots=True, eq=False)
 class Choice:
     """One of the n continuations of a prompt: its sequence, and what the caller is shown of it."""
@@ -107,17 +111,17 @@ def check_token_ids(prompt_token_ids: SequenceOf[int], params: SamplingParams, v
 def length_limit(num_prompt_tokens: int, params: SamplingParams, config: EngineConfig) -> int:
     """The number of tokens, prompt included, at which the request will end with "length".
 
-    Raises ValueError, with the limit by name, for a request that could never run to that end.
+    Raises ContextLengthExceeded, with the limit by name, for a request that could never run to that end.
     """
     assert config.max_model_len and config.num_kv_blocks and config.kvcache_block_size
     prompt = f"the prompt has {num_prompt_tokens} tokens"
     if num_prompt_tokens >= config.max_model_len:
-        raise ValueError(
+        raise ContextLengthExceeded(
             f"{prompt}, but prompt and output together may have max_model_len={config.max_model_len}; shorten it, or "
             "raise max_model_len"
         )
     if not config.enable_chunked_prefill and num_prompt_tokens > config.max_num_batched_tokens:
-        raise ValueError(
+        raise ContextLengthExceeded(
             f"{prompt}, more than max_num_batched_tokens={config.max_num_batched_tokens}; raise that, or set "
             f"enable_chunked_prefill=True"
         )
@@ -126,7 +130,7 @@ def length_limit(num_prompt_tokens: int, params: SamplingParams, config: EngineC
         limit = min(limit, num_prompt_tokens + params.max_tokens)
     slots = config.num_kv_blocks * config.kvcache_block_size
     if limit - 1 > slots:  # the KV of the last token is never needed
-        raise ValueError(
+        raise ContextLengthExceeded(
             f"{prompt}, so that with max_tokens={params.max_tokens} it needs {limit - 1} KV slots, but the pool has "
             f"{slots} (num_kv_blocks={config.num_kv_blocks} of kvcache_block_size={config.kvcache_block_size}); lower "
             f"max_tokens or max_model_len, or enlarge the KV cache"

@@ -48,6 +48,14 @@ def find_checkpoint(model: str | Path, *, weights: bool = True) -> Path:
     The only place that uses the network. With weights=False the weights of a hub id are not fetched.
     Raises ValueError if there is no such directory and no such id.
     """
+    return local_checkpoint(model) or fetch(str(model), DESCRIPTION_FILES + (WEIGHT_FILES if weights else ()))
+
+
+def local_checkpoint(model: str | Path) -> Path | None:
+    """`model` if it is a directory with a checkpoint; None if it may be a hub id.
+
+    Raises ValueError if it is neither.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -56,7 +64,7 @@ def find_checkpoint(model: str | Path, *, weights: bool = True) -> Path:
     name = str(model)
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(f"model={name!r} is neither a directory nor a hub id such as 'Qwen/Qwen3-0.6B'")
-    return fetch(name, DESCRIPTION_FILES + (WEIGHT_FILES if weights else ()))
+    return None
 
 
 def fetch(hub_id: str, patterns: Sequence[str]) -> Path:

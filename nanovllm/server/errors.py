@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields as fields_of
 from itertools import takewhile
 from typing import Any
 
@@ -10,9 +11,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from nanovllm.stream import EngineDead, QueueFull, RequestAborted
+from nanovllm.engine.request import ContextLengthExceeded
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.stream import EngineDead, NeverFits, QueueFull, RequestAborted
 
-TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+PARAMETERS = {field.name for field in fields_of(SamplingParams)}
 
 
 class ApiError(HTTPException):
@@ -47,6 +57,8 @@ def answering() -> Iterator[None]:
     """Turn what the engine refuses or cannot do into an answer to the client."""
     try:
         yield
+    except NeverFits as error:
+        raise ApiError(400, str(error), param="n", code="too_many_sequences") from error
     except QueueFull as error:
         raise ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from error
     except (EngineDead, RequestAborted) as error:  # whose messages are for the server's own log
@@ -54,13 +66,19 @@ def answering() -> Iterator[None]:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """As `answering`; prompts and parameters that make no sense become the client's mistake, too."""
+def refusing(prompt: str) -> Iterator[None]:
+    """Turn what prompts and parameters must not be into the client's mistake. `prompt`: the field with the prompt.
+
+    Only for what checks them: a ValueError from anywhere else is a fault of the server.
+    """
     try:
-        with answering():
-            yield
+        yield
+    except ContextLengthExceeded as error:
+        raise ApiError(400, str(error), param=prompt, code="context_length_exceeded") from error
     except (ValueError, TypeError) as error:
-        raise ApiError(400, str(error)) from error
+        name = str(error).partition(" ")[0].partition("=")[0]  # a message begins with what it is about
+        param = prompt if name.startswith("prompt") else name if name in PARAMETERS else None
+        raise ApiError(400, str(error), param=param) from error
 
 
 def bad_request(request: Request, error: Exception) -> JSONResponse:
@@ -85,13 +103,11 @@ def bad_request(request: Request, error: Exception) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
+    """Give what is raised inside of a route its shape. What nobody foresaw is `Watch`'s."""
+
     def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         return error_response(error)
 
-    def bug(request: Request, error: Exception) -> JSONResponse:
-        return error_response(ApiError(500, "internal error; the server's log has its traceback"))
-
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, bad_request)
-    app.add_exception_handler(Exception, bug)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -11,11 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.llm import Prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.errors import ApiError, answering, error_body
-from nanovllm.server.metrics import Metrics, RequestObserver
+from nanovllm.server.errors import ApiError, answering, error_body, refusing
+from nanovllm.server.metrics import Figures, RequestObserver
 from nanovllm.server.protocol import Json, Reply, Usage
 from nanovllm.stream import Stream
 
@@ -25,12 +24,14 @@ T = TypeVar("T")
 class Generation:
     """The prompts of one request while they are worked on."""
 
-    def __init__(self, streams: Sequence[Stream], num_choices: int, reply: Reply, metrics: Metrics) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], num_choices: int, reply: Reply, figures: Figures, tells_cached_tokens: bool
+    ) -> None:
         self.streams = streams
         self.num_choices = num_choices  # of each prompt
         self.reply = reply
-        self.usage = Usage()
-        self.observers = [RequestObserver(metrics) for _ in streams]
+        self.usage = Usage(tells_cached_tokens)
+        self.observers = [RequestObserver(figures) for _ in streams]
 
     async def whole(self) -> Json:
         """The answer in one piece."""
@@ -122,10 +123,17 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestO
             task.cancel()
 
 
-def add_all(llm: AsyncLLM, prompts: Sequence[Prompt], params: SamplingParams, priority: int) -> list[Stream]:
-    """Encode and queue every prompt. Runs in a thread, as tokenizing takes its time; where one prompt is refused, the
-    streams of the others are dropped, which aborts them."""
-    return [llm.generate(prompt, params, priority=priority) for prompt in prompts]
+def add_all(
+    llm: AsyncLLM, prompts: Sequence[Mapping[str, Any]], params: SamplingParams, priority: int, field: str
+) -> list[Stream]:
+    """Encode and queue every prompt, or none. Runs in a thread, as tokenizing takes its time.
+
+    field: the one that the prompts come from. Raises ApiError.
+    """
+    with refusing(field):
+        checked = [llm.check(prompt, params) for prompt in prompts]
+    with answering():
+        return llm.submit(checked, priority=priority)
 
 
 async def respond(generation: Generation, request: Request, stream: bool, include_usage: bool) -> Response:

@@ -1,11 +1,68 @@
-"""The options of `nanovllm serve`, and what is refused before anything is loaded. Imports nothing heavy."""
+"""The options of `nanovllm serve`, where they may come from, and what is refused before anything heavy is imported."""
 
 import argparse
 import json
 import os
-from collections.abc import Callable
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import partial
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.server.logs import LEVELS
+
+PREFIX = "NANOVLLM_"  # of the environment variables: NANOVLLM_MAX_QUEUE is --max-queue
+MAX_BODY_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppOptions:
+    """What the application needs to know beside its engine.
+
+    api_keys:         those that open it, all the same; none opens it to everybody.
+    isolate_keys:     who asks with one key shares no cached prefix with who asks with another.
+    allowed_hosts:    names in the Host header that it answers to, "loopback" for all of these; None is any name.
+    allowed_origins:  web pages that may use it from a browser (CORS); "*" is all.
+    receive_timeout:  seconds that a body may take to come.
+    allow_priority:   whether clients may say which of them is more urgent.
+    enable_prompt_tokens_details:  whether `usage` tells how much of a prompt was in the prefix cache, which tells a
+                      stranger what others asked, unless keys are isolated.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    isolate_keys: bool = False
+    allowed_hosts: tuple[str, ...] | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = MAX_BODY_BYTES
+    receive_timeout: float = 30.0
+    allow_priority: bool = False
+    enable_prompt_tokens_details: bool = False
+    access_log: bool = False
+
+    @property
+    def tells_cached_tokens(self) -> bool:
+        return self.enable_prompt_tokens_details or self.isolate_keys
+
+    @classmethod
+    def chosen(cls, args: argparse.Namespace) -> "AppOptions":
+        """From the options of the command line, as `settle` leaves them."""
+        values = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
+        hosts = tuple(args.allowed_hosts) or None
+        if is_loopback(args.host) and not args.api_key:  # else any web page could, by a name that leads here
+            hosts = "loopback", *(hosts or ())
+        return cls(
+            **values
+            | {"api_keys": tuple(args.api_key), "allowed_hosts": hosts, "allowed_origins": tuple(args.allowed_origins)}
+            | {"max_body_bytes": int(args.max_body_mib * 2**20), "access_log": not args.no_access_log}
+        )
+
+
+# --- the options -----------------------------------------------------------------------------------------------------
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -14,6 +71,11 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{text} is no JSON object")
     return value
+
+
+def names(text: str) -> list[str]:
+    """A list, written with commas."""
+    return text.split(",")
 
 
 # Named as in EngineConfig, which checks them; None is its default.
@@ -28,40 +90,157 @@ ENGINE: dict[str, Callable[[str], Any]] = {
     "speculative": json_object,
     "generation_config": str,
 }
+ALSO_ENGINE = "device", "dtype", "attention_backend"  # which other commands have, too
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 is any free one (default %(default)s)")
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("NANOVLLM_API_KEY") or None,  # set but empty is not set
-        help="ask clients for this key; the environment variable NANOVLLM_API_KEY keeps it out of the process list",
-    )
-    parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
-    parser.add_argument("--served-model-name", help="what clients call the model (default: the last part of its path)")
-    parser.add_argument("--max-queue", type=int, default=512, help="sequences that may wait (default %(default)s)")
-    parser.add_argument("--max-body-mib", type=float, default=4.0, help="largest request (default %(default)s MiB)")
-    parser.add_argument("--drain-timeout", type=int, default=60, help="seconds to finish what runs on SIGTERM")
+    """Each option, once read, may be absent: then `args.settle(args)` finds its value elsewhere."""
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="the same as --model")
+    add("--config", help="a TOML file with options: max-queue = 100")
     for name, kind in ENGINE.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="as in nanovllm.config")
+        add(f"--{name.replace('_', '-')}", type=kind, help="as in nanovllm.config")
+    add("--max-queue", type=int, default=512, help="sequences that may wait (default %(default)s)")
+    add("--served-model-name", help="what clients call the model (default: the last part of its path)")
+    # Where it listens.
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add("--port", type=int, default=8000, help="0 is any free one (default %(default)s)")
+    add("--root-path", default="", help="the prefix under which a proxy in front has it, such as /llm")
+    add("--ssl-certfile", help="with --ssl-keyfile: serve HTTPS")
+    add("--ssl-keyfile")
+    # Who may ask, and what.
+    listed: Any = {"type": names, "action": "extend", "default": []}
+    add("--api-key", **listed, help="ask clients for this key; several with commas, or given several times")
+    add("--isolate-keys", action="store_true", help="no cached prefix is shared between keys")
+    add("--insecure", action="store_true", help="listen beyond this machine without a key")
+    add("--allowed-hosts", **listed, help="names it answers to; * is any (default: without a key, those of loopback)")
+    add("--allowed-origins", **listed, help="web pages that may use it (CORS); * is any")
+    add("--allow-priority", action="store_true", help="clients may say how urgent a request is")
+    add("--enable-prompt-tokens-details", action="store_true", help="tell clients how much of a prompt was cached")
+    # Limits.
+    add("--max-connections", type=int, default=4096, help="open at once (default %(default)s)")
+    add("--max-body-mib", type=float, default=4.0, help="largest request (default %(default)s MiB)")
+    add("--receive-timeout", type=float, default=30.0, help="s for a head, and for a body (default %(default)s)")
+    add("--drain-timeout", type=int, default=60, help="s to finish what runs on SIGTERM (default %(default)s)")
+    # What it tells.
+    add("--log-level", default="info", choices=LEVELS, help="(default %(default)s)")
+    add("--no-access-log", action="store_true", help="no line for each request")
+
+    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+    defaults = {name: action.default for name, action in actions.items()}
+    for action in parser._actions:
+        if action.help:
+            action.help = action.help.replace("%(default)s", str(action.default))
+        action.default = argparse.SUPPRESS
+    parser.set_defaults(settle=partial(settle, actions, defaults))
+
+
+def settle(actions: Mapping[str, argparse.Action], defaults: Mapping[str, Any], args: argparse.Namespace) -> None:
+    """Fill in what the command line left open: from the environment, then from the file, then the defaults.
+
+    Raises ValueError for a value that is none, and for an option in the file that there is not.
+    """
+
+    def find(name: str, file: Mapping[str, Any]) -> Any:
+        text = os.environ.get(PREFIX + name.upper())
+        if text:  # set but empty is not set
+            return converted(actions[name], text, PREFIX + name.upper())
+        if name in file:
+            return converted(actions[name], file[name], f"{args.config}: {name}")
+        return defaults[name]
+
+    if not hasattr(args, "config"):
+        args.config = find("config", {})
+    file = read_file(args.config, actions) if args.config else {}
+    for name in actions:
+        if not hasattr(args, name):
+            setattr(args, name, find(name, file))
+
+
+def read_file(path: str, known: Iterable[str]) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from None
+    options = {name.replace("-", "_"): value for name, value in data.items()}
+    for name in options:
+        if name not in known or name == "config":
+            near = get_close_matches(name, list(known), 1)
+            raise ValueError(f"{path}: there is no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return options
+
+
+def converted(action: argparse.Action, value: Any, where: str) -> Any:
+    """What the option's value is on the command line. `value`: a text, or what TOML makes of it."""
+    kind: Any = action.type or str
+    if action.nargs == 0:  # a flag
+        words: dict[Any, bool] = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if str(value).lower() not in words:
+            raise ValueError(f"{where} must be true or false; got {value!r}")
+        return words[str(value).lower()]
+    try:
+        as_it_is = kind is json_object and isinstance(value, dict)
+        as_it_is |= kind is names and isinstance(value, list) and all(isinstance(part, str) for part in value)
+        if as_it_is:
+            return value
+        if isinstance(value, str) or (kind in (int, float) and type(value) in (int, kind)):
+            found = kind(value)
+        else:
+            raise ValueError(f"it is of the type {type(value).__name__}")
+    except ValueError as error:
+        raise ValueError(f"{where} = {value!r} is no value for that option: {error}") from None
+    if action.choices is not None and found not in action.choices:
+        raise ValueError(f"{where} must be one of {', '.join(action.choices)}; got {value!r}")
+    return found
+
+
+# --- what they must be -----------------------------------------------------------------------------------------------
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those for `EngineConfig` that were chosen."""
+    return {name: value for name in (*ALSO_ENGINE, *ENGINE) if (value := getattr(args, name)) is not None}
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError for options that must not or cannot be."""
-    key = args.api_key
-    if key is not None and not (key.isascii() and key.isprintable() and key and key == key.strip()):
-        raise ValueError("--api-key must be printable ASCII without spaces around it, one character at least")
+    """Raises ValueError or TypeError for options that must not or cannot be."""
+    for key in args.api_key:
+        if not re.fullmatch(r"[!-+\--~]+", key):
+            raise ValueError("--api-key must be printable ASCII without spaces and commas, one character at least")
+    for option in "allowed_hosts", "allowed_origins":
+        for value in getattr(args, option):
+            if not re.fullmatch(r"[!-+\--~]+", value):
+                raise ValueError(f"--{option.replace('_', '-')} must be names with commas between; got {value!r}")
+    if args.isolate_keys and not args.api_key:
+        raise ValueError("--isolate-keys needs an --api-key for each client")
     if not is_loopback(args.host) and not args.api_key and not args.insecure:
         raise ValueError(
             f"--host {args.host} lets other machines use the model; set --api-key, or --insecure if that is meant"
         )
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be from 0 to 65535; got {args.port}")
-    for name in ("max_body_mib", "drain_timeout"):
+    for name in "max_queue", "max_connections", "max_body_mib", "receive_timeout", "drain_timeout":
         if not 0 < getattr(args, name) < 2**31:
             raise ValueError(f"--{name.replace('_', '-')} must be positive; got {getattr(args, name)}")
+    if args.root_path and not re.fullmatch(r"(/[\w.~-]+)+", args.root_path, flags=re.ASCII):
+        raise ValueError(f"--root-path must begin with / and end without, like /llm; got {args.root_path!r}")
+    if bool(args.ssl_certfile) != bool(args.ssl_keyfile):
+        raise ValueError("--ssl-certfile and --ssl-keyfile need each other")
+    for name in "ssl_certfile", "ssl_keyfile":
+        if (path := getattr(args, name)) and not Path(path).is_file():
+            raise ValueError(f"--{name.replace('_', '-')} {path}: there is no such file")
+    if args.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N; got {args.device!r}")
+    EngineConfig(**engine_options(args))
+    if args.model is not None:
+        check_model(args.model)
+
+
+def check_model(model: str) -> None:
+    """Raises ValueError for what is neither a directory nor may be a hub id, as loading would."""
+    from nanovllm.models.checkpoint import local_checkpoint
+
+    local_checkpoint(model)
 
 
 def is_loopback(host: str) -> bool:

@@ -9,7 +9,6 @@ at its first mistake: a million of them, each with an error of its own, would ke
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol
-from uuid import uuid4
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -110,11 +109,11 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
-    def prompts(self) -> list[dict[str, Any]]:
-        """One dict for each, as `AsyncLLM.generate` takes them."""
+    def prompts(self, cache_salt: str | None) -> list[dict[str, Any]]:
+        """One dict for each, as `AsyncLLM.check` takes them."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         many: list[Any] = [self.prompt] if single else list(self.prompt)
-        salt = {"cache_salt": self.cache_salt}
+        salt = {"cache_salt": cache_salt}
         return [{"prompt" if isinstance(p, str) else "prompt_token_ids": p} | salt for p in many]
 
 
@@ -147,7 +146,8 @@ class ChatRequest(GenerationRequest):
 class Usage:
     """Tokens of all outputs of a request, added up from deltas or taken from whole outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, tells_cached_tokens: bool) -> None:
+        self.tells_cached_tokens = tells_cached_tokens
         self.prompt: dict[int, int] = {}  # of each prompt, by its index in the request
         self.cached: dict[int, int] = {}
         self.completion = 0
@@ -159,11 +159,12 @@ class Usage:
 
     def json(self) -> Json:
         prompt = sum(self.prompt.values())
+        details = {"cached_tokens": sum(self.cached.values())} if self.tells_cached_tokens else None
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion,
             "total_tokens": prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            "prompt_tokens_details": details,
         }
 
 
@@ -186,9 +187,9 @@ def likeliest(entry: dict[int, Logprob], n: int) -> list[tuple[int, Logprob]]:
 
 
 class CompletionReply:
-    def __init__(self, model: str, num_logprobs: int | None) -> None:
+    def __init__(self, model: str, num_logprobs: int | None, request_id: str) -> None:
         self.model, self.num_logprobs = model, num_logprobs
-        self.id, self.created = f"cmpl-{uuid4().hex}", int(time.time())
+        self.id, self.created = f"cmpl-{request_id}", int(time.time())
 
     def opening(self, index: int) -> Json | None:
         return None
@@ -223,9 +224,9 @@ class CompletionReply:
 
 
 class ChatReply:
-    def __init__(self, model: str, num_logprobs: int | None) -> None:
+    def __init__(self, model: str, num_logprobs: int | None, request_id: str) -> None:
         self.model, self.num_logprobs = model, num_logprobs
-        self.id, self.created = f"chatcmpl-{uuid4().hex}", int(time.time())
+        self.id, self.created = f"chatcmpl-{request_id}", int(time.time())
 
     def opening(self, index: int) -> Json | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
+from nanovllm.text.render import Renderer, TemplateSyntax, TemplateTooExpensive
+
 logger = logging.getLogger(__name__)
 
 # {"role": "user", "content": "..."}, or a list of text parts as content: [{"type": "text", "text": "..."}, ...]
@@ -24,17 +26,23 @@ class ChatTemplate:
     does, the template's syntax tree tells whether the template walks over a message's content.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is one of `transformers`. Logs a warning if its template has a syntax error."""
+    def __init__(self, tokenizer: Any, renderer: Renderer | None = None) -> None:
+        """`tokenizer` is one of `transformers`. `renderer`: for templates that are not trusted; without one, they are
+        rendered here. Logs a warning if the template cannot be used: it has a syntax error, or goes beyond the bounds
+        of the renderer."""
         from jinja2 import TemplateSyntaxError  # slow to import
 
-        self._tokenizer = tokenizer
+        self._tokenizer, self._renderer = tokenizer, renderer
+        self._unusable: str | None = None
         self.takes = cache(self._takes)
         if tokenizer.chat_template:
             try:
                 self._apply([{"role": "user", "content": PROBE}])
-            except TemplateSyntaxError as error:
+            except (TemplateSyntaxError, TemplateSyntax) as error:
                 logger.warning("the chat template cannot be used: %s (line %d); mend it", error, error.lineno)
+            except TemplateTooExpensive as error:
+                self._unusable = str(error)  # which is not tried again: each time would cost as much
+                logger.warning("the chat template cannot be used: %s; mend it", error)
             except Exception:  # the template wants another conversation
                 pass
 
@@ -47,6 +55,8 @@ class ChatTemplate:
         check_messages(messages)
         if not self._tokenizer.chat_template:
             raise ValueError("this model has no chat template, so it cannot chat; use generate or /v1/completions")
+        if self._unusable is not None:
+            raise ValueError(f"this model's chat template cannot be used: {self._unusable}")
         try:
             return self._apply([self._prepared(message) for message in messages])
         except Exception as error:  # a template is a program
@@ -54,7 +64,13 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses the messages: {reason}") from error
 
     def _apply(self, messages: list[Message]) -> str:
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        hf = self._tokenizer
+        if self._renderer is not None:
+            template = hf.get_chat_template()
+            return self._renderer.render(
+                messages, chat_template=template, add_generation_prompt=True, **hf.special_tokens_map
+            )
+        text: str = hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
 
     def _prepared(self, message: Message) -> Message:
@@ -84,6 +100,9 @@ class ChatTemplate:
             messages[place] = {"role": roles[place], "content": content}
             try:
                 text = self._apply(messages)
+            except TemplateTooExpensive as error:
+                self._unusable = str(error)
+                raise
             except Exception:  # not a conversation that this template takes
                 continue
             if PROBE in text:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.text.chat import ChatTemplate, Message
+from nanovllm.text.render import Renderer
 from nanovllm.text.tokenizer_class import tokenizer_class
 
 
@@ -51,6 +52,12 @@ class Tokenizer:
     @cached_property
     def chat(self) -> ChatTemplate:
         return ChatTemplate(self.hf)
+
+    def bound_chat(self) -> Renderer:
+        """From now on render the chat template in a process of its own, within bounds; the caller closes it."""
+        renderer = Renderer()
+        self.chat = ChatTemplate(self.hf, renderer)
+        return renderer
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The conversation in the model's own format, ready for its answer.

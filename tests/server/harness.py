@@ -1,5 +1,6 @@
 """What the tests of serving stand on: readers that check what they read, and servers on a port of loopback."""
 
+import argparse
 import asyncio
 import json
 import shutil
@@ -16,9 +17,12 @@ import openai
 import uvicorn
 
 from nanovllm import AsyncLLM, SamplingParams
+from nanovllm.cli import parser
 from nanovllm.llm import EMBEDDED_MODEL
 from nanovllm.outputs import CompletionOutput
 from nanovllm.server.app import build_app
+from nanovllm.server.connections import uvicorn_config
+from nanovllm.server.options import AppOptions
 from nanovllm.stream import Stream
 from tests.server.shadow import SMALL, open_gates, shadow_llm
 from tests.server.waiting import until
@@ -88,6 +92,14 @@ async def tokens(stream: Stream) -> list[int]:
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
+def settled(**chosen: Any) -> argparse.Namespace:
+    """The options of `nanovllm serve`: these, and otherwise the defaults."""
+    args = parser().parse_args(["serve"])
+    vars(args).update(chosen)
+    args.settle(args)
+    return args
+
+
 @dataclass
 class Served:
     llm: AsyncLLM
@@ -110,14 +122,18 @@ class Served:
 
 
 @contextmanager
-def server(model: Path | None = None, app_options: dict[str, Any] | None = None, **config: Any) -> Iterator[Served]:
+def server(
+    model: Path | None = None,
+    app_options: dict[str, Any] | None = None,
+    http_options: dict[str, Any] | None = None,
+    **config: Any,
+) -> Iterator[Served]:
     """A real server in a thread of its own. Its engine must be idle in the end, and its threads gone."""
     llm = AsyncLLM(model, **(SMALL | config))
-    app = build_app(llm, **({"model_name": "story"} | (app_options or {})))
+    app = build_app(llm, model_name="story", options=AppOptions(**(app_options or {})))
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        options = uvicorn.Config(app, log_config=None, log_level="critical", access_log=False)
-        runner = uvicorn.Server(options)
+        runner = uvicorn.Server(uvicorn_config(app, settled(**(http_options or {})), app.state.refused))
         thread = threading.Thread(target=runner.run, kwargs={"sockets": [sock]}, name="test-server")
         thread.start()
         try:

@@ -40,8 +40,8 @@ def drop(writer: asyncio.StreamWriter) -> None:
 async def ended(served: Served, reason: str) -> int:
     async with httpx.AsyncClient(base_url=served.url) as http:
         lines = (await http.get("/metrics")).text.splitlines()
-    name = f'nanovllm_requests_total{{reason="{reason}"}} '
-    return next((int(float(line.removeprefix(name))) for line in lines if line.startswith(name)), 0)
+    name, label = "vllm:request_success_total{", f'finished_reason="{reason}"'
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(name) and label in line)
 
 
 @BOTH

@@ -33,16 +33,16 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     ("body", "param", "message"),
     [
         ({}, "prompt", "required"),
-        ({"prompt": ""}, None, "empty"),
+        ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": []}, "prompt", ""),
         ({"prompt": 5}, "prompt", "neither"),
         ({"prompt": [[]]}, "prompt", ""),
         ({"prompt": [1.5]}, "prompt", ""),
-        ({"prompt": [10**6]}, None, "outside the vocabulary"),
-        ({"prompt": [-1]}, None, "outside the vocabulary"),
-        ({"prompt": [10**30]}, None, "outside the vocabulary"),
+        ({"prompt": [10**6]}, "prompt", "outside the vocabulary"),
+        ({"prompt": [-1]}, "prompt", "outside the vocabulary"),
+        ({"prompt": [10**30]}, "prompt", "outside the vocabulary"),
         ({"prompt": [True]}, "prompt", ""),
-        ({"prompt": [1] * 300}, None, "max_model_len=256"),
+        ({"prompt": [1] * 300}, "prompt", "max_model_len=256"),
         ({"prompt": "a", "n": 0}, "n", "1"),
         ({"prompt": "a", "n": 10**9}, "n", "128"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "1"),
@@ -52,11 +52,11 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt": "a", "temperature": 1e300}, "temperature", "2"),
         ({"prompt": "a", "top_p": 0}, "top_p", "0"),
         ({"prompt": "a", "top_k": -2}, "top_k", "-1"),
-        ({"prompt": "a", "min_tokens": 17}, None, "min_tokens"),
+        ({"prompt": "a", "min_tokens": 17}, "min_tokens", "max_tokens"),
         ({"prompt": "a", "seed": -1}, "seed", "0"),
         ({"prompt": "a", "stop": ""}, "stop", "1"),
         ({"prompt": "a", "stop": ["x"] * 17}, "stop", "16"),
-        ({"prompt": "a", "stop_token_ids": [10**6]}, None, "stop_token_ids"),
+        ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "vocabulary"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "20"),
         ({"prompt": "a", "priority": 2**40}, "priority", ""),
         ({"prompt": "a", "stream": "yes"}, "stream", "boolean"),
@@ -155,7 +155,7 @@ def test_a_model_without_a_template_says_so_and_not_where_it_lies() -> None:
 
 
 def test_a_key_is_asked_for_before_anything_is_read() -> None:
-    with server(app_options={"api_key": "sesame", "max_body_bytes": 1000}) as served:
+    with server(app_options={"api_keys": ["sesame"], "max_body_bytes": 1000}) as served:
         for value in "", "Bearer", "Bearer wrong", "Bearer sesame2", "Bearer sesam", "sesame", "Basic sesame":
             headers = {"authorization": value}
             error = error_of(ask(served, COMPLETIONS, {"prompt": "x" * 2000}, headers=headers), 401)
@@ -228,7 +228,7 @@ def test_when_the_loop_dies_waiters_and_newcomers_get_a_503_and_so_does_health()
             assert json.loads(lines[-3].removeprefix("data: "))["error"]["code"] == "engine_stopped"
             error_of(await http.get("/health"), 503)
             error_of(await http.post(COMPLETIONS, json=body), 503)
-            assert "nanovllm_engine_alive 0.0" in (await http.get("/metrics")).text
+            assert "nanovllm:engine_alive{engine="0",model_name="story"} 0.0" in (await http.get("/metrics")).text
 
     with server() as served:
         asyncio.run(main(served))

@@ -33,13 +33,13 @@ def test_goodput_counts_what_is_finished_and_in_time() -> None:
 
 
 def test_what_is_left_over_is_complained_about() -> None:
-    fine, idle = {"memory_mib": 100.0, "threads": 5.0}, {"nanovllm_kv_cache_usage_ratio": 0.0}
+    fine, idle = {"memory_mib": 100.0, "threads": 5.0}, {load.KV_USAGE: 0.0}
     records = [Record("served", 200, finished=True), Record("malformed", 400), Record("served", 429)]
     assert load.complaints(records, fine, fine, idle) == []
     assert load.complaints(records, {}, {}, idle) == []  # no /proc
     more = {"memory_mib": 200.0, "threads": 70.0}
     records += [Record("malformed", 500), Record("served", 200)]
-    found = load.complaints(records, fine, more, {"nanovllm_kv_cache_usage_ratio": 0.5})
+    found = load.complaints(records, fine, more, {load.KV_USAGE: 0.5})
     assert [complaint.split()[0] for complaint in found] == ["1", "1", "KV", "memory", "the"]
 
 

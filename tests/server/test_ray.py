@@ -54,5 +54,5 @@ def process_starts(url: str) -> int:
     deadline = time.monotonic() + 20
     while len(seen) < 2 and time.monotonic() < deadline:
         metrics = httpx.get(f"{url}/metrics", headers={"connection": "close"}).text
-        seen |= set(re.findall(r"^nanovllm_generation_tokens_created (\S+)", metrics, flags=re.MULTILINE))
+        seen |= set(re.findall(r"^vllm:generation_tokens_created{.*} (\S+)", metrics, flags=re.MULTILINE))
     return len(seen)

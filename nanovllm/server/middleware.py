@@ -1,0 +1,169 @@
+"""What every request passes: `Watch` names, counts and logs it, `Guard` settles who may ask and reads the body."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Collection, Sequence
+from hashlib import sha256
+from secrets import compare_digest
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.server.errors import ApiError, error_response
+from nanovllm.server.metrics import Figures
+from nanovllm.server.options import AppOptions, is_loopback
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("nanovllm.access")
+
+OPEN_PATHS = {"/health", "/ping", "/"}  # for probes without a key, and a page that has nothing in it
+METHODS = {"GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH"}
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # nothing that could forge a line of the log
+CLIENT_GONE = 499  # nginx's number for a client that left before its answer
+CLOSE = {"Connection": "close"}
+
+
+class Watch:
+    """Gives each request an id (the client's `X-Request-Id`, if it is a plain word) and repeats it in the answer;
+    counts the answer by its status; writes the access log, without queries and bodies. An exception that nobody foresaw
+    becomes a 500, and a traceback in the log under the same id."""
+
+    def __init__(self, app: ASGIApp, figures: Figures, paths: Collection[str], access_log: bool) -> None:
+        """`paths`: those that are told apart in the figures, beside the routes with parameters."""
+        self.app, self.figures, self.paths, self.access_log = app, figures, paths, access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except Exception:
+            if status:  # too late for an answer: the web server closes the connection, and logs why
+                raise
+            logger.exception("request %s met an internal error", request_id.decode())
+            error = ApiError(500, "internal error; the server's log has its traceback under this X-Request-Id")
+            await error_response(error)(scope, receive, noted)
+        finally:
+            self._note(scope, status or CLIENT_GONE, time.perf_counter() - began, request_id.decode())
+
+    def _note(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
+        path = path_of(scope)
+        route = getattr(scope.get("route"), "path", "other")
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self.figures.count("http_requests", path if path in self.paths else route, method, str(status))
+        if self.access_log:
+            probe = path in OPEN_PATHS and status == 200  # of which there is one every few seconds
+            client = (scope.get("client") or ["-"])[0]
+            shown = scope.get("raw_path", b"").decode("latin-1")[:200]  # percent-encoded still
+            level = logging.DEBUG if probe else logging.INFO
+            access_logger.log(level, '%s "%s %s" %d %.3fs %s', client, method, shown, status, seconds, request_id)
+
+
+class Guard:
+    """Settles, before a route sees a request, what has nothing to do with its meaning.
+
+    400 where the length of a body is told in two ways, which is how requests are smuggled past a proxy; 401 without a
+    key; 403 for a name that is not this server's; 408 for a body that does not come in time; 413 for a body of more
+    than `max_body_bytes`, announced or not. Whoever has shown a key has a salt of its own with `isolate_keys`.
+    """
+
+    def __init__(self, app: ASGIApp, options: AppOptions) -> None:
+        self.app, self.options = app, options
+        self.keys = [sha256(key.encode()).digest() for key in options.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._admit(scope)
+            body = await self._read(scope, receive)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if body is None:  # the client is gone
+            return
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return unread.pop() if unread else await receive()
+
+        await self.app(scope, replay, send)
+
+    def _admit(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self.options.allowed_hosts is not None and not is_allowed_host(host, self.options.allowed_hosts):
+            message = f"this server does not answer to the name {host[:100]!r}; start it with --allowed-hosts {host}"
+            raise ApiError(403, message[:300], code="host_not_allowed")
+        if self.keys and path_of(scope) not in OPEN_PATHS:
+            scope.setdefault("state", {})["salt"] = self._check_key(headers.get(b"authorization", b""))
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other; send one", headers=CLOSE)
+
+    def _check_key(self, authorization: bytes) -> str | None:
+        """The salt of the key's owner, if keys are isolated."""
+        scheme, _, key = authorization.partition(b" ")  # its case does not matter: RFC 9110
+        digest = sha256(key.strip()).digest()
+        matches = [compare_digest(digest, known) for known in self.keys]  # all of them: time tells nothing
+        if scheme.lower() != b"bearer" or not any(matches):
+            message = "no or a wrong API key; send 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return digest.hex() if self.options.isolate_keys else None
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None if the client left before its end."""
+        limit = self.options.max_body_bytes
+        too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced[:20]) > limit:
+            raise too_large
+        parts, num_bytes, more = [], 0, True
+        try:
+            async with asyncio.timeout(self.options.receive_timeout):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    num_bytes += len(parts[-1])
+                    if num_bytes > limit:
+                        raise too_large
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            late = f"the body did not come within {self.options.receive_timeout:g} s"
+            raise ApiError(408, late, code="body_timeout", headers=CLOSE) from None
+        return b"".join(parts)
+
+
+def path_of(scope: Scope) -> str:
+    """The path as the routes know it, without the prefix that a proxy in front has."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def is_allowed_host(host: str, allowed: Sequence[str]) -> bool:
+    """Whether a Host header names this server. "loopback" stands for every loopback address, "*" for any name."""
+    if "*" in allowed:
+        return True
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return name in allowed or ("loopback" in allowed and is_loopback(name))
