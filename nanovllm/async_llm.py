@@ -149,6 +149,8 @@ class AsyncLLM:
         self._refuse_on_event()
         priority = index(priority)
         ids = [request_id or uuid4().hex for request_id in request_ids or [None] * len(requests)]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"request_ids must differ; got {ids!r}")
         pending = [Pending(request_id, next(self._keys)) for request_id in ids]
         num_sequences = sum(request.params.n for request in requests)
         with self._lock:
@@ -207,7 +209,8 @@ class AsyncLLM:
     @property
     def num_waiting(self) -> int:
         """Sequences that have no seat in the batch, each choice of a request counted."""
-        return self._num_arriving + self._load[0]
+        with self._lock:
+            return self._num_arriving + self._load[0]
 
     def _check_queue(self, num_sequences: int) -> None:
         """Raises QueueFull if more than `max_queue` sequences would wait once the free seats were taken."""

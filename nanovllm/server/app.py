@@ -28,6 +28,7 @@ from nanovllm.server.protocol import (
 )
 from nanovllm.stream import Stream
 from nanovllm.text.chat import num_characters
+from nanovllm.text.render import Renderer
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
@@ -43,7 +44,7 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
     assert config.max_model_len
     most_characters = config.max_model_len * max(map(len, tokenizer.fast.get_vocab()))
     metrics = Metrics(llm, model_name)
-    renderer = tokenizer.bound_chat()
+    tokenizer.renderer = renderer = Renderer()  # whoever made the checkpoint may be no friend
     started = int(time.time())
 
     @asynccontextmanager

@@ -50,6 +50,7 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **more)
         self._clock: asyncio.TimerHandle | None = None
         self._stage: Any = None  # the state of the request that the clock runs for
+        self._turned_away = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -59,12 +60,21 @@ class Connection(H11Protocol):
         if len(self.connections) > doors.max_connections:
             oldest = next(iter(doors.waiting))
             doors.refused("full" if oldest is self else "made_room")
-            if oldest is self:
-                transport.write(last_words(ApiError(503, "too many connections are open; try again later")))
-            oldest.transport.close()
-            oldest.leave()
+            if oldest is not self:
+                oldest.leave()
+                oldest.transport.close()
+            elif len(self.connections) > doors.max_connections + SPARE // 2:
+                transport.close()
+            else:  # closed once it has been listened to: otherwise the client might see a reset, and no answer
+                self.leave()
+                self._turned_away = True
+                self._run_clock(h11.IDLE)
+                busy = ApiError(503, "too many connections are open; try again later", headers={"Retry-After": "1"})
+                transport.write(last_words(busy))
 
     def data_received(self, data: bytes) -> None:
+        if self._turned_away:
+            self.transport.close()
         if self.transport.is_closing():
             return
         super().data_received(data)
@@ -94,7 +104,6 @@ class Connection(H11Protocol):
     def leave(self) -> None:
         self._run_clock(None)
         self.doors.waiting.pop(self, None)
-        self.connections.discard(self)  # it does not count any more, though its last words may be on their way
 
     def _watch(self) -> None:
         """Follow what the client has sent."""
@@ -118,7 +127,7 @@ class Connection(H11Protocol):
     def _time_is_up(self) -> None:
         if self.transport.is_closing() or (self._stage is h11.SEND_BODY and not self.cycle.response_complete):
             return  # `Guard` answers the latter
-        if self.conn.trailing_data[0]:
+        if self.conn.trailing_data[0] and not self._turned_away:
             self.transport.write(last_words(ApiError(408, "the head of the request did not come in time")))
         self.doors.refused("head_timeout" if self._stage is h11.IDLE else "body_timeout")
         self.transport.close()
@@ -127,8 +136,9 @@ class Connection(H11Protocol):
 def last_words(error: ApiError) -> bytes:
     """An answer to what is no request yet."""
     status, body = error.status_code, json.dumps(error_body(error)).encode()
-    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
+    lines = [f"{name}: {value}" for name, value in (headers | (error.headers or {})).items()]
+    return "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *lines, "\r\n"]).encode() + body
 
 
 def most_connections(wanted: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 LEVELS = "debug", "info", "warning", "error"
 SECONDS, OFTEN, MOST = 60.0, 5, 1000
@@ -14,8 +15,9 @@ class NoStorm(logging.Filter):
     there to have every line, and can be switched off.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
+        self._clock = clock
         self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}  # since when, and how often since then
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -23,7 +25,7 @@ class NoStorm(logging.Filter):
             return True
         if len(self._seen) > MOST:
             self._seen.clear()
-        now, key = time.monotonic(), (record.name, record.lineno, str(record.msg)[:40])
+        now, key = self._clock(), (record.name, record.lineno, str(record.msg)[:40])
         since, number = self._seen.get(key, (now, 0))
         if now - since >= SECONDS:
             if number > OFTEN:

@@ -24,6 +24,7 @@ class Tokenizer:
                 f"{path} has no tokenizer.json; pass token ids with skip_tokenizer_init=True, or convert it"
             )
         self.path = path
+        self.renderer: Renderer | None = None  # of the chat template; set it before the first chat, and close it
         chosen = tokenizer_class(path)
         try:
             self.hf: Any = chosen.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -51,13 +52,7 @@ class Tokenizer:
 
     @cached_property
     def chat(self) -> ChatTemplate:
-        return ChatTemplate(self.hf)
-
-    def bound_chat(self) -> Renderer:
-        """From now on render the chat template in a process of its own, within bounds; the caller closes it."""
-        renderer = Renderer()
-        self.chat = ChatTemplate(self.hf, renderer)
-        return renderer
+        return ChatTemplate(self.hf, self.renderer)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The conversation in the model's own format, ready for its answer.

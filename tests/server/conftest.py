@@ -10,8 +10,9 @@ from tests.server.harness import Served, chat_model, server
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The embedded model, with a chat template."""
-    with server(chat_model(tmp_path_factory.mktemp("model"))) as running:
+    """The embedded model, with a chat template, and with what only the operator may allow."""
+    options = {"allow_priority": True, "enable_prompt_tokens_details": True}
+    with server(chat_model(tmp_path_factory.mktemp("model")), options) as running:
         yield running
         running.wait_idle()
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from nanovllm.server.app import build_app
 from nanovllm.server.connections import uvicorn_config
 from nanovllm.server.options import AppOptions
 from nanovllm.stream import Stream
+from nanovllm.text.tokenizer import Tokenizer
 from tests.server.shadow import SMALL, open_gates, shadow_llm
 from tests.server.waiting import until
 
@@ -100,6 +102,11 @@ def settled(**chosen: Any) -> argparse.Namespace:
     return args
 
 
+@cache
+def story_tokenizer() -> Tokenizer:
+    return Tokenizer(EMBEDDED_MODEL)
+
+
 @dataclass
 class Served:
     llm: AsyncLLM
@@ -126,10 +133,18 @@ def server(
     model: Path | None = None,
     app_options: dict[str, Any] | None = None,
     http_options: dict[str, Any] | None = None,
+    shadow: bool = False,
     **config: Any,
 ) -> Iterator[Served]:
-    """A real server in a thread of its own. Its engine must be idle in the end, and its threads gone."""
-    llm = AsyncLLM(model, **(SMALL | config))
+    """A real server in a thread of its own. Its engine must be idle in the end, and its threads gone.
+
+    shadow: with the shadow engine, which starts at once and has no text, for what has nothing to do with the model.
+    """
+    if shadow:
+        llm = shadow_llm(**config)
+        llm.llm.tokenizer = story_tokenizer()
+    else:
+        llm = AsyncLLM(model, **(SMALL | config))
     app = build_app(llm, model_name="story", options=AppOptions(**(app_options or {})))
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -228,7 +228,7 @@ def test_when_the_loop_dies_waiters_and_newcomers_get_a_503_and_so_does_health()
             assert json.loads(lines[-3].removeprefix("data: "))["error"]["code"] == "engine_stopped"
             error_of(await http.get("/health"), 503)
             error_of(await http.post(COMPLETIONS, json=body), 503)
-            assert "nanovllm:engine_alive{engine="0",model_name="story"} 0.0" in (await http.get("/metrics")).text
+            assert 'nanovllm:engine_alive{engine="0",model_name="story"} 0.0' in (await http.get("/metrics")).text
 
     with server() as served:
         asyncio.run(main(served))

@@ -47,7 +47,9 @@ def test_no_request_is_answered_with_a_500(tmp_path: Path) -> None:
         assert httpx.get(f"{served.url}/health").status_code == 200
         served.wait_idle()
         metrics = httpx.get(f"{served.url}/metrics").text
-        counts = re.findall(r'^vllm:request_success_total\{.*finished_reason="(?:stop|length)".*\} (\d+)', metrics, flags=re.MULTILINE)
+        counts = re.findall(
+            r'^vllm:request_success_total\{.*finished_reason="(?:stop|length)".*\} (\d+)', metrics, flags=re.MULTILINE
+        )
         assert sum(map(int, counts)) > 0, "no request was good enough to be served"  # of few, on a busy machine
 
 

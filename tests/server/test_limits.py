@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +10,6 @@ import pytest
 from pydantic import ValidationError
 
 from nanovllm import AsyncLLM
-from nanovllm.config import EngineConfig, Speculation
 from nanovllm.server import options
 from nanovllm.server.protocol import ChatRequest, CompletionRequest
 from nanovllm.stream import QueueFull
@@ -114,31 +112,7 @@ def test_requests_given_up_before_they_are_looked_at_do_not_fill_the_queue() -> 
     asyncio.run(main())
 
 
-# --- the key ---------------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_variable_is_no_key() -> None:
-    from nanovllm.cli import parser
-
-    with patch.dict(os.environ, NANOVLLM_API_KEY=""):
-        args = parser().parse_args(["serve"])
-    assert args.api_key is None
-    options.check(args)
-    args.host = "0.0.0.0"
-    with pytest.raises(ValueError, match="--api-key"):
-        options.check(args)
-
-
-def test_how_to_guess_is_given_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    from nanovllm.cli import parser
-
-    args = parser().parse_args(["serve", "--speculative", '{"method": "ngram", "k": 2}'])
-    assert {name for name in options.ENGINE if getattr(args, name) is not None} == {"speculative"}
-    assert EngineConfig(speculative=args.speculative).speculation == Speculation(method="ngram", k=2, n=3)
-    for wrong in "ngram", "3":
-        with pytest.raises(SystemExit):
-            parser().parse_args(["serve", "--speculative", wrong])
-        assert f"argument --speculative: invalid json_object value: '{wrong}'" in capsys.readouterr().err
+# --- names of hosts --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

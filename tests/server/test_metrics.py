@@ -8,17 +8,19 @@ import httpx
 import pytest
 
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SpeculationStats
-from nanovllm.server.metrics import EACH_TOKEN, FIRST_TOKEN, Metrics, RequestObserver
+from nanovllm.server.metrics import EACH_TOKEN, HISTOGRAMS, Figures, Metrics, RequestObserver
 from tests.server.harness import Served, greedy, server, serving
 
-NAME = re.compile(r"^nanovllm_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", flags=re.MULTILINE)
+NAME = re.compile(r"^(?:vllm:)?([a-z:_\d]+?)(?:_total)?(?:\{(.*)\})? (\S+)$", flags=re.MULTILINE)
 
 
 def figures(text: str) -> dict[str, float]:
-    """By name, with the label's value behind a slash where there is one."""
+    """By name without "vllm:", with the values of labels behind slashes. Every figure must name the model."""
     found = {}
-    for name, label, value in NAME.findall(text):
-        found[name + (f"/{label.partition('=')[2].strip(chr(34))}" if label else "")] = float(value)
+    for name, text_of_labels, value in NAME.findall(text):
+        labels = dict(re.findall(r'(\w+)="(.*?)"', text_of_labels))
+        assert labels.pop("model_name") == "story" and labels.pop("engine") == "0"
+        found["/".join([name, *labels.values()])] = float(value)
     return found
 
 
@@ -32,29 +34,90 @@ def tight() -> Iterator[Served]:
 def test_the_figures_are_the_sums_of_what_clients_were_told(tight: Served) -> None:
     prompt, body = [7] * 20, {"max_tokens": 40, "ignore_eos": True, "seed": 1, "prompt": [7] * 20}
 
-    async def main() -> tuple[list[httpx.Response], dict[str, float]]:
+    async def main() -> dict[str, float]:
         async with httpx.AsyncClient(base_url=tight.url, timeout=60) as http:
             jobs = [http.post("/v1/completions", json=body | {"stream": i % 2 == 1}) for i in range(4)]
-            answers = await asyncio.gather(*jobs)
-            return answers, figures((await http.get("/metrics")).text)
+            await asyncio.gather(*jobs)
+            return figures((await http.get("/metrics")).text)
 
-    answers, found = asyncio.run(main())
-    cached = [a.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers[::2]]
-    assert found["requests/length"] == 4 and "requests/abort" not in found
+    found = asyncio.run(main())
+    assert found["request_success/length"] == 4 and found["request_success/abort"] == 0
     assert found["generation_tokens"] == 4 * 40 and found["prompt_tokens"] == 4 * len(prompt)
-    assert sum(cached) <= found["prompt_tokens_cached"] <= 4 * 16
-    assert found["preemptions"] > 0
-    assert found["sequences_running"] == found["sequences_waiting"] == found["kv_cache_usage_ratio"] == 0
-    for name, buckets in ("time_to_first_token_seconds", FIRST_TOKEN), ("time_per_output_token_seconds", EACH_TOKEN):
+    assert found["prefix_cache_queries"] == 4 * len(prompt) and 0 <= found["prefix_cache_hits"] <= 4 * 16
+    assert found["num_preemptions"] > 0
+    assert found["num_requests_running"] == found["num_requests_waiting"] == found["kv_cache_usage_perc"] == 0
+    for name, (_, buckets) in HISTOGRAMS.items():
+        name = name.removeprefix("vllm:")
         counts = [found[f"{name}_bucket/{float(bound)}"] for bound in buckets]
-        assert counts == sorted(counts) and found[f"{name}_bucket/+Inf"] == found[f"{name}_count"] == 4
+        number = 4 * 39 if name == "inter_token_latency_seconds" else 4
+        assert counts == sorted(counts) and found[f"{name}_bucket/+Inf"] == found[f"{name}_count"] == number
         assert 0 < found[f"{name}_sum"] < 4 * 60
+    parts = [found[f"request_{name}_time_seconds_sum"] for name in ("queue", "prefill", "decode")]
+    assert sum(parts) == pytest.approx(found["e2e_request_latency_seconds_sum"])
+    assert sum(parts[1:]) == pytest.approx(found["request_inference_time_seconds_sum"])
+    assert found["request_generation_tokens_sum"] == 160 and found["request_prompt_tokens_sum"] == 80
+    assert found["http_requests//v1/completions/POST/200"] == 4
+
+
+def test_every_name_and_label_of_vllms_dashboard_is_there(tight: Served) -> None:
+    """Those of the queries in grafana.json of vLLM's examples/observability/prometheus_grafana."""
+    histograms = "e2e_request_latency_seconds inter_token_latency_seconds time_to_first_token_seconds"
+    lengths = "request_prompt_tokens request_generation_tokens"
+    sums = "request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds"
+    wanted = [f"{name}_{part}" for name in f"{histograms} {lengths}".split() for part in ("bucket", "sum", "count")]
+    wanted += [f"{name}_sum" for name in f"{sums} request_max_num_generation_tokens".split()]
+    wanted += "num_requests_running num_requests_waiting kv_cache_usage_perc".split()
+    wanted += ["prompt_tokens_total", "generation_tokens_total"]
+    text = httpx.get(f"{tight.url}/metrics").text
+    for name in wanted:
+        assert re.search(rf'^vllm:{name}{{[^}}]*model_name="story"', text, flags=re.MULTILINE), name
+    assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="story"} ' in text
+
+
+def test_refusals_are_counted_by_their_status(tight: Served) -> None:
+    before = figures(httpx.get(f"{tight.url}/metrics").text)
+    for path in "/v1/completions", "/v1/nothing", "/x" * 300:
+        httpx.post(f"{tight.url}{path}", json={"prompt": "a", "n": 0})
+    httpx.request("BREW", f"{tight.url}/v1/models/x")
+    after = figures(httpx.get(f"{tight.url}/metrics").text)
+    new = {name: after[name] - before.get(name, 0) for name in after if name.startswith("http_requests/")}
+    assert {name: number for name, number in new.items() if number} == {
+        "http_requests//v1/completions/POST/400": 1,
+        "http_requests/other/POST/404": 2,  # no path that a client makes up has a line of its own
+        "http_requests//v1/models/{name:path}/other/405": 1,
+        "http_requests//metrics/GET/200": 1,
+    }
+
+
+def test_figures_of_several_processes_add_up() -> None:
+    parts = [Figures(), Figures()]
+    for number, part in enumerate(parts, start=1):
+        part.count("http_requests", "/v1/completions", "POST", str(number * 100))
+        part.count("vllm:prompt_tokens", by=number)
+        part.observe("vllm:request_prompt_tokens", number, times=3)
+    total = Figures()
+    for part in parts:
+        total.add(part)
+    assert total.counters["vllm:prompt_tokens"] == {(): 3}
+    assert total.counters["http_requests"] == {("/v1/completions", "POST", f"{n}00"): 1 for n in (1, 2)}
+    assert total.histograms["vllm:request_prompt_tokens"][:3] == [3, 3, 0]
+    assert total.histograms["vllm:request_prompt_tokens"][-1] == 9
+
+
+def test_gaps_between_tokens_are_told_from_the_first_token_on() -> None:
+    """Two tokens in 0.4 s behind the first of a whole answer: twice 0.2 s."""
+    figures = Figures()
+    whole = output(True, {0: "stop"})
+    whole.outputs[0].token_ids = [1, 2, 3]
+    RequestObserver(figures).saw(whole)
+    numbers = figures.histograms["vllm:inter_token_latency_seconds"]
+    assert numbers[EACH_TOKEN.index(0.2)] == 2 and numbers[-1] == pytest.approx(0.4)
 
 
 def test_guesses_are_counted_with_vllms_names() -> None:
     async def main() -> None:
         async with serving(speculative={"method": "ngram", "k": 3, "n": 1}) as llm:
-            metrics = Metrics(llm)
+            metrics = Metrics(llm, "story")
 
             def spec_decode() -> dict[str, float]:
                 found = figures(metrics.text().decode())
@@ -106,17 +169,18 @@ def output(finished: bool, reasons: dict[int, FinishReason | None]) -> RequestOu
 def test_a_request_is_counted_once_by_what_ended_it(deltas: list[RequestOutput], expected: str) -> None:
     async def main() -> None:
         async with serving() as llm:
-            metrics = Metrics(llm)
-            observer = RequestObserver(metrics)
+            metrics = Metrics(llm, "story")
+            observer = RequestObserver(metrics.figures)
             for delta in deltas:
                 observer.saw(delta)
             observer.close()
             observer.close()
             found = figures(metrics.text().decode())
-            counted = {name: value for name, value in found.items() if name.startswith("requests/")}
-            assert counted == {f"requests/{expected}": 1}
+            counted = {name: value for name, value in found.items() if name.startswith("request_success/") and value}
+            assert counted == {f"request_success/{expected}": 1}
             whole = expected in ("stop", "length")
-            assert found["preemptions"] == 2 * whole and found["prompt_tokens"] == 3 * whole
-            assert found["time_per_output_token_seconds_count"] == found["time_to_first_token_seconds_count"] * whole
+            assert found["num_preemptions"] == 2 * whole and found["prompt_tokens"] == 3 * bool(deltas)
+            for name in "request_time_per_output_token_seconds", "e2e_request_latency_seconds":
+                assert found[f"{name}_count"] == whole
 
     asyncio.run(main())
