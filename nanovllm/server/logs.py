@@ -37,8 +37,8 @@ class NoStorm(logging.Filter):
 
 def set_up(level: str) -> None:
     """All of this process logs to standard error, from `level` on."""
-    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(NoStorm())
+    handler = logging.StreamHandler()
+    handler.addFilter(NoStorm())
+    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
     # uvicorn tells at these levels of every start and end of its own.
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
