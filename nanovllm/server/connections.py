@@ -137,7 +137,7 @@ def last_words(error: ApiError) -> bytes:
     """An answer to what is no request yet."""
     status, body = error.status_code, json.dumps(error_body(error)).encode()
     headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
-    lines = [f"{name}: {value}" for name, value in (headers | (error.headers or {})).items()]
+    lines = [f"{name}: {value}" for name, value in {**headers, **(error.headers or {})}.items()]
     return "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *lines, "\r\n"]).encode() + body
 
 

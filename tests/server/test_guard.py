@@ -104,7 +104,8 @@ def test_v2_an_internal_error_is_no_mistake_of_the_client(error: Exception, capl
         told = error_of(response, 500)
         assert told["type"] == "server_error" and str(error) not in told["message"]
         [record] = [record for record in caplog.records if record.exc_info]
-        assert response.headers["x-request-id"] in record.getMessage() and record.exc_info[1] is error
+        assert response.headers["x-request-id"] in record.getMessage()
+        assert record.exc_info and record.exc_info[1] is error
         assert ask(served, COMPLETIONS, PROMPT).status_code == 200
         with patch("nanovllm.server.metrics.engine_state", side_effect=error):
             error_of(httpx.get(served.url + "/metrics"), 500)

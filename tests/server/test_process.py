@@ -114,8 +114,8 @@ def test_a_server_answers_drains_on_sigterm_and_has_kept_nothing_of_what_was_sai
         assert last["choices"][0]["finish_reason"] == "length" and "choices" in first
         assert process.end() == 0
         assert CANARY not in process.output and "Traceback" not in process.output
-        lines = process.output.splitlines()
-        assert [line for line in lines if "/v1/completions" in line and " 200 " in line] and len(lines) < 10
+        told = process.output.splitlines()
+        assert [line for line in told if "/v1/completions" in line and " 200 " in line] and len(told) < 10
 
 
 @pytest.mark.slow
