@@ -11,7 +11,9 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
+from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import errors
 from nanovllm.server.errors import ApiError, answering, refusing
 from nanovllm.server.generation import Generation, add_all, respond
@@ -19,14 +21,17 @@ from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Guard, Watch
 from nanovllm.server.options import AppOptions
 from nanovllm.server.protocol import (
+    ChatMessage,
     ChatReply,
     ChatRequest,
     CompletionReply,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
     Reply,
+    TokenizeRequest,
 )
-from nanovllm.stream import Stream
+from nanovllm.server.tolerance import Unknown
 from nanovllm.text.chat import num_characters
 from nanovllm.text.render import Renderer
 
@@ -43,7 +48,9 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
     tokenizer, config, defaults = llm.llm.tokenizer, llm.llm.config, llm.llm.sampling_defaults
     assert config.max_model_len
     most_characters = config.max_model_len * max(map(len, tokenizer.fast.get_vocab()))
-    metrics = Metrics(llm, model_name)
+    metrics, ignored = Metrics(llm, model_name), Unknown()
+    if options.chat_template is not None:
+        tokenizer.hf.chat_template = options.chat_template
     tokenizer.renderer = renderer = Renderer()  # whoever made the checkpoint may be no friend
     started = int(time.time())
 
@@ -67,57 +74,107 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
             what = f"{num_characters} characters are more than max_model_len={config.max_model_len} tokens can hold"
             raise ApiError(400, f"{what}; shorten the prompt", param=param, code="context_length_exceeded")
 
-    def check_priority(priority: int) -> None:
-        if priority and not options.allow_priority:
+    def check(body: GenerationRequest) -> None:
+        check_model(body.model)
+        if body.priority and not options.allow_priority:
             message = "this server lets no client go first; leave priority out, or start it with --allow-priority"
             raise ApiError(400, message, param="priority")
+        ignored.note(body.model_extra)
+        ignored.note(body.stream_options.model_extra, "stream_options.")
 
     def salt_of(body: GenerationRequest, request: Request) -> str | None:
         """The client's, within that of its key."""
         key = getattr(request.state, "salt", None)
         return body.cache_salt if key is None else f"{key}/{body.cache_salt or ''}"
 
-    async def answer(body: GenerationRequest, request: Request, streams: list[Stream], reply: Reply) -> Response:
-        generation = Generation(streams, body.n, reply, metrics.figures, options.tells_cached_tokens)
-        return await respond(generation, request, body.stream, body.stream_options.include_usage)
+    async def encode_texts(prompts: list[str | list[int]], add_special_tokens: bool = True) -> list[list[int]]:
+        """Those that are token ids already stay as they are."""
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                check_length(len(prompt), "prompt")
+
+        def encode() -> list[list[int]]:
+            return [tokenizer.encode(p, add_special_tokens) if isinstance(p, str) else p for p in prompts]
+
+        return await asyncio.to_thread(encode)
+
+    async def encode_chat(messages: list[ChatMessage], variables: dict[str, Any]) -> list[int]:
+        for message in messages:
+            ignored.note(message.model_extra, "messages[].")
+            for part in message.content:
+                ignored.note(getattr(part, "model_extra", None), "messages[].content[].")
+        given = [message.for_template() for message in messages]
+        check_length(sum(map(num_characters, given)), "messages")
+        try:
+            return await asyncio.to_thread(tokenizer.encode_chat, given, **variables)
+        except ValueError as error:  # the template's own reason, above all
+            raise ApiError(400, str(error), param="messages") from error
+
+    def truncated(token_ids: list[int], body: GenerationRequest, max_tokens: int) -> list[int]:
+        """The end of a prompt, as long as the client wants it: -1 is as long as it may be."""
+        if body.truncate_prompt_tokens is None:
+            return token_ids
+        most = room_for(max_tokens) if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+        return token_ids[-most:]
+
+    async def answer(
+        body: GenerationRequest, request: Request, prompts: list[list[int]], params: SamplingParams, reply: Reply
+    ) -> Response:
+        salt, field = salt_of(body, request), "prompt" if reply.prompts_in_choices else "messages"
+        queued = await asyncio.to_thread(add_all, llm, prompts, params, salt, body.priority, field)
+        generation = Generation(body, queued, reply, metrics.figures, options.tells_cached_tokens)
+        return await respond(generation, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        check_model(body.model)
-        check_priority(body.priority)
-        prompts = body.prompts(salt_of(body, request))
-        check_length(max(len(prompt.get("prompt", "")) for prompt in prompts), "prompt")
+        check(body)
+        max_tokens = body.max_tokens or defaults.get("max_tokens", COMPLETION_MAX_TOKENS)
         with refusing("prompt"):
-            max_tokens = body.max_tokens or defaults.get("max_tokens", COMPLETION_MAX_TOKENS)
             params = body.sampling_params(max_tokens, body.logprobs, defaults)
-        streams = await asyncio.to_thread(add_all, llm, prompts, params, body.priority, "prompt")
-        reply = CompletionReply(model_name, body.logprobs, request.state.request_id)
-        return await answer(body, request, streams, reply)
+        prompts = [truncated(prompt, body, max_tokens) for prompt in await encode_texts(body.prompts())]
+        return await answer(body, request, prompts, params, CompletionReply(model_name, body.logprobs, id_of(request)))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        check_model(body.model)
-        check_priority(body.priority)
-        messages = [message.model_dump() for message in body.messages]
-        check_length(sum(map(num_characters, messages)), "messages")
+        check(body)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        try:
-            token_ids = await asyncio.to_thread(tokenizer.encode_chat, messages)
-        except ValueError as error:  # the template's own reason, above all
-            raise ApiError(400, str(error), param="messages") from error
+        wanted = body.max_completion_tokens or body.max_tokens
+        token_ids = truncated(await encode_chat(body.messages, body.chat_template_kwargs), body, wanted or 1)
+        room = room_for(len(token_ids))
+        max_tokens = wanted or min(defaults.get("max_tokens", room), room)
         with refusing("messages"):
-            room = room_for(len(token_ids))
-            max_tokens = body.max_completion_tokens or body.max_tokens or min(defaults.get("max_tokens", room), room)
             params = body.sampling_params(max_tokens, num_logprobs, defaults)
-        prompt = {"prompt_token_ids": token_ids, "cache_salt": salt_of(body, request)}
-        streams = await asyncio.to_thread(add_all, llm, [prompt], params, body.priority, "messages")
-        return await answer(body, request, streams, ChatReply(model_name, num_logprobs, request.state.request_id))
+        return await answer(body, request, [token_ids], params, ChatReply(model_name, num_logprobs, id_of(request)))
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        check_model(body.model)
+        ignored.note(body.model_extra)
+        if body.messages is not None:
+            tokens = await encode_chat(body.messages, body.chat_template_kwargs)
+        else:
+            [tokens] = await encode_texts([body.prompt or ""], body.add_special_tokens)
+        texts = tokenizer.hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": config.max_model_len, "tokens": tokens, "token_strs": texts}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        check_model(body.model)
+        ignored.note(body.model_extra)
+        size = tokenizer.fast.get_vocab_size()
+        if wrong := [token for token in body.tokens if not 0 <= token < size]:
+            raise ApiError(400, f"tokens has {wrong[0]}, and the vocabulary 0 to {size - 1}", param="tokens")
+        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
 
     def room_for(num_prompt_tokens: int) -> int:
         """As many tokens as the model's context and the KV pool allow one sequence."""
         assert config.max_model_len and config.num_kv_blocks and config.kvcache_block_size
         longest = min(config.max_model_len, config.num_kv_blocks * config.kvcache_block_size + 1)
         return max(longest - num_prompt_tokens, 1)
+
+    def id_of(request: Request) -> str:
+        name: str = request.state.request_id
+        return name
 
     def model_card() -> dict[str, Any]:
         kind = {"id": model_name, "object": "model", "created": started, "owned_by": "nanovllm"}
@@ -132,6 +189,13 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
         check_model(name)
         return model_card()
 
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.head("/health", include_in_schema=False)
+    @app.post("/ping", include_in_schema=False)
+    @app.get("/ping")
     @app.get("/health")
     async def health() -> dict[str, str]:
         with answering():

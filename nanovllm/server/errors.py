@@ -1,6 +1,6 @@
 """Errors in the shape that OpenAI's clients understand, whatever raised them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields as fields_of
 from itertools import takewhile
@@ -35,7 +35,7 @@ class ApiError(HTTPException):
         *,
         param: str | None = None,
         code: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
         self.param, self.code = param, code
@@ -92,14 +92,21 @@ def bad_request(request: Request, error: Exception) -> JSONResponse:
     fields = list(takewhile(lambda part: isinstance(part, int) or (part.isidentifier() and part != "str"), path))
     if kind == "json_invalid":
         fields, message = [], "the body is not valid JSON"
+    elif kind == "refused":  # by the field's name
+        fields, message = [*fields, first["ctx"]["field"]], first["ctx"]["what"]
     elif not path and kind != "value_error":
         message = "the body must be a JSON object, sent with Content-Type: application/json"
-    elif kind == "extra_forbidden":
-        message = "not supported here; leave it out"
     elif kind.endswith("_type") and len(fields) < len(path):
         message = "neither this type nor what is in it is accepted here"
     param = ".".join(map(str, fields)) or None
     return error_response(ApiError(400, f"{param}: {message}" if param else message, param=param))
+
+
+def what_there_is(app: FastAPI) -> str:
+    """The routes that are in the schema, for whoever asked for another."""
+    paths = app.openapi()["paths"].items()
+    routes = [f"{method.upper()} {path}" for path, methods in paths for method in methods]
+    return f"here there is {', '.join(routes)}"
 
 
 def install(app: FastAPI) -> None:
@@ -107,6 +114,8 @@ def install(app: FastAPI) -> None:
 
     def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        if error.status_code in (404, 405) and not isinstance(error, ApiError):
+            error = ApiError(error.status_code, f"{error.detail}: {what_there_is(app)}", headers=error.headers)
         return error_response(error)
 
     app.add_exception_handler(HTTPException, http_error)

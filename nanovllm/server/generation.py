@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -11,11 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, answering, error_body, refusing
 from nanovllm.server.metrics import Figures, RequestObserver
-from nanovllm.server.protocol import Json, Reply, Usage
+from nanovllm.server.protocol import GenerationRequest, Json, Reply, Usage
 from nanovllm.stream import Stream
 
 T = TypeVar("T")
@@ -25,13 +25,19 @@ class Generation:
     """The prompts of one request while they are worked on."""
 
     def __init__(
-        self, streams: Sequence[Stream], num_choices: int, reply: Reply, figures: Figures, tells_cached_tokens: bool
+        self,
+        body: GenerationRequest,
+        queued: Sequence[tuple[list[int], Stream]],
+        reply: Reply,
+        figures: Figures,
+        tells_cached_tokens: bool,
     ) -> None:
-        self.streams = streams
-        self.num_choices = num_choices  # of each prompt
-        self.reply = reply
-        self.usage = Usage(tells_cached_tokens)
-        self.observers = [RequestObserver(figures) for _ in streams]
+        """`queued`: the token ids of each prompt, and the stream of its output."""
+        self.body, self.reply = body, reply
+        self.prompts = [token_ids for token_ids, _ in queued]
+        self.streams = [stream for _, stream in queued]
+        self.usage = Usage(sum(map(len, self.prompts)), tells_cached_tokens)
+        self.observers = [RequestObserver(figures) for _ in queued]
 
     async def whole(self) -> Json:
         """The answer in one piece."""
@@ -39,19 +45,30 @@ class Generation:
         for prompt, stream in enumerate(self.streams):
             async for output in stream:  # FINAL_ONLY: there is one
                 choices += self._choices(prompt, output, streamed=False)
-        return self.reply.envelope(choices, False) | {"usage": self.usage.json()}
+        return self.reply.envelope(choices, False) | {"usage": self.usage.json()} | self._prompt_ids()
 
-    async def chunks(self, include_usage: bool) -> AsyncIterator[Json]:
+    async def chunks(self) -> AsyncIterator[Json]:
         """The answer as the chunks of a stream, each with the choices that went on."""
-        more: Json = {"usage": None} if include_usage else {}
-        total = len(self.streams) * self.num_choices
+        options, begun = self.body.stream_options, False
+
+        def chunk(choices: list[Json]) -> Json:
+            nonlocal begun
+            more = {} if begun else self._prompt_ids()
+            begun = True
+            if options.continuous_usage_stats:
+                more |= {"usage": self.usage.json()}
+            elif options.include_usage:
+                more |= {"usage": None}
+            return self.reply.envelope(choices, True) | more
+
+        total = len(self.streams) * self.body.n
         openings = [opening for i in range(total) if (opening := self.reply.opening(i)) is not None]
         if openings:
-            yield self.reply.envelope(openings, True) | more
+            yield chunk(openings)
         async for prompt, output in merged(self.streams):
             for choice in self._choices(prompt, output, streamed=True):
-                yield self.reply.envelope([choice], True) | more
-        if include_usage:
+                yield chunk([choice])
+        if options.include_usage:
             yield self.reply.envelope([], True) | {"usage": self.usage.json()}
 
     def _choices(self, prompt: int, output: RequestOutput, streamed: bool) -> list[Json]:
@@ -62,9 +79,20 @@ class Generation:
             if choice.finish_reason == "error":
                 raise ApiError(500, "the model gave numbers that are not finite for this request", code="bad_logits")
             # Text that is held back, for a stop string or an unfinished character, is no news to a client.
-            if not streamed or choice.text or choice.logprobs or choice.finished():
-                choices.append(self.reply.choice(prompt * self.num_choices + choice.index, choice, streamed))
+            ids = self.body.return_token_ids and choice.token_ids
+            if not streamed or choice.text or choice.logprobs or choice.finished() or ids:
+                said = self.reply.choice(prompt * self.body.n + choice.index, choice, streamed)
+                choices.append(said | self._token_ids(prompt, choice) if self.body.return_token_ids else said)
         return choices
+
+    def _token_ids(self, prompt: int, choice: CompletionOutput) -> Json:
+        ids: Json = {"token_ids": choice.token_ids}
+        return ids | {"prompt_token_ids": self.prompts[prompt]} if self.reply.prompts_in_choices else ids
+
+    def _prompt_ids(self) -> Json:
+        """In a chat, of which there is one prompt."""
+        wanted = self.body.return_token_ids and not self.reply.prompts_in_choices
+        return {"prompt_token_ids": self.prompts[0]} if wanted else {}
 
     async def close(self) -> None:
         """Abort what is not finished."""
@@ -76,14 +104,14 @@ class Generation:
 class EventStream(StreamingResponse):
     """Server-sent events. Whatever ends it, a client that leaves above all, ends its generation at once."""
 
-    def __init__(self, generation: Generation, include_usage: bool) -> None:
+    def __init__(self, generation: Generation) -> None:
         self.generation = generation
-        super().__init__(self._events(include_usage), media_type="text/event-stream")
+        super().__init__(self._events(), media_type="text/event-stream")
 
-    async def _events(self, include_usage: bool) -> AsyncIterator[str]:
+    async def _events(self) -> AsyncIterator[str]:
         try:
             with answering():
-                async for chunk in self.generation.chunks(include_usage):
+                async for chunk in self.generation.chunks():
                     yield event(chunk)
         except HTTPException as error:  # too late for a status
             yield event(error_body(error))
@@ -124,21 +152,20 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestO
 
 
 def add_all(
-    llm: AsyncLLM, prompts: Sequence[Mapping[str, Any]], params: SamplingParams, priority: int, field: str
-) -> list[Stream]:
-    """Encode and queue every prompt, or none. Runs in a thread, as tokenizing takes its time.
-
-    field: the one that the prompts come from. Raises ApiError.
-    """
+    llm: AsyncLLM, prompts: Sequence[list[int]], params: SamplingParams, salt: str | None, priority: int, field: str
+) -> list[tuple[list[int], Stream]]:
+    """Queue every prompt, given by its token ids, or none of them. Raises ApiError, which names the `field` that the
+    prompts come from."""
     with refusing(field):
-        checked = [llm.check(prompt, params) for prompt in prompts]
+        checked = [llm.check({"prompt_token_ids": prompt, "cache_salt": salt}, params) for prompt in prompts]
     with answering():
-        return llm.submit(checked, priority=priority)
+        streams = llm.submit(checked, priority=priority)
+    return [(request.prompt_token_ids, stream) for request, stream in zip(checked, streams, strict=True)]
 
 
-async def respond(generation: Generation, request: Request, stream: bool, include_usage: bool) -> Response:
-    if stream:
-        return EventStream(generation, include_usage)
+async def respond(generation: Generation, request: Request) -> Response:
+    if generation.body.stream:
+        return EventStream(generation)
     try:
         with answering():
             body = await unless_gone(request, generation.whole())

@@ -32,6 +32,7 @@ class AppOptions:
     allow_priority:   whether clients may say which of them is more urgent.
     enable_prompt_tokens_details:  whether `usage` tells how much of a prompt was in the prefix cache, which tells a
                       stranger what others asked, unless keys are isolated.
+    chat_template:    the text of one to use instead of the checkpoint's.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -43,6 +44,7 @@ class AppOptions:
     allow_priority: bool = False
     enable_prompt_tokens_details: bool = False
     access_log: bool = False
+    chat_template: str | None = None
 
     @property
     def tells_cached_tokens(self) -> bool:
@@ -58,6 +60,7 @@ class AppOptions:
         return cls(
             **values
             | {"api_keys": tuple(args.api_key), "allowed_hosts": hosts, "allowed_origins": tuple(args.allowed_origins)}
+            | {"chat_template": args.chat_template and Path(args.chat_template).read_text("utf-8")}
             | {"max_body_bytes": int(args.max_body_mib * 2**20), "access_log": not args.no_access_log}
         )
 
@@ -102,6 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         add(f"--{name.replace('_', '-')}", type=kind, help="as in nanovllm.config")
     add("--max-queue", type=int, default=512, help="sequences that may wait (default %(default)s)")
     add("--served-model-name", help="what clients call the model (default: the last part of its path)")
+    add("--chat-template", help="a file with another chat template than the checkpoint's")
     # Where it listens.
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add("--port", type=int, default=8000, help="0 is any free one (default %(default)s)")
@@ -226,7 +230,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--root-path must begin with / and end without, like /llm; got {args.root_path!r}")
     if bool(args.ssl_certfile) != bool(args.ssl_keyfile):
         raise ValueError("--ssl-certfile and --ssl-keyfile need each other")
-    for name in "ssl_certfile", "ssl_keyfile":
+    for name in "ssl_certfile", "ssl_keyfile", "chat_template":
         if (path := getattr(args, name)) and not Path(path).is_file():
             raise ValueError(f"--{name.replace('_', '-')} {path}: there is no such file")
     if args.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):

@@ -1,19 +1,20 @@
 """The JSON of OpenAI's two text endpoints: what a request may hold, and what an answer looks like.
 
-A request has OpenAI's fields and vLLM's additions to them. Anything else is refused, not ignored. `null` is as good as
+A request has OpenAI's fields and vLLM's additions to them; `tolerance` has what becomes of others. `null` is as good as
 absent. What is absent has the checkpoint's default, where that names one. Types are strict: a number in quotes is a
 mistake. Bounds are only where the server is stricter than `SamplingParams`, which checks the rest. A list is given up
 at its first mistake: a million of them, each with an error of its own, would keep everybody waiting.
 """
 
 import time
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprob
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.server.tolerance import HARMLESS, NO_MATTER, Harmless, refused, settle
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
@@ -21,6 +22,12 @@ MAX_LOGPROBS = 20
 MAX_MESSAGES = 2048  # and parts of one
 MAX_FIELDS = 100  # of any object, before it is asked which they are
 INT32 = 2**31 - 1
+# What a chat template is given by the server, and how `transformers` is told to use it.
+RESERVED = frozenset(
+    "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
+    "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs "
+    "sanitize_control_tokens self".split()
+)
 Json = dict[str, Any]
 
 
@@ -40,29 +47,36 @@ TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
 class Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    """What nobody knows is in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    harmless: ClassVar[Harmless] = {}
+    no_matter: ClassVar[Collection[str]] = ()
 
     @model_validator(mode="before")
     @classmethod
-    def without_nulls(cls, data: Any) -> Any:
+    def settled(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         if len(data) > MAX_FIELDS:
             raise ValueError(f"an object has {len(data)} fields, more than there are; leave out what is not supported")
-        return {name: value for name, value in data.items() if value is not None}
+        return settle(data, cls.model_fields, cls.harmless, cls.no_matter)
 
 
 class StreamOptions(Fields):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationRequest(Fields):
     """What both endpoints take."""
 
+    harmless: ClassVar[Harmless] = HARMLESS
+    no_matter = NO_MATTER
+
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    user: str | None = None  # OpenAI's, for their own statistics; not read
 
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1, le=INT32)
@@ -70,7 +84,7 @@ class GenerationRequest(Fields):
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Short | Annotated[list[Short], Field(max_length=16)] = []
 
     top_k: int | None = Field(None, ge=-1, le=INT32)
@@ -83,12 +97,15 @@ class GenerationRequest(Fields):
     include_stop_str_in_output: bool = False
     priority: int = Field(0, ge=-INT32, le=INT32)
     cache_salt: Short | None = None
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=INT32)] | None = None
+    return_token_ids: bool = False
 
-    @model_validator(mode="after")
-    def stream_options_need_a_stream(self) -> "GenerationRequest":
-        if "stream_options" in self.model_fields_set and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
-        return self
+    @field_validator("stop", mode="before")
+    @classmethod
+    def without_empty_stops(cls, stop: Any) -> Any:
+        if isinstance(stop, list):
+            return [one for one in stop if one != ""]
+        return [] if stop == "" else stop
 
     def sampling_params(self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
         """`defaults` are for absent fields. Raises ValueError for combinations that make no sense."""
@@ -96,11 +113,15 @@ class GenerationRequest(Fields):
         more = "min_tokens stop_token_ids ignore_eos skip_special_tokens include_stop_str_in_output"
         kind = RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY
         said = {name: value for name in f"{same} {more}".split() if (value := getattr(self, name)) is not None}
+        if self.seed is not None:
+            said["seed"] = None if self.seed == -1 else self.seed % 2**63
         values = {**defaults, **said, "max_tokens": max_tokens}
         return SamplingParams(logprobs=logprobs, output_kind=kind, **values)
 
 
 class CompletionRequest(GenerationRequest):
+    harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (True,)}
+
     prompt: (
         Text
         | TokenIds
@@ -109,35 +130,94 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
-    def prompts(self, cache_salt: str | None) -> list[dict[str, Any]]:
-        """One dict for each, as `AsyncLLM.check` takes them."""
-        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        many: list[Any] = [self.prompt] if single else list(self.prompt)
-        salt = {"cache_salt": cache_salt}
-        return [{"prompt" if isinstance(p, str) else "prompt_token_ids": p} | salt for p in many]
+    def prompts(self) -> list[str | list[int]]:
+        prompt: Any = self.prompt
+        many: list[str | list[int]] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        return many
 
 
 class TextPart(Fields):
+    no_matter = frozenset({"cache_control"})
+
     type: Literal["text"]
     text: Text
 
 
 class ChatMessage(Fields):
-    role: Literal["system", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    harmless: ClassVar[Harmless] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+    no_matter = frozenset({"cache_control"})
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] = ""
+    name: Text | None = None
+    reasoning_content: Text | None = None
+
+    @model_validator(mode="after")
+    def only_an_assistant_may_say_nothing(self) -> "ChatMessage":
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise refused("content", "Field required")
+        return self
+
+    def for_template(self) -> Json:
+        """What a chat template gets to see."""
+        content = self.content
+        parts = content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+        said = {"role": "system" if self.role == "developer" else self.role, "content": parts}
+        more = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return said | {name: value for name, value in more.items() if value is not None}
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def not_the_servers(variables: Json) -> Json:
+    for name in variables:
+        if not name.isidentifier() or name in RESERVED:
+            raise ValueError(f"{name[:100]!r} is no variable that a client may give a chat template")
+    return variables
+
+
+TemplateVariables = Annotated[Json, AfterValidator(not_the_servers)]
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (False,)}
+
+    messages: Messages
+    chat_template_kwargs: TemplateVariables = {}
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def top_logprobs_need_logprobs(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+        if self.top_logprobs and not self.logprobs:
+            raise refused("top_logprobs", "needs logprobs to be true")
         return self
+
+
+class TokenizeRequest(Fields):
+    """vLLM's, for a text or for a conversation."""
+
+    harmless, no_matter = HARMLESS, NO_MATTER
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    chat_template_kwargs: TemplateVariables = {}
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise refused("prompt", "give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Fields):
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 # --- answers, whole or as the chunks of a stream ---
@@ -146,30 +226,31 @@ class ChatRequest(GenerationRequest):
 class Usage:
     """Tokens of all outputs of a request, added up from deltas or taken from whole outputs."""
 
-    def __init__(self, tells_cached_tokens: bool) -> None:
-        self.tells_cached_tokens = tells_cached_tokens
-        self.prompt: dict[int, int] = {}  # of each prompt, by its index in the request
-        self.cached: dict[int, int] = {}
+    def __init__(self, num_prompt_tokens: int, tells_cached_tokens: bool) -> None:
+        self.num_prompt_tokens, self.tells_cached_tokens = num_prompt_tokens, tells_cached_tokens
+        self.cached: dict[int, int] = {}  # of each prompt, by its index in the request
         self.completion = 0
 
     def add(self, prompt: int, output: RequestOutput) -> None:
-        self.prompt[prompt] = len(output.prompt_token_ids)
         self.cached[prompt] = output.num_cached_tokens
         self.completion += sum(len(choice.token_ids) for choice in output.outputs)
 
     def json(self) -> Json:
-        prompt = sum(self.prompt.values())
-        details = {"cached_tokens": sum(self.cached.values())} if self.tells_cached_tokens else None
         return {
-            "prompt_tokens": prompt,
+            "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.completion,
-            "total_tokens": prompt + self.completion,
-            "prompt_tokens_details": details,
+            "total_tokens": self.num_prompt_tokens + self.completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())} if self.tells_cached_tokens else None,
         }
 
 
 class Reply(Protocol):
-    """One endpoint's way to say things. `index` numbers the choices of all prompts."""
+    """One endpoint's way to say things. `index` numbers the choices of all prompts.
+
+    prompts_in_choices: whether each choice says which token ids its prompt has, or the whole answer does.
+    """
+
+    prompts_in_choices: bool
 
     def opening(self, index: int) -> Json | None:
         """What a stream says of a choice before its first text."""
@@ -187,6 +268,8 @@ def likeliest(entry: dict[int, Logprob], n: int) -> list[tuple[int, Logprob]]:
 
 
 class CompletionReply:
+    prompts_in_choices = True
+
     def __init__(self, model: str, num_logprobs: int | None, request_id: str) -> None:
         self.model, self.num_logprobs = model, num_logprobs
         self.id, self.created = f"cmpl-{request_id}", int(time.time())
@@ -224,6 +307,8 @@ class CompletionReply:
 
 
 class ChatReply:
+    prompts_in_choices = False
+
     def __init__(self, model: str, num_logprobs: int | None, request_id: str) -> None:
         self.model, self.num_logprobs = model, num_logprobs
         self.id, self.created = f"chatcmpl-{request_id}", int(time.time())

@@ -47,7 +47,10 @@ class Renderer:
         Raises TemplateTooExpensive, TemplateSyntax, and ValueError with the reason of a template that refuses.
         """
         present = [{name: value for name, value in m.items() if value is not None} for m in messages]
-        line = json.dumps({"conversations": [present], **arguments}).encode() + b"\n"
+        try:
+            line = json.dumps({"conversations": [present], **arguments}).encode() + b"\n"
+        except RecursionError:
+            raise ValueError("what a template is given is nested too deeply") from None
         with self._lock:
             answer = self._ask(line)
         if "syntax" in answer:

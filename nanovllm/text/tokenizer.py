@@ -41,9 +41,10 @@ class Tokenizer:
         eos: int | None = self.hf.eos_token_id
         return eos
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer itself puts around a text (a BOS, for some models)."""
-        ids: list[int] = self.fast.encode_batch_fast([text])[0].ids  # other threads run meanwhile; `encode` stops them
+        # Other threads run meanwhile; `encode` stops them.
+        ids: list[int] = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -54,11 +55,9 @@ class Tokenizer:
     def chat(self) -> ChatTemplate:
         return ChatTemplate(self.hf, self.renderer)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation in the model's own format, ready for its answer.
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """The conversation in the model's own format, ready for its answer. `variables` are for the template.
 
         Raises ValueError if there is no template, or if the messages are malformed or refused by the template.
         """
-        text = self.chat.render(messages)
-        ids: list[int] = self.fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+        return self.encode(self.chat.render(messages, **variables), add_special_tokens=False)

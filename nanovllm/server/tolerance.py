@@ -1,0 +1,134 @@
+"""What is done with fields that this server does not use: accepted where they change nothing, refused where they would.
+
+A client library sends many fields at their defaults. Refusing those would keep the client out for nothing; ignoring one
+that changes the answer would give a wrong answer without a word.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+logger = logging.getLogger(__name__)
+
+MOST_NAMES = 100  # that the log gets, in all: names are the client's to make up
+Json = dict[str, Any]
+Harmless = Mapping[str, tuple[Any, ...]]  # by the name of a field: the values that change nothing
+
+# These say nothing about the answer, whatever their value.
+NO_MATTER = frozenset(
+    "user store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
+    "prediction length_penalty early_stopping".split()
+)
+# These are asked for in vain with any other value; `None` is harmless in all of them.
+HARMLESS: Harmless = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),  # without tools there is nothing to choose
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+    "use_beam_search": (False,),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "documents": ([],),
+    "chat_template": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "detokenize": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "logits_processors": ([],),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "repeat_penalty": (1,),
+}
+REMEDIES = {
+    "chat_template": "start the server with --chat-template",
+    "repeat_penalty": "its name here is repetition_penalty",
+}
+
+
+def settle(data: Json, known: Collection[str], harmless: Harmless, no_matter: Collection[str]) -> Json:
+    """The fields of an object of the client's that are not None, without those that change nothing.
+
+    `known`: the names of the fields that are used. Raises an error that names the field for one that would change the
+    answer, and for one that is hardly more than a slip of the pen from a known one.
+    """
+    kept: Json = {}
+    for name, value in data.items():
+        if value is None or name in no_matter:
+            continue
+        if name not in known:
+            if name in harmless:
+                if not any(is_same(value, one) for one in harmless[name]):
+                    raise refused(name, refusal(name, harmless[name]))
+                continue
+            if near := nearest(name, known):
+                raise refused(name[:100], f"there is no such field; did you mean {near}?")
+        kept[name] = value
+    return kept
+
+
+def refused(field: str, what: str) -> PydanticCustomError:
+    """For a validator to raise; `errors.bad_request` makes an answer of it that names the field."""
+    return PydanticCustomError("refused", "{what}", {"field": field, "what": what})
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Equal, and both or neither of them bool: to JSON, 1 is not true."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def refusal(name: str, harmless: tuple[Any, ...]) -> str:
+    allowed = " or ".join(map(json.dumps, harmless)) or "null"
+    remedy = REMEDIES.get(name, f"leave it out, or send {allowed}")
+    return f"would change the answer, and this value of it is not supported here; {remedy}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that differs by one letter, or in nothing but capitals and dashes."""
+    plain = squeezed(name[:100])
+    return next((one for one in known if len(one) > 3 and one_edit_at_most(plain, squeezed(one))), None)
+
+
+def squeezed(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name.lower())
+
+
+def one_edit_at_most(a: str, b: str) -> bool:
+    """Whether one letter more, less, other, or two that changed places make `a` of `b`."""
+    same = 0
+    while same < min(len(a), len(b)) and a[same] == b[same]:
+        same += 1
+    a, b = a[same:], b[same:]
+    return a == b or a[1:] == b or a == b[1:] or a[1:] == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
+
+
+class Unknown:
+    """The fields that were ignored, each named once in the log."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def note(self, extra: Mapping[str, Any] | None, where: str = "") -> None:
+        for name in extra or ():
+            shown = f"{where}{name[:50]}"
+            if shown not in self.names and len(self.names) < MOST_NAMES:
+                self.names.add(shown)
+                logger.info("ignored from now on, as nothing here uses it: the field %r", shown)
