@@ -127,9 +127,10 @@ class Connection(H11Protocol):
     def _time_is_up(self) -> None:
         if self.transport.is_closing() or (self._stage is h11.SEND_BODY and not self.cycle.response_complete):
             return  # `Guard` answers the latter
-        if self.conn.trailing_data[0] and not self._turned_away:
+        if self._stage is h11.IDLE and self.conn.trailing_data[0]:
             self.transport.write(last_words(ApiError(408, "the head of the request did not come in time")))
-        self.doors.refused("head_timeout" if self._stage is h11.IDLE else "body_timeout")
+        if not self._turned_away:
+            self.doors.refused("head_timeout" if self._stage is h11.IDLE else "body_timeout")
         self.transport.close()
 
 

@@ -197,6 +197,27 @@ def test_v5_a_server_whose_engine_dies_ends_after_telling_those_who_wait() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl on this machine")
+def test_a_server_from_a_file_speaks_https_behind_a_prefix(tmp_path: Path) -> None:
+    key, cert, config = tmp_path / "key.pem", tmp_path / "cert.pem", tmp_path / "nanovllm.toml"
+    make = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {cert} -days 2 -subj /CN=localhost"
+    subprocess.run([*make.split(), "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    config.write_text(
+        f'port = 0\nkv-cache-gib = 0.01\nssl-certfile = "{cert}"\nssl-keyfile = "{key}"\nroot-path = "/llm"\n'
+        'api-key = ["one", "two"]\nserved-model-name = "mine"\nno-access-log = true\nlog-level = "warning"\n'
+    )
+    with started([sys.executable, "-m", "nanovllm.cli", "serve"], NANOVLLM_CONFIG=str(config)) as process:
+        told = process.url()
+        url = told.removesuffix("/llm")  # as the proxy would
+        assert told.startswith("https://127.0.0.1:") and told.endswith("/llm")
+        with httpx.Client(verify=str(cert), headers={"authorization": "Bearer two"}, timeout=30) as http:
+            assert http.get(f"{url}/v1/models").json()["data"][0]["id"] == "mine"
+            assert http.post(f"{url}/v1/completions", json={"prompt": CANARY, "max_tokens": 2}).status_code == 200
+        assert process.end() == 0
+        assert process.output.count("\n") == 1, process.output  # the address alone
+
+
+@pytest.mark.slow
 def test_a_program_that_forgets_to_shut_its_engine_down_ends_all_the_same() -> None:
     program = f"""
 import asyncio

@@ -132,10 +132,10 @@ def test_messages_may_have_more_than_is_used(served: Served, caplog: pytest.LogC
 
 def test_the_seed_of_another_world_is_a_seed_and_minus_one_is_none(client: openai.OpenAI) -> None:
     def say(seed: int) -> str:
-        return str(complete(client, seed=seed, max_tokens=20, temperature=1.0).choices[0].text)
+        return str(complete(client, seed=seed, max_tokens=8, temperature=1.5).choices[0].text)
 
     assert say(-5) == say(-5) == say(2**63 - 5) != say(5)
-    assert len({say(-1) for _ in range(4)}) > 1
+    assert len({say(-1) for _ in range(3)}) > 1
 
 
 def test_the_documentation_says_of_every_field_what_is_done_with_it() -> None:
