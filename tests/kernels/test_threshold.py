@@ -76,11 +76,14 @@ def test_as_a_sort_has_it(vocab_size: int, dtype: torch.dtype, filters: dict[str
     check(random_logits(1, vocab_size, dtype=dtype), **filters)
 
 
+SMALL = {"PART": 64, "CELLS": 8, "ROOM": 8, "TILE": 16}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tiles_cells_and_candidates_are_only_sizes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few cells and little room the row itself is searched, over several tiles. So it is for a large top_k."""
-    monkeypatch.setattr(threshold, "CELLS", 64)
-    monkeypatch.setattr(threshold, "CANDIDATES", 16)
+    """With few cells and little room the row itself is searched, over several tiles."""
+    for name, size in SMALL.items():
+        monkeypatch.setattr(threshold, name, size)
     logits = random_logits(1, 150, dtype=dtype)
     few: list[dict[str, Any]] = [
         {"top_k": 17, "top_p": 0.9, "min_p": 0.01},
@@ -105,11 +108,11 @@ ADVERSARIAL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [16, 1024])
+@pytest.mark.parametrize("room", [8, 64])
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_adversarial_rows(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threshold, "CELLS", 64)
-    monkeypatch.setattr(threshold, "CANDIDATES", room)
+    for size_name, size in (SMALL | {"ROOM": room}).items():
+        monkeypatch.setattr(threshold, size_name, size)
     parameters = zip(DTYPES * 5, (0, 1, 2, 29, 199, 200) * 2, (1e-9, 0.3, 0.5, 1 - 1e-7, 1.0) * 2, strict=False)
     for dtype, top_k, top_p in parameters:
         check(ADVERSARIAL[name].to(dtype), top_k=top_k, top_p=top_p, min_p=0.01 * (top_k == 29))
