@@ -16,71 +16,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.fused.threshold import thresholds
+from nanovllm.kernels.fused.gumbel import fold, gumbel, hash_bits, log2, row_key, uniform_of
+from nanovllm.kernels.fused.threshold import Draw, thresholds
 from nanovllm.kernels.launch import overlaps_launches
 
 TILE = 512  # logits that a program, a single warp, looks at together
 PROGRAMS = 32 * 132  # as many as an H100 or H200 runs at once; the same on all GPUs, so that ranks cut rows equally
 EXPONENT = tl.constexpr(32.001)
-
-
-@triton.jit
-def _mix64(x):  # type: ignore[no-untyped-def]
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _log2(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The binary logarithm. A GPU's instruction for it is exact to 2**-22; a library's logf takes ten times as long.
-    All arguments are 0 or normal numbers, so ".ftz" (subnormal numbers count as 0) changes nothing."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.log2(tl.maximum(x, 1e-30))  # NumPy warns of 0
-
-
-@triton.jit
-def _log(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    if FAST:
-        return _log2(x, FAST) * 0.6931471805599453
-    else:
-        return tl.log(x)
-
-
-@triton.jit
-def _fold(token_ids):  # type: ignore[no-untyped-def]
-    return token_ids ^ (token_ids >> 16)
-
-
-@triton.jit
-def _hash(folded, high):  # type: ignore[no-untyped-def]
-    """folded: `_fold(token_ids ^ low)`, uint32 -> `mix32(mix32(token_ids ^ low) + high)`, but for its last `_fold`."""
-    x = folded * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    x = _fold(x) + high
-    x = _fold(x) * 0x7FEB352D
-    return (x ^ (x >> 15)) * 0x846CA68B
-
-
-@triton.jit
-def _number(x):  # type: ignore[no-untyped-def]
-    """A uniform number in (0, 1] from what `_hash` gives. For an even integer "plus a half, times 2**-31" is a single
-    multiply-add, because powers of two round nothing."""
-    even = _fold(x) & 0xFFFFFFFE
-    return tl.fma(even.to(tl.float32), 2.3283064365386963e-10, 2.3283064365386963e-10)  # 2**-32
-
-
-@triton.jit
-def _gumbel(uniform, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    uniform = tl.minimum(uniform, 0.99999994)
-    # -log(1 - u): where u is small, and winners have a small u, 1 - u would round it away
-    series = 1 + uniform * (0.5 + uniform * (0.33333333 + uniform * (0.25 + uniform * (0.2 + uniform * 0.16666667))))
-    exponential = tl.where(uniform < 0.0625, uniform * series, -_log(1 - uniform, FAST))
-    return -_log(exponential, FAST)
 
 
 @triton.jit
@@ -123,9 +65,9 @@ def _best_of_part(  # type: ignore[no-untyped-def]
         following = _tile(logits_ptr, vectors + lanes + TILE, end)  # asked for a turn early
         if NOISE:
             # VECTOR divides all of these token ids: the ids up to the next vector differ in the lowest bits alone
-            folded = _fold((first_id + vectors).to(tl.uint32)) ^ _fold(low)
-            x = _hash(folded ^ lanes.to(tl.uint32), high)
-            at_most = tl.fma(-scale, _log2(x.to(tl.float32), FAST), logits)
+            folded = fold((first_id + vectors).to(tl.uint32)) ^ fold(low)
+            x = hash_bits(folded ^ lanes.to(tl.uint32), high)
+            at_most = tl.fma(-scale, log2(x.to(tl.float32), FAST), logits)
             needed = tl.fma(-scale, EXPONENT, best)
         else:
             at_most = logits
@@ -137,7 +79,7 @@ def _best_of_part(  # type: ignore[no-untyped-def]
         if not needless:
             score = logits
             if NOISE:
-                score += temperature * _gumbel(_number(x), FAST)
+                score += temperature * gumbel(uniform_of(x), FAST)
             score = tl.where(score != score, float("inf"), score)  # so that the maximum shows a NaN
             top = tl.max(score)
             if top > best:
@@ -151,9 +93,10 @@ def _best_of_part(  # type: ignore[no-untyped-def]
     do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "border_ptr", "last_id_ptr", "id_ptr"],
 )
 def _best_of_part_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, border_ptr, last_id_ptr, score_ptr,
-    id_ptr, first_id, tiles_of_part, ROW: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
-    FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, border_ptr, last_id_ptr, drawn_ptr,
+    score_ptr, id_ptr, first_id, tiles_of_part,
+    ROW: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, FILTERS: tl.constexpr,
+    FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -164,11 +107,13 @@ def _best_of_part_kernel(  # type: ignore[no-untyped-def]
     logits_ptr += n.to(tl.int64) * ROW
     first = tl.program_id(1) * tiles_of_part * TILE
     end = tl.minimum(first + tiles_of_part * TILE, IDS)
-    if temperature > 0:
-        seed = tl.load(seed_ptr + row).to(tl.uint64)
-        index = (tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row)).to(tl.uint64)
-        key = _mix64(_mix64(seed) + (index + 1) * 0x9E3779B97F4A7C15)
-        low, high = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
+    best, winner, drawn = float("-inf"), 0, False
+    if FILTERS:
+        drawn = tl.load(drawn_ptr + n) > 0  # the best of the row stands in the first part's place
+    if drawn:
+        winner = 0
+    elif temperature > 0:
+        low, high = row_key(tl.load(seed_ptr + row), tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row))
         border, last_id = float("-inf"), 0
         if FILTERS:
             border, last_id = tl.load(border_ptr + n), tl.load(last_id_ptr + n)
@@ -186,8 +131,9 @@ def _best_of_part_kernel(  # type: ignore[no-untyped-def]
             logits_ptr, first, end, first_id, 0, 0, 0.0, 0.0, 0, TILE, VECTOR, False, False, FAST
         )
     part = n * tl.num_programs(1) + tl.program_id(1)
-    tl.store(score_ptr + part, best)
-    tl.store(id_ptr + part, winner)
+    if not (drawn & (tl.program_id(1) == 0)):
+        tl.store(score_ptr + part, best)
+        tl.store(id_ptr + part, winner)
 
 
 @triton.jit(
@@ -251,11 +197,15 @@ def sample_rows(
     num_parts = triton.cdiv(num_tiles, tiles_of_part)
     best = rows.new_empty(2, num_rows, num_parts, dtype=torch.int32)  # the bits of the scores [N, parts], and the ids
     tokens = rows.new_empty(num_rows, dtype=torch.int64)  # [N]
-    border, last_id = thresholds(logits, rows, temperature, *filters) if filters is not None else (best, best)
+    score, ids = best[0].view(torch.float32), best[1]
+    border = last_id = drawn = best  # never used
+    if filters is not None:
+        draw = Draw(next_positions, seeds, num_prompt_tokens, score, ids)
+        border, last_id, drawn = thresholds(logits, rows, temperature, *filters, draw)
     pdl = overlaps_launches(logits.device)
     _best_of_part_kernel[(num_rows, num_parts)](
-        logits, rows, next_positions, temperature, seeds, num_prompt_tokens, border, last_id,
-        best[0].view(torch.float32), best[1], first_id, tiles_of_part, ROW=width,
+        logits, rows, next_positions, temperature, seeds, num_prompt_tokens, border, last_id, drawn, score, ids,
+        first_id, tiles_of_part, ROW=width,
         IDS=width if num_ids is None else num_ids, TILE=TILE, VECTOR=8 if first_id % 8 == width % 8 == 0 else 1,
         FILTERS=filters is not None, FAST=logits.is_cuda, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

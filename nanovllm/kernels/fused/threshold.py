@@ -1,31 +1,50 @@
-"""min_p, top_k and top_p without a sort: finds, per row, the lowest score whose tokens may be drawn.
+"""min_p, top_k and top_p without a sort: finds, per row, the lowest score whose tokens may be drawn, and draws.
 
-Two kernels. In the first, many programs share a row, each with a part of it. A program keeps the largest logit of each
-of its cells; the k-th largest of these is a lower bound of the k-th largest logit of its part, and few other logits
-reach it. Those that do are the part's candidates: together they hold the k largest of the row. In the second kernel a
-program per row searches the candidates. Where they are too many or not enough (many equal logits, a large top_k, a
-top_p that they do not fill), it searches the row itself. No row can change what is found in another.
+Two kernels. In the first, many programs share a row, each with every so manieth piece of it. A program keeps the
+largest logit of each of its cells. The 20th largest of these is a bound that few of its logits reach: its candidates.
+In the second kernel a program per row has the candidates of all. Above the highest of the bounds they are complete. If
+these are enough (always, but for many equal logits, a large top_k or a flat row with top_p alone), it searches them,
+and draws from what is left. Otherwise it searches the row itself, and `sample.py` draws. No row can change what is
+found in another.
 
 A search is a bisection over the bits of a score, which as an integer has the order of the scores ("radix select"); its
 number of steps depends on the row alone. Probabilities are summed in fixed point, in units of 2**-40 of the likeliest
 token's, so that neither order nor batch can change a sum. To do without a sort is the idea of FlashInfer ("Sorting-Free
 GPU Kernels for LLM Sampling", 2025), which draws again until a token is allowed. With a threshold one draw is enough.
 Of equal scores the lowest ids are kept, as by a stable sort.
+
+What limits a single row is its code: a GPU fetches instructions that it has not run before from memory. So loops over
+bits are kept as loops: their number of steps is an argument, which the compiler cannot unroll.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.fused.gumbel import fold, gumbel, hash_bits, row_key, uniform_of
 from nanovllm.kernels.launch import overlaps_launches
 
-PART = 4096  # logits of a row that a program of the first kernel has
-CELLS = 128  # of a part; half of them, or top_k if that is less, bound its candidates
-ROOM = 512  # candidates of a part that there is room for
-TILE = 1024  # candidates that the second kernel looks at together; of a row that it has to search, eight times as many
+CELL = 32  # neighbouring logits
+CELLS = 128  # per program of the first kernel
+BOUND = 20  # which of the largest cells bounds the candidates
+SLOTS = 32  # for the candidates of a program
+TILE = 8192  # logits that the second kernel looks at together, if it searches the row
 SMALLEST = tl.constexpr(-(2**31))
 EVERY_ID = tl.constexpr(2**31 - 1)
+
+
+class Draw(NamedTuple):
+    """What it takes to draw from the candidates, and where the result goes."""
+
+    positions: Tensor  # [N]
+    seeds: Tensor  # [R] int64
+    num_prompt_tokens: Tensor  # [R] int32
+    score: Tensor  # [N, parts] float32, written in column 0: the best score
+    token_ids: Tensor  # [N, parts] int32, likewise: its token
 
 
 @triton.jit
@@ -94,8 +113,8 @@ def _sum(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _nth_id(scores_ptr, ids_ptr, size, key, n, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The n-th lowest id of the scores with this key. Ids ascend from tile to tile."""
+def _nth_id(scores_ptr, ids_ptr, size, key, n, bits, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The n-th lowest id of the scores with this key. Ids ascend from tile to tile: candidates fill a single tile."""
     nth = EVERY_ID
     before = 0
     for start in range(0, size, TILE):
@@ -103,15 +122,20 @@ def _nth_id(scores_ptr, ids_ptr, size, key, n, TILE: tl.constexpr, UNIT: tl.cons
         equal = there & (keys == key)
         after = before + tl.sum(equal.to(tl.int32))
         if (before < n) & (n <= after):
-            place = before + tl.cumsum(equal.to(tl.int32), 0)
-            nth = tl.max(tl.where(equal & (place == n), ids, 0))
+            nth = tl.max(tl.where(equal, ids, 0))
+            if n < after:
+                nth = 0  # as many as are wanted have an id below that with the next bit set
+                for bit in range(bits - 1):
+                    middle = nth + (1 << (bits - 2 - bit))
+                    if before + tl.sum((equal & (ids < middle)).to(tl.int32)) < n:
+                        nth = middle
         before = after
     return nth
 
 
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
-    scores_ptr, ids_ptr, size, low, lowest, top_k, top_p, total, largest, temperature,
+    scores_ptr, ids_ptr, size, low, lowest, top_k, top_p, total, largest, temperature, steps, bits,
     SIZE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr,
 ):  # fmt: skip
     """What top_k and then top_p leave of the keys from `lowest` on: all above a border, and at the border ids up to the
@@ -122,7 +146,7 @@ def _search(  # type: ignore[no-untyped-def]
     border, last_id, high = lowest, EVERY_ID, _key(largest, UNIT)
     if top_k < SIZE:
         kth = SMALLEST
-        for step in range(16 if UNIT > 1 else 32):
+        for step in range(steps):
             key = kth ^ _bit(step)
             if key <= low:
                 kth = key
@@ -131,8 +155,9 @@ def _search(  # type: ignore[no-untyped-def]
                     kth = key
         if kth >= lowest:
             border = kth
-            above = _count(scores_ptr, ids_ptr, size, kth + 1, TILE, UNIT, IN_ROW)
-            last_id = _nth_id(scores_ptr, ids_ptr, size, kth, top_k - above, TILE, UNIT, IN_ROW)
+            if _count(scores_ptr, ids_ptr, size, kth, TILE, UNIT, IN_ROW) > top_k:
+                above = _count(scores_ptr, ids_ptr, size, kth + 1, TILE, UNIT, IN_ROW)
+                last_id = _nth_id(scores_ptr, ids_ptr, size, kth, top_k - above, bits, TILE, UNIT, IN_ROW)
     enough = True
     if top_p < 1:
         held = _sum(
@@ -142,7 +167,7 @@ def _search(  # type: ignore[no-untyped-def]
         enough = held >= target
         if enough:
             nucleus = SMALLEST
-            for step in range(16 if UNIT > 1 else 32):
+            for step in range(steps):
                 key = nucleus ^ _bit(step)
                 if key <= border:
                     nucleus = key
@@ -157,7 +182,7 @@ def _search(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             each = _mass(_score(nucleus, UNIT), largest, temperature).to(tl.float64)
             room = tl.maximum(tl.ceil((target - above) / each), 1.0).to(tl.int32)
-            nth = _nth_id(scores_ptr, ids_ptr, size, nucleus, room, TILE, UNIT, IN_ROW)
+            nth = _nth_id(scores_ptr, ids_ptr, size, nucleus, room, bits, TILE, UNIT, IN_ROW)
             last_id = tl.where(nucleus > border, nth, tl.minimum(nth, last_id))
             border = nucleus
     return border, last_id, enough
@@ -166,51 +191,56 @@ def _search(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _candidates_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, maxima_ptr, bounds_ptr, masses_ptr,
-    counts_ptr, scores_ptr, ids_ptr,
-    SIZE: tl.constexpr, PART: tl.constexpr, CELLS: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
+    scores_ptr, ids_ptr,
+    SIZE: tl.constexpr, CELL: tl.constexpr, CELLS: tl.constexpr, BOUND: tl.constexpr, SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of a part of a row, in ascending order of their ids; one more than there is room for: too many."""
+    """The candidates of a program's cells, all slots filled up with -inf. More than there are slots: no bound."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows_ptr + n)
     temperature, log_min_p = tl.load(temperature_ptr + row), tl.load(log_min_p_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row).to(tl.int32), tl.load(top_p_ptr + row)
     ranked = (top_k < SIZE) | (top_p < 1)
     if (temperature > 0) & (ranked | (log_min_p > float("-inf"))):
-        ids = part * PART + (PART // CELLS) * tl.arange(0, CELLS)[:, None] + tl.arange(0, PART // CELLS)[None, :]
+        # Cells are dealt to the programs in turn: likely tokens often have neighbouring ids.
+        cell = part + num_parts * tl.arange(0, CELLS)
+        ids = CELL * cell[:, None] + tl.arange(0, CELL)[None, :]  # [CELLS, CELL]
         scores = tl.load(logits_ptr + n * SIZE + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
         scores = tl.where(scores == scores, scores, float("inf"))  # a NaN is an infinite maximum, which filters nothing
         cells = tl.max(scores, 1)  # [CELLS]
         largest = tl.max(cells)
-        here = n * tl.num_programs(1) + part
+        here = n * num_parts + part
         tl.store(maxima_ptr + here, largest)
         if ranked:
-            wanted = tl.minimum(top_k, CELLS // 2)
             larger = tl.sum((cells[None, :] > cells[:, None]).to(tl.int32), 1)  # [CELLS] how many cells are above each
-            # Fewer than `wanted` are above each of these, so at least `wanted` are at or above the least of them.
-            bound = tl.min(tl.where(larger < wanted, cells, float("inf")))
+            bound = tl.min(tl.where(larger < BOUND, cells, float("inf")))
             reaches = (scores >= bound) & (scores > float("-inf"))
             in_cell = tl.sum(reaches.to(tl.int32), 1)  # [CELLS]
+            slot = tl.cumsum(in_cell, 0)[:, None] - in_cell[:, None] + tl.cumsum(reaches.to(tl.int32), 1) - 1
             count = tl.sum(in_cell)
-            tl.store(bounds_ptr + here, bound)
-            tl.store(counts_ptr + here, tl.minimum(count, ROOM + 1))
-            if count <= ROOM:
-                before = tl.cumsum(in_cell, 0) - in_cell
-                place = here * ROOM + before[:, None] + tl.cumsum(reaches.to(tl.int32), 1) - 1
-                tl.store(scores_ptr + place, scores, mask=reaches)
-                tl.store(ids_ptr + place, ids, mask=reaches)
+            lane = tl.arange(0, SLOTS)
+            tl.store(scores_ptr + here * SLOTS + lane, tl.full([SLOTS], float("-inf"), tl.float32), mask=lane >= count)
+            fits = reaches & (slot < SLOTS)
+            tl.store(scores_ptr + here * SLOTS + slot, scores, mask=fits)
+            tl.store(ids_ptr + here * SLOTS + slot, ids, mask=fits)
+            tl.store(bounds_ptr + here, tl.where(count <= SLOTS, bound, float("inf")))
             if (top_k >= SIZE) & (largest > float("-inf")) & (largest < float("inf")):
                 tl.store(masses_ptr + here, tl.sum(_mass(scores, largest, temperature)))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
+@triton.jit(
+    do_not_specialize=["num_parts", "steps", "bits"],
+    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "best_id_ptr"],
+)
 def _threshold_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, maxima_ptr, bounds_ptr, masses_ptr,
-    counts_ptr, scores_ptr, ids_ptr, found_scores_ptr, found_ids_ptr, border_ptr, last_id_ptr, num_parts,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, CELLS: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr,
-    UNIT: tl.constexpr, PDL: tl.constexpr,
+    scores_ptr, ids_ptr, border_ptr, last_id_ptr, drawn_ptr, positions_ptr, seed_ptr, num_prompt_ptr, best_score_ptr,
+    best_id_ptr, best_stride, num_parts, steps, bits,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
+    DRAW: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -220,16 +250,18 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
     temperature, log_min_p = tl.load(temperature_ptr + row), tl.load(log_min_p_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row).to(tl.int32), tl.load(top_p_ptr + row)
     ranked = (top_k < SIZE) | (top_p < 1)
-    lowest, border, last_id = SMALLEST, SMALLEST, EVERY_ID
+    border, last_id, drawn = SMALLEST, EVERY_ID, 0
     if (temperature > 0) & (ranked | (log_min_p > float("-inf"))):
         part = tl.arange(0, PARTS)
         exists, here = part < num_parts, n * num_parts + part
         maxima = tl.load(maxima_ptr + here, mask=exists, other=float("-inf"))
         largest = tl.max(maxima)
         if (largest < float("inf")) & (largest > float("-inf")):  # otherwise the row samples -1, filtered or not
+            lowest = _key(tl.full([], float("-inf"), tl.float32), UNIT) + UNIT
             if log_min_p > float("-inf"):
                 # The largest key that min_p rules out: it rules out all that are smaller.
-                for step in range(16 if UNIT > 1 else 32):
+                lowest = SMALLEST
+                for step in range(steps):
                     key = lowest ^ _bit(step)
                     score = tl.minimum(_score(key, UNIT), largest)
                     if tl.div_rn(score - largest, temperature) < log_min_p:
@@ -237,59 +269,57 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                 lowest += UNIT
             border = lowest
             if ranked:
-                bound = _key(tl.max(tl.load(bounds_ptr + here, mask=exists, other=float("-inf"))), UNIT)
-                counts = tl.load(counts_ptr + here, mask=exists, other=0)
-                behind = tl.cumsum(counts, 0)
-                found = tl.sum(counts)
-                found_scores_ptr += n * num_parts * ROOM
-                found_ids_ptr += n * num_parts * ROOM
-                first, total = lowest, tl.zeros([], tl.float64)
-                enough = tl.max(counts) <= ROOM
+                scores_ptr += n * num_parts * SLOTS
+                ids_ptr += n * num_parts * SLOTS
+                size = num_parts * SLOTS
+                highest = tl.max(tl.load(bounds_ptr + here, mask=exists, other=float("-inf")))
+                bound = tl.maximum(_key(highest, UNIT), lowest)  # from there on candidates are complete
+                total = tl.zeros([], tl.float64)
+                enough = highest < float("inf")
                 if enough:
-                    # The candidates of all parts, side by side.
-                    for start in range(0, found, TILE):
-                        place = start + tl.arange(0, TILE)
-                        whole = behind[None, :] <= place[:, None]  # [TILE, PARTS] parts that end before each place
-                        owner = tl.sum(whole.to(tl.int32), 1)  # [TILE]
-                        before = tl.max(tl.where(whole, behind[None, :], 0), 1)
-                        source = (n * num_parts + owner) * ROOM + place - before
-                        there = place < found
-                        tl.store(found_scores_ptr + place, tl.load(scores_ptr + source, mask=there), mask=there)
-                        tl.store(found_ids_ptr + place, tl.load(ids_ptr + source, mask=there), mask=there)
-                    tl.debug_barrier()
-                    # Below the bound of one part, candidates of the others may be missing.
-                    if top_k > CELLS // 2:
-                        first = tl.maximum(bound, lowest)
-                        enough = lowest >= bound
-                        if top_k < SIZE:
-                            enough |= _count(found_scores_ptr, found_ids_ptr, found, bound, TILE, UNIT, False) >= top_k
-                        elif log_min_p == float("-inf"):
-                            masses = tl.load(masses_ptr + here, mask=exists, other=0).to(tl.float64)
-                            share = tl.exp((maxima - largest).to(tl.float64) / temperature.to(tl.float64))
-                            total = tl.sum(tl.where(maxima > float("-inf"), masses * share, 0.0))
-                            enough = True
+                    if (bound > lowest) & (top_k < SIZE):
+                        enough = _count(scores_ptr, ids_ptr, size, bound, PARTS * SLOTS, UNIT, False) >= top_k
+                    elif bound > lowest:
+                        enough = log_min_p == float("-inf")
+                        masses = tl.load(masses_ptr + here, mask=exists, other=0).to(tl.float64)
+                        share = tl.exp((maxima - largest).to(tl.float64) / temperature.to(tl.float64))
+                        total = tl.sum(tl.where(maxima > float("-inf"), masses * share, 0.0))
                 if enough:
                     border, last_id, enough = _search(
-                        found_scores_ptr, found_ids_ptr, found, bound, first, top_k, top_p, total, largest, temperature,
-                        SIZE, TILE, UNIT, False,
+                        scores_ptr, ids_ptr, size, SMALLEST, bound, top_k, top_p, total, largest, temperature, steps,
+                        bits, SIZE, PARTS * SLOTS, UNIT, False,
                     )  # fmt: skip
-                if not enough:
+                if enough:
+                    if DRAW:
+                        index = tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row)
+                        key_low, key_high = row_key(tl.load(seed_ptr + row), index)
+                        keys, ids, there = _tile(scores_ptr, ids_ptr, 0, size, PARTS * SLOTS, UNIT, False)
+                        noise = gumbel(uniform_of(hash_bits(fold(ids.to(tl.uint32) ^ key_low), key_high)), FAST)
+                        there &= (keys > border) | ((keys == border) & (ids <= last_id))
+                        scores = tl.where(there, _score(keys, UNIT) + temperature * noise, float("-inf"))
+                        best = tl.max(scores)
+                        tl.store(best_score_ptr + n * best_stride, best)
+                        tl.store(best_id_ptr + n * best_stride, tl.min(tl.where(scores == best, ids, EVERY_ID)))
+                        drawn = 1
+                else:
                     border, last_id, enough = _search(
-                        logits_ptr + n * SIZE, found_ids_ptr, SIZE, SMALLEST, lowest, top_k, top_p,
-                        tl.zeros([], tl.float64), largest, temperature, SIZE, 8 * TILE, UNIT, True,
+                        logits_ptr + n * SIZE, ids_ptr, SIZE, SMALLEST, lowest, top_k, top_p, tl.zeros([], tl.float64),
+                        largest, temperature, steps, bits, SIZE, TILE, UNIT, True,
                     )  # fmt: skip
     tl.store(border_ptr + n, _score(border, UNIT))
     tl.store(last_id_ptr + n, last_id)
+    tl.store(drawn_ptr + n, drawn)
 
 
 def thresholds(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    log_min_p: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    log_min_p: Tensor,
+    draw: Draw | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """What min_p, top_k and top_p leave of each row, in vLLM's order (see `sampling/filters.py`, the reference).
 
     Args:
@@ -297,31 +327,35 @@ def thresholds(
         rows: [N] integers: the row of persistent state that each belongs to.
         temperature: [R] float32; a row of 0 keeps every token.
         top_k: [R] integers, V for none. top_p: [R] float32, 1 for none. log_min_p: [R] float32, -inf for none.
+        draw: where to put the tokens that can be drawn at once; None: none are.
 
     Returns:
         [N] float32 and [N] int32: a token may be drawn if its logit is above the first, or equal to it and its id is
         at most the second. -inf and 2**31 - 1 where nothing is ruled out, or where a row has no finite maximum.
+        [N] int32: whether the row's token was drawn.
     """
     num_rows, width = logits.shape
-    num_parts = triton.cdiv(width, PART)
+    num_parts = triton.cdiv(width, CELL * CELLS)
 
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
 
-    border, last_id = empty(torch.float32), empty(torch.int32)
-    maxima, bounds = empty(torch.float32, num_parts), empty(torch.float32, num_parts)
-    masses, counts = empty(torch.int64, num_parts), empty(torch.int32, num_parts)
-    scores, found_scores = empty(torch.float32, num_parts, ROOM), empty(torch.float32, num_parts, ROOM)
-    ids, found_ids = empty(torch.int32, num_parts, ROOM), empty(torch.int32, num_parts, ROOM)
-    parameters = logits, rows, temperature, top_k, top_p, log_min_p
-    of_parts = maxima, bounds, masses, counts, scores, ids
-    pdl = overlaps_launches(logits.device)
-    _candidates_kernel[(num_rows, num_parts)](
-        *parameters, *of_parts, SIZE=width, PART=PART, CELLS=CELLS, ROOM=ROOM, PDL=pdl, num_warps=4, launch_pdl=pdl
+    border, last_id, drawn = empty(torch.float32), empty(torch.int32), empty(torch.int32)
+    maxima, bounds, masses = (
+        empty(torch.float32, num_parts),
+        empty(torch.float32, num_parts),
+        empty(torch.int64, num_parts),
     )
+    scores, ids = empty(torch.float32, num_parts, SLOTS), empty(torch.int32, num_parts, SLOTS)
+    parameters = logits, rows, temperature, top_k, top_p, log_min_p
+    of_parts = maxima, bounds, masses, scores, ids
+    pdl, bf16 = overlaps_launches(logits.device), logits.dtype == torch.bfloat16
+    sizes = {"SIZE": width, "SLOTS": SLOTS, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
+    _candidates_kernel[(num_rows, num_parts)](*parameters, *of_parts, CELL=CELL, CELLS=CELLS, BOUND=BOUND, **sizes)
+    drawing = draw or Draw(rows, masses, rows, border[:, None], last_id[:, None])  # never used
     _threshold_kernel[(num_rows,)](
-        *parameters, *of_parts, found_scores, found_ids, border, last_id, num_parts, SIZE=width,
-        PARTS=triton.next_power_of_2(num_parts), CELLS=CELLS, ROOM=ROOM, TILE=TILE,
-        UNIT=1 << 16 if logits.dtype == torch.bfloat16 else 1, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        *parameters, *of_parts, border, last_id, drawn, *drawing, drawing.score.stride(0), num_parts,
+        16 if bf16 else 32, 32, PARTS=triton.next_power_of_2(num_parts), TILE=TILE, UNIT=1 << 16 if bf16 else 1,
+        DRAW=draw is not None, FAST=logits.is_cuda, **sizes,
     )  # fmt: skip
-    return border, last_id
+    return border, last_id, drawn
