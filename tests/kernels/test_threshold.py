@@ -76,12 +76,12 @@ def test_as_a_sort_has_it(vocab_size: int, dtype: torch.dtype, filters: dict[str
     check(random_logits(1, vocab_size, dtype=dtype), **filters)
 
 
-SMALL = {"CELL": 8, "CELLS": 8, "BOUND": 3, "SLOTS": 8, "TILE": 16}
+SMALL = {"CELL": 4, "CELLS": 8, "ROOM": 8, "CHUNK": 4, "TILE": 4}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tiles_cells_and_candidates_are_only_sizes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few cells and few slots the row itself is searched, over several tiles."""
+    """With small cells and little room the row itself is searched, over several tiles."""
     for name, size in SMALL.items():
         monkeypatch.setattr(threshold, name, size)
     logits = random_logits(1, 150, dtype=dtype)
@@ -111,7 +111,7 @@ ADVERSARIAL = {
 @pytest.mark.parametrize("room", [8, 64])
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_adversarial_rows(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for size_name, size in (SMALL | {"SLOTS": room}).items():
+    for size_name, size in (SMALL | {"ROOM": room}).items():
         monkeypatch.setattr(threshold, size_name, size)
     parameters = zip(DTYPES * 5, (0, 1, 2, 29, 199, 200) * 2, (1e-9, 0.3, 0.5, 1 - 1e-7, 1.0) * 2, strict=False)
     for dtype, top_k, top_p in parameters:

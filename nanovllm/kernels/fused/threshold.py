@@ -1,11 +1,11 @@
 """min_p, top_k and top_p without a sort: finds, per row, the lowest score whose tokens may be drawn, and draws.
 
-Two kernels. In the first, many programs share a row, each with every so manieth piece of it. A program keeps the
-largest logit of each of its cells. The 20th largest of these is a bound that few of its logits reach: its candidates.
-In the second kernel a program per row has the candidates of all. Above the highest of the bounds they are complete. If
-these are enough (always, but for many equal logits, a large top_k or a flat row with top_p alone), it searches them,
-and draws from what is left. Otherwise it searches the row itself, and `sample.py` draws. No row can change what is
-found in another.
+Two kernels. The first reads all logits once and keeps the largest of each cell of 32. In the second a program per row
+looks at the cells: the k-th largest of them is a lower bound of the k-th largest logit, and only cells that reach it
+have logits that do, few more than k. For top_p alone the bound is where the cells' maxima add up to that probability.
+What reaches it are the row's candidates. The program searches them, and draws from what is left. Where they are too
+many (thousands of equal logits, a large top_k, a flat row with top_p alone), it searches the row itself, and
+`sample.py` draws. No row can change what is found in another.
 
 A search is a bisection over the bits of a score, which as an integer has the order of the scores ("radix select"); its
 number of steps depends on the row alone. Probabilities are summed in fixed point, in units of 2**-40 of the likeliest
@@ -30,9 +30,9 @@ from nanovllm.kernels.launch import overlaps_launches
 
 CELL = 32  # neighbouring logits
 CELLS = 128  # per program of the first kernel
-BOUND = 20  # which of the largest cells bounds the candidates
-SLOTS = 32  # for the candidates of a program
-TILE = 8192  # logits that the second kernel looks at together, if it searches the row
+ROOM = 4096  # for candidates of a row, and for cells that have any
+CHUNK = 64  # cells that the second kernel looks into together
+TILE = 1024  # candidates that it looks at together; if it searches the row, eight times as many logits
 SMALLEST = tl.constexpr(-(2**31))
 EVERY_ID = tl.constexpr(2**31 - 1)
 
@@ -81,10 +81,15 @@ def _tile(scores_ptr, ids_ptr, start, size, TILE: tl.constexpr, UNIT: tl.constex
 
 
 @triton.jit
-def _mass(score, largest, temperature):  # type: ignore[no-untyped-def]
+def _sharpness(temperature):  # type: ignore[no-untyped-def]
+    """What a difference of scores is multiplied with to be a power of 2, finite."""
+    return tl.minimum(1.4426950408889634 / temperature, 3e38)
+
+
+@triton.jit
+def _mass(score, largest, sharpness):  # type: ignore[no-untyped-def]
     """Probability relative to the likeliest token's, int64 in units of 2**-40."""
-    exponent = tl.div_rn(score - largest, temperature) * 1.4426950408889634
-    return (tl.exp2(exponent) * 1099511627776.0).to(tl.int64)
+    return (tl.exp2((score - largest) * sharpness) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
@@ -99,7 +104,7 @@ def _count(scores_ptr, ids_ptr, size, lowest, TILE: tl.constexpr, UNIT: tl.const
 
 @triton.jit
 def _sum(  # type: ignore[no-untyped-def]
-    scores_ptr, ids_ptr, size, lowest, border, last_id, largest, temperature,
+    scores_ptr, ids_ptr, size, lowest, border, last_id, largest, sharpness,
     TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr,
 ):  # fmt: skip
     """The mass of the scores with a key of at least `lowest` that are inside `border` and `last_id`, float64."""
@@ -108,13 +113,13 @@ def _sum(  # type: ignore[no-untyped-def]
         keys, ids, there = _tile(scores_ptr, ids_ptr, start, size, TILE, UNIT, IN_ROW)
         inside = (keys > border) | ((keys == border) & (ids <= last_id))
         counts = there & (keys >= lowest) & inside
-        mass += tl.sum(tl.where(counts, _mass(_score(keys, UNIT), largest, temperature), 0))
+        mass += tl.sum(tl.where(counts, _mass(_score(keys, UNIT), largest, sharpness), 0))
     return mass.to(tl.float64)
 
 
 @triton.jit
 def _nth_id(scores_ptr, ids_ptr, size, key, n, bits, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The n-th lowest id of the scores with this key. Ids ascend from tile to tile: candidates fill a single tile."""
+    """The n-th lowest id of the scores with this key. Ids ascend from tile to tile."""
     nth = EVERY_ID
     before = 0
     for start in range(0, size, TILE):
@@ -135,7 +140,7 @@ def _nth_id(scores_ptr, ids_ptr, size, key, n, bits, TILE: tl.constexpr, UNIT: t
 
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
-    scores_ptr, ids_ptr, size, low, lowest, top_k, top_p, total, largest, temperature, steps, bits,
+    scores_ptr, ids_ptr, size, low, lowest, top_k, top_p, total, largest, sharpness, steps, bits,
     SIZE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr,
 ):  # fmt: skip
     """What top_k and then top_p leave of the keys from `lowest` on: all above a border, and at the border ids up to the
@@ -161,7 +166,7 @@ def _search(  # type: ignore[no-untyped-def]
     enough = True
     if top_p < 1:
         held = _sum(
-            scores_ptr, ids_ptr, size, lowest, border, last_id, largest, temperature, TILE, UNIT, IN_ROW
+            scores_ptr, ids_ptr, size, lowest, border, last_id, largest, sharpness, TILE, UNIT, IN_ROW
         )  # fmt: skip
         target = top_p.to(tl.float64) * tl.where(total > 0, total, held)
         enough = held >= target
@@ -173,14 +178,14 @@ def _search(  # type: ignore[no-untyped-def]
                     nucleus = key
                 elif key <= high:
                     part = _sum(
-                        scores_ptr, ids_ptr, size, key, border, last_id, largest, temperature, TILE, UNIT, IN_ROW
+                        scores_ptr, ids_ptr, size, key, border, last_id, largest, sharpness, TILE, UNIT, IN_ROW
                     )  # fmt: skip
                     if part >= target:
                         nucleus = key
             above = _sum(
-                scores_ptr, ids_ptr, size, nucleus + 1, border, last_id, largest, temperature, TILE, UNIT, IN_ROW
+                scores_ptr, ids_ptr, size, nucleus + 1, border, last_id, largest, sharpness, TILE, UNIT, IN_ROW
             )  # fmt: skip
-            each = _mass(_score(nucleus, UNIT), largest, temperature).to(tl.float64)
+            each = _mass(_score(nucleus, UNIT), largest, sharpness).to(tl.float64)
             room = tl.maximum(tl.ceil((target - above) / each), 1.0).to(tl.int32)
             nth = _nth_id(scores_ptr, ids_ptr, size, nucleus, room, bits, TILE, UNIT, IN_ROW)
             last_id = tl.where(nucleus > border, nth, tl.minimum(nth, last_id))
@@ -189,57 +194,43 @@ def _search(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
-def _candidates_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, maxima_ptr, bounds_ptr, masses_ptr,
-    scores_ptr, ids_ptr,
-    SIZE: tl.constexpr, CELL: tl.constexpr, CELLS: tl.constexpr, BOUND: tl.constexpr, SLOTS: tl.constexpr,
-    PDL: tl.constexpr,
+def _cells_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, cells_ptr, maxima_ptr, masses_ptr,
+    SIZE: tl.constexpr, NUM_CELLS: tl.constexpr, CELL: tl.constexpr, CELLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of a program's cells, all slots filled up with -inf. More than there are slots: no bound."""
+    """The largest logit of each cell. For top_p alone also a program's largest, and the mass relative to that."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    n, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + n)
     temperature, log_min_p = tl.load(temperature_ptr + row), tl.load(log_min_p_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row).to(tl.int32), tl.load(top_p_ptr + row)
-    ranked = (top_k < SIZE) | (top_p < 1)
-    if (temperature > 0) & (ranked | (log_min_p > float("-inf"))):
-        # Cells are dealt to the programs in turn: likely tokens often have neighbouring ids.
-        cell = part + num_parts * tl.arange(0, CELLS)
+    if (temperature > 0) & ((top_k < SIZE) | (top_p < 1) | (log_min_p > float("-inf"))):
+        cell = part * CELLS + tl.arange(0, CELLS)
         ids = CELL * cell[:, None] + tl.arange(0, CELL)[None, :]  # [CELLS, CELL]
         scores = tl.load(logits_ptr + n * SIZE + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
         scores = tl.where(scores == scores, scores, float("inf"))  # a NaN is an infinite maximum, which filters nothing
         cells = tl.max(scores, 1)  # [CELLS]
-        largest = tl.max(cells)
-        here = n * num_parts + part
-        tl.store(maxima_ptr + here, largest)
-        if ranked:
-            larger = tl.sum((cells[None, :] > cells[:, None]).to(tl.int32), 1)  # [CELLS] how many cells are above each
-            bound = tl.min(tl.where(larger < BOUND, cells, float("inf")))
-            reaches = (scores >= bound) & (scores > float("-inf"))
-            in_cell = tl.sum(reaches.to(tl.int32), 1)  # [CELLS]
-            slot = tl.cumsum(in_cell, 0)[:, None] - in_cell[:, None] + tl.cumsum(reaches.to(tl.int32), 1) - 1
-            count = tl.sum(in_cell)
-            lane = tl.arange(0, SLOTS)
-            tl.store(scores_ptr + here * SLOTS + lane, tl.full([SLOTS], float("-inf"), tl.float32), mask=lane >= count)
-            fits = reaches & (slot < SLOTS)
-            tl.store(scores_ptr + here * SLOTS + slot, scores, mask=fits)
-            tl.store(ids_ptr + here * SLOTS + slot, ids, mask=fits)
-            tl.store(bounds_ptr + here, tl.where(count <= SLOTS, bound, float("inf")))
-            if (top_k >= SIZE) & (largest > float("-inf")) & (largest < float("inf")):
-                tl.store(masses_ptr + here, tl.sum(_mass(scores, largest, temperature)))
+        tl.store(cells_ptr + n * NUM_CELLS + cell, cells, mask=cell < NUM_CELLS)
+        if (top_k >= SIZE) & (top_p < 1):
+            largest = tl.max(cells)
+            here = n * tl.num_programs(1) + part
+            tl.store(maxima_ptr + here, largest)
+            if (largest > float("-inf")) & (largest < float("inf")):
+                tl.store(masses_ptr + here, tl.sum(_mass(scores, largest, _sharpness(temperature))))
 
 
 @triton.jit(
-    do_not_specialize=["num_parts", "steps", "bits"],
+    do_not_specialize=["num_parts", "steps", "bits", "best_stride"],
     do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "best_id_ptr"],
 )
 def _threshold_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, maxima_ptr, bounds_ptr, masses_ptr,
-    scores_ptr, ids_ptr, border_ptr, last_id_ptr, drawn_ptr, positions_ptr, seed_ptr, num_prompt_ptr, best_score_ptr,
-    best_id_ptr, best_stride, num_parts, steps, bits,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
+    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, cells_ptr, maxima_ptr, masses_ptr,
+    found_ptr, scores_ptr, ids_ptr, border_ptr, last_id_ptr, drawn_ptr, positions_ptr, seed_ptr, num_prompt_ptr,
+    best_score_ptr, best_id_ptr, best_stride, num_parts, steps, bits,
+    SIZE: tl.constexpr, NUM_CELLS: tl.constexpr, CELL: tl.constexpr, ALL_CELLS: tl.constexpr, PARTS: tl.constexpr,
+    ROOM: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
     DRAW: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -252,59 +243,94 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
     ranked = (top_k < SIZE) | (top_p < 1)
     border, last_id, drawn = SMALLEST, EVERY_ID, 0
     if (temperature > 0) & (ranked | (log_min_p > float("-inf"))):
-        part = tl.arange(0, PARTS)
-        exists, here = part < num_parts, n * num_parts + part
-        maxima = tl.load(maxima_ptr + here, mask=exists, other=float("-inf"))
-        largest = tl.max(maxima)
+        logits_ptr += n * SIZE
+        cell = tl.arange(0, ALL_CELLS)
+        cells = tl.load(cells_ptr + n * NUM_CELLS + cell, mask=cell < NUM_CELLS, other=float("-inf"))
+        largest = tl.max(cells)
         if (largest < float("inf")) & (largest > float("-inf")):  # otherwise the row samples -1, filtered or not
+            sharpness = _sharpness(temperature)
             lowest = _key(tl.full([], float("-inf"), tl.float32), UNIT) + UNIT
             if log_min_p > float("-inf"):
                 # The largest key that min_p rules out: it rules out all that are smaller.
                 lowest = SMALLEST
                 for step in range(steps):
-                    key = lowest ^ _bit(step)
-                    score = tl.minimum(_score(key, UNIT), largest)
-                    if tl.div_rn(score - largest, temperature) < log_min_p:
-                        lowest = key
+                    higher = lowest ^ _bit(step)
+                    if tl.div_rn(tl.minimum(_score(higher, UNIT), largest) - largest, temperature) < log_min_p:
+                        lowest = higher
                 lowest += UNIT
             border = lowest
             if ranked:
-                scores_ptr += n * num_parts * SLOTS
-                ids_ptr += n * num_parts * SLOTS
-                size = num_parts * SLOTS
-                highest = tl.max(tl.load(bounds_ptr + here, mask=exists, other=float("-inf")))
-                bound = tl.maximum(_key(highest, UNIT), lowest)  # from there on candidates are complete
-                total = tl.zeros([], tl.float64)
-                enough = highest < float("inf")
-                if enough:
-                    if (bound > lowest) & (top_k < SIZE):
-                        enough = _count(scores_ptr, ids_ptr, size, bound, PARTS * SLOTS, UNIT, False) >= top_k
-                    elif bound > lowest:
-                        enough = log_min_p == float("-inf")
-                        masses = tl.load(masses_ptr + here, mask=exists, other=0).to(tl.float64)
-                        share = tl.exp((maxima - largest).to(tl.float64) / temperature.to(tl.float64))
-                        total = tl.sum(tl.where(maxima > float("-inf"), masses * share, 0.0))
+                keys, high = _key(cells, UNIT), _key(largest, UNIT)
+                bound, total = SMALLEST, tl.zeros([], tl.float64)
+                if top_k < SIZE:
+                    for step in range(bits // 2):  # the upper half of the bits: it need only be near
+                        higher = bound ^ _bit(step)
+                        if higher <= high:  # noqa: SIM102 (Triton would compute both sides of an `and`)
+                            if tl.sum((keys >= higher).to(tl.int32)) >= top_k:
+                                bound = higher
+                elif log_min_p == float("-inf"):  # else what min_p leaves, whose sum is not known yet
+                    part = tl.arange(0, PARTS)
+                    exists, here = part < num_parts, n * num_parts + part
+                    maxima = tl.load(maxima_ptr + here, mask=exists, other=float("-inf"))
+                    masses = tl.load(masses_ptr + here, mask=exists, other=0).to(tl.float64)
+                    share = tl.exp2(((maxima - largest) * sharpness).to(tl.float64))
+                    total = tl.sum(tl.where(maxima > float("-inf"), masses * share, 0.0))
+                    for step in range(bits // 2):
+                        higher = bound ^ _bit(step)
+                        if higher <= high:
+                            mass = tl.where(keys >= higher, _mass(cells, largest, sharpness), 0)
+                            if tl.sum(mass).to(tl.float64) >= top_p.to(tl.float64) * total:
+                                bound = higher
+                first = tl.maximum(bound, lowest)  # from there on the candidates are complete
+                reaches = keys >= first
+                count = tl.sum(reaches.to(tl.int32))
+                found = ROOM + 1
+                found_ptr, scores_ptr, ids_ptr = found_ptr + n * ROOM, scores_ptr + n * ROOM, ids_ptr + n * ROOM
+                if count <= ROOM:
+                    tl.store(found_ptr + tl.cumsum(reaches.to(tl.int32), 0) - 1, cell, mask=reaches)
+                    tl.debug_barrier()
+                    found = 0
+                    for start in range(0, count, CHUNK):
+                        place = start + tl.arange(0, CHUNK)
+                        own = tl.load(found_ptr + place, mask=place < count, other=NUM_CELLS)
+                        ids = CELL * own[:, None] + tl.arange(0, CELL)[None, :]  # [CHUNK, CELL]
+                        scores = tl.load(logits_ptr + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
+                        inside = _key(scores, UNIT) >= first
+                        in_cell = tl.sum(inside.to(tl.int32), 1)
+                        before = found + tl.cumsum(in_cell, 0) - in_cell  # [CHUNK]
+                        slot = before[:, None] + tl.cumsum(inside.to(tl.int32), 1) - 1
+                        tl.store(scores_ptr + slot, scores, mask=inside & (slot < ROOM))
+                        tl.store(ids_ptr + slot, ids, mask=inside & (slot < ROOM))
+                        found += tl.sum(in_cell)
+                    tl.debug_barrier()
+                # The k largest cells bound no more logits than there are cells.
+                enough = (found <= ROOM) & ((top_k >= SIZE) | (top_k <= NUM_CELLS) | (first == lowest))
                 if enough:
                     border, last_id, enough = _search(
-                        scores_ptr, ids_ptr, size, SMALLEST, bound, top_k, top_p, total, largest, temperature, steps,
-                        bits, SIZE, PARTS * SLOTS, UNIT, False,
+                        scores_ptr, ids_ptr, found, bound, first, top_k, top_p, total, largest, sharpness, steps,
+                        bits, SIZE, TILE, UNIT, False,
                     )  # fmt: skip
                 if enough:
                     if DRAW:
                         index = tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row)
                         key_low, key_high = row_key(tl.load(seed_ptr + row), index)
-                        keys, ids, there = _tile(scores_ptr, ids_ptr, 0, size, PARTS * SLOTS, UNIT, False)
-                        noise = gumbel(uniform_of(hash_bits(fold(ids.to(tl.uint32) ^ key_low), key_high)), FAST)
-                        there &= (keys > border) | ((keys == border) & (ids <= last_id))
-                        scores = tl.where(there, _score(keys, UNIT) + temperature * noise, float("-inf"))
-                        best = tl.max(scores)
+                        best, winner = float("-inf"), EVERY_ID
+                        for start in range(0, found, TILE):
+                            key, token, left = _tile(scores_ptr, ids_ptr, start, found, TILE, UNIT, False)
+                            left &= (key > border) | ((key == border) & (token <= last_id))
+                            noise = gumbel(uniform_of(hash_bits(fold(token.to(tl.uint32) ^ key_low), key_high)), FAST)
+                            score = tl.where(left, _score(key, UNIT) + temperature * noise, float("-inf"))
+                            top = tl.max(score)
+                            if top > best:  # among equals the lowest id, and ids ascend
+                                best = top
+                                winner = tl.min(tl.where(score == top, token, EVERY_ID))
                         tl.store(best_score_ptr + n * best_stride, best)
-                        tl.store(best_id_ptr + n * best_stride, tl.min(tl.where(scores == best, ids, EVERY_ID)))
+                        tl.store(best_id_ptr + n * best_stride, winner)
                         drawn = 1
                 else:
                     border, last_id, enough = _search(
-                        logits_ptr + n * SIZE, ids_ptr, SIZE, SMALLEST, lowest, top_k, top_p, tl.zeros([], tl.float64),
-                        largest, temperature, steps, bits, SIZE, TILE, UNIT, True,
+                        logits_ptr, ids_ptr, SIZE, SMALLEST, lowest, top_k, top_p, tl.zeros([], tl.float64),
+                        largest, sharpness, steps, bits, SIZE, 8 * TILE, UNIT, True,
                     )  # fmt: skip
     tl.store(border_ptr + n, _score(border, UNIT))
     tl.store(last_id_ptr + n, last_id)
@@ -335,27 +361,24 @@ def thresholds(
         [N] int32: whether the row's token was drawn.
     """
     num_rows, width = logits.shape
-    num_parts = triton.cdiv(width, CELL * CELLS)
+    num_cells = triton.cdiv(width, CELL)
+    num_parts = triton.cdiv(num_cells, CELLS)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
 
     border, last_id, drawn = empty(torch.float32), empty(torch.int32), empty(torch.int32)
-    maxima, bounds, masses = (
-        empty(torch.float32, num_parts),
-        empty(torch.float32, num_parts),
-        empty(torch.int64, num_parts),
-    )
-    scores, ids = empty(torch.float32, num_parts, SLOTS), empty(torch.int32, num_parts, SLOTS)
+    of_cells = empty(torch.float32, num_cells), empty(torch.float32, num_parts), empty(torch.int64, num_parts)
+    found = empty(torch.int32, ROOM), empty(torch.float32, ROOM), empty(torch.int32, ROOM)
+    drawing = draw or Draw(rows, of_cells[2], rows, border[:, None], last_id[:, None])  # never used
     parameters = logits, rows, temperature, top_k, top_p, log_min_p
-    of_parts = maxima, bounds, masses, scores, ids
     pdl, bf16 = overlaps_launches(logits.device), logits.dtype == torch.bfloat16
-    sizes = {"SIZE": width, "SLOTS": SLOTS, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
-    _candidates_kernel[(num_rows, num_parts)](*parameters, *of_parts, CELL=CELL, CELLS=CELLS, BOUND=BOUND, **sizes)
-    drawing = draw or Draw(rows, masses, rows, border[:, None], last_id[:, None])  # never used
+    sizes = {"SIZE": width, "NUM_CELLS": num_cells, "CELL": CELL, "PDL": pdl, "launch_pdl": pdl}
+    _cells_kernel[(num_rows, num_parts)](*parameters, *of_cells, CELLS=CELLS, num_warps=4, **sizes)
     _threshold_kernel[(num_rows,)](
-        *parameters, *of_parts, border, last_id, drawn, *drawing, drawing.score.stride(0), num_parts,
-        16 if bf16 else 32, 32, PARTS=triton.next_power_of_2(num_parts), TILE=TILE, UNIT=1 << 16 if bf16 else 1,
-        DRAW=draw is not None, FAST=logits.is_cuda, **sizes,
+        *parameters, *of_cells, *found, border, last_id, drawn, *drawing, drawing.score.stride(0), num_parts,
+        16 if bf16 else 32, 32, ALL_CELLS=triton.next_power_of_2(num_cells), PARTS=triton.next_power_of_2(num_parts),
+        ROOM=ROOM, CHUNK=CHUNK, TILE=TILE, UNIT=1 << 16 if bf16 else 1, DRAW=draw is not None,
+        FAST=logits.is_cuda, num_warps=8, **sizes,
     )  # fmt: skip
     return border, last_id, drawn
