@@ -36,10 +36,14 @@ def encodable(text: str) -> str:
 
 
 def by_token(bias: Any) -> Any:
-    """JSON's keys are strings: token ids in decimal."""
+    """With token ids for keys, which are strings in JSON. What is too large is refused here, entry by entry no more."""
     if not isinstance(bias, dict):
         return bias
-    return {int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key: bias[key] for key in bias}
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(bias)} tokens; at most {MAX_LOGIT_BIAS} are possible")
+    if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in bias):
+        raise ValueError("must have token ids for keys: integers from 0, as strings")
+    return {int(key): value for key, value in bias.items()}
 
 
 Text = Annotated[str, AfterValidator(encodable)]
@@ -86,7 +90,7 @@ class GenerationRequest(Fields):
     repetition_penalty: float | None = Field(None, ge=0.1, le=10)
     min_tokens: int = Field(0, ge=0, le=INT32)
     stop_token_ids: list[int] = Field([], max_length=128)
-    logit_bias: Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS), BeforeValidator(by_token)] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(by_token)] | None = None
     bad_words: list[Short] = Field([], max_length=MAX_BAD_WORDS)
     allowed_token_ids: TokenIds | None = None
     ignore_eos: bool = False
