@@ -110,6 +110,7 @@ class AsyncLLM:
         arrived = time.perf_counter()
         self._refuse_on_event()
         # Here and not in the step loop, so that the caller knows at once, and others do not wait for it.
+        params = self.llm.prepare(params)
         token_ids, _ = self.llm.engine.check_request(prompt_token_ids, params)
         priority = index(priority)
         if not isinstance(cache_salt, str | None) or any("\ud800" <= c <= "\udfff" for c in cache_salt or ""):

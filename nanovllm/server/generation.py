@@ -59,7 +59,9 @@ class Generation:
         choices = []
         for choice in output.outputs:
             if choice.finish_reason == "error":
-                raise ApiError(500, "the model gave numbers that are not finite for this request", code="bad_logits")
+                raise ApiError(
+                    500, "the logits of this request are not finite, or rule out every token", code="bad_logits"
+                )
             # Text that is held back, for a stop string or an unfinished character, is no news to a client.
             if not streamed or choice.text or choice.logprobs or choice.finished():
                 choices.append(self.reply.choice(prompt * self.num_choices + choice.index, choice, streamed))

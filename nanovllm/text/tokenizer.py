@@ -39,9 +39,10 @@ class Tokenizer:
         eos: int | None = self.hf.eos_token_id
         return eos
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer itself puts around a text (a BOS, for some models)."""
-        ids: list[int] = self.fast.encode_batch_fast([text])[0].ids  # other threads run meanwhile; `encode` stops them
+        # Other threads run meanwhile; `encode` of `tokenizers` stops them.
+        ids: list[int] = self.fast.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -57,6 +58,4 @@ class Tokenizer:
 
         Raises ValueError if there is no template, or if the messages are malformed or refused by the template.
         """
-        text = self.chat.render(messages)
-        ids: list[int] = self.fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+        return self.encode(self.chat.render(messages), special_tokens=False)

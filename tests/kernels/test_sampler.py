@@ -13,14 +13,14 @@ from nanovllm.sampling import sampler
 from nanovllm.sampling.sampler import sample_full, sample_plain
 from nanovllm.sampling.state import SamplingMetadata
 from nanovllm.sampling_params import SamplingParams
-from tests.kernels.sampling import VOCAB, Rows, lively_logits
+from tests.kernels.sampling import VOCAB, Rows, literal_edits, lively_logits
 
 DRAWS = 20_000
 
 
 def probabilities(logits: Tensor, p: SamplingParams) -> Tensor:
     """One row's distribution, written down literally: float64, a Python loop, no cleverness."""
-    prob = (logits.double() / p.temperature).softmax(-1)
+    prob = (torch.tensor(literal_edits(logits, p, [0], [])).double() / p.temperature).softmax(-1)
     prob[prob < p.min_p * prob.max()] = 0
     order = sorted(range(len(prob)), key=lambda i: (-prob[i].item(), i))
     if p.top_k > 0:
@@ -64,24 +64,30 @@ MIXED = [
     SamplingParams(temperature=1.5, min_p=0.1),
     SamplingParams(temperature=1.5, top_k=7, top_p=0.7, min_p=0.02),
 ]
+EDITED = [
+    SamplingParams(temperature=1.2, logit_bias={0: 2.0, 7: -100, 39: 1.0}, repetition_penalty=1.5),
+    SamplingParams(temperature=1.2, allowed_token_ids=[1, *range(20, 35)], top_p=0.8, logit_bias={2: 100}),
+    SamplingParams(temperature=1.2, top_k=20).changed(bad_words_ids=((3,), (8,))),
+]
 
 
 def test_frequencies_fit_the_known_probabilities_in_a_mixed_batch() -> None:
     """M2: 20,000 draws of each row, all rows in the same batches, through the full tail."""
-    batch = Rows(MIXED)
-    rows = torch.arange(len(MIXED))
-    logits = lively_logits(len(MIXED))
+    params = MIXED + EDITED
+    batch = Rows(params)
+    rows = torch.arange(len(params))
+    logits = lively_logits(len(params))
     needs = batch.state.needs(rows.tolist())
     assert needs is not None
-    counts = torch.zeros(len(MIXED), VOCAB, dtype=torch.int64)
+    counts = torch.zeros(len(params), VOCAB, dtype=torch.int64)
     step = 2_000
     for start in range(0, DRAWS, step):
         many = rows.repeat(step)  # the same rows at `step` output positions
-        positions = torch.arange(start, start + step).repeat_interleave(len(MIXED))
+        positions = torch.arange(start, start + step).repeat_interleave(len(params))
         metadata = batch.metadata(many, indices=positions, seeds=1234 + many)
         tokens, _ = sample_full(logits[many], metadata, many, batch.state, needs)
         counts += torch.zeros_like(counts).index_put_((many, tokens), torch.tensor(1), accumulate=True)
-    for row, p in enumerate(MIXED):
+    for row, p in enumerate(params):
         expected = torch.zeros(VOCAB).double()
         if p.temperature == 0:
             expected[logits[row].argmax()] = 1
