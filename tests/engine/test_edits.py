@@ -20,7 +20,7 @@ from tests.weights import VOCAB, lively_qwen3
 
 STORY_MODEL = Path(__file__).parents[2] / "assets" / "story_model"
 PROMPTS = [[(37 * i + j) % 500 for j in range(3 * i + 1)] for i in range(5)]
-TOKENS = 14
+TOKENS = 12
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "kvcache_block_size": 4, "num_kv_blocks": 120}
 TIGHT = {"num_kv_blocks": 16, "max_num_batched_tokens": 7, "max_num_seqs": 4}
 
@@ -55,7 +55,7 @@ def edited(plain: LLM) -> list[SamplingParams]:
         P(temperature=1.5, seed=3, n=2, top_k=30, logit_bias=dict.fromkeys(range(50), -100.0), presence_penalty=2.0),
         P(repetition_penalty=1.4, allowed_token_ids=range(100, VOCAB), logit_bias=dict.fromkeys(range(90, 130), 2.5)),
     ]
-    for length in (2, 3, 1, 2, 4):
+    for length in (2, 3, 1):
         outputs = tokens(generate(plain, [p.changed(n=1) for p in params]))
         for i, output in enumerate(outputs):
             words = tuple(tuple(output[at - length : at]) for at in (length, length + 3) if at <= len(output))
@@ -118,6 +118,7 @@ def test_a_draft_is_edited_as_its_target_is(
     assert found[:3] + found[5:] == expected[:3] + expected[5:]
 
 
+@pytest.mark.slow
 def test_plain_requests_beside_edited_ones_get_their_tokens(plain: LLM, edited: list[SamplingParams]) -> None:
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=TOKENS, ignore_eos=True) for i in range(5)]
     alone, together = tokens(generate(plain, params)), generate(plain, [params[0], *edited[1:3], *params[3:]])

@@ -94,7 +94,7 @@ def _visit(words_ptr, places_ptr, ids_ptr, local, there, PASS: tl.constexpr):  #
 @triton.jit
 def _visit_all(  # type: ignore[no-untyped-def]
     row, num_prompt, position, first_id, penalized, repeats,
-    token_ids_ptr, min_tokens_ptr, num_stop_ids_ptr, stop_ids_ptr, num_biased_ptr, biased_ids_ptr, bias_ptr,
+    token_ids_ptr, min_tokens_ptr, num_stop_ids_ptr, stop_ids_ptr, num_biased_ptr, biased_ids_ptr, biases_ptr,
     num_bad_words_ptr, bad_ends_ptr, bad_tokens_ptr, words_ptr, places_ptr, ids_ptr, notes_ptr, scores_ptr,
     KNOWN: tl.constexpr, STOP_IDS: tl.constexpr, BIASED: tl.constexpr, BAD_WORDS: tl.constexpr,
     BAD_TOKENS: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, PASS: tl.constexpr,
@@ -119,7 +119,7 @@ def _visit_all(  # type: ignore[no-untyped-def]
         there = (entry < num_biased) & (local >= 0) & (local < IDS)
         place = _visit(words_ptr, places_ptr, ids_ptr, local, there, PASS)
         if PASS == NOTE:
-            tl.store(scores_ptr + place, tl.load(bias_ptr + row * BIASED + entry, mask=there, other=0.0), mask=there)
+            tl.store(scores_ptr + place, tl.load(biases_ptr + row * BIASED + entry, mask=there, other=0.0), mask=there)
     num_output = position - num_prompt
     if num_output < tl.load(min_tokens_ptr + row):
         num_stop_ids = tl.load(num_stop_ids_ptr + row).to(tl.int32)
@@ -155,7 +155,7 @@ def _visit_all(  # type: ignore[no-untyped-def]
 def _edit_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, rows_ptr, positions_ptr, first_id, token_ids_ptr, num_prompt_ptr, edited_ptr, repetition_ptr,
     presence_ptr, frequency_ptr, min_tokens_ptr, num_stop_ids_ptr, stop_ids_ptr, num_biased_ptr, biased_ids_ptr,
-    bias_ptr, num_bad_words_ptr, bad_ends_ptr, bad_tokens_ptr, masked_ptr, mask_ptr, words_ptr, places_ptr, ids_ptr,
+    biases_ptr, num_bad_words_ptr, bad_ends_ptr, bad_tokens_ptr, masked_ptr, mask_ptr, words_ptr, places_ptr, ids_ptr,
     notes_ptr, raw_ptr, scores_ptr, counts_ptr,
     ROW: tl.constexpr, IDS: tl.constexpr, LIST: tl.constexpr, WORDS: tl.constexpr, KNOWN: tl.constexpr,
     STOP_IDS: tl.constexpr, BIASED: tl.constexpr, BAD_WORDS: tl.constexpr, BAD_TOKENS: tl.constexpr,
@@ -186,7 +186,7 @@ def _edit_kernel(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         _visit_all(
             row, num_prompt, position, first_id, penalized, repeats,
-            token_ids_ptr, min_tokens_ptr, num_stop_ids_ptr, stop_ids_ptr, num_biased_ptr, biased_ids_ptr, bias_ptr,
+            token_ids_ptr, min_tokens_ptr, num_stop_ids_ptr, stop_ids_ptr, num_biased_ptr, biased_ids_ptr, biases_ptr,
             num_bad_words_ptr, bad_ends_ptr, bad_tokens_ptr, words_ptr, places_ptr, ids_ptr, notes_ptr, scores_ptr,
             KNOWN, STOP_IDS, BIASED, BAD_WORDS, BAD_TOKENS, IDS, TILE, MARK,
         )  # fmt: skip
@@ -204,7 +204,7 @@ def _edit_kernel(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         _visit_all(
             row, num_prompt, position, first_id, penalized, repeats,
-            token_ids_ptr, min_tokens_ptr, num_stop_ids_ptr, stop_ids_ptr, num_biased_ptr, biased_ids_ptr, bias_ptr,
+            token_ids_ptr, min_tokens_ptr, num_stop_ids_ptr, stop_ids_ptr, num_biased_ptr, biased_ids_ptr, biases_ptr,
             num_bad_words_ptr, bad_ends_ptr, bad_tokens_ptr, words_ptr, places_ptr, ids_ptr, notes_ptr, scores_ptr,
             KNOWN, STOP_IDS, BIASED, BAD_WORDS, BAD_TOKENS, IDS, TILE, NOTE,
         )  # fmt: skip
@@ -229,6 +229,7 @@ def _edit_kernel(  # type: ignore[no-untyped-def]
                 ruled_out |= (allowed & 1) == 0
             score = tl.where(ruled_out, float("-inf"), score)
             score = tl.where((raw != raw) | (raw == float("inf")), raw, score)  # ruled out or not
+            tl.debug_barrier()  # what is overwritten may have been read by another thread
             tl.store(ids_ptr + entry, first_id + local, mask=there)
             tl.store(raw_ptr + entry, raw, mask=there)
             tl.store(scores_ptr + entry, score, mask=there)
