@@ -57,18 +57,18 @@ class SamplingState:
     as many entries as `SamplingParams` allows, and its length beside it; what is behind is left over from others.
 
     token_ids [R, L] int32 belongs to the caller, who keeps it up to date: penalties count prompt and output so far.
-    filters_are_plain: the plain tail has min_p, top_k and top_p, so a row that asks for nothing else is not special.
+    in_kernels: the plain tail does all that a row may ask for, but for log-probabilities.
     """
 
     def __init__(
-        self, token_ids: Tensor, vocab_size: int, eos_token_ids: Iterable[int], filters_are_plain: bool = False
+        self, token_ids: Tensor, vocab_size: int, eos_token_ids: Iterable[int], in_kernels: bool = False
     ) -> None:
         num_rows, device = token_ids.shape[0], token_ids.device
         self.device = device
         self.token_ids = token_ids
         self.vocab_size = vocab_size
         self.eos_token_ids = set(eos_token_ids)
-        self.filters_are_plain = filters_are_plain
+        self.in_kernels = in_kernels
         # What every step reads
         self.num_prompt_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)  # [R]
         self.temperature = torch.zeros(num_rows, device=device)  # [R] float32
@@ -150,10 +150,11 @@ class SamplingState:
         return min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size
 
     def _is_special(self, p: SamplingParams) -> bool:
+        if p.logprobs is not None or self.in_kernels:
+            return p.logprobs is not None
         # Filters never remove the likeliest token, so they mean nothing to a greedy row.
         filtered = p.top_p < 1 or p.min_p > 0 or self._top_k(p) < self.vocab_size
-        filtered = filtered and p.temperature > 0 and not self.filters_are_plain
-        return filtered or self._is_edited(p) or p.logprobs is not None
+        return (filtered and p.temperature > 0) or self._is_edited(p)
 
     def _is_edited(self, p: SamplingParams) -> bool:
         """Whether scores of single tokens change: temperature and filters look at all scores alike."""

@@ -52,7 +52,7 @@ class Rows:
         rows = torch.arange(len(self.params))
         needs = self.state.needs(rows.tolist())
         assert needs is not None, "no row needs the full tail"
-        return sample_full(logits, self.metadata(rows), rows, self.state, needs)[0].tolist()
+        return sample_full(logits, self.metadata(rows), rows, self.state, needs).tolist()
 
 
 def literal_edits(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.sampling.filters import constrain
-from nanovllm.sampling.sampler import sample_full
+from nanovllm.sampling.sampler import log_probabilities, sample_full
 from nanovllm.sampling_params import SamplingParams
 from tests.kernels.sampling import VOCAB, Rows, literal_edits, lively_logits, random_edits
 
@@ -104,8 +104,8 @@ def test_logprobs_are_the_models_own() -> None:
     rows = torch.arange(3)
     needs = batch.state.needs(rows.tolist())
     assert needs is not None
-    tokens, top = sample_full(logits, batch.metadata(rows), rows, batch.state, needs)
-    assert top is not None
+    tokens = sample_full(logits, batch.metadata(rows), rows, batch.state, needs)
+    top = log_probabilities(logits, tokens, needs.num_logprobs or 0)
     reported = top.per_row([p.logprobs for p in params])
     assert reported[2] is None
     for row, n in ((0, 5), (1, 0)):
