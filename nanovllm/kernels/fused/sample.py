@@ -136,21 +136,25 @@ def _best_of_part_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(first + tiles_of_part * TILE, IDS)
     best, winner, drawn = float("-inf"), 0, False
     low, high = row_key(tl.load(seed_ptr + row), tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row))
-    border, last_id, masked = float("-inf"), 2147483647, False
+    border, last_id, masked, listed = float("-inf"), 2147483647, False, False
     if FILTERS:
         drawn = tl.load(drawn_ptr + n) > 0  # then the best of the row stands in the first part's place
         border, last_id = tl.load(border_ptr + n), tl.load(last_id_ptr + n)
     if MASK > 0:
         masked = tl.load(masked_ptr + row) != 0
         mask_ptr += row.to(tl.int64) * MASK
+    if EDITS > 0:
+        listed = part == tl.num_programs(1) - 1
     constrained = (border > float("-inf")) | masked
     if drawn:
         winner = 0
-    elif (EDITS > 0) & (part == tl.num_programs(1) - 1):
-        best, winner = _best_of_list(
-            edits_ptr + n.to(tl.int64) * EDITS, edited_ids_ptr + n.to(tl.int64) * EDITS,
-            tl.load(num_edits_ptr + n) if EDITS > 0 else 0, low, high, temperature, border, last_id, TILE, FAST,
-        )  # fmt: skip
+    elif listed:
+        if EDITS > 0:
+            edits_ptr, edited_ids_ptr = edits_ptr + n.to(tl.int64) * EDITS, edited_ids_ptr + n.to(tl.int64) * EDITS
+            best, winner = _best_of_list(
+                edits_ptr, edited_ids_ptr, tl.load(num_edits_ptr + n), low, high, temperature, border, last_id,
+                TILE, FAST,
+            )  # fmt: skip
     elif (temperature > 0) & constrained:
         best, winner = _best_of_part(
             logits_ptr, first, end, first_id, low, high, temperature, border, last_id, mask_ptr, masked,
