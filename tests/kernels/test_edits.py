@@ -153,7 +153,7 @@ def test_a_rank_edits_the_tokens_that_it_has(first: int) -> None:
 def test_lists_as_long_as_can_be() -> None:
     """Everything is full, and the list has room for all of it."""
     biased, stops = range(0, 2 * MAX_LOGIT_BIAS, 2), range(1001, 1001 + 2 * MAX_STOP_IDS, 2)
-    words = [(i,) for i in range(1, 2 * MAX_BAD_WORDS - 1, 2)]
+    words: list[tuple[int, ...]] = [(i,) for i in range(1, 2 * MAX_BAD_WORDS - 1, 2)]
     words += [(1800, *[7] * (MAX_BAD_TOKENS - len(words) - 2), 9)]  # longer than the output
     params = edited(*words, logit_bias=dict.fromkeys(biased, -1.0), min_tokens=3, stop_token_ids=stops, **ALL)
     cases: list[Case] = [(params, [1501], [1503]), (SamplingParams(), [1], [2])]

@@ -79,7 +79,7 @@ def _bit(local):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _visit(words_ptr, places_ptr, ids_ptr, local, there, PASS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Visit tokens that are named, as places in the row of logits. The second pass returns their places in the list."""
+    """Tokens that are named, as places in the row of logits. The second pass returns their places in the list."""
     word = tl.where(there, local // 32, 0)
     if PASS == MARK:
         tl.atomic_or(words_ptr + word, _bit(local).to(tl.int32, bitcast=True), mask=there, sem="relaxed")
