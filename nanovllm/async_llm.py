@@ -134,6 +134,7 @@ class AsyncLLM:
     def _checked(self, token_ids: Sequence[int], params: SamplingParams, salt: str | None, text: str | None) -> Checked:
         if not isinstance(salt, str | None) or any("\ud800" <= c <= "\udfff" for c in salt or ""):
             raise ValueError(f"cache_salt must be None or text that can be encoded; got {salt!r}")
+        params = self.llm.prepare(params)
         ids, _ = self.llm.engine.check_request(token_ids, params)
         return Checked(ids, params, salt, text)
 

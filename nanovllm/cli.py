@@ -12,7 +12,7 @@ from nanovllm import __version__
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.logs import set_up
-from nanovllm.server.options import add_options, check
+from nanovllm.server.options import add_options, check, json_object
 from nanovllm.trace_view.recording import add_trace_commands
 
 MAX_TOKENS = 256  # of an answer, where neither the user nor the checkpoint says how many
@@ -61,6 +61,11 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--top-k", type=int)
         sub.add_argument("--max-tokens", type=int, help=f"default: the checkpoint's, or {MAX_TOKENS}")
         sub.add_argument("--seed", type=int)
+        sub.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that the output must not contain")
+        sub.add_argument(
+            "--logit-bias", type=bias_by_token, metavar="JSON", help="such as '{\"17\": -100}', by token id"
+        )
+        sub.add_argument("--allowed-token-ids", type=int, nargs="+", metavar="ID", help="only these tokens")
         sub.add_argument(
             "--generation-config", default="auto", help="auto, or vllm for none of the checkpoint's sampling defaults"
         )
@@ -90,14 +95,19 @@ def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
 
 def params_of(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
     """What the user said, and for the rest the checkpoint's defaults."""
-    names = "temperature", "top_p", "top_k", "max_tokens", "seed"
+    names = "temperature top_p top_k max_tokens seed bad_words logit_bias allowed_token_ids".split()
     said = {name: value for name in names if (value := getattr(args, name)) is not None}
     return SamplingParams(**{"max_tokens": MAX_TOKENS, **defaults, **said})
 
 
+def bias_by_token(text: str) -> dict[int, float]:
+    """Raises ValueError, which argparse reports, for what is no JSON object with token ids for keys."""
+    return {int(token): bias for token, bias in json_object(text).items()}
+
+
 def stream(llm: "LLM", prompt_token_ids: list[int], params: SamplingParams, echo: str = "") -> RequestOutput:
     """Print one answer as it grows, behind `echo`, then return it."""
-    llm.engine.add_request("0", prompt_token_ids, params)
+    llm.engine.add_request("0", prompt_token_ids, llm.prepare(params))
     print(echo, end="", flush=True)
     shown = 0
     while True:

@@ -29,6 +29,7 @@ from nanovllm.models.sharding import shard_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.text.bad_words import with_spellings
 from nanovllm.text.chat import Message
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.token_ids import as_lists, is_token_id, prompts_of
@@ -129,7 +130,8 @@ class LLM:
         try:
             for i, (request_id, prompt, p, order) in enumerate(zip(ids, batch, params, priorities, strict=True)):
                 with naming(f"prompts[{i}]"):
-                    token_ids, final = self.encode(prompt), p.changed(output_kind=RequestOutputKind.FINAL_ONLY)
+                    token_ids = self.encode(prompt)
+                    final = self.prepare(p).changed(output_kind=RequestOutputKind.FINAL_ONLY)
                     salt, text = prompt.get("cache_salt"), prompt.get("prompt")
                     self.engine.add_request(request_id, token_ids, final, order, salt, prompt=text)
             finished = self._run(len(batch), use_tqdm)
@@ -173,6 +175,13 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("a text prompt needs the tokenizer; pass token ids, or leave skip_tokenizer_init out")
         return self.tokenizer.encode(prompt["prompt"])
+
+    def prepare(self, params: SamplingParams) -> SamplingParams:
+        """The parameters as the engine wants them: with token ids for their texts. Any thread may call this.
+
+        Raises ValueError for texts that cannot be turned into token ids.
+        """
+        return with_spellings(params, self.tokenizer)
 
     def _run(self, total: int, use_tqdm: bool | Callable[..., Any]) -> dict[str, RequestOutput]:
         """Step until all is done. An interruption (Ctrl-C, too) ends every request, and the next call works."""

@@ -35,7 +35,7 @@ class CompletionOutput:
     """One choice of a request.
 
     token_ids:      with the EOS or stop token that ended them.
-    finish_reason:  None while it goes on; "error" where the logits were not finite.
+    finish_reason:  None while it goes on; "error" where the logits were not finite, or no token was allowed.
     stop_reason:    the stop string or the stop token id that was met; None for EOS.
     """
 

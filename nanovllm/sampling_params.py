@@ -1,11 +1,13 @@
 """How one request wants its tokens chosen. Names, meanings and defaults are vLLM's, but for `max_tokens` (64)."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Real
 from operator import index
 from types import NoneType
+from typing import Any
 
 KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("n", "top_k", "min_tokens"), (int,)),
@@ -16,6 +18,13 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 MASK64 = 2**64 - 1
 LARGEST = 1e30  # of what multiplies or divides logits: they stay finite in float32
+LARGEST_BIAS = 100.0  # as OpenAI and vLLM have it
+
+# Each running sequence has room on the device for so many.
+MAX_LOGIT_BIAS = 1024  # tokens
+MAX_STOP_IDS = 128  # `stop_token_ids` that `min_tokens` holds back
+MAX_BAD_WORDS = 512  # spellings: a word has two, without and with a space before
+MAX_BAD_TOKENS = 2048  # of all spellings together
 
 
 class RequestOutputKind(Enum):
@@ -43,6 +52,11 @@ class SamplingParams:
     max_tokens:          at most this many output tokens; None means as many as `max_model_len` allows.
     min_tokens:          neither EOS nor a stop ends the output before it has this many tokens.
     logprobs:            report the log-probabilities of this many likeliest tokens and of the chosen one; None is off.
+    logit_bias:          added to the logits of these tokens; values beyond -100 and 100 count as these.
+    bad_words:           the output contains none of these texts, at its start or anywhere, with or without a space
+                         before: the token that would complete one is ruled out. Spelled in other tokens than those that
+                         the tokenizer makes of it, a text is not recognised.
+    allowed_token_ids:   only these tokens, EOS among them if the output may end with it; None is all.
 
     Raises ValueError for a value out of range, and TypeError for a parameter that does not exist.
     """
@@ -65,6 +79,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    bad_words: Iterable[str] = ()
+    allowed_token_ids: Iterable[int] | None = None
+    # The spellings of `bad_words`, once a tokenizer has been asked (`text/bad_words.py`)
+    bad_words_ids: tuple[tuple[int, ...], ...] = field(default=(), init=False, repr=False)
 
     def changed(self, **values: object) -> "SamplingParams":
         """A copy with other values, which must be good: unlike `dataclasses.replace`, this checks none again."""
@@ -73,25 +92,29 @@ class SamplingParams:
         return copy
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
-            if not isinstance(value := getattr(self, name), Iterable | None):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, Iterable | None) or (name != "stop" and isinstance(value, str)):
                 raise TypeError(f"{name} must be a list; got {value!r}")
-        # None is accepted in vLLM's way; afterwards both are tuples, so that the parameters can be hashed and shared.
+        # None is accepted in vLLM's way; afterwards all are tuples, so that the parameters can be hashed and shared.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        ids = () if self.stop_token_ids is None else self.stop_token_ids  # numpy's integers become Python's
-        object.__setattr__(self, "stop_token_ids", tuple(index(i) if hasattr(i, "__index__") else i for i in ids))
+        bad_words = tuple(self.bad_words or ())
+        stop_ids = token_ids(() if self.stop_token_ids is None else self.stop_token_ids)
+        allowed = None if self.allowed_token_ids is None else token_ids(self.allowed_token_ids)
+        for name, of_name in ("stop", stop), ("bad_words", bad_words), ("stop_token_ids", stop_ids):
+            object.__setattr__(self, name, of_name)
+        object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "logit_bias", None if self.logit_bias is None else clamped(self.logit_bias))
         for name, kind in KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):
                 wanted = " or ".join("None" if k is NoneType else k.__name__ for k in kind)
                 raise TypeError(f"{name} must be {wanted}; got {value!r}")
         max_tokens = math.inf if self.max_tokens is None else self.max_tokens
-        stop_ids = self.stop_token_ids
 
-        def check(name: str, good: bool, remedy: str) -> None:
+        def check(name: str, good: bool, remedy: str, got: object = None) -> None:
             if not good:
-                raise ValueError(f"{name} must be {remedy}; got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be {remedy}; got {getattr(self, name) if got is None else got!r}")
 
         check("n", self.n >= 1, "at least 1")
         check("temperature", 0 <= self.temperature <= LARGEST, "0 (greedy) or a positive number up to 1e30")
@@ -103,11 +126,44 @@ class SamplingParams:
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]; 0 is off")
         check("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63), or None for a fresh one")
         check("stop", all(isinstance(s, str) and s for s in stop), "one or more strings that are not empty")
-        check("stop_token_ids", all(isinstance(i, int) and i >= 0 for i in stop_ids), "token ids (integers from 0)")
+        check("stop_token_ids", all(map(is_id, stop_ids)), "token ids (integers from 0)")
+        check("allowed_token_ids", allowed is None or allowed != (), "one or more token ids, or None for all")
+        check("allowed_token_ids", all(map(is_id, allowed or ())), "token ids (integers from 0)")
+        check(
+            "logit_bias", all(map(is_id, self.logit_bias or ())), "a dict from token ids (integers from 0) to numbers"
+        )
+        num_biased = len(self.logit_bias or ())
+        check("logit_bias", num_biased <= MAX_LOGIT_BIAS, f"of at most {MAX_LOGIT_BIAS} tokens", num_biased)
+        check("bad_words", all(isinstance(s, str) and s for s in bad_words), "one or more texts that are not empty")
         check("max_tokens", max_tokens >= 1, "at least 1, or None for as many as max_model_len allows")
         possible = 0 <= self.min_tokens <= min(max_tokens, 2**31)
         check("min_tokens", possible, f"from 0 to max_tokens ({self.max_tokens}), and at most 2**31")
+        num_held_back = len(set(stop_ids)) if self.min_tokens else 0
+        few = num_held_back <= MAX_STOP_IDS
+        check("stop_token_ids", few, f"at most {MAX_STOP_IDS} ids where min_tokens holds them back", num_held_back)
         check("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None for off")
+
+
+def token_ids(ids: Iterable[object]) -> tuple[object, ...]:
+    """As a tuple, with Python's integers for those of numpy and torch."""
+    return tuple(index(i) if hasattr(i, "__index__") else i for i in ids)
+
+
+def is_id(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def clamped(bias: Mapping[Any, Any]) -> dict[Any, float]:
+    """A copy with values from -100 to 100. Raises TypeError for what is no dict of numbers, and ValueError for NaN."""
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"logit_bias must be a dict from token ids to numbers; got {bias!r}")
+    for value in bias.values():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"logit_bias must be a dict from token ids to numbers; got {value!r}")
+        if math.isnan(value):
+            raise ValueError(f"logit_bias must be a dict from token ids to numbers; got {bias!r}")
+    limited = (max(-LARGEST_BIAS, min(LARGEST_BIAS, float(value))) for value in bias.values())
+    return dict(zip(token_ids(bias), limited, strict=True))
 
 
 def mix64(x: int) -> int:

@@ -74,6 +74,8 @@ def test_sampling_options_arrive(capsys: pytest.CaptureFixture[str]) -> None:
     first, greedy = text(*hot), text("--temperature", "0", "--dtype", "float32", "--attention-backend", "torch_ref")
     assert first == text(*hot)
     assert len({first, greedy, text("--temperature", "2", "--seed", "2")}) == 3
+    more = ["--allowed-token-ids", "65", "66", "67", "--bad-words", "b", "--logit-bias", '{"67": -100}']
+    assert text(*hot, *more) == "Nellaaa\n"
     assert text(*hot, "--top-k", "1") == text(*hot, "--top-p", "1e-9") == greedy
 
 

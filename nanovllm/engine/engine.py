@@ -13,7 +13,14 @@ from itertools import count
 from nanovllm.config import EngineConfig
 from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.engine.plan import Executor, StepHandle, StepPlan
-from nanovllm.engine.request import Choice, MakeDetokenizer, Request, check_token_ids, length_limit
+from nanovllm.engine.request import (
+    Choice,
+    MakeDetokenizer,
+    Request,
+    check_something_is_left,
+    check_token_ids,
+    length_limit,
+)
 from nanovllm.engine.scheduler import Committed, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.trace import OnEvent, Trace
@@ -65,6 +72,9 @@ class LLMEngine:
         prompt = check_token_ids(prompt_token_ids, params, self.vocab_size)
         if params.stop and self.make_detokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer, and there is none; use stop_token_ids")
+        if params.bad_words and not params.bad_words_ids:
+            raise ValueError(f"bad_words={params.bad_words!r} has no token ids here; see nanovllm/text/bad_words.py")
+        check_something_is_left(params, self.eos_token_ids)
         return prompt, length_limit(len(prompt), params, self.config)
 
     @one_at_a_time(wait=False)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import index
 
 from nanovllm.config import EngineConfig
@@ -98,7 +99,14 @@ def check_token_ids(prompt_token_ids: SequenceOf[int], params: SamplingParams, v
         raise TypeError(f"prompt_token_ids must be integers, as a tokenizer returns them: {error}") from None
     if not prompt:
         raise ValueError("prompt_token_ids is empty; give at least one token, for example the model's BOS token")
-    for name, ids in ("prompt_token_ids", prompt), ("stop_token_ids", list(params.stop_token_ids)):
+    named = {
+        "prompt_token_ids": prompt,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": params.logit_bias or (),
+        "bad_words": list(chain.from_iterable(params.bad_words_ids)),
+    }
+    for name, ids in named.items():
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
             wrong = next(token for token in ids if not 0 <= token < vocab_size)
             where = f"outside the vocabulary (0 to {vocab_size - 1})"
@@ -106,6 +114,18 @@ def check_token_ids(prompt_token_ids: SequenceOf[int], params: SamplingParams, v
     if params.logprobs is not None and params.logprobs > vocab_size:
         raise ValueError(f"logprobs={params.logprobs} is more than the vocabulary has tokens ({vocab_size}); lower it")
     return prompt
+
+
+def check_something_is_left(params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
+    """Raises ValueError where no token could ever come first: other parameters rule out all of `allowed_token_ids`."""
+    if params.allowed_token_ids is None:
+        return
+    ids = set(params.allowed_token_ids)
+    ruled_out = {word[0] for word in params.bad_words_ids if len(word) == 1}
+    if params.min_tokens:
+        ruled_out |= eos_token_ids.union(params.stop_token_ids)
+    if ids <= ruled_out:
+        raise ValueError(f"allowed_token_ids: bad_words and min_tokens rule out all {len(ids)} of them; allow others")
 
 
 def length_limit(num_prompt_tokens: int, params: SamplingParams, config: EngineConfig) -> int:

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class FusedKernels(NamedTuple):
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
     choose_linear: Callable[..., Callable[..., Tensor] | None] | None = None
     sample_rows: Callable[..., Tensor] | None = None
+    edit_logits: Callable[..., Any] | None = None
+    restore_logits: Callable[..., None] | None = None
     decode_inputs: Callable[..., None] | None = None
 
 
@@ -40,9 +42,19 @@ def fused_kernels(device: torch.device) -> FusedKernels:
         return FusedKernels()
     from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
     from nanovllm.kernels.fused.decode_inputs import decode_inputs
+    from nanovllm.kernels.fused.edits import edit_logits, restore_logits
     from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
     from nanovllm.kernels.fused.sample import sample_rows
     from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
     from nanovllm.kernels.linear.choice import choose_linear
 
-    return FusedKernels(add_rms_norm, norm_rope_write, silu_and_mul, choose_linear, sample_rows, decode_inputs)
+    return FusedKernels(
+        add_rms_norm=add_rms_norm,
+        norm_rope_write=norm_rope_write,
+        silu_and_mul=silu_and_mul,
+        choose_linear=choose_linear,
+        sample_rows=sample_rows,
+        edit_logits=edit_logits,
+        restore_logits=restore_logits,
+        decode_inputs=decode_inputs,
+    )

@@ -12,10 +12,12 @@ from nanovllm.models.transformer import Transformer
 from nanovllm.sampling.acceptance import accept_or_resample
 from nanovllm.sampling.sampler import sample_plain
 from nanovllm.sampling.state import SamplingMetadata
+from nanovllm.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 
 MIB = 2**20
 GIB = 2**30
 SHARE = "NANOVLLM_GPU_MEMORY"
+CANDIDATES = 4096  # per row of logits that there is room for, see kernels/fused/threshold.py
 CONTEXT = GIB  # the most that counts as CUDA's own memory of this process: the driver tells only the sum of all
 
 
@@ -41,6 +43,18 @@ def row_bytes(config: EngineConfig) -> int:
     return (config.max_num_seqs + 1) * (config.max_model_len + 1 + tables) * 4
 
 
+def sampling_bytes(config: EngineConfig, model: ModelConfig, num_logits: int) -> int:
+    """What sampling holds beside the logits: lists and masks of the rows, and while a step samples the edits and the
+    candidates of each of its rows of logits."""
+    assert config.max_model_len is not None
+    lists = MAX_STOP_IDS + 2 * MAX_LOGIT_BIAS + MAX_BAD_WORDS + MAX_BAD_TOKENS
+    mask = -(-model.vocab_size // 32)
+    edited = min(model.vocab_size, config.max_model_len + 1 + MAX_STOP_IDS + MAX_LOGIT_BIAS + MAX_BAD_WORDS)
+    state = (config.max_num_seqs + 1) * (lists + mask)
+    scratch = num_logits * (3 * edited + 3 * mask + 3 * CANDIDATES)  # cells are as many as words of a mask
+    return 4 * (state + scratch)
+
+
 def num_kv_blocks(
     config: EngineConfig,
     model: ModelConfig,
@@ -62,10 +76,12 @@ def num_kv_blocks(
     if device.type == "cpu":
         available, knob = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib}"
     else:
+        sizes = step_sizes(config, model)
         available = gpu_budget(config, device, run_largest_step) - row_bytes(config)
+        available -= sampling_bytes(config, model, sizes.num_logits)
         knob = f"gpu_memory_utilization or {SHARE}, or free GPU memory"
         if with_graphs:
-            available -= graph_bytes(step_sizes(config, model), model)
+            available -= graph_bytes(sizes, model)
             available -= 0 if draft is None else graph_bytes(draft_sizes(config), draft)
     count = available // each - 1
     if count < 1:

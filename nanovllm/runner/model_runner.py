@@ -82,11 +82,9 @@ class ModelRunner:
 
         # Rows: tokens, blocks and sampling parameters of each running sequence
         self.rows = Rows(config.max_num_seqs, config.max_model_len, block_size, self.num_kv_blocks, device)
-        # A rank of several does not see all logits, and a draft is filtered as its target is: both by the full tail.
-        filtered_in_kernel = fused_kernels(device).sample_rows is not None and self.group.size == 1 and draft is None
-        self.state = SamplingState(
-            self.rows.token_ids, loaded.config.vocab_size, loaded.eos_token_ids, filtered_in_kernel
-        )
+        # A rank of several does not see all logits, and a draft's guesses need distributions: the full tail has both.
+        in_kernels = fused_kernels(device).sample_rows is not None and self.group.size == 1 and draft is None
+        self.state = SamplingState(self.rows.token_ids, loaded.config.vocab_size, loaded.eos_token_ids, in_kernels)
         self.sampler = Sampler(self.state, self.group)
 
         # Recorded steps, and the source of guesses

@@ -1,6 +1,10 @@
-"""What a request does to the scores before a token is sampled: penalties, min_tokens, min_p, top_k and top_p.
+"""What a request does to the scores before a token is sampled: it edits single scores, then it filters all of them.
 
-The last three rule tokens out. `kernels/fused/threshold.py` finds the same tokens without a sort, in a recorded step.
+In vLLM's order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties; then, at the row's
+temperature, min_p, top_k and top_p. The first three rule single tokens out, and so do the filters. What is ruled out
+has the score -inf, which neither a bias nor a penalty changes; of the edits only the bias has to come before the
+penalties. `kernels/fused/edits.py` and `kernels/fused/threshold.py` do the same in a recorded step, without work for
+tokens that are not named and without a sort.
 """
 
 import torch
@@ -10,19 +14,63 @@ from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
 
 
 def constrain(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs) -> Tensor:
-    """scores [N, V] float32 with penalties, and -inf for what min_tokens and the filters rule out.
+    """scores [N, V] float32 with bias and penalties, and -inf for what is ruled out.
 
     rows: [N], of `state`, which has their parameters. needs: what some row asks for; nothing else is computed.
     """
+    if needs.mask:
+        scores = scores.masked_fill(~allowed(rows, state, scores.shape[1]), -torch.inf)
+    if needs.num_bad_words:
+        scores = rule_out(scores, *last_tokens(metadata, rows, state, needs))
+    if needs.num_stop_ids:
+        stop_ids, listed = first_of(state.stop_ids, state.num_stop_ids, rows, needs.num_stop_ids)
+        too_early = metadata.indices < state.min_tokens[rows]  # [N]
+        scores = rule_out(scores, stop_ids, listed & too_early[:, None])
+    if needs.num_biased:
+        ids, listed = first_of(state.biased_ids, state.num_biased, rows, needs.num_biased)
+        bias = state.bias[rows, : needs.num_biased].masked_fill(~listed, 0)  # [N, B]
+        scores = scores.scatter_add(1, ids.long(), bias)
     if needs.penalties:
         scores = penalize(scores, metadata, rows, state)
-    if needs.min_tokens:
-        stop_ids, too_early = state.stop_ids[rows], metadata.indices < state.min_tokens[rows]  # [N, S], [N]
-        kept = scores.gather(1, stop_ids)  # [N, S]
-        scores = scores.scatter(1, stop_ids, kept.masked_fill(too_early[:, None], -torch.inf))
     if needs.min_p or needs.num_candidates:
         scores = filter_scores(scores, metadata, rows, state, needs)
     return scores
+
+
+def first_of(lists: Tensor, lengths: Tensor, rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The first entries [N, width] of lists [R, L], and which of them `lengths` [R] covers: others are left over."""
+    return lists[rows, :width], torch.arange(width, device=rows.device) < lengths[rows, None]
+
+
+def rule_out(scores: Tensor, token_ids: Tensor, where: Tensor) -> Tensor:
+    """scores [N, V] with -inf for those of token_ids [N, L] for which `where` [N, L] is true; an id may stand twice."""
+    limits = torch.where(where, -torch.inf, torch.inf)  # [N, L]
+    return scores.scatter_reduce(1, token_ids.long(), limits, "amin")
+
+
+def allowed(rows: Tensor, state: SamplingState, vocab_size: int) -> Tensor:
+    """What the masks of rows [N] leave [N, V]: all where a row has none."""
+    bits = state.mask[rows][:, :, None] >> torch.arange(32, dtype=torch.int32, device=rows.device)  # [N, V / 32, 32]
+    return (bits & 1).bool().flatten(1)[:, :vocab_size] | (state.masked[rows] == 0)[:, None]
+
+
+def last_tokens(metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs) -> tuple[Tensor, Tensor]:
+    """The last token of each spelling of a bad word [N, W], and whether the output ends with all tokens before [N, W].
+
+    The prompt counts for nothing, as in vLLM.
+    """
+    ends, listed = first_of(state.bad_ends, state.num_bad_words, rows, needs.num_bad_words)
+    ends = ends.long().where(listed, 1)  # [N, W]
+    starts = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1)
+    num_before = ends - starts - 1  # [N, W]
+    row = rows[:, None]
+    matches = listed & (num_before <= metadata.indices[:, None])
+    next_position = state.num_prompt_tokens[row] + metadata.indices[:, None]  # [N, 1]
+    for distance in range(1, needs.longest_bad_word):
+        known = state.token_ids[row, (next_position - distance).clamp(min=0)]  # [N, 1]
+        expected = state.bad_tokens[row, (ends - 1 - distance).clamp(min=0)]  # [N, W]
+        matches &= (expected == known) | (num_before < distance)
+    return state.bad_tokens[row, ends - 1], matches
 
 
 def penalize(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: SamplingState) -> Tensor:

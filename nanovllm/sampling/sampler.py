@@ -1,10 +1,10 @@
 """From logits to tokens: argmax(logit + temperature * noise(seed, output index, token id)).
 
-Two tails read the same logits. The *plain* tail knows temperature and, on one GPU, min_p, top_k and top_p: a few
-kernels, fit for a CUDA graph. The *full* tail adds penalties, min_tokens, log-probabilities and the acceptance of a
-draft's guesses, and elsewhere the filters. It runs after the plain tail, for the rows that need it. A row that needs
-none of this gets the same token from both tails. Every row is computed by itself, so batch and order cannot matter.
-Nothing here waits for the device.
+Two tails read the same logits. The *plain* tail is part of a recorded step. On one GPU it does all that a row may ask
+for, in a few kernels, and rows that ask for nothing pay for nothing. Elsewhere it knows temperature alone. Then the
+*full* tail runs after it for the rows that need edits, filters or the acceptance of a draft's guesses. A row that needs
+none of this gets the same token from both tails. Log-probabilities come last, from raw logits. Every row is computed by
+itself, so batch and order cannot matter. Nothing here waits for the device.
 
 Temperature 0 is exact: the noise is multiplied by it. Among equal scores the lowest id wins. A row whose largest logit
 is not a finite number (torch's max gives NaN if there is any) samples -1.
@@ -59,11 +59,13 @@ class Sampler:
         """The plain tail: logits [N, V] for the tokens that go to `positions` [N] of `rows` [N] -> ids [N] int64."""
         state, group, vocab_size = self.state, self.group, self.state.vocab_size
         sample_rows = fused_kernels(state.device).sample_rows
+        if state.in_kernels:
+            return self._sample_in_kernels(logits, rows, positions)
         if sample_rows is not None:
             of_rows = state.temperature, state.seed, state.num_prompt_tokens, state.token_ids
-            shard = ids_of_shard(logits, group, vocab_size)
-            filters = (state.top_k, state.top_p, state.log_min_p) if state.filters_are_plain else None
-            return sample_rows(logits, rows, positions, *of_rows, *shard, group.all_gather, filters)
+            return sample_rows(
+                logits, rows, positions, *of_rows, *ids_of_shard(logits, group, vocab_size), group.all_gather
+            )
         metadata = state.metadata(rows, positions, all_greedy)
         if group.size > 1:
             token_ids = sample_sharded(logits, metadata, group, vocab_size)
@@ -72,33 +74,52 @@ class Sampler:
         state.write(rows, positions, token_ids)
         return token_ids
 
+    def _sample_in_kernels(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Edits, filters and the draw. logits [N, V] of the whole vocabulary, which are as before in the end."""
+        state, kernels = self.state, fused_kernels(self.state.device)
+        assert kernels.edit_logits and kernels.restore_logits and kernels.sample_rows
+        edits = kernels.edit_logits(logits, rows, positions, state)
+        token_ids = kernels.sample_rows(
+            logits, rows, positions, state.temperature, state.seed, state.num_prompt_tokens, state.token_ids,
+            filters=(state.top_k, state.top_p, state.log_min_p), masks=(state.masked, state.mask), edits=edits,
+        )  # fmt: skip
+        kernels.restore_logits(logits, edits)
+        return token_ids
+
     def finish(
         self, step: Sampled, sampling: Sequence[Scheduled], needs: Needs | None, q: Tensor | None
     ) -> tuple[Tensor, TopLogprobs | None]:
-        """The full tail, where a row needs it: the step's token ids [N] int64, and log-probabilities if needed.
+        """What is left to do, where a row needs it: the step's token ids [N] int64, and log-probabilities if needed.
 
         sampling: the sequences that sample. q [N, V]: the distributions of a draft's guesses, which are accepted or
         replaced; None if there are none.
         """
+        token_ids = step.token_ids
         if needs is None and q is None:
-            return step.token_ids, None
-        state = self.state
-        if step.guesses is not None:  # the plain tail wrote over them, and penalties after a guess count the guess
-            state.token_ids[step.rows, step.positions] = step.guesses.int()
-        # Only the rows that need it are sampled again: the vocabulary is not sorted for the others.
+            return token_ids, None
+        state, needs = self.state, needs or Needs()
+        # Only the rows that need it: nothing is sampled again or sorted for the others.
         rows = [s.row for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
         special = np.isin(rows, list(state.special)) | (q is not None)
         index = to_device(np.flatnonzero(special), state.device)
-        logits = step.logits[index]
+        logits, found = step.logits[index], token_ids[index]
         if self.group.size > 1:
-            logits = gather_logits(logits, self.group, state.vocab_size)
-        drafted = None if q is None or step.guesses is None else (step.guesses, q)
-        special_rows = step.rows[index]
-        metadata = state.metadata(special_rows, step.positions[index])
-        found, logprobs = sample_full(logits, metadata, special_rows, state, needs or Needs(), drafted)
-        token_ids = step.token_ids.index_copy(0, index, found)
-        state.write(step.rows, step.positions, token_ids)
-        return token_ids, logprobs and logprobs.spread(index, len(token_ids))
+            logits = gather_logits(logits, self.group, state.vocab_size).contiguous()
+        if not state.in_kernels:
+            if step.guesses is not None:  # the plain tail wrote over them, and penalties after a guess count the guess
+                state.token_ids[step.rows, step.positions] = step.guesses.int()
+            some = step.at(index)
+            if q is None and fused_kernels(state.device).sample_rows is not None:
+                found = self._sample_in_kernels(logits, some.rows, some.positions)
+            else:
+                drafted = None if q is None or step.guesses is None else (step.guesses, q)
+                metadata = state.metadata(some.rows, some.positions)
+                found = sample_full(logits, metadata, some.rows, state, needs, drafted)
+            token_ids = token_ids.index_copy(0, index, found)
+            state.write(step.rows, step.positions, token_ids)
+        if needs.num_logprobs is None:
+            return token_ids, None
+        return token_ids, log_probabilities(logits, found, needs.num_logprobs).spread(index, len(token_ids))
 
 
 def sample_plain(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
@@ -113,24 +134,30 @@ def sample_full(
     state: SamplingState,
     needs: Needs,
     drafted: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, TopLogprobs | None]:
-    """logits [N, V] of any float dtype, rows [N] of `state` -> token ids [N] int64, and log-probabilities if needed.
+) -> Tensor:
+    """logits [N, V] of any float dtype, rows [N] of `state` -> token ids [N] int64.
 
     drafted: guesses [N], and the distributions [N, V] that a draft sampled them from. They are accepted or replaced.
     """
-    at_once = max(1, MAX_SCORES // logits.shape[1])  # rows
-    parts = [slice(first, first + at_once) for first in range(0, max(1, len(logits)), at_once)]
+    parts = pieces(logits)
     scores = (constrain(logits[part].float(), metadata[part], rows[part], state, needs) for part in parts)
     if drafted is None:
         tokens = torch.cat([choose(add_noise(s, metadata[part])) for s, part in zip(scores, parts, strict=True)])
     else:
         tokens = accept_or_resample(torch.cat(list(scores)), metadata, *drafted)
     # The value that was not finite may have been ruled out, so the logits decide.
-    tokens = torch.where(logits.amax(-1).isfinite(), tokens, -1)
-    if needs.num_logprobs is None:
-        return tokens, None
-    found = [top_logprobs(logits[part].float(), tokens[part], needs.num_logprobs) for part in parts]
-    return tokens, TopLogprobs.join(found)
+    return torch.where(logits.amax(-1).isfinite(), tokens, -1)
+
+
+def log_probabilities(logits: Tensor, token_ids: Tensor, n: int) -> TopLogprobs:
+    """Of the sampled tokens [N] and of the n likeliest, from raw logits [N, V]."""
+    return TopLogprobs.join([top_logprobs(logits[part].float(), token_ids[part], n) for part in pieces(logits)])
+
+
+def pieces(logits: Tensor) -> list[slice]:
+    """As many rows at a time as `MAX_SCORES` allows."""
+    at_once = max(1, MAX_SCORES // logits.shape[1])
+    return [slice(first, first + at_once) for first in range(0, max(1, len(logits)), at_once)]
 
 
 def sample_sharded(logits: Tensor, metadata: SamplingMetadata, group: Group, vocab_size: int) -> Tensor:

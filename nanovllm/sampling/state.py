@@ -3,13 +3,16 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.pinned import to_device
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,17 @@ class Needs:
 
     num_candidates: how many of the largest logits settle top_k and top_p: the largest top_k where each row that is
                     ranked has a top_k, else the whole vocabulary; 0 if no row is ranked.
+    num_bad_words, num_stop_ids, num_biased:  as many as the row with the longest such list has.
+    longest_bad_word:  its number of tokens.
     num_logprobs:   the largest number of likeliest tokens to report; None if no row wants log-probabilities.
     """
 
+    mask: bool = False
+    num_bad_words: int = 0
+    longest_bad_word: int = 0
+    num_stop_ids: int = 0
+    num_biased: int = 0
     penalties: bool = False
-    min_tokens: bool = False
     min_p: bool = False
     num_candidates: int = 0
     num_logprobs: int | None = None
@@ -44,19 +53,22 @@ class Needs:
 class SamplingState:
     """Parameters of R rows. `install` writes them when a sequence moves into a row; nothing else changes them.
 
+    All tensors stay where they are and as wide as they are, so that recorded steps may read them. A list has room for
+    as many entries as `SamplingParams` allows, and its length beside it; what is behind is left over from others.
+
     token_ids [R, L] int32 belongs to the caller, who keeps it up to date: penalties count prompt and output so far.
-    filters_are_plain: the plain tail has min_p, top_k and top_p, so a row that asks for nothing else is not special.
+    in_kernels: the plain tail does all that a row may ask for, but for log-probabilities.
     """
 
     def __init__(
-        self, token_ids: Tensor, vocab_size: int, eos_token_ids: Iterable[int], filters_are_plain: bool = False
+        self, token_ids: Tensor, vocab_size: int, eos_token_ids: Iterable[int], in_kernels: bool = False
     ) -> None:
         num_rows, device = token_ids.shape[0], token_ids.device
         self.device = device
         self.token_ids = token_ids
         self.vocab_size = vocab_size
         self.eos_token_ids = set(eos_token_ids)
-        self.filters_are_plain = filters_are_plain
+        self.in_kernels = in_kernels
         # What every step reads
         self.num_prompt_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)  # [R]
         self.temperature = torch.zeros(num_rows, device=device)  # [R] float32
@@ -64,11 +76,23 @@ class SamplingState:
         # What only special rows need. One tensor of each dtype, so that a new row takes two transfers; the names below
         # are rows of them.
         self._floats = torch.zeros(5, num_rows, device=device)
-        self._ints = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        self._ints = torch.zeros(7, num_rows, dtype=torch.int64, device=device)
         self.top_p, self.log_min_p = self._floats[:2]  # [R] each; log_min_p of a row without one is -inf
         self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._floats[2:]  # [R] each
-        self.top_k, self.min_tokens = self._ints  # [R] each; top_k of a row without one is V
-        self.stop_ids = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)  # [R, S], wider when needed
+        self.top_k, self.min_tokens = self._ints[:2]  # [R] each; top_k of a row without one is V
+        # Scores of single tokens that change: the number of entries in each list, whether the mask counts, and whether
+        # there is any of it or a penalty [R] each
+        self.num_stop_ids, self.num_biased, self.num_bad_words, self.masked, self.edited = self._ints[2:]
+
+        def ids(width: int) -> Tensor:
+            return torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+
+        self.stop_ids = ids(MAX_STOP_IDS + len(self.eos_token_ids))  # [R, S], where min_tokens holds them back
+        self.biased_ids = ids(MAX_LOGIT_BIAS)  # [R, B]
+        self.bias = torch.zeros(num_rows, MAX_LOGIT_BIAS, device=device)  # [R, B] float32
+        self.bad_tokens = ids(MAX_BAD_TOKENS)  # [R, T], one spelling after another
+        self.bad_ends = ids(MAX_BAD_WORDS)  # [R, W], where in `bad_tokens` each spelling ends
+        self.mask = ids(-(-vocab_size // 32))  # [R, ceil(V / 32)], a set bit for each token that is allowed
         # On the host
         self.params = [SamplingParams()] * num_rows
         self.special: dict[int, SamplingParams] = {}  # the rows for which temperature and seed are not enough
@@ -83,9 +107,8 @@ class SamplingState:
                 self.special[row] = p
             log_min_p = math.log(p.min_p) if p.min_p else -math.inf
             floats.append((p.top_p, log_min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty))
-            ints.append((self._top_k(p), p.min_tokens))
-            if p.min_tokens:
-                self._install_stop_ids(row, sorted(self.eos_token_ids | set(p.stop_token_ids)))
+            lengths = self._install_lists(row, p) if self._is_edited(p) else (0,) * 5
+            ints.append((self._top_k(p), p.min_tokens, *lengths))
         index = to_device(np.array(rows, dtype=np.int64), self.device)
         self.num_prompt_tokens[index] = to_device(np.array(num_prompt_tokens, dtype=np.int32), self.device)
         self.temperature[index] = to_device(np.array([p.temperature for p in params], dtype=np.float32), self.device)
@@ -100,8 +123,12 @@ class SamplingState:
             return None
         ranked = [self._top_k(p) for p in special if p.top_p < 1 or self._top_k(p) < self.vocab_size]
         return Needs(
+            mask=any(p.allowed_token_ids is not None for p in special),
+            num_bad_words=max(len(p.bad_words_ids) for p in special),
+            longest_bad_word=max((len(word) for p in special for word in p.bad_words_ids), default=0),
+            num_stop_ids=max(len(self._stop_ids(p)) for p in special),
+            num_biased=max(len(p.logit_bias or ()) for p in special),
             penalties=any(map(has_penalties, special)),
-            min_tokens=any(p.min_tokens for p in special),
             min_p=any(p.min_p for p in special),
             num_candidates=max(ranked, default=0),
             num_logprobs=max((p.logprobs for p in special if p.logprobs is not None), default=None),
@@ -123,24 +150,47 @@ class SamplingState:
         return min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size
 
     def _is_special(self, p: SamplingParams) -> bool:
+        if p.logprobs is not None or self.in_kernels:
+            return p.logprobs is not None
         # Filters never remove the likeliest token, so they mean nothing to a greedy row.
         filtered = p.top_p < 1 or p.min_p > 0 or self._top_k(p) < self.vocab_size
-        return (
-            (filtered and p.temperature > 0 and not self.filters_are_plain)
-            or has_penalties(p)
-            or (p.min_tokens > 0 and bool(self.eos_token_ids or p.stop_token_ids))
-            or p.logprobs is not None
-        )
+        return (filtered and p.temperature > 0) or self._is_edited(p)
 
-    def _install_stop_ids(self, row: int, ids: list[int]) -> None:
-        ids = [i for i in ids if i < self.vocab_size]
-        if not ids:
-            return
-        if len(ids) > self.stop_ids.shape[1]:
-            wider = self.stop_ids[:, :1].expand(-1, len(ids) - self.stop_ids.shape[1])
-            self.stop_ids = torch.cat((self.stop_ids, wider), dim=1)
-        padded = ids + ids[:1] * (self.stop_ids.shape[1] - len(ids))  # naming an id twice does no harm
-        self.stop_ids[row] = to_device(np.array(padded, dtype=np.int64), self.device)
+    def _is_edited(self, p: SamplingParams) -> bool:
+        """Whether scores of single tokens change: temperature and filters look at all scores alike."""
+        listed = bool(p.logit_bias or p.bad_words_ids or self._stop_ids(p))
+        return listed or has_penalties(p) or p.allowed_token_ids is not None
+
+    def _stop_ids(self, p: SamplingParams) -> list[int]:
+        """What min_tokens holds back."""
+        ids = self.eos_token_ids.union(p.stop_token_ids) if p.min_tokens else ()
+        return [i for i in ids if i < self.vocab_size]
+
+    def _install_lists(self, row: int, p: SamplingParams) -> tuple[int, int, int, int, int]:
+        """Write what an edited row has of each kind; returns the rest of its `_ints`."""
+
+        def write(tensor: Tensor, values: Sequence[float] | NDArray[Any]) -> int:
+            array = np.asarray(values, dtype=np.float32 if tensor.is_floating_point() else np.int32)
+            if len(array):
+                tensor[row, : len(array)] = to_device(array, self.device)
+            return len(array)
+
+        num_stop_ids = write(self.stop_ids, self._stop_ids(p))
+        bias = p.logit_bias or {}
+        num_biased = write(self.biased_ids, list(bias))
+        write(self.bias, list(bias.values()))
+        write(self.bad_tokens, list(chain.from_iterable(p.bad_words_ids)))
+        num_bad_words = write(self.bad_ends, list(accumulate(map(len, p.bad_words_ids))))
+        if p.allowed_token_ids is not None:
+            write(self.mask, packed(p.allowed_token_ids, self.vocab_size))
+        return num_stop_ids, num_biased, num_bad_words, int(p.allowed_token_ids is not None), 1
+
+
+def packed(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.int32]:
+    """A set of tokens as bits [ceil(V / 32)] int32: token i is bit i % 32 of word i // 32."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    bits[list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def has_penalties(p: SamplingParams) -> bool:

@@ -77,7 +77,9 @@ class Generation:
         choices = []
         for choice in output.outputs:
             if choice.finish_reason == "error":
-                raise ApiError(500, "the model gave numbers that are not finite for this request", code="bad_logits")
+                raise ApiError(
+                    500, "the logits of this request are not finite, or rule out every token", code="bad_logits"
+                )
             # Text that is held back, for a stop string or an unfinished character, is no news to a client.
             ids = self.body.return_token_ids and choice.token_ids
             if not streamed or choice.text or choice.logprobs or choice.finished() or ids:

@@ -10,10 +10,10 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprob
-from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
 from nanovllm.server.tolerance import HARMLESS, NO_MATTER, Harmless, refused, settle
 
 MAX_CHOICES = 128
@@ -39,6 +39,17 @@ def encodable(text: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("holds half of a surrogate pair, which is no text")
     return text
+
+
+def by_token(bias: Any) -> Any:
+    """With token ids for keys, which are strings in JSON. What is too large is refused here, entry by entry no more."""
+    if not isinstance(bias, dict):
+        return bias
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(bias)} tokens; at most {MAX_LOGIT_BIAS} are possible")
+    if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in bias):
+        raise ValueError("must have token ids for keys: integers from 0, as strings")
+    return {int(key): value for key, value in bias.items()}
 
 
 Text = Annotated[str, AfterValidator(encodable)]
@@ -92,6 +103,9 @@ class GenerationRequest(Fields):
     repetition_penalty: float | None = Field(None, ge=0.1, le=10)
     min_tokens: int = Field(0, ge=0, le=INT32)
     stop_token_ids: list[int] = Field([], max_length=128)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(by_token)] | None = None
+    bad_words: list[Short] = Field([], max_length=MAX_BAD_WORDS)
+    allowed_token_ids: TokenIds | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -110,9 +124,15 @@ class GenerationRequest(Fields):
     def sampling_params(self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
         """`defaults` are for absent fields. Raises ValueError for combinations that make no sense."""
         same = "n temperature top_p presence_penalty frequency_penalty seed stop top_k min_p repetition_penalty"
-        more = "min_tokens stop_token_ids ignore_eos skip_special_tokens include_stop_str_in_output"
+        more = (
+            "min_tokens stop_token_ids ignore_eos skip_special_tokens include_stop_str_in_output logit_bias bad_words"
+        )
         kind = RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY
-        said = {name: value for name in f"{same} {more}".split() if (value := getattr(self, name)) is not None}
+        said = {
+            name: value
+            for name in f"{same} {more} allowed_token_ids".split()
+            if (value := getattr(self, name)) is not None
+        }
         if self.seed is not None:
             said["seed"] = None if self.seed == -1 else self.seed % 2**63
         values = {**defaults, **said, "max_tokens": max_tokens}

@@ -1,1 +1,1 @@
-"""Text: tokenizer and chat template, detokenizer, stop strings. Nothing here imports torch."""
+"""Text: tokenizer and chat template, bad words, detokenizer, stop strings. Nothing here imports torch."""

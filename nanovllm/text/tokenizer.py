@@ -41,10 +41,10 @@ class Tokenizer:
         eos: int | None = self.hf.eos_token_id
         return eos
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer itself puts around a text (a BOS, for some models)."""
-        # Other threads run meanwhile; `encode` stops them.
-        ids: list[int] = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        # Other threads run meanwhile; `encode` of `tokenizers` stops them.
+        ids: list[int] = self.fast.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -60,4 +60,4 @@ class Tokenizer:
 
         Raises ValueError if there is no template, or if the messages are malformed or refused by the template.
         """
-        return self.encode(self.chat.render(messages, **variables), add_special_tokens=False)
+        return self.encode(self.chat.render(messages, **variables), special_tokens=False)

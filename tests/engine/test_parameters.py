@@ -1,9 +1,11 @@
 """Sampling parameters and configuration: what is refused, and how it says so."""
 
+import pickle
 import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm.config import EngineConfig
@@ -41,6 +43,15 @@ from tests.engine.shadow import ShadowExecutor
         {"min_tokens": -1},
         {"min_tokens": 65},
         {"logprobs": -1},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {"5": 1.0}},
+        {"logit_bias": {5: float("nan")}},
+        {"logit_bias": dict.fromkeys(range(1025), 1)},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [1, -1]},
+        {"allowed_token_ids": ["a"]},
+        {"bad_words": ["a", ""]},
+        {"bad_words": [5]},
     ],
 )
 def test_parameters_out_of_range_are_named_with_the_remedy(wrong: dict[str, Any]) -> None:
@@ -54,7 +65,8 @@ def test_parameters_out_of_range_are_named_with_the_remedy(wrong: dict[str, Any]
     [
         *({"n": 1.5}, {"top_k": "5"}, {"min_tokens": 2.5}, {"seed": 1.5}, {"max_tokens": 2.5}, {"logprobs": True}),
         *({"temperature": "0"}, {"top_p": None}, {"presence_penalty": [0]}),
-        *({"stop": 5}, {"stop_token_ids": 5}),
+        *({"stop": 5}, {"stop_token_ids": 5}, {"bad_words": "word"}, {"bad_words": 5}, {"allowed_token_ids": 5}),
+        *({"logit_bias": [5]}, {"logit_bias": "5"}),
     ],
 )
 def test_parameters_of_the_wrong_kind_are_a_type_error(wrong: dict[str, Any]) -> None:
@@ -76,6 +88,27 @@ def test_stop_takes_one_string_several_or_none() -> None:
     assert SamplingParams(stop="ab").stop == ("ab",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop=None, stop_token_ids=None).stop == ()  # type: ignore[arg-type]
+
+
+def test_so_many_stop_ids_that_min_tokens_has_no_room_for_them_are_refused() -> None:
+    assert len(list(SamplingParams(stop_token_ids=range(500)).stop_token_ids)) == 500
+    SamplingParams(stop_token_ids=[*range(128), 5, 6], min_tokens=1)
+    with pytest.raises(ValueError, match=r"^stop_token_ids must be at most 128 ids where min_tokens .+; got 129$"):
+        SamplingParams(stop_token_ids=range(129), min_tokens=1)
+
+
+def test_lists_of_tokens_and_words_are_copied_and_biases_limited() -> None:
+    """To -100 and 100, as OpenAI and vLLM do. Integers of other libraries become Python's."""
+    bias: dict[Any, Any] = {np.int64(3): 1e9, 4: np.float32(-1e9), 5: 7}
+    params = SamplingParams(logit_bias=bias, allowed_token_ids=np.arange(3), bad_words=["a", "b"])
+    bias[6] = 1
+    assert params.logit_bias == {3: 100.0, 4: -100.0, 5: 7.0} and type(min(params.logit_bias)) is int
+    assert params.allowed_token_ids == (0, 1, 2) and params.bad_words == ("a", "b")
+    assert hash(params) == hash(params.changed()) and params == pickle.loads(pickle.dumps(params))
+    none = SamplingParams(logit_bias=None, allowed_token_ids=None, bad_words=None)  # type: ignore[arg-type]
+    assert none == SamplingParams() and none.bad_words == ()
+    with pytest.raises(TypeError, match=r"^logit_bias must be .*; got 'x'$"):
+        SamplingParams(logit_bias={5: "x"})  # type: ignore[dict-item]
 
 
 def test_a_changed_copy_is_what_replace_makes_and_leaves_the_original_alone() -> None:

@@ -21,15 +21,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanovllm.kernels.attention import paged_decode, paged_prefill
-from nanovllm.kernels.fused import add_rms_norm, decode_inputs, norm_rope_write, sample, silu_and_mul
+from nanovllm.kernels.fused import add_rms_norm, decode_inputs, edits, norm_rope_write, sample, silu_and_mul, threshold
 from nanovllm.kernels.linear import choice, skinny_linear, tiled_linear
 
 ELEMENT_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 INTEGERS = (
     "block_table_ptr", "query_start_ptr", "context_len_ptr", "rows_ptr", "positions_ptr", "token_ids_ptr",
-    "input_ids_ptr", "table_ptr", "num_prompt_ptr", "id_ptr", "last_id_ptr", "piece_ptr",
+    "input_ids_ptr", "table_ptr", "num_prompt_ptr", "id_ptr", "last_id_ptr", "piece_ptr", "ids_ptr", "stop_ids_ptr",
+    "biased_ids_ptr", "bad_ends_ptr", "bad_tokens_ptr", "mask_ptr", "words_ptr", "places_ptr", "notes_ptr",
+    "counts_ptr", "num_edits_ptr", "edited_ids_ptr", "found_ptr", "drawn_ptr", "best_id_ptr",
 )  # fmt: skip
-FLOATS = ("m_ptr", "denom_ptr", "acc_ptr", "temperature_ptr", "score_ptr", "border_ptr", "cos_sin_ptr")
+FLOATS = (
+    "m_ptr", "denom_ptr", "acc_ptr", "temperature_ptr", "score_ptr", "border_ptr", "cos_sin_ptr", "repetition_ptr",
+    "presence_ptr", "frequency_ptr", "biases_ptr", "raw_ptr", "scores_ptr",
+    "top_p_ptr", "log_min_p_ptr", "cells_ptr", "maxima_ptr", "edits_ptr", "best_score_ptr",
+)  # fmt: skip
+LONG_INTEGERS = (
+    "slots_ptr", "seed_ptr", "tokens_ptr", "edited_ptr", "min_tokens_ptr", "num_stop_ids_ptr", "num_biased_ptr",
+    "num_bad_words_ptr", "masked_ptr", "top_k_ptr", "masses_ptr",
+)  # fmt: skip
 
 
 def compiled(
@@ -38,8 +48,7 @@ def compiled(
 ) -> Any:  # fmt: skip
     """Compile down to machine code; the types of the arguments follow from their names."""
     kinds = dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(FLOATS, "*fp32")
-    kinds |= {"slots_ptr": "*i64", "seed_ptr": "*i64", "scale": "fp32", "eps": "fp32", "v_offset": "i64"}
-    kinds |= {"tokens_ptr": "*i64"}
+    kinds |= dict.fromkeys(LONG_INTEGERS, "*i64") | {"scale": "fp32", "eps": "fp32", "v_offset": "i64"}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -121,6 +130,7 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
     def memory(kernel: Any, constants: dict[str, int], warps: int = 4, stages: int = 3) -> int:
         return shared_memory(kernel, capability, dtype, constants, warps, stages)
 
+    cells = {"SIZE": 151936, "NUM_CELLS": 4748, "CELL": threshold.CELL, "MASK": 4748} | pdl
     found = {
         "decode inputs": memory(decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 256, "COLUMNS": 32}),
         "add and norm": memory(
@@ -133,13 +143,26 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
             | {"HEADS": norm_rope_write.HEADS_PER_PROGRAM} | pdl,
             warps=2,
         ),
-        "best of part": memory(
-            sample._best_of_part_kernel,
-            {"ROW": 151936, "IDS": 151936, "TILE": sample.TILE, "VECTOR": 8, "FILTERS": 1, "FAST": 1} | pdl,
-            warps=1,
+        "cells": memory(threshold._cells_kernel, cells | {"CELLS": threshold.CELLS}),
+        "threshold": memory(
+            threshold._threshold_kernel,
+            cells | {"ALL_CELLS": 8192, "PARTS": 64, "ROOM": threshold.ROOM, "CHUNK": threshold.CHUNK}
+            | {"TILE": threshold.TILE, "EDITS": 5889, "DRAW": 1, "FAST": 1},
+            warps=8,
         ),
+        "edits": memory(
+            edits._edit_kernel,
+            {"ROW": 151936, "IDS": 151936, "LIST": 5889, "WORDS": 4748, "KNOWN": 4097, "STOP_IDS": 130, "BIASED": 1024}
+            | {"BAD_WORDS": 512, "BAD_TOKENS": 2048, "MASK": 4748, "TILE": edits.TILE} | pdl,
+            warps=8,
+        ),
+        "restored": memory(edits._restore_kernel, {"ROW": 151936, "LIST": 5889, "TILE": edits.TILE} | pdl, warps=8),
         "best of row": memory(sample._best_of_row_kernel, {"RANKS": 2, "PARTS": 64} | pdl, warps=4),
     }  # fmt: skip
+    for lists in (0, 1):  # of several ranks nobody has filters, masks and edits
+        constants = {"MASK": 4748 * lists, "EDITS": 5889 * lists, "FILTERS": lists, "TILE": sample.TILE, "VECTOR": 8}
+        constants |= {"ROW": 151936, "IDS": 151936, "FAST": 1} | pdl
+        found[f"best of part {lists}"] = memory(sample._best_of_part_kernel, constants, warps=1)
     if dtype != "fp32":
         for name, inputs, outputs, gated, in_parts in SKINNY:
             for tokens in (16, 32):

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.fused.sample import _fold, _hash, _number
+from nanovllm.kernels.fused.gumbel import fold, hash_bits, uniform_of
 from tests.kernels.test_gumbel import MASK32, mix32
 
 
@@ -30,7 +30,7 @@ def kernel(low_ptr, high_ptr, token_ptr, out_ptr, SIZE: tl.constexpr):  # type: 
     i = tl.arange(0, SIZE)
     low, high = tl.load(low_ptr).to(tl.uint32), tl.load(high_ptr).to(tl.uint32)
     token_ids = tl.load(token_ptr + i).to(tl.uint32)
-    tl.store(out_ptr + i, _number(_hash(_fold(token_ids) ^ _fold(low), high)))
+    tl.store(out_ptr + i, uniform_of(hash_bits(fold(token_ids) ^ fold(low), high)))
 
 
 EDGES = [0, 1, 2, 3, *(2**k + d for k in (24, 25, 26, 31) for d in range(-3, 7)), *(2**32 - d for d in range(1, 260))]

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.fused import sample
+from nanovllm.kernels.fused import gumbel, sample
 from nanovllm.sampling.noise import random_bits, row_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,8 +30,8 @@ def scores_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     i = tl.arange(0, SIZE)
     low, high = tl.load(low_ptr).to(tl.uint32), tl.load(high_ptr).to(tl.uint32)
-    folded = sample._fold((first_id + i).to(tl.uint32)) ^ sample._fold(low)
-    noise = sample._gumbel(sample._number(sample._hash(folded, high)), FAST)
+    folded = gumbel.fold((first_id + i).to(tl.uint32)) ^ gumbel.fold(low)
+    noise = gumbel.gumbel(gumbel.uniform_of(gumbel.hash_bits(folded, high)), FAST)
     place = tl.program_id(0) * WIDTH + i
     score = tl.load(logits_ptr + place, mask=i < WIDTH)
     score += tl.load(temperature_ptr) * noise

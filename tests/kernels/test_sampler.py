@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.sampling import sampler
-from nanovllm.sampling.sampler import sample_full, sample_plain
+from nanovllm.sampling.sampler import log_probabilities, sample_full, sample_plain
 from nanovllm.sampling.state import SamplingMetadata
 from nanovllm.sampling_params import SamplingParams
-from tests.kernels.sampling import VOCAB, Rows, lively_logits
+from tests.kernels.sampling import VOCAB, Rows, literal_edits, lively_logits
 
 DRAWS = 20_000
 
 
 def probabilities(logits: Tensor, p: SamplingParams) -> Tensor:
     """One row's distribution, written down literally: float64, a Python loop, no cleverness."""
-    prob = (logits.double() / p.temperature).softmax(-1)
+    prob = (torch.tensor(literal_edits(logits, p, [0], [])).double() / p.temperature).softmax(-1)
     prob[prob < p.min_p * prob.max()] = 0
     order = sorted(range(len(prob)), key=lambda i: (-prob[i].item(), i))
     if p.top_k > 0:
@@ -64,24 +64,30 @@ MIXED = [
     SamplingParams(temperature=1.5, min_p=0.1),
     SamplingParams(temperature=1.5, top_k=7, top_p=0.7, min_p=0.02),
 ]
+EDITED = [
+    SamplingParams(temperature=1.2, logit_bias={0: 2.0, 7: -100, 39: 1.0}, repetition_penalty=1.5),
+    SamplingParams(temperature=1.2, allowed_token_ids=[1, *range(20, 35)], top_p=0.8, logit_bias={2: 100}),
+    SamplingParams(temperature=1.2, top_k=20).changed(bad_words_ids=((3,), (8,))),
+]
 
 
 def test_frequencies_fit_the_known_probabilities_in_a_mixed_batch() -> None:
     """M2: 20,000 draws of each row, all rows in the same batches, through the full tail."""
-    batch = Rows(MIXED)
-    rows = torch.arange(len(MIXED))
-    logits = lively_logits(len(MIXED))
+    params = MIXED + EDITED
+    batch = Rows(params)
+    rows = torch.arange(len(params))
+    logits = lively_logits(len(params))
     needs = batch.state.needs(rows.tolist())
     assert needs is not None
-    counts = torch.zeros(len(MIXED), VOCAB, dtype=torch.int64)
+    counts = torch.zeros(len(params), VOCAB, dtype=torch.int64)
     step = 2_000
     for start in range(0, DRAWS, step):
         many = rows.repeat(step)  # the same rows at `step` output positions
-        positions = torch.arange(start, start + step).repeat_interleave(len(MIXED))
+        positions = torch.arange(start, start + step).repeat_interleave(len(params))
         metadata = batch.metadata(many, indices=positions, seeds=1234 + many)
-        tokens, _ = sample_full(logits[many], metadata, many, batch.state, needs)
+        tokens = sample_full(logits[many], metadata, many, batch.state, needs)
         counts += torch.zeros_like(counts).index_put_((many, tokens), torch.tensor(1), accumulate=True)
-    for row, p in enumerate(MIXED):
+    for row, p in enumerate(params):
         expected = torch.zeros(VOCAB).double()
         if p.temperature == 0:
             expected[logits[row].argmax()] = 1
@@ -163,8 +169,11 @@ def test_alone_and_in_a_batch_give_the_same_tokens_and_logprobs() -> None:
         index = torch.arange(len(rows))
         needs = batch.state.needs(index.tolist())
         assert needs is not None
-        tokens, top = sample_full(logits[rows], batch.metadata(index), index, batch.state, needs)
-        logprobs = top.per_row([params[i].logprobs for i in rows]) if top else [None] * len(rows)
+        tokens = sample_full(logits[rows], batch.metadata(index), index, batch.state, needs)
+        logprobs: list[Any] = [None] * len(rows)
+        if needs.num_logprobs is not None:
+            top = log_probabilities(logits[rows], tokens, needs.num_logprobs)
+            logprobs = top.per_row([params[i].logprobs for i in rows])
         return list(zip(tokens.tolist(), logprobs, strict=True))
 
     together = run([0, 1, 2, 3, 4])
@@ -198,8 +207,8 @@ def test_a_large_batch_is_sampled_in_parts(dtype: torch.dtype, monkeypatch: pyte
         assert needs is not None
         metadata = batch.metadata(rows)
         with Largest() as largest:
-            tokens, top = sample_full(logits, metadata, rows, batch.state, needs)
-        assert top is not None
+            tokens = sample_full(logits, metadata, rows, batch.state, needs)
+            top = log_probabilities(logits, tokens, needs.num_logprobs or 0)
         return tokens.tolist(), top.per_row([p.logprobs for p in params]), largest.numel
 
     whole = run()
@@ -238,7 +247,7 @@ def test_top_k_keeps_exactly_k_among_equals() -> None:
         rows = torch.zeros(n, dtype=torch.int64)
         needs = batch.state.needs([0])
         assert needs is not None
-        tokens, _ = sample_full(
+        tokens = sample_full(
             logits.expand(n, -1), batch.metadata(rows, indices=torch.arange(n)), rows, batch.state, needs
         )
         assert set(tokens.tolist()) == allowed

@@ -1,21 +1,15 @@
-"""Penalties, min_tokens and log-probabilities, and what the host knows of them."""
+"""Edits of single scores and log-probabilities, and what the host knows of them."""
+
+import random
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from nanovllm.sampling.sampler import sample_full
+from nanovllm.sampling.filters import constrain
+from nanovllm.sampling.sampler import log_probabilities, sample_full
 from nanovllm.sampling_params import SamplingParams
-from tests.kernels.sampling import VOCAB, Rows, lively_logits
-
-
-def literal_penalties(logits: Tensor, p: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
-    scores = logits.tolist()
-    for i in set(prompt + output):
-        scores[i] = scores[i] / p.repetition_penalty if scores[i] > 0 else scores[i] * p.repetition_penalty
-    for i in set(output):
-        scores[i] -= p.frequency_penalty * output.count(i) + p.presence_penalty
-    return scores
+from tests.kernels.sampling import VOCAB, Rows, literal_edits, lively_logits, random_edits
 
 
 def test_penalties_against_a_literal_reference() -> None:
@@ -38,7 +32,7 @@ def test_penalties_against_a_literal_reference() -> None:
     logits[::2] -= 6.0  # a penalty makes negative scores more negative
     expected = []
     for row, p, (prompt, output) in zip(logits, params, history, strict=True):
-        scores = literal_penalties(row, p, prompt, output)
+        scores = literal_edits(row, p, prompt, output)
         expected.append(scores.index(max(scores)))
     tokens = Rows(params, history, vocab_size=12).full(logits)
     assert tokens == expected
@@ -58,6 +52,45 @@ def test_min_tokens_holds_back_eos_and_stop_ids_until_then() -> None:
     assert Rows(params, history, eos=[9]).full(logits) == [8, 7, 9, 9]
 
 
+EOS = [2, 5]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_edits_against_a_literal_reference(seed: int) -> None:
+    """All of them in one batch, where they meet at the same few tokens; rows that had other owners before."""
+    rng = random.Random(seed)
+    vocab_size = rng.choice((6, 31, 33, 70))
+    cases = [random_edits(rng, vocab_size) for _ in range(24)]
+    params, history = [p.changed(seed=0) for p, _, _ in cases], [(prompt, output) for _, prompt, output in cases]
+    batch = Rows(params[::-1], history, vocab_size, EOS)
+    rows = torch.arange(len(params))
+    batch.state.install(rows.tolist(), params, [len(prompt) for prompt, _ in history])
+    logits, needs = lively_logits(len(params), vocab_size, seed=seed), batch.state.needs(rows.tolist())
+    assert needs is not None
+    scores = constrain(logits, batch.metadata(rows), rows, batch.state, needs)
+    for ours, row, (p, prompt, output) in zip(scores, logits, cases, strict=True):
+        expected = literal_edits(row, p, prompt, output, [*EOS, *p.stop_token_ids])
+        assert ours.tolist() == pytest.approx(expected, abs=1e-5), p
+    assert scores.isinf().any() and not torch.equal(scores, logits)
+
+
+def test_what_is_ruled_out_stays_so_whatever_speaks_for_it() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 9], logits[:, 12], logits[:, 6] = 3.0, 2.0, 1.0
+    p = SamplingParams(temperature=0, logit_bias={3: 1000, 4: 99}, min_tokens=2, stop_token_ids=[3], logprobs=1)
+    params = [p, replace(p, allowed_token_ids=[5, 6]), p.changed(bad_words_ids=((8, 4),))]
+    tokens = Rows(params, [([1], []), ([1], [4]), ([8], [8])], eos=[9]).full(logits)
+    assert tokens == [4, 6, 12]
+
+
+def test_a_bad_word_may_not_begin_in_the_prompt() -> None:
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 9] = 5.0
+    p = SamplingParams(temperature=0).changed(bad_words_ids=((7, 8, 9), (1, 2, 3, 4, 5, 6)))
+    histories = [([7, 8], []), ([7], [8]), ([7], [7, 8]), ([7], [7, 8, 8])]
+    assert Rows([p] * 4, histories).full(logits) == [9, 9, 0, 9]
+
+
 def test_logprobs_are_the_models_own() -> None:
     """Before temperature, penalties and filters; the sampled token with its rank, then the likeliest."""
     logits = lively_logits(3)
@@ -71,8 +104,8 @@ def test_logprobs_are_the_models_own() -> None:
     rows = torch.arange(3)
     needs = batch.state.needs(rows.tolist())
     assert needs is not None
-    tokens, top = sample_full(logits, batch.metadata(rows), rows, batch.state, needs)
-    assert top is not None
+    tokens = sample_full(logits, batch.metadata(rows), rows, batch.state, needs)
+    top = log_probabilities(logits, tokens, needs.num_logprobs or 0)
     reported = top.per_row([p.logprobs for p in params])
     assert reported[2] is None
     for row, n in ((0, 5), (1, 0)):

@@ -1,6 +1,7 @@
 """The threshold of min_p, top_k and top_p, against a sort in float64."""
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nanovllm.kernels.fused import threshold
+from nanovllm.kernels.fused.edits import edit_logits, restore_logits
 from nanovllm.kernels.fused.sample import sample_rows
 from nanovllm.sampling_params import SamplingParams
-from tests.kernels.sampling import Rows, lively_logits
+from tests.kernels.sampling import Rows, lively_logits, random_edits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR = 1e-6  # of the border either is right: top_p's sums are made of rounded exponentials
@@ -22,7 +24,7 @@ def kept(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
     """The mask [N, V] of what the kernel leaves."""
     n, vocab_size = logits.shape
     column = torch.ones(n + 1, device=DEVICE)
-    border, last_id = threshold.thresholds(
+    border, last_id, _ = threshold.thresholds(
         logits.to(DEVICE),
         torch.arange(1, n + 1, dtype=torch.int32, device=DEVICE),
         temperature * column,
@@ -76,11 +78,14 @@ def test_as_a_sort_has_it(vocab_size: int, dtype: torch.dtype, filters: dict[str
     check(random_logits(1, vocab_size, dtype=dtype), **filters)
 
 
+SMALL = {"CELL": 4, "CELLS": 8, "ROOM": 8, "CHUNK": 4, "TILE": 4}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tiles_cells_and_candidates_are_only_sizes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few cells and little room the row itself is searched, over several tiles. So it is for a large top_k."""
-    monkeypatch.setattr(threshold, "CELLS", 64)
-    monkeypatch.setattr(threshold, "CANDIDATES", 16)
+    """With small cells and little room the row itself is searched, over several tiles."""
+    for name, size in SMALL.items():
+        monkeypatch.setattr(threshold, name, size)
     logits = random_logits(1, 150, dtype=dtype)
     few: list[dict[str, Any]] = [
         {"top_k": 17, "top_p": 0.9, "min_p": 0.01},
@@ -105,11 +110,11 @@ ADVERSARIAL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [16, 1024])
+@pytest.mark.parametrize("room", [8, 64])
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_adversarial_rows(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threshold, "CELLS", 64)
-    monkeypatch.setattr(threshold, "CANDIDATES", room)
+    for size_name, size in (SMALL | {"ROOM": room}).items():
+        monkeypatch.setattr(threshold, size_name, size)
     parameters = zip(DTYPES * 5, (0, 1, 2, 29, 199, 200) * 2, (1e-9, 0.3, 0.5, 1 - 1e-7, 1.0) * 2, strict=False)
     for dtype, top_k, top_p in parameters:
         check(ADVERSARIAL[name].to(dtype), top_k=top_k, top_p=top_p, min_p=0.01 * (top_k == 29))
@@ -131,35 +136,69 @@ def test_no_row_depends_on_another(filters: dict[str, Any]) -> None:
         assert kept(logits[i : i + 1], **(NOTHING | filters)).equal(together[i : i + 1])
 
 
-def test_the_plain_tail_draws_what_the_full_one_draws() -> None:
-    """Rows with filters of their own, beside one without and a greedy one; the same seeds."""
-    filters: list[dict[str, Any]] = [
-        {"top_k": 3},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"top_k": 20, "top_p": 0.95},
-        {},
-        {"top_k": 2},
-    ]
-    temperatures = [1.0, 1.5, 0.8, 0.6, 1.0, 0.0]
-    params = [
-        SamplingParams(temperature=t, seed=i, **f) for i, (t, f) in enumerate(zip(temperatures, filters, strict=True))
-    ]
-    rows = Rows(params)
-    state, index = rows.state, torch.arange(len(params))
-    assert state.needs(index.tolist()) is not None
-    tokens = set()
-    for seed in range(8):
-        logits = lively_logits(len(params), seed=seed)
-        temperature, seeds = state.temperature.to(DEVICE), state.seed.to(DEVICE)
-        num_prompt, token_ids = state.num_prompt_tokens.to(DEVICE), state.token_ids.to(DEVICE)
-        drawn = sample_rows(
-            logits.to(DEVICE), index.to(DEVICE), num_prompt, temperature, seeds, num_prompt, token_ids,
-            filters=(state.top_k.to(DEVICE), state.top_p.to(DEVICE), state.log_min_p.to(DEVICE)),
+def draws_alike(rows: Rows, vocab_size: int, seeds: range, dtype: torch.dtype = torch.float32) -> set[int]:
+    """The kernels draw what the full tail draws, for all rows, again and again; and leave the logits as they are."""
+    state, n = rows.state, len(rows.params)
+    positions = state.num_prompt_tokens + rows.indices
+    expected, found = [], []
+    logits = [lively_logits(n, vocab_size, seed=seed).to(dtype) for seed in seeds]
+    for some in logits:
+        expected.append(rows.full(some))
+    for name, value in list(vars(state).items()):
+        if isinstance(value, Tensor):
+            setattr(state, name, value.to(DEVICE))
+    index, positions = torch.arange(n, dtype=torch.int32, device=DEVICE), positions.to(DEVICE)
+    known = state.token_ids.clone()
+    for some in logits:
+        state.token_ids.copy_(known)
+        raw = some.to(DEVICE)
+        left = raw.clone()
+        edits = edit_logits(left, index, positions, state)
+        tokens = sample_rows(
+            left, index, positions, state.temperature, state.seed, state.num_prompt_tokens, state.token_ids,
+            filters=(state.top_k, state.top_p, state.log_min_p), masks=(state.masked, state.mask), edits=edits,
         )  # fmt: skip
-        assert drawn.tolist() == rows.full(logits)
-        tokens |= set(drawn.tolist())
-    assert len(tokens) > 10
+        restore_logits(left, edits)
+        assert torch.equal(left, raw)
+        assert torch.equal(state.token_ids[index.long(), positions.long()], tokens.clamp(min=0).int())
+        found.append(tokens.tolist())
+    assert found == expected
+    return {token for tokens in found for token in tokens}
+
+
+def test_the_kernels_draw_what_the_full_tail_draws() -> None:
+    """Rows with filters of their own, beside one without and a greedy one; the same seeds."""
+    params = [
+        SamplingParams(temperature=1.0, top_k=3),
+        SamplingParams(temperature=1.5, top_p=0.7),
+        SamplingParams(temperature=0.8, min_p=0.1),
+        SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+        SamplingParams(),
+        SamplingParams(temperature=0.0, top_k=2),
+    ]
+    assert len(draws_alike(Rows([p.changed(seed=i) for i, p in enumerate(params)]), 40, range(8))) > 10
+
+
+FILTER_CHOICES: list[dict[str, Any]] = [
+    {}, {"temperature": 0.0}, {"top_k": 3}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.6, "temperature": 1.4},
+    {"min_p": 0.1}, {"min_p": 0.05, "top_p": 0.8}, {"top_k": 9, "min_p": 0.2, "temperature": 0.7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 7))])
+def test_edits_masks_and_filters_together(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of every kind, in one tile and in several, with and without room for all candidates."""
+    for name, size in SMALL.items() if seed % 2 else ():
+        monkeypatch.setattr(threshold, name, size)
+    rng = random.Random(seed)
+    cases = [random_edits(rng, 70) for _ in range(8)]
+    params = [
+        p.changed(seed=rng.randrange(100), logprobs=None, **({"temperature": 1.0} | rng.choice(FILTER_CHOICES)))
+        for p, _, _ in cases
+    ]
+    rows = Rows(params, [(prompt, output) for _, prompt, output in cases], 70, eos=[2, 5])
+    tokens = draws_alike(rows, 70, range(3), DTYPES[seed % 2])
+    assert len(tokens) > 8
 
 
 @pytest.mark.gpu

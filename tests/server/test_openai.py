@@ -55,6 +55,8 @@ def test_a_completion_is_what_llm_generates(client: openai.OpenAI, engine: LLM) 
         {"top_p": 0.5, "presence_penalty": 1.0, "frequency_penalty": 0.5},
         {"extra_body": {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2, "ignore_eos": True, "priority": -3}},
         {"stop": [" the", "zzz"]},
+        {"logit_bias": {"17": 100, 259: -200}, "extra_body": {"bad_words": ["the", "in a"], "min_tokens": 4}},
+        {"extra_body": {"allowed_token_ids": [259, 262, 300, 301]}},
         {"stop": ".", "extra_body": {"include_stop_str_in_output": True, "min_tokens": 5}},
     ],
 )
@@ -62,6 +64,8 @@ def test_parameters_mean_what_they_mean_to_llm(client: openai.OpenAI, engine: LL
     sent = {"max_tokens": 24} | more
     params = {"max_tokens": 24} | {k: v for k, v in more.items() if k != "extra_body"} | more.get("extra_body", {})
     params.pop("priority", None)
+    if "logit_bias" in params:
+        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
     (ours,), theirs = complete(client, **sent).choices, offline(engine, **params).outputs[0]
     assert (ours.text, ours.finish_reason, ours.stop_reason) == (theirs.text, theirs.finish_reason, theirs.stop_reason)
 

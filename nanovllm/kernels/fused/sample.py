@@ -16,71 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.fused.threshold import thresholds
+from nanovllm.kernels.fused.edits import Edits
+from nanovllm.kernels.fused.gumbel import fold, gumbel, hash_bits, log2, row_key, uniform_of
+from nanovllm.kernels.fused.threshold import Draw, only_allowed, thresholds
 from nanovllm.kernels.launch import overlaps_launches
 
 TILE = 512  # logits that a program, a single warp, looks at together
 PROGRAMS = 32 * 132  # as many as an H100 or H200 runs at once; the same on all GPUs, so that ranks cut rows equally
 EXPONENT = tl.constexpr(32.001)
-
-
-@triton.jit
-def _mix64(x):  # type: ignore[no-untyped-def]
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _log2(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The binary logarithm. A GPU's instruction for it is exact to 2**-22; a library's logf takes ten times as long.
-    All arguments are 0 or normal numbers, so ".ftz" (subnormal numbers count as 0) changes nothing."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.log2(tl.maximum(x, 1e-30))  # NumPy warns of 0
-
-
-@triton.jit
-def _log(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    if FAST:
-        return _log2(x, FAST) * 0.6931471805599453
-    else:
-        return tl.log(x)
-
-
-@triton.jit
-def _fold(token_ids):  # type: ignore[no-untyped-def]
-    return token_ids ^ (token_ids >> 16)
-
-
-@triton.jit
-def _hash(folded, high):  # type: ignore[no-untyped-def]
-    """folded: `_fold(token_ids ^ low)`, uint32 -> `mix32(mix32(token_ids ^ low) + high)`, but for its last `_fold`."""
-    x = folded * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    x = _fold(x) + high
-    x = _fold(x) * 0x7FEB352D
-    return (x ^ (x >> 15)) * 0x846CA68B
-
-
-@triton.jit
-def _number(x):  # type: ignore[no-untyped-def]
-    """A uniform number in (0, 1] from what `_hash` gives. For an even integer "plus a half, times 2**-31" is a single
-    multiply-add, because powers of two round nothing."""
-    even = _fold(x) & 0xFFFFFFFE
-    return tl.fma(even.to(tl.float32), 2.3283064365386963e-10, 2.3283064365386963e-10)  # 2**-32
-
-
-@triton.jit
-def _gumbel(uniform, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    uniform = tl.minimum(uniform, 0.99999994)
-    # -log(1 - u): where u is small, and winners have a small u, 1 - u would round it away
-    series = 1 + uniform * (0.5 + uniform * (0.33333333 + uniform * (0.25 + uniform * (0.2 + uniform * 0.16666667))))
-    exponential = tl.where(uniform < 0.0625, uniform * series, -_log(1 - uniform, FAST))
-    return -_log(exponential, FAST)
 
 
 @triton.jit
@@ -95,7 +38,7 @@ def _tile(logits_ptr, place, end):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _best_of_part(  # type: ignore[no-untyped-def]
-    logits_ptr, first, end, first_id, low, high, temperature, border, last_id,
+    logits_ptr, first, end, first_id, low, high, temperature, border, last_id, mask_ptr, masked,
     TILE: tl.constexpr, VECTOR: tl.constexpr, NOISE: tl.constexpr, FILTERED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The best score of logits [first, end) of a row and its token; among equal scores the lowest token.
@@ -118,14 +61,16 @@ def _best_of_part(  # type: ignore[no-untyped-def]
         vectors = start + VECTOR * tl.arange(0, TILE // VECTOR)[:, None]
         logits = following.to(tl.float32)
         if FILTERED:
+            if masked:
+                logits = only_allowed(logits, mask_ptr, vectors + lanes, vectors + lanes < end)
             at_border = (logits == border) & (first_id + vectors + lanes <= last_id)
             logits = tl.where((logits > border) | at_border, logits, float("-inf"))
         following = _tile(logits_ptr, vectors + lanes + TILE, end)  # asked for a turn early
         if NOISE:
             # VECTOR divides all of these token ids: the ids up to the next vector differ in the lowest bits alone
-            folded = _fold((first_id + vectors).to(tl.uint32)) ^ _fold(low)
-            x = _hash(folded ^ lanes.to(tl.uint32), high)
-            at_most = tl.fma(-scale, _log2(x.to(tl.float32), FAST), logits)
+            folded = fold((first_id + vectors).to(tl.uint32)) ^ fold(low)
+            x = hash_bits(folded ^ lanes.to(tl.uint32), high)
+            at_most = tl.fma(-scale, log2(x.to(tl.float32), FAST), logits)
             needed = tl.fma(-scale, EXPONENT, best)
         else:
             at_most = logits
@@ -137,7 +82,7 @@ def _best_of_part(  # type: ignore[no-untyped-def]
         if not needless:
             score = logits
             if NOISE:
-                score += temperature * _gumbel(_number(x), FAST)
+                score += temperature * gumbel(uniform_of(x), FAST)
             score = tl.where(score != score, float("inf"), score)  # so that the maximum shows a NaN
             top = tl.max(score)
             if top > best:
@@ -146,48 +91,93 @@ def _best_of_part(  # type: ignore[no-untyped-def]
     return best, winner
 
 
+@triton.jit
+def _best_of_list(  # type: ignore[no-untyped-def]
+    scores_ptr, ids_ptr, count, low, high, temperature, border, last_id, TILE: tl.constexpr, FAST: tl.constexpr
+):
+    """The best score of a row's edited tokens, and its token; among equal scores the lowest token."""
+    best = float("-inf")
+    winner = 0
+    for start in range(0, count, TILE):
+        place = start + tl.arange(0, TILE)
+        score = tl.load(scores_ptr + place, mask=place < count, other=float("-inf"))
+        ids = tl.load(ids_ptr + place, mask=place < count, other=0)
+        left = (score > border) | ((score == border) & (ids <= last_id)) | (score != score)
+        if temperature > 0:
+            score += temperature * gumbel(uniform_of(hash_bits(fold(ids.to(tl.uint32) ^ low), high)), FAST)
+        score = tl.where(score != score, float("inf"), score)  # so that the maximum shows a NaN
+        score = tl.where(left, score, float("-inf"))
+        top = tl.max(score)
+        if top > best:  # ids ascend
+            best = top
+            winner = tl.min(tl.where(score == top, ids, 2147483647))
+    return best, winner
+
+
 @triton.jit(
     do_not_specialize=["first_id", "tiles_of_part"],
     do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "border_ptr", "last_id_ptr", "id_ptr"],
 )
 def _best_of_part_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, border_ptr, last_id_ptr, score_ptr,
-    id_ptr, first_id, tiles_of_part, ROW: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
-    FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, num_prompt_ptr, masked_ptr, mask_ptr, num_edits_ptr,
+    edited_ids_ptr, edits_ptr, border_ptr, last_id_ptr, drawn_ptr, score_ptr, id_ptr, first_id, tiles_of_part,
+    ROW: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, MASK: tl.constexpr,
+    EDITS: tl.constexpr, FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The best of a part of a row, or in the last program of its edited tokens."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    n = tl.program_id(0)
+    n, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + n)
     temperature = tl.load(temperature_ptr + row)
     logits_ptr += n.to(tl.int64) * ROW
-    first = tl.program_id(1) * tiles_of_part * TILE
+    first = part * tiles_of_part * TILE
     end = tl.minimum(first + tiles_of_part * TILE, IDS)
-    if temperature > 0:
-        seed = tl.load(seed_ptr + row).to(tl.uint64)
-        index = (tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row)).to(tl.uint64)
-        key = _mix64(_mix64(seed) + (index + 1) * 0x9E3779B97F4A7C15)
-        low, high = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
-        border, last_id = float("-inf"), 0
-        if FILTERS:
-            border, last_id = tl.load(border_ptr + n), tl.load(last_id_ptr + n)
-        if border > float("-inf"):
-            best, winner = _best_of_part(
-                logits_ptr, first, end, first_id, low, high, temperature, border, last_id,
-                TILE, VECTOR, True, True, FAST,
+    best, winner, drawn = float("-inf"), 0, False
+    low, high = row_key(tl.load(seed_ptr + row), tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row))
+    border, last_id, masked, listed = float("-inf"), 2147483647, False, False
+    if FILTERS:
+        drawn = tl.load(drawn_ptr + n) > 0  # then the best of the row stands in the first part's place
+        border, last_id = tl.load(border_ptr + n), tl.load(last_id_ptr + n)
+    if MASK > 0:
+        masked = tl.load(masked_ptr + row) != 0
+        mask_ptr += row.to(tl.int64) * MASK
+    if EDITS > 0:
+        listed = part == tl.num_programs(1) - 1
+    constrained = (border > float("-inf")) | masked
+    if drawn:
+        winner = 0
+    elif listed:
+        if EDITS > 0:
+            edits_ptr, edited_ids_ptr = edits_ptr + n.to(tl.int64) * EDITS, edited_ids_ptr + n.to(tl.int64) * EDITS
+            best, winner = _best_of_list(
+                edits_ptr, edited_ids_ptr, tl.load(num_edits_ptr + n), low, high, temperature, border, last_id,
+                TILE, FAST,
             )  # fmt: skip
-        else:
-            best, winner = _best_of_part(
-                logits_ptr, first, end, first_id, low, high, temperature, 0.0, 0, TILE, VECTOR, True, False, FAST
-            )
+    elif (temperature > 0) & constrained:
+        best, winner = _best_of_part(
+            logits_ptr, first, end, first_id, low, high, temperature, border, last_id, mask_ptr, masked,
+            TILE, VECTOR, True, True, FAST,
+        )  # fmt: skip
+    elif temperature > 0:
+        best, winner = _best_of_part(
+            logits_ptr, first, end, first_id, low, high, temperature, 0.0, 0, mask_ptr, False,
+            TILE, VECTOR, True, False, FAST,
+        )  # fmt: skip
+    elif constrained:
+        best, winner = _best_of_part(
+            logits_ptr, first, end, first_id, 0, 0, 0.0, border, last_id, mask_ptr, masked,
+            TILE, VECTOR, False, True, FAST,
+        )  # fmt: skip
     else:
         best, winner = _best_of_part(
-            logits_ptr, first, end, first_id, 0, 0, 0.0, 0.0, 0, TILE, VECTOR, False, False, FAST
+            logits_ptr, first, end, first_id, 0, 0, 0.0, 0.0, 0, mask_ptr, False, TILE, VECTOR, False, False, FAST
         )
-    part = n * tl.num_programs(1) + tl.program_id(1)
-    tl.store(score_ptr + part, best)
-    tl.store(id_ptr + part, winner)
+    place = n * tl.num_programs(1) + part
+    if not (drawn & (part == 0)):
+        tl.store(score_ptr + place, best)
+        tl.store(id_ptr + place, winner)
 
 
 @triton.jit(
@@ -227,6 +217,8 @@ def sample_rows(
     num_ids: int | None = None,
     all_gather: Callable[[Tensor], Tensor] | None = None,
     filters: tuple[Tensor, Tensor, Tensor] | None = None,
+    masks: tuple[Tensor, Tensor] | None = None,
+    edits: Edits | None = None,
 ) -> Tensor:
     """Draw a token for each row of logits, and write it where the next step looks for it.
 
@@ -241,6 +233,7 @@ def sample_rows(
         first_id: the token of the first logit. num_ids: how many of the V are logits; None: all. The rest is padding.
         all_gather: from a rank's tensor [...] to those of all ranks [ranks, ...]; None: there is one rank.
         filters: top_k, top_p and log_min_p [R], as of `thresholds`; None: no row has any. They need all V logits here.
+        masks, edits: likewise.
 
     Returns:
         [N] int64: the tokens; -1 for a row whose largest score is not finite.
@@ -248,21 +241,29 @@ def sample_rows(
     num_rows, width = logits.shape
     num_tiles = triton.cdiv(width, TILE)
     tiles_of_part = triton.cdiv(num_tiles, max(1, PROGRAMS // max(1, num_rows)))
-    num_parts = triton.cdiv(num_tiles, tiles_of_part)
+    lists = 0 if edits is None else 1
+    num_parts = triton.cdiv(num_tiles, tiles_of_part) + lists
     best = rows.new_empty(2, num_rows, num_parts, dtype=torch.int32)  # the bits of the scores [N, parts], and the ids
     tokens = rows.new_empty(num_rows, dtype=torch.int64)  # [N]
-    border, last_id = thresholds(logits, rows, temperature, *filters) if filters is not None else (best, best)
+    score, ids = best[0].view(torch.float32), best[1]
+    border = last_id = drawn = best  # never used
+    if filters is not None:
+        draw = Draw(next_positions, seeds, num_prompt_tokens, score, ids)
+        border, last_id, drawn = thresholds(logits, rows, temperature, *filters, masks, edits, draw)
+    masked, mask = masks or (rows, rows)
+    listed = (edits.counts, edits.ids, edits.scores) if edits is not None else (best, best, best)
     pdl = overlaps_launches(logits.device)
     _best_of_part_kernel[(num_rows, num_parts)](
-        logits, rows, next_positions, temperature, seeds, num_prompt_tokens, border, last_id,
-        best[0].view(torch.float32), best[1], first_id, tiles_of_part, ROW=width,
-        IDS=width if num_ids is None else num_ids, TILE=TILE, VECTOR=8 if first_id % 8 == width % 8 == 0 else 1,
-        FILTERS=filters is not None, FAST=logits.is_cuda, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        logits, rows, next_positions, temperature, seeds, num_prompt_tokens, masked, mask, *listed, border, last_id,
+        drawn, score, ids, first_id, tiles_of_part, ROW=width, IDS=width if num_ids is None else num_ids, TILE=TILE,
+        VECTOR=8 if first_id % 8 == width % 8 == 0 else 1, MASK=0 if masks is None else mask.shape[1],
+        EDITS=0 if edits is None else edits.ids.shape[1], FILTERS=filters is not None, FAST=logits.is_cuda, PDL=pdl,
+        num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     of_all = best[None] if all_gather is None else all_gather(best)  # [R, 2, N, parts]
     _best_of_row_kernel[(num_rows,)](
         of_all.view(torch.float32), of_all[:, 1:], rows, next_positions, token_ids, tokens, num_parts,
-        token_ids.stride(0), RANKS=len(of_all), PARTS=triton.next_power_of_2(len(of_all) * num_tiles), PDL=pdl,
-        num_warps=4, launch_pdl=pdl,
+        token_ids.stride(0), RANKS=len(of_all), PARTS=triton.next_power_of_2(len(of_all) * (num_tiles + lists)),
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return tokens

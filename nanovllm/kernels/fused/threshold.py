@@ -1,42 +1,64 @@
-"""min_p, top_k and top_p without a sort: finds, per row, the lowest score whose tokens may be drawn.
+"""min_p, top_k and top_p without a sort: finds, per row, the lowest score whose tokens may be drawn, and draws.
 
-A program has a row of logits to itself, so no other row can change what it finds. It reads the row once and keeps the
-largest logit of each of thousands of cells. The k-th largest of these is a lower bound of the k-th largest logit, and
-few other logits reach it. So a second pass collects all that do, and the search goes on among these candidates. Where
-there are too many of them (many equal logits, a large top_k, a top_p that they do not fill) the row itself is searched.
+Two kernels. The first reads all logits once and keeps the largest of each cell of 32. In the second a program per row
+looks at the cells: the k-th largest of them is a lower bound of the k-th largest logit, and only cells that reach it
+have logits that do, few more than k. For top_p alone the bound is where the cells' maxima add up to that probability.
+What reaches it are the row's candidates. The program searches them, and draws from what is left. Where they are too
+many (thousands of equal logits, a large top_k, a flat row with top_p alone), it searches the row itself, and
+`sample.py` draws. No row can change what is found in another.
 
 A search is a bisection over the bits of a score, which as an integer has the order of the scores ("radix select"); its
 number of steps depends on the row alone. Probabilities are summed in fixed point, in units of 2**-40 of the likeliest
 token's, so that neither order nor batch can change a sum. To do without a sort is the idea of FlashInfer ("Sorting-Free
 GPU Kernels for LLM Sampling", 2025), which draws again until a token is allowed. With a threshold one draw is enough.
 Of equal scores the lowest ids are kept, as by a stable sort.
+
+What limits a single row is its code: a GPU fetches instructions that it has not run before from memory. So loops over
+bits are kept as loops: their number of steps is an argument, which the compiler cannot unroll.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.fused.edits import Edits
+from nanovllm.kernels.fused.gumbel import fold, gumbel, hash_bits, row_key, uniform_of
 from nanovllm.kernels.launch import overlaps_launches
 
-CELLS = 8192  # per row; also how many logits a program looks at together
-CANDIDATES = 1024  # that there is room for
-NUCLEUS = tl.constexpr(512)  # as many cells bound the candidates of a row that has top_p alone
+CELL = 32  # neighbouring logits
+CELLS = 128  # per program of the first kernel
+ROOM = 4096  # for candidates of a row, and for cells that have any
+CHUNK = 64  # cells that the second kernel looks into together
+TILE = 1024  # candidates that it looks at together; if it searches the row, eight times as many logits
 SMALLEST = tl.constexpr(-(2**31))
 EVERY_ID = tl.constexpr(2**31 - 1)
 
 
+class Draw(NamedTuple):
+    """What it takes to draw from the candidates, and where the result goes."""
+
+    positions: Tensor  # [N]
+    seeds: Tensor  # [R] int64
+    num_prompt_tokens: Tensor  # [R] int32
+    score: Tensor  # [N, parts] float32, written in column 0: the best score
+    token_ids: Tensor  # [N, parts] int32, likewise: its token
+
+
 @triton.jit
-def _key(score, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 -> int32 in the same order, a multiple of UNIT: 2**16 for scores that were bfloat16, else 1."""
+def _key(score, unit):  # type: ignore[no-untyped-def]
+    """float32 -> int32 in the same order, a multiple of unit: 2**16 for scores that were bfloat16, else 1."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -UNIT
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -unit
 
 
 @triton.jit
-def _score(key, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _score(key, unit):  # type: ignore[no-untyped-def]
     """The score that has this key; that of the lowest keys, which no number has, is -inf."""
-    bits = tl.where(key < 0, (key | (UNIT - 1)) ^ 0x7FFFFFFF, key)
+    bits = tl.where(key < 0, (key | (unit - 1)) ^ 0x7FFFFFFF, key)
     score = bits.to(tl.float32, bitcast=True)
     return tl.where(score != score, float("-inf"), score)
 
@@ -48,131 +70,189 @@ def _bit(step):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tile(scores_ptr, ids_ptr, start, size, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys, ids, and which of them exist. In a row, the id of a score is its place."""
+def only_allowed(scores, mask_ptr, ids, there):  # type: ignore[no-untyped-def]
+    """-inf where a row's mask does not allow a token. NaN and infinity stay, so that a bad row still shows."""
+    allowed = (tl.load(mask_ptr + ids // 32, mask=there, other=0) >> (ids % 32)) & 1 == 1
+    return tl.where(allowed | (scores != scores) | (scores == float("inf")), scores, float("-inf"))
+
+
+@triton.jit
+def _tile(source, start, size, unit, TILE: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys, ids, and which of them exist, of a list (scores, ids) or of a row: its logits, where the id of a logit is
+    its place, up to a multiple of TILE, and behind them the list of its edited scores. What a mask rules out is -inf.
+    """
     place = start + tl.arange(0, TILE)
     there = place < size
-    keys = _key(tl.load(scores_ptr + place, mask=there, other=0.0).to(tl.float32), UNIT)
     if IN_ROW:
-        return keys, place, there
+        logits_ptr, width, mask_ptr, masked, edits_ptr, edited_ids_ptr = source
+        edits_at = tl.cdiv(width, TILE) * TILE
+        ids = place
+        if start < edits_at:
+            there = place < width
+            scores = tl.load(logits_ptr + place, mask=there, other=0.0).to(tl.float32)
+            if masked:
+                scores = only_allowed(scores, mask_ptr, place, there)
+        else:
+            scores = tl.load(edits_ptr + place - edits_at, mask=there, other=0.0)
+            ids = tl.load(edited_ids_ptr + place - edits_at, mask=there, other=0)
     else:
-        return keys, tl.load(ids_ptr + place, mask=there, other=0), there
+        scores_ptr, ids_ptr = source
+        scores = tl.load(scores_ptr + place, mask=there, other=0.0)
+        ids = tl.load(ids_ptr + place, mask=there, other=0)
+    return _key(scores, unit), ids, there
 
 
 @triton.jit
-def _mass(keys, largest, temperature, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sharpness(temperature):  # type: ignore[no-untyped-def]
+    """What a difference of scores is multiplied with to be a power of 2, finite."""
+    return tl.minimum(1.4426950408889634 / temperature, 3e38)
+
+
+@triton.jit
+def _mass(score, largest, sharpness):  # type: ignore[no-untyped-def]
     """Probability relative to the likeliest token's, int64 in units of 2**-40."""
-    exponent = tl.div_rn(_score(keys, UNIT) - largest, temperature) * 1.4426950408889634
-    return (tl.exp2(exponent) * 1099511627776.0).to(tl.int64)
+    return (tl.exp2((score - largest) * sharpness) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
-def _count(scores_ptr, ids_ptr, size, lowest, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count(source, size, lowest, unit, TILE: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many scores have a key of at least `lowest`."""
     count = 0
     for start in range(0, size, TILE):
-        keys, _, there = _tile(scores_ptr, ids_ptr, start, size, TILE, UNIT, IN_ROW)
+        keys, _, there = _tile(source, start, size, unit, TILE, IN_ROW)
         count += tl.sum((there & (keys >= lowest)).to(tl.int32))
     return count
 
 
 @triton.jit
 def _sum(  # type: ignore[no-untyped-def]
-    scores_ptr, ids_ptr, size, lowest, border, last_id, largest, temperature,
-    TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr,
-):  # fmt: skip
+    source, size, lowest, border, last_id, largest, sharpness, unit, TILE: tl.constexpr, IN_ROW: tl.constexpr
+):
     """The mass of the scores with a key of at least `lowest` that are inside `border` and `last_id`, float64."""
     mass = tl.zeros([], tl.int64)
     for start in range(0, size, TILE):
-        keys, ids, there = _tile(scores_ptr, ids_ptr, start, size, TILE, UNIT, IN_ROW)
+        keys, ids, there = _tile(source, start, size, unit, TILE, IN_ROW)
         inside = (keys > border) | ((keys == border) & (ids <= last_id))
         counts = there & (keys >= lowest) & inside
-        mass += tl.sum(tl.where(counts, _mass(keys, largest, temperature, UNIT), 0))
+        mass += tl.sum(tl.where(counts, _mass(_score(keys, unit), largest, sharpness), 0))
     return mass.to(tl.float64)
 
 
 @triton.jit
-def _nth_id(scores_ptr, ids_ptr, size, key, n, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The n-th lowest id of the scores with this key. Ids ascend from tile to tile: candidates fill a single tile."""
-    nth = EVERY_ID
-    before = 0
-    for start in range(0, size, TILE):
-        keys, ids, there = _tile(scores_ptr, ids_ptr, start, size, TILE, UNIT, IN_ROW)
-        equal = there & (keys == key)
-        after = before + tl.sum(equal.to(tl.int32))
-        if (before < n) & (n <= after):
-            nth = tl.max(tl.where(equal, ids, 0))
-            if n < after:
-                nth = 0  # as many as are wanted have an id below that with the next bit set
-                for bit in range(31):
-                    middle = nth + (1 << (30 - bit))
-                    if before + tl.sum((equal & (ids < middle)).to(tl.int32)) < n:
-                        nth = middle
-        before = after
+def _nth_id(source, size, key, n, unit, id_bits, TILE: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The n-th lowest id of the scores with this key; EVERY_ID if there are no more than n."""
+    nth = 0  # fewer than n have an id below this
+    for bit in range(id_bits):
+        middle = nth + (1 << (id_bits - 1 - bit))
+        below = 0
+        for start in range(0, size, TILE):
+            keys, ids, there = _tile(source, start, size, unit, TILE, IN_ROW)
+            below += tl.sum((there & (keys == key) & (ids < middle)).to(tl.int32))
+        if below < n:
+            nth = middle
     return nth
 
 
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
-    scores_ptr, ids_ptr, size, low, lowest, top_k, top_p, total, largest, temperature,
-    SIZE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, IN_ROW: tl.constexpr,
+    source, size, low, lowest, top_k, top_p, total, largest, sharpness, unit, steps, id_bits,
+    SIZE: tl.constexpr, TILE: tl.constexpr, IN_ROW: tl.constexpr,
 ):  # fmt: skip
     """What top_k and then top_p leave of the keys from `lowest` on: all above a border, and at the border ids up to the
     last; and whether these scores are enough to say so.
 
-    low: a key that is at most the k-th largest. total: the mass of all from `lowest` on, in the whole row; it is used
-    if there is no top_k.
+    low: a key that is at most the k-th largest. total: what top_p is a part of; 0: the mass of what top_k leaves.
     """
-    border, last_id, high = lowest, EVERY_ID, _key(largest, UNIT)
+    border, last_id, high = lowest, EVERY_ID, _key(largest, unit)
     if top_k < SIZE:
         kth = SMALLEST
-        for step in range(16 if UNIT > 1 else 32):
+        for step in range(steps):
             key = kth ^ _bit(step)
             if key <= low:
                 kth = key
             elif key <= high:  # noqa: SIM102 (Triton would compute both sides of an `and`)
-                if _count(scores_ptr, ids_ptr, size, key, TILE, UNIT, IN_ROW) >= top_k:
+                if _count(source, size, key, unit, TILE, IN_ROW) >= top_k:
                     kth = key
         if kth >= lowest:
             border = kth
-            if _count(scores_ptr, ids_ptr, size, kth, TILE, UNIT, IN_ROW) > top_k:
-                above = _count(scores_ptr, ids_ptr, size, kth + 1, TILE, UNIT, IN_ROW)
-                last_id = _nth_id(scores_ptr, ids_ptr, size, kth, top_k - above, TILE, UNIT, IN_ROW)
+            if _count(source, size, kth, unit, TILE, IN_ROW) > top_k:
+                above = _count(source, size, kth + 1, unit, TILE, IN_ROW)
+                last_id = _nth_id(source, size, kth, top_k - above, unit, id_bits, TILE, IN_ROW)
     enough = True
     if top_p < 1:
-        held = _sum(
-            scores_ptr, ids_ptr, size, lowest, border, last_id, largest, temperature, TILE, UNIT, IN_ROW
-        )  # fmt: skip
-        target = top_p.to(tl.float64) * tl.where(top_k < SIZE, held, total)
+        held = _sum(source, size, lowest, border, last_id, largest, sharpness, unit, TILE, IN_ROW)
+        target = top_p.to(tl.float64) * tl.where(total > 0, total, held)
         enough = held >= target
         if enough:
             nucleus = SMALLEST
-            for step in range(16 if UNIT > 1 else 32):
+            for step in range(steps):
                 key = nucleus ^ _bit(step)
                 if key <= border:
                     nucleus = key
                 elif key <= high:
-                    part = _sum(
-                        scores_ptr, ids_ptr, size, key, border, last_id, largest, temperature, TILE, UNIT, IN_ROW
-                    )  # fmt: skip
+                    part = _sum(source, size, key, border, last_id, largest, sharpness, unit, TILE, IN_ROW)
                     if part >= target:
                         nucleus = key
-            above = _sum(
-                scores_ptr, ids_ptr, size, nucleus + 1, border, last_id, largest, temperature, TILE, UNIT, IN_ROW
-            )  # fmt: skip
-            each = _mass(nucleus, largest, temperature, UNIT).to(tl.float64)
+            above = _sum(source, size, nucleus + 1, border, last_id, largest, sharpness, unit, TILE, IN_ROW)
+            each = _mass(_score(nucleus, unit), largest, sharpness).to(tl.float64)
             room = tl.maximum(tl.ceil((target - above) / each), 1.0).to(tl.int32)
-            nth = _nth_id(scores_ptr, ids_ptr, size, nucleus, room, TILE, UNIT, IN_ROW)
-            last_id = tl.where(nucleus > border, nth, tl.minimum(nth, last_id))
+            reach = _count(source, size, nucleus, unit, TILE, IN_ROW) - _count(
+                source, size, nucleus + 1, unit, TILE, IN_ROW
+            )
+            if room < reach:
+                nth = _nth_id(source, size, nucleus, room, unit, id_bits, TILE, IN_ROW)
+                last_id = tl.where(nucleus > border, nth, tl.minimum(nth, last_id))
+            elif nucleus > border:
+                last_id = EVERY_ID
             border = nucleus
     return border, last_id, enough
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
+def _cells_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, masked_ptr, mask_ptr, cells_ptr,
+    maxima_ptr, masses_ptr,
+    SIZE: tl.constexpr, NUM_CELLS: tl.constexpr, CELL: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of each cell. For top_p alone also a program's largest, and the mass relative to that."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows_ptr + n)
+    temperature, log_min_p = tl.load(temperature_ptr + row), tl.load(log_min_p_ptr + row)
+    top_k, top_p = tl.load(top_k_ptr + row).to(tl.int32), tl.load(top_p_ptr + row)
+    if (temperature > 0) & ((top_k < SIZE) | (top_p < 1) | (log_min_p > float("-inf"))):
+        cell = part * CELLS + tl.arange(0, CELLS)
+        ids = CELL * cell[:, None] + tl.arange(0, CELL)[None, :]  # [CELLS, CELL]
+        scores = tl.load(logits_ptr + n * SIZE + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
+        if MASK > 0:  # noqa: SIM102
+            if tl.load(masked_ptr + row) != 0:
+                scores = only_allowed(scores, mask_ptr + row.to(tl.int64) * MASK, ids, ids < SIZE)
+        scores = tl.where(scores == scores, scores, float("inf"))  # a NaN is an infinite maximum, which filters nothing
+        cells = tl.max(scores, 1)  # [CELLS]
+        tl.store(cells_ptr + n * NUM_CELLS + cell, cells, mask=cell < NUM_CELLS)
+        if (top_k >= SIZE) & (top_p < 1):
+            largest = tl.max(cells)
+            here = n * tl.num_programs(1) + part
+            tl.store(maxima_ptr + here, largest)
+            if (largest > float("-inf")) & (largest < float("inf")):
+                tl.store(masses_ptr + here, tl.sum(_mass(scores, largest, _sharpness(temperature))))
+
+
+@triton.jit(
+    do_not_specialize=["num_parts", "steps", "id_bits", "best_stride"],
+    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "best_id_ptr"],
+)
 def _threshold_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, scores_ptr, ids_ptr, counts_ptr,
-    border_ptr, last_id_ptr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, masked_ptr, mask_ptr, cells_ptr,
+    maxima_ptr, masses_ptr, num_edits_ptr, edited_ids_ptr, edits_ptr, found_ptr, scores_ptr, ids_ptr, border_ptr,
+    last_id_ptr, drawn_ptr, positions_ptr, seed_ptr, num_prompt_ptr, best_score_ptr, best_id_ptr, best_stride,
+    num_parts, steps, id_bits,
+    SIZE: tl.constexpr, NUM_CELLS: tl.constexpr, CELL: tl.constexpr, ALL_CELLS: tl.constexpr, PARTS: tl.constexpr,
+    ROOM: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, EDITS: tl.constexpr, MASK: tl.constexpr,
+    DRAW: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -182,76 +262,147 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
     temperature, log_min_p = tl.load(temperature_ptr + row), tl.load(log_min_p_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row).to(tl.int32), tl.load(top_p_ptr + row)
     ranked = (top_k < SIZE) | (top_p < 1)
-    lowest, border, last_id = SMALLEST, SMALLEST, EVERY_ID
+    border_score, last_id, drawn = float("-inf"), EVERY_ID, 0
     if (temperature > 0) & (ranked | (log_min_p > float("-inf"))):
         logits_ptr += n * SIZE
-        lane = tl.arange(0, TILE)
-        cells = tl.full([TILE], float("-inf"), tl.float32)
-        for start in range(0, SIZE, TILE):
-            tile = tl.load(logits_ptr + start + lane, mask=start + lane < SIZE, other=float("-inf"))
-            cells = tl.maximum(cells, tile.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
-        largest = tl.max(tl.where(cells == cells, cells, float("inf")))
+        cell = tl.arange(0, ALL_CELLS)
+        cells = tl.load(cells_ptr + n * NUM_CELLS + cell, mask=cell < NUM_CELLS, other=float("-inf"))
+        largest = tl.max(cells)
+        # The scores of edited tokens are float32, whatever the logits are.
+        num_edits, unit, masked = 0, tl.where(steps < 32, 65536, 1), False
+        if EDITS > 0:
+            num_edits = tl.load(num_edits_ptr + n)
+            edits_ptr, edited_ids_ptr = edits_ptr + n * EDITS, edited_ids_ptr + n * EDITS
+            if num_edits > 0:
+                unit, steps = 1, 32
+            for start in range(0, num_edits, TILE):
+                place = start + tl.arange(0, TILE)
+                edited = tl.load(edits_ptr + place, mask=place < num_edits, other=float("-inf"))
+                largest = tl.maximum(largest, tl.max(tl.where(edited == edited, edited, float("inf"))))
+        if MASK > 0:
+            masked = tl.load(masked_ptr + row) != 0
+            mask_ptr += row.to(tl.int64) * MASK
         if (largest < float("inf")) & (largest > float("-inf")):  # otherwise the row samples -1, filtered or not
+            sharpness = _sharpness(temperature)
+            whole = logits_ptr, SIZE, mask_ptr, masked, edits_ptr, edited_ids_ptr
+            lowest = _key(tl.full([], float("-inf"), tl.float32), unit) + unit
             if log_min_p > float("-inf"):
                 # The largest key that min_p rules out: it rules out all that are smaller.
-                for step in range(16 if UNIT > 1 else 32):
-                    key = lowest ^ _bit(step)
-                    score = tl.minimum(_score(key, UNIT), largest)
-                    if tl.div_rn(score - largest, temperature) < log_min_p:
-                        lowest = key
-                lowest += UNIT
+                lowest = SMALLEST
+                for step in range(steps):
+                    higher = lowest ^ _bit(step)
+                    if tl.div_rn(tl.minimum(_score(higher, unit), largest) - largest, temperature) < log_min_p:
+                        lowest = higher
+                lowest += unit
             border = lowest
             if ranked:
-                keys = _key(cells, UNIT)
-                wanted = tl.minimum(tl.where(top_k < SIZE, top_k, NUCLEUS), TILE)
-                bound = SMALLEST
-                for step in range(12):  # sign, exponent and three bits more: it need only be near
-                    key = bound ^ _bit(step)
-                    if key <= _key(largest, UNIT):  # noqa: SIM102
-                        if tl.sum((keys >= key).to(tl.int32)) >= wanted:
-                            bound = key
-                bound = tl.maximum(bound, lowest)  # fewer than top_k may reach min_p's
-                scores_ptr, ids_ptr, counts_ptr = scores_ptr + n * CANDIDATES, ids_ptr + n * CANDIDATES, counts_ptr + n
-                tl.store(counts_ptr, 0)
-                tl.debug_barrier()
-                mass = tl.zeros([], tl.int64)
-                for start in range(0, SIZE, TILE):
-                    keys, ids, there = _tile(logits_ptr, ids_ptr, start, SIZE, TILE, UNIT, True)
-                    reaches = there & (keys >= bound)
-                    place = tl.atomic_add(counts_ptr + tl.zeros([TILE], tl.int32), 1, mask=reaches)
-                    fits = reaches & (place < CANDIDATES)
-                    tl.store(scores_ptr + place, _score(keys, UNIT), mask=fits)
-                    tl.store(ids_ptr + place, ids, mask=fits)
-                    if (top_k >= SIZE) & (top_p < 1):
-                        counts = there & (keys >= lowest)
-                        mass += tl.sum(tl.where(counts, _mass(keys, largest, temperature, UNIT), 0))
-                tl.debug_barrier()
-                found = tl.load(counts_ptr)
-                total = mass.to(tl.float64)
-                # A bound that fewer cells than top_k reach is none; min_p's may well be reached by fewer.
-                enough = (found <= CANDIDATES) & ((top_k >= SIZE) | (top_k <= TILE))
+                keys, high = _key(cells, unit), _key(largest, unit)
+                bound, total = SMALLEST, tl.zeros([], tl.float64)
+                if top_k < SIZE:
+                    for step in range(tl.minimum(steps, 16)):  # the upper half of the bits: it need only be near
+                        higher = bound ^ _bit(step)
+                        if higher <= high:  # noqa: SIM102 (Triton would compute both sides of an `and`)
+                            if tl.sum((keys >= higher).to(tl.int32)) >= top_k:
+                                bound = higher
+                elif log_min_p == float("-inf"):  # else what min_p leaves, whose sum is not known yet
+                    part = tl.arange(0, PARTS)
+                    exists, here = part < num_parts, n * num_parts + part
+                    maxima = tl.load(maxima_ptr + here, mask=exists, other=float("-inf"))
+                    masses = tl.load(masses_ptr + here, mask=exists, other=0).to(tl.float64)
+                    share = tl.exp2(((maxima - largest) * sharpness).to(tl.float64))
+                    total = tl.sum(tl.where(maxima > float("-inf"), masses * share, 0.0))
+                    for start in range(0, num_edits, TILE):
+                        place = start + tl.arange(0, TILE)
+                        edited = tl.load(edits_ptr + place, mask=place < num_edits, other=float("-inf"))
+                        total += tl.sum(_mass(edited, largest, sharpness)).to(tl.float64)
+                    for step in range(tl.minimum(steps, 16)):
+                        higher = bound ^ _bit(step)
+                        if higher <= high:
+                            mass = tl.where(keys >= higher, _mass(cells, largest, sharpness), 0)
+                            if tl.sum(mass).to(tl.float64) >= top_p.to(tl.float64) * total:
+                                bound = higher
+                first = tl.maximum(bound, lowest)  # from there on the candidates are complete
+                reaches = keys >= first
+                count = tl.sum(reaches.to(tl.int32))
+                found = ROOM + 1
+                found_ptr, scores_ptr, ids_ptr = found_ptr + n * ROOM, scores_ptr + n * ROOM, ids_ptr + n * ROOM
+                if count <= ROOM:
+                    tl.store(found_ptr + tl.cumsum(reaches.to(tl.int32), 0) - 1, cell, mask=reaches)
+                    tl.debug_barrier()
+                    found = 0
+                    for start in range(0, count, CHUNK):
+                        place = start + tl.arange(0, CHUNK)
+                        own = tl.load(found_ptr + place, mask=place < count, other=NUM_CELLS)
+                        ids = CELL * own[:, None] + tl.arange(0, CELL)[None, :]  # [CHUNK, CELL]
+                        scores = tl.load(logits_ptr + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
+                        if masked:
+                            scores = only_allowed(scores, mask_ptr, ids, ids < SIZE)
+                        inside = _key(scores, unit) >= first
+                        in_cell = tl.sum(inside.to(tl.int32), 1)
+                        before = found + tl.cumsum(in_cell, 0) - in_cell  # [CHUNK]
+                        slot = before[:, None] + tl.cumsum(inside.to(tl.int32), 1) - 1
+                        tl.store(scores_ptr + slot, scores, mask=inside & (slot < ROOM))
+                        tl.store(ids_ptr + slot, ids, mask=inside & (slot < ROOM))
+                        found += tl.sum(in_cell)
+                    for start in range(0, num_edits, TILE):
+                        place = start + tl.arange(0, TILE)
+                        edited = tl.load(edits_ptr + place, mask=place < num_edits, other=float("-inf"))
+                        token = tl.load(edited_ids_ptr + place, mask=place < num_edits, other=0)
+                        inside = _key(edited, unit) >= first
+                        slot = found + tl.cumsum(inside.to(tl.int32), 0) - 1
+                        tl.store(scores_ptr + slot, edited, mask=inside & (slot < ROOM))
+                        tl.store(ids_ptr + slot, token, mask=inside & (slot < ROOM))
+                        found += tl.sum(inside.to(tl.int32))
+                    tl.debug_barrier()
+                # The k largest cells bound no more logits than there are cells.
+                enough = (found <= ROOM) & ((top_k >= SIZE) | (top_k <= NUM_CELLS) | (first == lowest))
+                candidates = scores_ptr, ids_ptr
                 if enough:
                     border, last_id, enough = _search(
-                        scores_ptr, ids_ptr, found, bound, lowest, top_k, top_p, total, largest, temperature,
-                        SIZE, CANDIDATES, UNIT, False,
+                        candidates, found, bound, first, top_k, top_p, total, largest, sharpness, unit, steps, id_bits,
+                        SIZE, TILE, False,
                     )  # fmt: skip
-                if not enough:
+                if enough:
+                    if DRAW:
+                        index = tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row)
+                        key_low, key_high = row_key(tl.load(seed_ptr + row), index)
+                        best, winner = float("-inf"), EVERY_ID
+                        for start in range(0, found, TILE):
+                            key, token, left = _tile(candidates, start, found, unit, TILE, False)
+                            left &= (key > border) | ((key == border) & (token <= last_id))
+                            noise = gumbel(uniform_of(hash_bits(fold(token.to(tl.uint32) ^ key_low), key_high)), FAST)
+                            score = tl.where(left, _score(key, unit) + temperature * noise, float("-inf"))
+                            top = tl.max(score)
+                            lowest_id = tl.min(tl.where(score == top, token, EVERY_ID))
+                            if (top > best) | ((top == best) & (lowest_id < winner)):
+                                best = top
+                                winner = lowest_id
+                        tl.store(best_score_ptr + n * best_stride, best)
+                        tl.store(best_id_ptr + n * best_stride, winner)
+                        drawn = 1
+                else:
+                    size = tl.cdiv(SIZE, 8 * TILE) * 8 * TILE + num_edits
                     border, last_id, enough = _search(
-                        logits_ptr, ids_ptr, SIZE, SMALLEST, lowest, top_k, top_p, total, largest, temperature,
-                        SIZE, TILE, UNIT, True,
+                        whole, size, SMALLEST, lowest, top_k, top_p, tl.zeros([], tl.float64), largest, sharpness, unit,
+                        steps, id_bits, SIZE, 8 * TILE, True,
                     )  # fmt: skip
-    tl.store(border_ptr + n, _score(border, UNIT))
+            border_score = _score(border, unit)
+    tl.store(border_ptr + n, border_score)
     tl.store(last_id_ptr + n, last_id)
+    tl.store(drawn_ptr + n, drawn)
 
 
 def thresholds(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    log_min_p: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    log_min_p: Tensor,
+    masks: tuple[Tensor, Tensor] | None = None,
+    edits: Edits | None = None,
+    draw: Draw | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """What min_p, top_k and top_p leave of each row, in vLLM's order (see `sampling/filters.py`, the reference).
 
     Args:
@@ -259,22 +410,39 @@ def thresholds(
         rows: [N] integers: the row of persistent state that each belongs to.
         temperature: [R] float32; a row of 0 keeps every token.
         top_k: [R] integers, V for none. top_p: [R] float32, 1 for none. log_min_p: [R] float32, -inf for none.
+        masks: [R] int64, whether a row has a mask, and [R, ceil(V / 32)] int32, a set bit for each token that is
+            allowed; None: no row has one.
+        edits: tokens with scores of their own, in whose places the logits are -inf; None: there are none.
+        draw: where to put the tokens that can be drawn at once; None: none are.
 
     Returns:
         [N] float32 and [N] int32: a token may be drawn if its logit is above the first, or equal to it and its id is
         at most the second. -inf and 2**31 - 1 where nothing is ruled out, or where a row has no finite maximum.
+        [N] int32: whether the row's token was drawn.
     """
     num_rows, width = logits.shape
-    border = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    last_id = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    scores = torch.empty(num_rows, CANDIDATES, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_rows, CANDIDATES, dtype=torch.int32, device=logits.device)
-    counts = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    pdl = overlaps_launches(logits.device)
-    tile = min(CELLS, triton.next_power_of_2(width))
+    num_cells = triton.cdiv(width, CELL)
+    num_parts = triton.cdiv(num_cells, CELLS)
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
+
+    border, last_id, drawn = empty(torch.float32), empty(torch.int32), empty(torch.int32)
+    of_cells = empty(torch.float32, num_cells), empty(torch.float32, num_parts), empty(torch.int64, num_parts)
+    found = empty(torch.int32, ROOM), empty(torch.float32, ROOM), empty(torch.int32, ROOM)
+    drawing = draw or Draw(rows, of_cells[2], rows, border[:, None], last_id[:, None])  # never used
+    listed = (edits.counts, edits.ids, edits.scores) if edits is not None else (last_id, last_id, border)
+    masked, mask = masks or (rows, rows)
+    parameters = logits, rows, temperature, top_k, top_p, log_min_p, masked, mask
+    pdl, bf16 = overlaps_launches(logits.device), logits.dtype == torch.bfloat16
+    sizes = {"SIZE": width, "NUM_CELLS": num_cells, "CELL": CELL, "PDL": pdl, "launch_pdl": pdl}
+    sizes["MASK"] = 0 if masks is None else mask.shape[1]
+    _cells_kernel[(num_rows, num_parts)](*parameters, *of_cells, CELLS=CELLS, num_warps=4, **sizes)
     _threshold_kernel[(num_rows,)](
-        logits, rows, temperature, top_k, top_p, log_min_p, scores, ids, counts, border, last_id,
-        SIZE=width, TILE=tile, CANDIDATES=CANDIDATES, UNIT=1 << 16 if logits.dtype == torch.bfloat16 else 1, PDL=pdl,
-        num_warps=8, launch_pdl=pdl,
+        *parameters, *of_cells, *listed, *found, border, last_id, drawn, *drawing, drawing.score.stride(0), num_parts,
+        16 if bf16 else 32, (width - 1).bit_length(), ALL_CELLS=triton.next_power_of_2(num_cells),
+        PARTS=triton.next_power_of_2(num_parts), ROOM=ROOM, CHUNK=CHUNK, TILE=TILE,
+        EDITS=0 if edits is None else edits.ids.shape[1], DRAW=draw is not None, FAST=logits.is_cuda, num_warps=8,
+        **sizes,
     )  # fmt: skip
-    return border, last_id
+    return border, last_id, drawn
