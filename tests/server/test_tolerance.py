@@ -294,6 +294,7 @@ def test_a_path_that_there_is_not_tells_those_that_there_are(served: Served) -> 
     assert "POST /v1/completions" in error_of(httpx.get(served.url + COMPLETIONS), 405)["message"]
 
 
+@pytest.mark.slow
 def test_offline_takes_the_same_variables(tmp_path: Path) -> None:
     """The renderer of the server and that of `transformers` are given the same."""
     from nanovllm.text.render import Renderer
