@@ -51,7 +51,7 @@ class Process:
 
     def url(self) -> str:
         deadline = time.monotonic() + 90
-        while not (found := re.search(r"serving at (http://\S+)", self.output)):
+        while not (found := re.search(r"serving at (https?://\S+)", self.output)):
             assert self.popen.poll() is None and time.monotonic() < deadline, self.output
             time.sleep(0.05)
         return found[1]
