@@ -117,7 +117,12 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All choices of a request, so far or for good."""
+    """All choices of a request, so far or for good.
+
+    prompt_logprobs: for each token of the prompt its log-probability and that of the likeliest tokens, as
+                     `CompletionOutput.logprobs` has them; None for the first token, before which nothing stands. None
+                     as a whole where it is not asked for, or while the prompt is not computed to its end.
+    """
 
     request_id: str
     prompt: str | None
@@ -125,6 +130,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(repr=False)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def num_cached_tokens(self) -> int:

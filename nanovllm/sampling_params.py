@@ -11,7 +11,7 @@ from typing import Any
 
 KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("n", "top_k", "min_tokens"), (int,)),
-    **dict.fromkeys(("seed", "max_tokens", "logprobs"), (int, NoneType)),
+    **dict.fromkeys(("seed", "max_tokens", "logprobs", "prompt_logprobs"), (int, NoneType)),
     **dict.fromkeys(("temperature", "top_p", "min_p"), (int, float)),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (int, float)),
 }
@@ -52,6 +52,8 @@ class SamplingParams:
     max_tokens:          at most this many output tokens; None means as many as `max_model_len` allows.
     min_tokens:          neither EOS nor a stop ends the output before it has this many tokens.
     logprobs:            report the log-probabilities of this many likeliest tokens and of the chosen one; None is off.
+    prompt_logprobs:     report this for the prompt as well: of this many likeliest tokens and of the prompt's own, at
+                         each of its positions but the first. Such a request reads no cached prefix; others read its.
     logit_bias:          added to the logits of these tokens; values beyond -100 and 100 count as these.
     bad_words:           the output contains none of these texts, at its start or anywhere, with or without a space
                          before: the token that would complete one is ruled out. Spelled in other tokens than those that
@@ -76,6 +78,7 @@ class SamplingParams:
     max_tokens: int | None = 64
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -141,7 +144,8 @@ class SamplingParams:
         num_held_back = len(set(stop_ids)) if self.min_tokens else 0
         few = num_held_back <= MAX_STOP_IDS
         check("stop_token_ids", few, f"at most {MAX_STOP_IDS} ids where min_tokens holds them back", num_held_back)
-        check("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None for off")
+        for name in "logprobs", "prompt_logprobs":
+            check(name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0, or None for off")
 
 
 def token_ids(ids: Iterable[object]) -> tuple[object, ...]:

@@ -104,6 +104,9 @@ class LLMEngine:
         request = Request(request_id, prompt, token_ids, params, arrived)
         for choice in range(params.n):
             key = next(self._keys)
+            own = params.changed(seed=derive_seed(seed, choice))
+            if choice:  # the choices have one prompt, and the first scores it
+                own = own.changed(prompt_logprobs=None)
             detokenizer = None if self.make_detokenizer is None else self.make_detokenizer(token_ids, params)
             seq = Sequence(
                 key=key,
@@ -111,7 +114,7 @@ class LLMEngine:
                 choice=choice,
                 token_ids=list(token_ids),
                 num_prompt_tokens=len(token_ids),
-                params=params.changed(seed=derive_seed(seed, choice)),
+                params=own,
                 limit=limit,
                 eos_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
                 priority=priority,

@@ -28,6 +28,15 @@ class Scheduled(NamedTuple):
     guesses: tuple[int | None, ...] = ()
 
 
+class Scored(NamedTuple):
+    """Tokens of a prompt among those that a step computes. For each the log-probability of the prompt's next token is
+    wanted, and of what the model would rather have had there. Each token is named once, whatever is computed again."""
+
+    key: int  # of the sequence
+    start: int  # position of the first of them
+    end: int  # position after the last of them
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes: decodes first, then unfinished prompts, then newly admitted sequences.
@@ -39,6 +48,7 @@ class StepPlan:
     step: int
     scheduled: list[Scheduled]
     freed_rows: list[int] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)  # for `prompt_logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +56,11 @@ class StepResult:
     """What a step sampled, for every `Scheduled` with `sample`: its new tokens, and log-probabilities if asked for.
 
     The new tokens are the accepted guesses and one more. The token -1 marks logits that were not finite.
+    prompt_logprobs: for every `Scored` those of the prompt's tokens that follow, in order.
     """
 
     tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]]
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.guesses import Proposer, make_proposer
-from nanovllm.engine.plan import Scheduled, StepPlan, StepResult, TokenLogprobs
+from nanovllm.engine.plan import Scheduled, Scored, StepPlan, StepResult, TokenLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.trace import Trace
 from nanovllm.outputs import FinishReason, SpeculationStats
@@ -72,6 +72,7 @@ class Scheduler:
         self._looked_up: Sequence | None = None
         self._num_needed = 0
         self._guesses: dict[Sequence, list[int | None]] = {}
+        self._scoring: dict[Sequence, None] = {}  # admitted with tokens to score, in this order
 
     def add(self, seq: Sequence) -> None:
         self.sequences[seq.key] = seq
@@ -190,6 +191,8 @@ class Scheduler:
         seq.row = heappop(self._free_rows)
         seq.num_computed = len(cached) * self.block_size
         insort(self.running, seq, key=_order)
+        if seq.num_scored < seq.num_to_score:
+            self._scoring[seq] = None
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = time.perf_counter()
             seq.num_cached_tokens = seq.num_computed
@@ -210,6 +213,7 @@ class Scheduler:
         self.trace.blocks(seq, freed=self.blocks.release(seq, keep_cached))
         heappush(self._free_rows, seq.row)
         self._freed_rows.append(seq.row)
+        self._scoring.pop(seq, None)
         seq.row = -1
         seq.num_computed = seq.num_blocks_sent = 0
 
@@ -234,15 +238,30 @@ class Scheduler:
             scheduled.append(Scheduled(seq.key, seq.row, start, num_tokens, sample, new_blocks, tuple(guesses)))
             if self.trace.on_event is not None:
                 self.trace.emit("scheduled", seq, tokens=num_tokens, cached=start)
-        plan = StepPlan(self._num_steps, scheduled, self._freed_rows)
+        plan = StepPlan(self._num_steps, scheduled, self._freed_rows, self._score() if self._scoring else [])
         self._freed_rows = []
         self._num_steps += 1
         return plan
+
+    def _score(self) -> list[Scored]:
+        """What this plan computes of the tokens to score, and was not planned before."""
+        scored = []
+        for seq in list(self._scoring):
+            start, end = seq.num_scored, min(seq.num_computed, seq.num_to_score)
+            if start < end:
+                scored.append(Scored(seq.key, start, end))
+                seq.num_scored = end
+            if end == seq.num_to_score:
+                del self._scoring[seq]
+        return scored
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Committed]:
         """Take in what a step computed and sampled. Steps are committed in order, each once."""
         self.trace.step = plan.step
         committed = []
+        for key, found in result.prompt_logprobs.items():
+            if key in self.sequences:
+                self.sequences[key].prompt_logprobs += found
         for key, _, start, num_tokens, sample, _, guesses in plan.scheduled:
             seq = self.sequences.get(key)
             if seq is None:  # the sequence ended while the step was in flight: its new token is surplus

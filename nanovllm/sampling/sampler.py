@@ -151,7 +151,8 @@ def sample_full(
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, n: int) -> TopLogprobs:
     """Of the sampled tokens [N] and of the n likeliest, from raw logits [N, V]."""
-    return TopLogprobs.join([top_logprobs(logits[part].float(), token_ids[part], n) for part in pieces(logits)])
+    find = fused_kernels(logits.device).top_logprobs or top_logprobs
+    return TopLogprobs(*find(logits, token_ids, n))
 
 
 def pieces(logits: Tensor) -> list[slice]:

@@ -72,7 +72,7 @@ class PendingStep:
             sequence = self.sequences.get(key)
             if sequence is not None:  # else it was removed while the step ran
                 sequence.token_ids += [max(token, 0) for token in token_ids]
-        return StepResult(tokens)
+        return StepResult(tokens, {} if self.output.prompts is None else self.output.prompts.read())
 
 
 class LocalExecutor:

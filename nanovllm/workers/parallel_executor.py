@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.distributed.group import Group, devices_of
-from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
+from nanovllm.engine.plan import Scheduled, Scored, StepPlan, StepResult
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.workers.executor import KnownSequence, LocalExecutor, PendingStep, RunnerSpec
@@ -35,7 +35,7 @@ def make_worker(spec: RunnerSpec, group: Group) -> Callable[[Any], None]:
     pending: deque[tuple[int, PendingStep]] = deque()  # with their numbers
 
     def repeat(message: tuple[int, list[Change], tuple[Any, ...]]) -> None:
-        num_read, changes, (step, scheduled, freed_rows) = message
+        num_read, changes, (step, scheduled, freed_rows, scored) = message
         while pending and pending[0][0] < num_read:
             pending.popleft()[1].result()
         for change in changes:
@@ -43,7 +43,7 @@ def make_worker(spec: RunnerSpec, group: Group) -> Callable[[Any], None]:
                 executor.remove(change)
             else:
                 executor.add(*change)
-        plan = StepPlan(step, [Scheduled(*s) for s in scheduled], freed_rows)
+        plan = StepPlan(step, [Scheduled(*s) for s in scheduled], freed_rows, [Scored(*s) for s in scored])
         pending.append((step, executor.submit(plan)))
 
     return repeat
@@ -113,7 +113,7 @@ class ParallelExecutor:
     def submit(self, plan: StepPlan) -> ParallelStep:
         with self.team.in_step():
             changes, self.changes = self.changes, []
-            told = plan.step, [tuple(s) for s in plan.scheduled], plan.freed_rows
+            told = plan.step, [tuple(s) for s in plan.scheduled], plan.freed_rows, [tuple(s) for s in plan.scored]
             self.team.tell((self.num_read, changes, told))
             return ParallelStep(self, plan.step, self.local.submit(plan))
 
