@@ -46,7 +46,7 @@ class StructuredOutputsParams:
                 raise ValueError(f"structured_outputs.json must be a JSON schema: {error}") from None
         if self.choice is not None:
             if isinstance(self.choice, str) or not isinstance(self.choice, Iterable):
-                raise TypeError(f"structured_outputs.choice must be a list of strings; got {self.choice!r}")
+                raise TypeError(f"structured_outputs.choice must be a list of strings; got {self.choice!r:.100}")
             object.__setattr__(self, "choice", tuple(self.choice))
         self._check_types()
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -55,7 +55,7 @@ class StructuredOutputsParams:
         [kind] = given
         texts = getattr(self, kind) if kind == "choice" else [getattr(self, kind)]
         if not texts or not all(texts):
-            raise ValueError(f"structured_outputs.{kind} must not be empty; got {getattr(self, kind)!r}")
+            raise ValueError(f"structured_outputs.{kind} must not be empty; got {getattr(self, kind)!r:.100}")
         if kind != "json_object" and (length := sum(map(len, texts))) > MAX_CHARACTERS:
             raise ValueError(f"structured_outputs.{kind} has {length} characters, more than {MAX_CHARACTERS}; cut it")
         if self.json is not None:
@@ -68,12 +68,12 @@ class StructuredOutputsParams:
     def _check_types(self) -> None:
         for name in ("json", "regex", "grammar", "whitespace_pattern"):
             if not isinstance(value := getattr(self, name), str | None):
-                raise TypeError(f"structured_outputs.{name} must be a string; got {value!r}")
+                raise TypeError(f"structured_outputs.{name} must be a string; got {value!r:.100}")
         if not all(isinstance(text, str) for text in self.choice or ()):
-            raise TypeError(f"structured_outputs.choice must be a list of strings; got {self.choice!r}")
+            raise TypeError(f"structured_outputs.choice must be a list of strings; got {self.choice!r:.100}")
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(value := getattr(self, name), bool | None):
-                raise TypeError(f"structured_outputs.{name} must be true or false; got {value!r}")
+                raise TypeError(f"structured_outputs.{name} must be true or false; got {value!r:.100}")
 
     def _check_schema(self, text: str) -> None:
         try:

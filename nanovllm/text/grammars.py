@@ -10,6 +10,7 @@ this takes a second.
 
 import json
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from threading import Lock
@@ -37,6 +38,9 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,  # which would show the grammar in messages and logs
 }
+# Where only one text can follow, llguidance would tokenize all of it in every step, to allow only the tokens that the
+# tokenizer would take. A regular expression like a{150000} makes this cost 0.1 s a step.
+NO_FORCING = '%llguidance {"no_forcing": true}'
 OF_REGEX = r"\.+*?()|[]{}^$#&-~"  # characters that mean something in a regular expression
 
 
@@ -50,9 +54,9 @@ class TokenMatcher:
         return TokenMatcher(self.ll.deep_copy())
 
     def accept(self, token_id: int) -> str | None:
-        if self.ll.consume_token(token_id):
+        # In a state of error, which llguidance never leaves, it would still take EOS.
+        if not self.ll.is_error() and self.ll.consume_token(token_id):
             return None
-        # llguidance never leaves this state, in which EOS would be allowed.
         return f"structured_outputs: the output cannot go on here ({reason(self.ll.get_error())})"
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
@@ -155,29 +159,40 @@ class TokenGrammars:
             )
         ids = set(np.flatnonzero(np.unpackbits(allowed, bitorder="little")).tolist())
         if not ids - set(self.eos_token_ids):
-            raise ValueError(f"{name} allows no output but the empty one; got {getattr(params, params.kind)!r}")
+            raise ValueError(f"{name} allows no output but the empty one; got {getattr(params, params.kind)!r:.100}")
         return matcher
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar as llguidance reads it. Raises ValueError for GBNF that makes no sense."""
-    from llguidance import LLMatcher, grammar_from
+    """The grammar as llguidance reads it. Raises ValueError for what cannot be translated."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
 
-    if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
-    if params.choice is not None:  # not as rules, whose parser takes seconds for thousands of them
-        texts = ["".join("\\" + c if c in OF_REGEX else c for c in text) for text in params.choice]
-        return LLMatcher.grammar_from_regex("|".join(texts))
     if params.grammar is not None:
-        return grammar_from("grammar", params.grammar)
-    schema = {"type": "object"} if params.json_object else json.loads(str(params.json))
-    schema.pop("x-guidance", None)  # by which a schema would set llguidance's options
-    options: Any = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
-    if params.disable_any_whitespace:
-        options = {"whitespace_flexible": False}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        if "%llguidance" in params.grammar:
+            raise ValueError("%llguidance, which sets options, is not allowed; leave it out")
+        try:
+            rules = any_to_lark(params.grammar)
+        except Exception as error:  # of its own kind, or a RecursionError
+            raise ValueError(
+                f"no rule 'start:', as in Lark, so it was read as GBNF, but: {reason(str(error))}"
+            ) from None
+    elif params.kind in ("regex", "choice"):
+        # Choices are not made rules, for their parser takes seconds for thousands of them.
+        texts = ["".join("\\" + c if c in OF_REGEX else c for c in text) for text in params.choice or ()]
+        made = LLMatcher.grammar_from_regex(params.regex or "|".join(texts))
+        rules = json.loads(made)["grammars"][0]["lark_grammar"]  # where it stands between slashes
+    else:
+        options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+        if params.disable_any_whitespace:
+            options = {"whitespace_flexible": False}
+        schema = {"type": "object"} if params.json_object else json.loads(str(params.json))
+        rules = f"start: %json {json.dumps(schema | {'x-guidance': options})}"  # and not a client's own options
+    return LLMatcher.grammar_from_lark(f"{rules}\n{NO_FORCING}\n")
 
 
 def reason(error: str) -> str:
-    """What llguidance says, in one line."""
-    return " ".join(error.replace("<non-verbose/>", "").split()) or "the grammar has ended"
+    """What llguidance says, in one line, without the place in the text that it shows in several."""
+    said = re.sub(r"\n *\d+ \|.*", "", error, flags=re.DOTALL).replace("<non-verbose/>", "")
+    said = " ".join(re.sub(r"^at [\d()]+: failed to compile JSON schema:", "", said).split())
+    return {"": "the grammar has ended", "NoExtensionBias": "no output matches it"}.get(said, said[:500])

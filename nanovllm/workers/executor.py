@@ -18,6 +18,7 @@ from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
 from nanovllm.models.config import DTYPES
 from nanovllm.models.loader import load_model
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.step_output import StepOutput
 from nanovllm.sampling_params import SamplingParams
 
 # With Python's default, the steps of a large batch collect garbage again and again, though they leave none. A full
@@ -64,6 +65,7 @@ class PendingStep:
         self.keys = [s.key for s in plan.scheduled if s.sample]
         self.runner, self.sequences = runner, sequences
         self.computed = runner.run(plan, sequences)
+        self.output: StepOutput | None = None  # of a step that was given up before its masks came
         if not plan.masked:
             self.draw()
 
@@ -84,7 +86,7 @@ class PendingStep:
         del self.computed, self.runner  # the logits above all
 
     def result(self) -> StepResult:
-        tokens = dict(zip(self.keys, self.output.read(), strict=True))
+        tokens = {} if self.output is None else dict(zip(self.keys, self.output.read(), strict=True))
         for key, (token_ids, _) in tokens.items():
             sequence = self.sequences.get(key)
             if sequence is not None:  # else it was removed while the step ran

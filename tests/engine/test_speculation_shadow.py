@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanovllm.engine.guesses import NgramProposer
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.guesses import NgramProposer
 from nanovllm.engine.scheduler import Scheduler
 from tests.engine.faults import Edit
 from tests.engine.helpers import long_run, make, planned, sequence
