@@ -118,7 +118,7 @@ class Row:
 class ShadowHandle:
     def __init__(self, executor: "ShadowExecutor", plan: StepPlan) -> None:
         self.executor, self.plan = executor, plan
-        self.tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]] | None = None
+        self.drawn, self.tokens = False, dict[int, tuple[list[int], list[TokenLogprobs] | None]]()
         if not plan.masked:
             self.draw(StepMasks([], bytearray()))
 
@@ -126,12 +126,12 @@ class ShadowHandle:
         return {item.key: [g for g in item.guesses if g is not None] for item in self.plan.scheduled if item.sample}
 
     def draw(self, masks: StepMasks) -> None:
-        assert self.tokens is None, "tokens are drawn once"
+        assert not self.drawn, "tokens are drawn once"
         assert self.plan is self.executor.plans[-1], "and before anything else is submitted"
         assert set(masks.keys) <= set(self.plan.masked)
         missing = set(self.plan.masked).difference(masks.keys)
         assert not missing & self.executor.engine.scheduler.sequences.keys(), "a row is drawn without its mask"
-        words, self.tokens = bytes(masks.words), {}
+        words, self.drawn = bytes(masks.words), True
         for item in self.plan.scheduled:
             if item.sample:
                 count = len(item.guesses) + 1 if item.key in masks.keys else 0
@@ -143,7 +143,7 @@ class ShadowHandle:
 
     def result(self) -> StepResult:
         assert self.plan.step == self.executor.pending.pop(0), "steps are collected once and in order"
-        assert self.tokens is not None, "nothing was drawn"
+        assert self.drawn, "nothing was drawn"
         self.executor.last_collected = self.plan.step
         return StepResult(self.tokens)
 
