@@ -112,6 +112,7 @@ class AsyncLLM:
         # Here and not in the step loop, so that the caller knows at once, and others do not wait for it.
         params = self.llm.prepare(params)
         token_ids, _ = self.llm.engine.check_request(prompt_token_ids, params)
+        matcher = self.llm.engine.compile(params)
         priority = index(priority)
         if not isinstance(cache_salt, str | None) or any("\ud800" <= c <= "\udfff" for c in cache_salt or ""):
             raise ValueError(f"cache_salt must be None or text that can be encoded; got {cache_salt!r}")
@@ -124,7 +125,8 @@ class AsyncLLM:
                 raise QueueFull(f"max_queue={self.max_queue} sequences are waiting already; try again later")
             self._requests[request_id] = request
             self._num_arriving += params.n
-            self._inbox.put(partial(self._add, request, token_ids, params, priority, cache_salt, prompt, arrived))
+            added = request, token_ids, params, priority, cache_salt, prompt, arrived, matcher
+            self._inbox.put(partial(self._add, *added))
         return Stream(request, self._abort)
 
     def abort(self, request_id: str) -> None:

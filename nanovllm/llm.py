@@ -32,6 +32,7 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.bad_words import with_spellings
 from nanovllm.text.chat import Message
 from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.grammars import TokenGrammars
 from nanovllm.text.token_ids import as_lists, is_token_id, prompts_of
 from nanovllm.text.token_texts import TokenTexts
 from nanovllm.text.tokenizer import Tokenizer
@@ -99,6 +100,9 @@ class LLM:
             vocab_size=model_config.vocab_size,
             eos_token_ids=eos_token_ids,
             make_detokenizer=None if self.tokenizer is None else partial(Detokenizer, TokenTexts(self.tokenizer)),
+            grammars=None
+            if self.tokenizer is None
+            else TokenGrammars(self.tokenizer, model_config.vocab_size, eos_token_ids),
             on_event=on_event,
         )
         self._ids = count()

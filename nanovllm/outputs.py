@@ -35,8 +35,9 @@ class CompletionOutput:
     """One choice of a request.
 
     token_ids:      with the EOS or stop token that ended them.
-    finish_reason:  None while it goes on; "error" where the logits were not finite, or no token was allowed.
-    stop_reason:    the stop string or the stop token id that was met; None for EOS.
+    finish_reason:  None while it goes on; "error" where the logits were not finite, no token was allowed, or a grammar
+                    could not go on.
+    stop_reason:    the stop string or the stop token id that was met; None for EOS; what was wrong with a grammar.
     """
 
     index: int

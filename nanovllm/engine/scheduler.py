@@ -22,6 +22,11 @@ from nanovllm.outputs import FinishReason, SpeculationStats
 
 _order = attrgetter("priority", "arrival")
 
+NOTHING_ALLOWED = (
+    "no token is left: structured_outputs, together with the request's other parameters, allows none here, or the "
+    "logits are not finite"
+)
+
 
 class Committed(NamedTuple):
     """What a step added to a sequence; `seq.finish_reason` says whether that ended it."""
@@ -57,6 +62,7 @@ class Scheduler:
         """Forget all sequences and all cached blocks, also from a state that an exception left half changed."""
         self.blocks = BlockManager(self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching)
         self.sequences: dict[int, Sequence] = {}  # by key, all that are not finished
+        self.num_matchers = 0  # how many of these have one
         # Both in order of (priority, arrival). To join or leave moves one pointer for each sequence after it: with ten
         # thousand waiting, that takes two microseconds.
         self.waiting: list[Sequence] = []
@@ -76,11 +82,13 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.sequences[seq.key] = seq
+        self.num_matchers += seq.matcher is not None
         insort(self.waiting, seq, key=_order)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence in whatever state it is. A step in flight that contains it will find it gone."""
         del self.sequences[seq.key]
+        self.num_matchers -= seq.matcher is not None
         seq.finish_reason = reason
         was, seq.status = seq.status, SequenceStatus.FINISHED
         queue = self.running if was is SequenceStatus.RUNNING else self.waiting
@@ -238,7 +246,11 @@ class Scheduler:
             scheduled.append(Scheduled(seq.key, seq.row, start, num_tokens, sample, new_blocks, tuple(guesses)))
             if self.trace.on_event is not None:
                 self.trace.emit("scheduled", seq, tokens=num_tokens, cached=start)
-        plan = StepPlan(self._num_steps, scheduled, self._freed_rows, self._score() if self._scoring else [])
+        masked: list[int] = []
+        if self.num_matchers:
+            masked = [s.key for s in scheduled if s.sample and self.sequences[s.key].matcher is not None]
+        scored = self._score() if self._scoring else []
+        plan = StepPlan(self._num_steps, scheduled, self._freed_rows, masked, scored)
         self._freed_rows = []
         self._num_steps += 1
         return plan
@@ -299,6 +311,11 @@ class Scheduler:
         """
         for count, token in enumerate(token_ids, start=1):
             if token == -1:
+                if seq.matcher is not None:
+                    seq.stop_reason = NOTHING_ALLOWED
+                return token_ids[: count - 1], "error"
+            if seq.matcher is not None and (refusal := seq.matcher.accept(token)):
+                seq.stop_reason = refusal
                 return token_ids[: count - 1], "error"
             seq.token_ids.append(token)
             stops, stop_string = token in seq.stop_ids and seq.num_output_tokens >= seq.params.min_tokens, None

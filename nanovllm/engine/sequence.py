@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from nanovllm.engine.grammars import Matcher
 from nanovllm.engine.plan import TokenLogprobs
 from nanovllm.outputs import FinishReason, SpeculationStats
 from nanovllm.sampling_params import SamplingParams
@@ -55,6 +56,7 @@ class Sequence:
     cache_salt: str | None = None
     # Given each output token that is text; returns the stop string that the token completes, None for none.
     read_token: Callable[[int], str | None] | None = None
+    matcher: Matcher | None = None  # follows the output where it must match a grammar; `commit` moves it
 
     stop_ids: frozenset[int] = field(init=False)  # all ids that end it
     num_to_score: int = field(init=False)  # tokens after which a log-probability is wanted: all of the prompt but one

@@ -9,13 +9,14 @@ their reader waits.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
-from nanovllm.engine.plan import Scheduled, StepPlan
+from nanovllm.engine.plan import Scheduled, StepMasks, StepPlan
 from nanovllm.graphs.cuda_graph import CudaGraphRecorder, Recorder
 from nanovllm.graphs.prompt_steps import RecordedSteps
 from nanovllm.graphs.sizes import step_sizes
@@ -29,13 +30,23 @@ from nanovllm.runner.prompt_logprobs import PromptLogprobs, piece_size, score_pi
 from nanovllm.runner.rows import Known, Rows
 from nanovllm.runner.step_output import StepOutput
 from nanovllm.sampling.sampler import Sampled, Sampler, gather_logits
-from nanovllm.sampling.state import SamplingState
+from nanovllm.sampling.state import Needs, SamplingState
 
 # Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
 # and compiled variants that such steps can need.
 UNRECORDED = [
     (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (2,) * 16, (2,) * 33, (17,), (65,), (129,),
 ]  # fmt: skip
+
+
+class Computed(NamedTuple):
+    """A step whose model has run, or is running, and whose last word on the tokens is `ModelRunner.draw`."""
+
+    step: Sampled  # by the plain tail
+    sampling: list[Scheduled]
+    needs: Needs | None  # of the rows that sample
+    q: Tensor | None  # see `Guesses.propose`
+    prompts: PromptLogprobs | None = None  # what was asked of prompts
 
 
 class ModelRunner:
@@ -100,18 +111,22 @@ class ModelRunner:
             self.warm_up(config.max_num_batched_tokens)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> StepOutput:
-        """Submit one step. Returns before the device is done with it."""
+    def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> Computed:
+        """Submit the model's part of a step. Returns before the device is done with it."""
         self.update_rows(plan, sequences)
         sampling = [s for s in plan.scheduled if s.sample]
         needs = self.state.needs(s.row for s in sampling)
         q = self.guesses.propose(plan.scheduled, needs)
-        prompts: PromptLogprobs | None = None
-        if plan.scored:
-            step, prompts = self.launch_and_score(plan)
-        else:
-            step = self.replay(plan.scheduled) or self.launch(plan.scheduled)
-        token_ids, logprobs = self.sampler.finish(step, sampling, needs, q)
+        if not plan.scored:
+            return Computed(self.replay(plan.scheduled) or self.launch(plan.scheduled), sampling, needs, q)
+        step, prompts = self.launch_and_score(plan)
+        return Computed(step, sampling, needs, q, prompts)
+
+    @torch.inference_mode()
+    def draw(self, computed: Computed, masks: StepMasks | None = None) -> StepOutput:
+        """Submit the rest of a step, which must be the last that was run. masks: for structured outputs."""
+        step, sampling, needs, q, prompts = computed
+        token_ids, logprobs = self.sampler.finish(step, sampling, needs, q, masks)
         wanted = [] if logprobs is None else [self.state.params[s.row].logprobs for s in sampling]
         return StepOutput(token_ids, step.guesses, [len(s.guesses) + 1 for s in sampling], logprobs, wanted, prompts)
 

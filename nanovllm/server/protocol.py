@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprob
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
@@ -68,6 +69,43 @@ class StreamOptions(Fields):
     include_usage: bool = False
 
 
+class StructuredOutputs(Fields):
+    """vLLM's field; what it may hold is checked by `StructuredOutputsParams`."""
+
+    json_: Json | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(fail_fast=True)] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: Text | None = None
+
+
+class JsonSchema(Fields):
+    """OpenAI's. The schema is enforced, `strict` or not; `name` and `description` are not read."""
+
+    name: Text
+    description: Text | None = None
+    schema_: Json | None = Field(None, alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def a_schema_where_one_is_announced(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type json_schema needs json_schema, and no other type has it")
+        return self
+
+    def params(self) -> StructuredOutputsParams | None:
+        if self.json_schema is not None and self.json_schema.schema_ is not None:
+            return StructuredOutputsParams(json=self.json_schema.schema_)
+        return None if self.type == "text" else StructuredOutputsParams(json_object=True)
+
+
 class GenerationRequest(Fields):
     """What both endpoints take."""
 
@@ -98,6 +136,8 @@ class GenerationRequest(Fields):
     include_stop_str_in_output: bool = False
     priority: int = Field(0, ge=-INT32, le=INT32)
     cache_salt: Short | None = None
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def stream_options_need_a_stream(self) -> "GenerationRequest":
@@ -117,8 +157,17 @@ class GenerationRequest(Fields):
             for name in f"{same} {more} allowed_token_ids".split()
             if (value := getattr(self, name)) is not None
         }
-        values = {**defaults, **said, "max_tokens": max_tokens}
+        values = {**defaults, **said, "max_tokens": max_tokens, "structured_outputs": self.structure()}
         return SamplingParams(logprobs=logprobs, output_kind=kind, **values)
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """What shape the output must have. Raises ValueError and TypeError for what makes no sense."""
+        wanted = self.response_format.params()
+        if self.structured_outputs is None:
+            return wanted
+        if wanted is not None:
+            raise ValueError("response_format and structured_outputs both say what the output must be; leave one out")
+        return StructuredOutputsParams(**self.structured_outputs.model_dump(by_alias=True, exclude_unset=True))
 
 
 class CompletionRequest(GenerationRequest):

@@ -172,4 +172,29 @@ FAULTS: dict[str, list[Edit]] = {
     "all choices draw with one seed": [
         Edit(LLMEngine, "add_request", "derive_seed(seed, choice)", "derive_seed(seed, 0)")
     ],
+    # Structured outputs
+    "all choices share one matcher": [Edit(LLMEngine, "add_request", "matcher and matcher.copy()", "matcher")],
+    "masks are filled before the token before them is known": [
+        Edit(
+            LLMEngine,
+            "step",
+            "committed = self._commit_oldest() if self._in_flight else []",
+            "plan.masked and (handle.draw(self._fill_masks(plan, handle)), plan.masked.clear())\n"
+            "    committed = self._commit_oldest() if self._in_flight else []",
+        )
+    ],
+    "a token is drawn without the mask of a sequence that just started": [
+        Edit(Scheduler, "add", "self.num_matchers += seq.matcher is not None", "pass")
+    ],
+    "a chunk that does not sample waits for a mask": [
+        Edit(Scheduler, "_finish_plan", "if s.sample and self.sequences", "if self.sequences")
+    ],
+    "a preempted matcher starts anew": [
+        Edit(
+            Scheduler,
+            "_preempt",
+            "seq.num_preemptions += 1",
+            "seq.num_preemptions += 1; seq.matcher and seq.matcher.__init__()",
+        )
+    ],
 }

@@ -14,7 +14,17 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Content, Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, derive_seed
-from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor, extend, root, solo
+from tests.engine.shadow import (
+    EOS,
+    STRUCTURED,
+    VOCAB_SIZE,
+    ShadowExecutor,
+    ShadowGrammars,
+    ShadowMatcher,
+    extend,
+    root,
+    solo,
+)  # fmt: skip
 
 # From the tokens that will come (fewer than k before the end) and k, what to propose.
 Guess = Callable[[list[int], int], list[int]]
@@ -41,7 +51,12 @@ class World:
         self.executor = ShadowExecutor(self.config)
         self.events: list[dict[str, Any]] = []
         self.engine = LLMEngine(
-            self.executor, self.config, vocab_size=VOCAB_SIZE, eos_token_ids={EOS}, on_event=self._note
+            self.executor,
+            self.config,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids={EOS},
+            grammars=ShadowGrammars(),
+            on_event=self._note,
         )
         self.executor.engine = self.engine
         schedule = self.scheduler.schedule
@@ -178,6 +193,9 @@ class World:
         holders = Counter(block for seq in running for block in seq.block_table)
         assert blocks.ref_counts == [holders[block] for block in range(blocks.num_blocks)]
         assert sorted(blocks.free) == [block for block in range(blocks.num_blocks) if not holders[block]]
+        for seq in scheduler.sequences.values():
+            if isinstance(seq.matcher, ShadowMatcher):
+                assert seq.matcher.output == seq.token_ids[seq.num_prompt_tokens :], "a grammar saw other tokens"
         rows = [seq.row for seq in running]
         assert sorted(rows + scheduler._free_rows) == list(range(self.config.max_num_seqs))
         named = {block: content for block, content in enumerate(blocks.contents) if content is not None}
@@ -257,6 +275,7 @@ def random_history(seed: int, speculative: bool = False) -> None:
 def add_random_request(world: World, rng: random.Random, stems: list[list[int]]) -> None:
     prompt = rng.choice(stems)[: rng.randint(0, 12)] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 3))]
     max_tokens = rng.randint(1, 10)
+    structured = rng.random() < 0.25
     with suppress(ValueError):  # too large for this engine, or empty: refused when added, and the rest goes on
         world.add(
             prompt,
@@ -266,8 +285,9 @@ def add_random_request(world: World, rng: random.Random, stems: list[list[int]])
             temperature=rng.choice((0.0, 1.0)),
             seed=rng.randrange(3),
             max_tokens=max_tokens,
-            min_tokens=rng.choice((0, 0, 0, max_tokens)),
-            ignore_eos=rng.random() < 0.5,
+            min_tokens=rng.choice((0, 0, 0, max_tokens)) if not structured else 0,
+            ignore_eos=rng.random() < 0.5 and not structured,
             stop_token_ids=rng.choice(((), (), (2,))),
             logprobs=rng.choice((None, 1)),
+            structured_outputs=STRUCTURED if structured else None,
         )

@@ -15,7 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels.fused import edits
 from nanovllm.kernels.fused.edits import Edits, edit_logits, restore_logits
 from nanovllm.runner.memory import CANDIDATES, sampling_bytes
-from nanovllm.sampling.filters import allowed, constrain
+from nanovllm.sampling.filters import constrain, unpacked
 from nanovllm.sampling.state import SamplingState
 from nanovllm.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 from tests.engine.test_memory import MODEL
@@ -55,7 +55,8 @@ def check(logits: Tensor, state: SamplingState, places: list[tuple[int, int]], f
     left = raw.clone()
     found = edit_logits(left, rows.int(), positions, state, first, own)
     scores = left[:, :own].float()
-    scores = scores.masked_fill(~allowed(rows, state, state.vocab_size)[:, shard], -math.inf)  # left to others
+    allowed = unpacked(state.mask[rows], state.vocab_size) | (state.masked[rows] == 0)[:, None]
+    scores = scores.masked_fill(~allowed[:, shard], -math.inf)  # left to others
     for n, count in enumerate(found.counts.tolist()):
         ids = found.ids[n, :count].long() - first
         assert ids.tolist() == sorted(set(ids.tolist())) and (left[n, ids] == -math.inf).all()

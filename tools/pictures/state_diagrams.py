@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -43,6 +43,11 @@ class Tokens:
             {i.key: ([ends.get(self.first[i.key], PLAIN)], None) for i in plan.scheduled if i.sample}
         )
         return self
+
+    def guesses(self) -> dict[int, list[int]]:
+        return {}
+
+    def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:
         return self.step
