@@ -125,7 +125,7 @@ def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
     chosen = options(tmp_path, tmp_path / "nothing")
     arguments = runners.arguments_of(stage_contender(2), showcase, chosen.model, "cpu", "wall")
     with pytest.raises(RuntimeError, match=r"stage 2 failed(.|\n)*ValueError: model="):
-        harness.run_process(stage_contender(2), "benchmarks.stages.runners", arguments, chosen)
+        harness.run_process(stage_contender(2), runners.measure, arguments, chosen)
 
 
 def test_rotation_gives_everybody_the_first_place() -> None:

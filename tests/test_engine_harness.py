@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import check_options, compare, latency, make_parser, ours
+from benchmarks.engine import compare, ours, speed
+from benchmarks.engine.__main__ import parse
 from benchmarks.lib import harness
 from benchmarks.lib.harness import Comparison, Contender, Figure, Showcase, metric
 from benchmarks.lib.process import Engine
 
 
 def options_of(out: Path, **changes: Any) -> argparse.Namespace:
-    options = make_parser("tiny", "Nothing.", rounds=2).parse_args(["--out", str(out), "--quick", "--device", "cpu"])
-    for name, value in changes.items():
-        setattr(options, name, value)
-    return check_options(options)
+    given = {"out": out, "device": "cpu", "rounds": 2, **changes}
+    told = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    options = parse(["latency", "--quick", *told])
+    options.model = harness.EMBEDDED_MODEL
+    return options
 
 
 def tiny_showcase(*names: str) -> Showcase:
@@ -73,14 +75,15 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     assert result["failures"] == {"b": "b failed: no such kernel"} == comparison.failures
 
 
-def test_the_commit_can_be_told(tmp_path: Path) -> None:
-    result = Comparison(tiny_showcase("a"), options_of(tmp_path, commit="abc")).run(lambda _: answer(1.0))
+def test_the_commit_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOVLLM_COMMIT", "abc")
+    result = Comparison(tiny_showcase("a"), options_of(tmp_path)).run(lambda _: answer(1.0))
     assert result["commit"] == {"hash": "abc", "modified": False}
 
 
 def test_a_gpu_is_needed_unless_it_is_a_quick_run(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="measures a GPU"):
-        options_of(tmp_path, quick=False)
+        parse(["latency", "--device", "cpu", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="at least 1"):
         options_of(tmp_path, rounds=0)
 
@@ -109,9 +112,9 @@ def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
     (site / "vllm" / "__init__.py").write_text(FAKE_VLLM)
     (site / "xxhash.py").write_text("raise ImportError('this one is for vLLM alone')")
     options = options_of(tmp_path, rounds=1, repeats=1, vllm_path=str(site))
-    monkeypatch.setattr(latency, "QUICK", {"batches": [1], "prompt_len": 4, "num_tokens": 3, "highest_id": 500})
+    monkeypatch.setattr(speed, "QUICK_SMALL", {"batches": [1], "prompt_len": 4, "num_tokens": 3, "highest_id": 500})
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    result = compare(latency.showcase(options), "latency", options).result()
+    result = compare(speed.latency(options), options).result()
     assert result["failures"] == {}
     assert {name: e["engine"] for name, e in result["engines"].items()} == {"nanovllm": "nanovllm", "vLLM": "vllm 9.9"}
     assert len({r["pid"] for r in result["rounds"]}) == 2
@@ -133,7 +136,7 @@ def test_a_process_that_fails_or_hangs_leaves_its_last_words(
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(harness, "PROCESS_SECONDS", limit)
     with pytest.raises(RuntimeError, match=f"nanovllm failed(.|\n)*{words}"):
-        harness.run_process(ours(options_of(tmp_path)), "benchmarks.engine.latency", {}, options_of(tmp_path))
+        harness.run_process(ours(options_of(tmp_path)), speed.measure_small, {}, options_of(tmp_path))
 
 
 def test_wrong_numbers_of_tokens_are_no_result() -> None:

@@ -4,48 +4,26 @@
 
 Measures each stage's showcase once more and compares its gain over the stage before with the recorded gain; likewise
 the engine's over Hugging Face on a CPU. Gains are compared and not times, because they hardly depend on the machine. A
-gain may fall by the tolerance, but never to 1. On a card with a recorded headline throughput, that one's share of what
-the card could do is compared as well; it may fall by a tenth.
+gain may fall by the tolerance, but never to 1.
 """
 
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
-from benchmarks.engine import check_options, compare, cpu, make_parser, throughput
+from benchmarks.engine import cpu
 from benchmarks.lib import harness, tables
 from benchmarks.stages.showcases import NEED_A_GPU, SHOWCASES
 from benchmarks.stages.stage_bench import add_options, measure, vocab_size
 
 ENGINE = "engine"
-SHARE_TOLERANCE = 0.1
 
 
 def holds(fresh: float, recorded: float, tolerance: float) -> bool:
     return fresh > 1 and fresh >= recorded * (1 - tolerance)
-
-
-def share(result: tables.Result) -> float:
-    """Headline throughput in percent of the card's limit."""
-    median: float = tables.figures(result)["share"]["values"][result["contender"]]["median"]
-    return median
-
-
-def shares(recorded_in: Path, scratch: Path) -> tuple[float, float] | None:
-    """The recorded share of the limit, and one measured now; None if this card's is not recorded."""
-    if not torch.cuda.is_available():
-        return None
-    path = harness.result_path("throughput", torch.cuda.get_device_name(), recorded_in)
-    if not path.is_file():
-        return None
-    parser = make_parser("throughput", throughput.__doc__, repeats=3)
-    options = check_options(parser.parse_args(["--out", str(scratch)]))
-    measured = compare(throughput.showcase(options), "throughput", options)
-    return share(tables.load(path.stem, recorded_in)), share(measured.result())
 
 
 def main() -> None:
@@ -61,22 +39,17 @@ def main() -> None:
     title = f"Gain over the stage before, or Hugging Face (tolerance {options.tolerance:.0%})"
     lines, failed = tables.head(title, "recorded", "now", ""), []
 
-    def tell(label: str, recorded: str, fresh: str, good: bool) -> None:
-        lines.append(tables.row(label, recorded, fresh, "holds" if good else "FAILS"))
-        failed.extend([] if good else [label])
-
     recorded_in, size = options.out or harness.RESULTS, vocab_size(options.model)
     with tempfile.TemporaryDirectory() as scratch:
         options.out = Path(scratch)  # what is recorded stays as it is
         for what in options.what or checked:
-            name, build = ("engine_cpu", cpu.embedded) if what == ENGINE else (f"stage_{what}", SHOWCASES[int(what)])
+            name, build = ("engine_cpu", cpu.showcase) if what == ENGINE else (f"stage_{what}", SHOWCASES[int(what)])
             recorded = harness.headline_gain(tables.load(name, recorded_in))
             fresh = harness.headline_gain(measure(build(size, options.quick), options))
             label, good = what if what == ENGINE else f"stage {what}", holds(fresh, recorded, options.tolerance)
-            tell(label, tables.with_unit(recorded, "times"), tables.with_unit(fresh, "times"), good)
-        if (both := shares(recorded_in, Path(scratch))) is not None:
-            recorded, fresh = both
-            tell("throughput", f"{recorded:.0f}%", f"{fresh:.0f}%", fresh >= recorded * (1 - SHARE_TOLERANCE))
+            gains = (tables.with_unit(gain, "times") for gain in (recorded, fresh))
+            lines.append(tables.row(label, *gains, "holds" if good else "FAILS"))
+            failed.extend([] if good else [label])
     Console().print(Markdown("\n".join(lines)))
     if failed:
         sys.exit(f"{', '.join(failed)}: the recorded gain is not borne out")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.lib import tables
-from benchmarks.lib.harness import EMBEDDED_MODEL, Contender, Showcase, higher, lower, make_parser
+from benchmarks.lib.harness import Contender, Showcase, higher, lower, make_parser
 from benchmarks.lib.tables import Result
 from benchmarks.lib.workloads import Scenario, make_requests, mixed_lengths
 from benchmarks.stages.runners import hf_contender
@@ -17,13 +17,13 @@ from benchmarks.stages.stage_bench import add_options, measure, vocab_size
 
 ENGINE, ONE_BY_ONE, PADDED = "nanovllm", "HF one by one", "HF padded batch"
 SMOLLM2 = Path(os.environ.get("NANOVLLM_CACHE", Path.home() / ".cache" / "nanovllm")) / "SmolLM2-135M-Instruct"
+TOKENS = {"engine_cpu": 32, "engine_cpu_smollm2": 16}  # for each request, the longest of the mixed ones aside
 # How many times better than whom the engine has to be
 TARGETS = {"ms_1": (ONE_BY_ONE, 1.0), "rate_16": (ONE_BY_ONE, 4.0), "rate_mixed": (PADDED, 1.0)}
 
 
-def showcase(name: str, vocab_size: int, tokens: int, quick: bool = False) -> Showcase:
-    """`tokens`: how many to generate for each request, the longest of the mixed ones aside."""
-    prompt, batch = (8, 3) if quick else (32, 16)
+def showcase(vocab_size: int, quick: bool = False, name: str = "engine_cpu") -> Showcase:
+    prompt, batch, tokens = (8, 3, 4) if quick else (32, 16, TOKENS[name])
     low, high = prompt // 4, 2 * prompt
     lengths = mixed_lengths(batch, (low, high), (tokens // 4, 2 * tokens), seed=3)
     return Showcase(
@@ -51,14 +51,6 @@ def showcase(name: str, vocab_size: int, tokens: int, quick: bool = False) -> Sh
     )
 
 
-def embedded(vocab_size: int, quick: bool = False) -> Showcase:
-    return showcase("engine_cpu", vocab_size, 4 if quick else 32, quick)
-
-
-def smollm2(vocab_size: int, quick: bool = False) -> Showcase:
-    return showcase("engine_cpu_smollm2", vocab_size, 4 if quick else 16, quick)
-
-
 def misses(result: Result) -> list[str]:
     """The figures in which the engine is not as good as it has to be, in words."""
     found = []
@@ -72,13 +64,12 @@ def misses(result: Result) -> list[str]:
 def main() -> None:
     parser = make_parser("engine.cpu", __doc__)
     add_options(parser)
-    parser.add_argument("--only", choices=("embedded", "smollm2"), help="this model only")
     options = parser.parse_args()
     missed = []
-    for name, build, model in (("embedded", embedded, EMBEDDED_MODEL), ("smollm2", smollm2, SMOLLM2)):
-        if options.only == name or (options.only is None and model.is_dir()):
+    for name, model in (("engine_cpu", options.model), ("engine_cpu_smollm2", SMOLLM2)):
+        if model.is_dir():
             options.model = model
-            missed += misses(measure(build(vocab_size(model), options.quick), options))
+            missed += misses(measure(showcase(vocab_size(model), options.quick, name), options))
     if missed and not options.quick:
         sys.exit("targets missed: " + "; ".join(missed))
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.engine import ablations, cpu, gpu_tests, phases, speculation, tensor_parallel, throughput
+from benchmarks.engine import ablations, cpu, gpu_tests, speculation, speed, steps, tensor_parallel
 from benchmarks.kernels import attention, linears
 from benchmarks.lib import tables
 from benchmarks.lib.harness import RESULTS, ROOT, make_parser
@@ -25,17 +25,17 @@ from benchmarks.stages.showcases import SHOWCASES
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], list[str]]]] = {
     "stages": (tuple(f"stage_{n}" for n in SHOWCASES), stage_bench.stages_table),
     "ladder": (("ladder",), ladder.table),
-    "engine": (("throughput", "latency", "startup", "idle"), throughput.table),
+    "engine": (("throughput", "latency", "startup", "idle"), speed.table),
     "ablations": (("ablations",), ablations.table),
     "prefix": (("prefix",), tables.of_engine),
     "mixed": (("mixed",), tables.of_engine),
-    "phases": (("phases",), phases.table),
+    "phases": (("phases",), steps.table),
     "engine_cpu": (("engine_cpu", "engine_cpu_smollm2"), cpu.table),
     "speculation": (("speculation", "speculation_ngram"), speculation.table),
     "gpu_tests": (("gpu_tests",), gpu_tests.table),
     "tensor_parallel": (("tensor_parallel",), tensor_parallel.table),
     "serving": (("serving",), serving.table),
-    "speed": (("throughput", "latency"), throughput.short_table),
+    "speed": (("throughput", "latency"), speed.short_table),
     "speed_cpu": (("engine_cpu",), cpu.sentence),
     "kernels": (("kernels",), attention.table),
     "linears": (("linears",), linears.table),

@@ -54,7 +54,7 @@ def measure(showcase: Showcase, options: argparse.Namespace) -> dict[str, Any]:
 
     def run(contender: Contender) -> dict[str, Any]:
         arguments = runners.arguments_of(contender, showcase, chosen.model, chosen.device, chosen.clock)
-        return harness.run_process(contender, "benchmarks.stages.runners", arguments, chosen)
+        return harness.run_process(contender, runners.measure, arguments, chosen)
 
     comparison = Comparison(showcase, chosen)
     result = comparison.run(run)
