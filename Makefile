@@ -95,10 +95,10 @@ bench: $(STAMP) ## the engine on a GPU, into build/bench (ARGS="--vllm-path DIR"
 	$(RUN) -m benchmarks.engine $(ENGINE_BENCHMARKS) --out build/bench $(ARGS)
 
 bench-cpu: $(STAMP) ## the engine on a CPU, beside Hugging Face
-	$(RUN) -m benchmarks.engine.cpu $(ARGS)
+	$(RUN) -m benchmarks.stages.stage_bench engine smollm2 $(ARGS)
 
 bench-check: $(STAMP) ## compare a fresh quick measurement with the recorded ones
-	$(RUN) -m benchmarks.engine.check $(ARGS)
+	$(RUN) -m benchmarks.stages.stage_bench 1 2 3 4 5 7 engine --check --rounds 1 $(ARGS)
 
 report: $(STAMP) ## write the tables of README and docs from benchmarks/results
 	$(RUN) -m benchmarks.lib.report $(ARGS)

@@ -6,12 +6,12 @@ import argparse
 import copy
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.engine import check
 from benchmarks.lib import harness, process, report, tables
 from benchmarks.lib.workloads import Request, Scenario, make_requests
 from benchmarks.stages import ladder, runners, stage_bench
@@ -119,11 +119,9 @@ def test_each_round_starts_with_another_contender_and_each_process_is_fresh(mode
 
 
 def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
-    scenarios = [Scenario("short", [[Request([1], 1)]])]
-    figures = [harness.Figure("f", "", "", "lower", len)]
-    showcase = harness.Showcase("s", "", "", [stage_contender(2)], figures, scenarios=scenarios)
     chosen = options(tmp_path, tmp_path / "nothing")
-    arguments = runners.arguments_of(stage_contender(2), showcase, chosen.model, "cpu", "wall")
+    scenarios = [asdict(Scenario("short", [[Request([1], 1)]]))]
+    arguments = {"model": str(chosen.model), "device": "cpu", "clock": "wall", "scenarios": scenarios}
     with pytest.raises(RuntimeError, match=r"stage 2 failed(.|\n)*ValueError: model="):
         harness.run_process(stage_contender(2), runners.measure, arguments, chosen)
 
@@ -258,18 +256,18 @@ def test_stage_bench_writes_what_it_prints(
     turned_round = written | {"contender": "stage 3", "rival": "stage 4"}
     assert tables.remarks(turned_round)[0].endswith("stage 3 is not better than stage 4")
     # The check measures again: the same holds, a stage twice as slow does not
-    monkeypatch.setattr("sys.argv", ["check", *command[1:]])
-    check.main()
+    monkeypatch.setattr("sys.argv", [*command, "--check"])
+    stage_bench.main()
     monkeypatch.setattr(harness, "run_process", fake_process(results, 4, factor=2))
     with pytest.raises(SystemExit, match="stage 4: the recorded gain is not borne out"):
-        check.main()
+        stage_bench.main()
     assert tables.load("stage_4", tmp_path) == written
 
 
 def test_the_check_has_a_stated_tolerance() -> None:
-    assert check.holds(3.0, 4.0, 0.3) and check.holds(9.0, 4.0, 0.3)
-    assert not check.holds(2.7, 4.0, 0.3)
-    assert not check.holds(0.99, 1.2, 0.3), "a stage that lost its gain has failed, whatever the tolerance"
+    assert stage_bench.holds(3.0, 4.0) and stage_bench.holds(9.0, 4.0)
+    assert not stage_bench.holds(2.7, 4.0)
+    assert not stage_bench.holds(0.99, 1.2), "a stage that lost its gain has failed, whatever the tolerance"
 
 
 def test_the_ladder_is_drawn(results: Path, tmp_path: Path) -> None:
@@ -290,10 +288,12 @@ def test_a_showcase_that_needs_a_gpu_is_only_tried_out_without_one(
     out = " ".join(capsys.readouterr().out.split())
     assert "The showcase of stage 6 needs a GPU" in out and "a quick run: these figures mean nothing" in out
     monkeypatch.setattr(stage_bench, "random_checkpoint", lambda shape: Path(f"random {shape}"))
+    monkeypatch.setattr(stage_bench, "vocab_size", lambda model: VOCAB)
+    monkeypatch.setattr(stage_bench, "measure", lambda showcase, chosen: {"model": chosen.model, "quick": chosen.quick})
+    monkeypatch.setattr(stage_bench, "misses", lambda result: ["lost"])
     for given, taken in ((harness.EMBEDDED_MODEL, Path("random Qwen3-0.6B")), (model, model)):
-        chosen = argparse.Namespace(stage=6, device="cuda", model=given, quick=False)
-        stage_bench.fit_to_device(chosen)
-        assert (chosen.model, chosen.quick) == (taken, False)
+        chosen = argparse.Namespace(device="cuda", model=given, quick=False)
+        assert stage_bench.run("6", chosen) == ({"model": taken, "quick": False}, ["lost"])
 
 
 def test_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import __main__ as command
-from benchmarks.engine import ablations, check, cpu, speculation, speed, steps
+from benchmarks.engine import ablations, speculation, speed, steps
 from benchmarks.lib import harness, process, report, tables, workloads
 from benchmarks.lib.harness import RESULTS, Contender, Measure
 from benchmarks.stages import stage_bench
+from benchmarks.stages.showcases import ENGINE, ENGINE_SHOWCASES, TARGETS
 from nanovllm import kernels
 from nanovllm.graphs.sizes import MAX_REPLAYED
 from tests.weights import VOCAB, lively_qwen3
@@ -190,8 +191,8 @@ def cpu_results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = argparse.Namespace(out=directory, model=model, device="cpu", threads=1, rounds=1, quick=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "run_process", run_here)
-        for name in cpu.TOKENS:
-            stage_bench.measure(cpu.showcase(VOCAB, True, name), options)
+        for build in ENGINE_SHOWCASES.values():
+            stage_bench.measure(build(VOCAB, quick=True), options)
     return directory
 
 
@@ -199,9 +200,9 @@ def test_the_engine_gives_hugging_faces_tokens_in_the_cpu_benchmark(cpu_results:
     result = tables.load("engine_cpu", cpu_results)
     assert result["differing_tokens"] == {}
     for figure in result["figures"]:
-        rival, _ = cpu.TARGETS[figure["key"]]
-        assert {cpu.ENGINE, rival} <= figure["values"].keys()
-    assert all(r["scenarios"]["one"]["ttft_ms"] > 0 for r in result["rounds"] if r["contender"] == cpu.ENGINE)
+        rival, _ = TARGETS[figure["key"]]
+        assert {ENGINE, rival} <= figure["values"].keys()
+    assert all(r["scenarios"]["one"]["ttft_ms"] > 0 for r in result["rounds"] if r["contender"] == ENGINE)
 
 
 # --- tables and the check --------------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ def test_the_check_compares_the_engine_too(
         if figure["key"] == "rate_16":
             figure["values"] = {"nanovllm": {"median": 50.0}, "HF one by one": {"median": 10.0}}
     (tmp_path / "engine_cpu.json").write_text(json.dumps(measured))
-    arguments = ["check", "engine", "--results", str(tmp_path)]
+    arguments = ["bench", "engine", "--check", "--results", str(tmp_path)]
 
     def fresh(rate: float) -> Callable[..., dict[str, Any]]:
         again = json.loads(json.dumps(measured))
@@ -266,9 +267,9 @@ def test_the_check_compares_the_engine_too(
         return lambda *_: again
 
     monkeypatch.setattr(sys, "argv", arguments)
-    monkeypatch.setattr(check, "measure", fresh(40.0))
-    check.main()
-    monkeypatch.setattr(check, "measure", fresh(30.0))
+    monkeypatch.setattr(stage_bench, "measure", fresh(40.0))
+    stage_bench.main()
+    monkeypatch.setattr(stage_bench, "measure", fresh(30.0))
     with pytest.raises(SystemExit, match="engine: the recorded gain is not borne out"):
-        check.main()
+        stage_bench.main()
     assert "4.00" in capsys.readouterr().out

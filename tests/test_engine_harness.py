@@ -3,12 +3,13 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.engine import compare, ours, speed
+from benchmarks.engine import ours, speed
 from benchmarks.engine.__main__ import parse
 from benchmarks.lib import harness
 from benchmarks.lib.harness import Comparison, Contender, Figure, Showcase, metric
@@ -23,11 +24,11 @@ def options_of(out: Path, **changes: Any) -> argparse.Namespace:
     return options
 
 
-def tiny_showcase(*names: str) -> Showcase:
+def tiny_showcase(measure: Callable[[Contender], dict[str, Any]], *names: str) -> Showcase:
     spec = {"package": "nanovllm", "options": {"device": "cpu", "max_model_len": 64}, "variant": None, "path": None}
     figure = Figure("speed", "speed", "tokens/s", "higher", metric("s", "speed"))
     contenders = [Contender(name, spec) for name in names]
-    return Showcase("tiny", "", "", contenders, [figure])
+    return Showcase("tiny", "", "", contenders, [figure], run=lambda contender, options: measure(contender))
 
 
 def answer(*speeds: float) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def test_contenders_take_turns_and_every_repetition_counts(tmp_path: Path) -> No
         called.append(contender.name)
         return answer(10.0 * len(called), 10.0 * len(called) + 1)
 
-    result = Comparison(tiny_showcase("a", "b"), options_of(tmp_path)).run(measure)
+    result = Comparison(tiny_showcase(measure, "a", "b"), options_of(tmp_path)).run()
     assert called == ["a", "b", "b", "a"]
     [figure] = result["figures"]
     assert figure["values"]["a"] == {"median": 25.5, "min": 10.0, "max": 41.0}
@@ -59,7 +60,7 @@ def test_a_run_that_is_cut_short_keeps_its_rounds(tmp_path: Path) -> None:
         return answer(1.0)
 
     with pytest.raises(KeyboardInterrupt):
-        Comparison(tiny_showcase("a", "b"), options_of(tmp_path)).run(measure)
+        Comparison(tiny_showcase(measure, "a", "b"), options_of(tmp_path)).run()
     assert [r["contender"] for r in json.loads((tmp_path / "tiny.json").read_text())["rounds"]] == ["a"]
 
 
@@ -69,15 +70,15 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
             raise RuntimeError("b failed: no such kernel")
         return answer(1.0)
 
-    comparison = Comparison(tiny_showcase("a", "b", "c"), options_of(tmp_path))
-    result = comparison.run(measure)
+    comparison = Comparison(tiny_showcase(measure, "a", "b", "c"), options_of(tmp_path))
+    result = comparison.run()
     assert result["figures"][0]["values"].keys() == {"a", "c"}
     assert result["failures"] == {"b": "b failed: no such kernel"} == comparison.failures
 
 
 def test_the_commit_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOVLLM_COMMIT", "abc")
-    result = Comparison(tiny_showcase("a"), options_of(tmp_path)).run(lambda _: answer(1.0))
+    result = Comparison(tiny_showcase(lambda _: answer(1.0), "a"), options_of(tmp_path)).run()
     assert result["commit"] == {"hash": "abc", "modified": False}
 
 
@@ -114,7 +115,7 @@ def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
     options = options_of(tmp_path, rounds=1, repeats=1, vllm_path=str(site))
     monkeypatch.setattr(speed, "QUICK_SMALL", {"batches": [1], "prompt_len": 4, "num_tokens": 3, "highest_id": 500})
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    result = compare(speed.latency(options), options).result()
+    result = Comparison(speed.latency(options), options).run()
     assert result["failures"] == {}
     assert {name: e["engine"] for name, e in result["engines"].items()} == {"nanovllm": "nanovllm", "vLLM": "vllm 9.9"}
     assert len({r["pid"] for r in result["rounds"]}) == 2

@@ -92,10 +92,10 @@ def test_a_wrong_sum_is_no_measurement() -> None:
             return x
 
     part = partial(tensor_parallel.measure_rows, "gloo", [64])
-    [[row], _] = Threads.run(2, part)  # type: ignore[arg-type]
+    [[row], _] = Threads.run(2, part)
     assert row["bytes"] == 64 and row["gloo"] > 0
     with pytest.raises(RuntimeError, match="gloo gave a wrong sum of 64 bytes"):
-        Deaf.run(2, part)  # type: ignore[arg-type]
+        Deaf.run(2, part)
 
 
 @pytest.mark.slow

@@ -1,12 +1,10 @@
-"""The engine, beside vLLM: the contenders of its benchmarks, and how these are run."""
+"""The engine, beside vLLM: the contenders of its benchmarks."""
 
 import argparse
 import importlib.util
-from collections.abc import Collection
 from typing import Any
 
-from benchmarks.lib import harness
-from benchmarks.lib.harness import Comparison, Contender, Showcase
+from benchmarks.lib.harness import Contender
 from benchmarks.lib.workloads import SHAPES
 
 SHAPE, LARGE_SHAPE = SHAPES / "Qwen3-0.6B", SHAPES / "Qwen3-8B"
@@ -34,18 +32,3 @@ def vllm(options: argparse.Namespace, name: str = "vLLM", **config: Any) -> list
         return []
     spec = {"package": "vllm", "options": {**engine_options(options), **config}, "path": options.vllm_path}
     return [Contender(name, spec)]
-
-
-def compare(showcase: Showcase, options: argparse.Namespace, only: Collection[str] | None = None) -> Comparison:
-    """Measure every contender (or those in `only`, see `Comparison.run`), each in processes of its own."""
-    repeats = {} if showcase.repeats is None else {"repeats": options.repeats or showcase.repeats}
-
-    def run(contender: Contender) -> dict[str, Any]:
-        if showcase.run is not None:
-            return showcase.run(contender, options)
-        assert showcase.measure is not None
-        return harness.run_process(contender, showcase.measure, repeats | showcase.arguments, options)
-
-    comparison = Comparison(showcase, options)
-    comparison.run(run, only)
-    return comparison

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine import LARGE_SHAPE, SHAPE, ablations, arrivals, compare, speculation, speed, steps
+from benchmarks.engine import LARGE_SHAPE, SHAPE, ablations, arrivals, speculation, speed, steps
 from benchmarks.engine import tensor_parallel as ranks
-from benchmarks.lib.harness import EMBEDDED_MODEL, make_parser
+from benchmarks.lib.harness import EMBEDDED_MODEL, Comparison, make_parser
 
 SHOWCASES = {
     "throughput": speed.throughput,
@@ -65,7 +65,9 @@ def run(name: str, options: argparse.Namespace) -> bool:
     try:
         if name == SPECULATION:
             return speculation.run(chosen)
-        return not compare(SHOWCASES[name](chosen), chosen, options.only).failures
+        comparison = Comparison(SHOWCASES[name](chosen), chosen)
+        comparison.run(options.only)
+        return not comparison.failures
     except (RuntimeError, SystemExit) as error:  # nothing could be measured
         print(f"{name}: {error}", flush=True)
         return False

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.engine import ours
-from benchmarks.engine.cpu import SMOLLM2
 from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Comparison, Figure, Measured, Showcase
 from benchmarks.lib.process import CLOCKS, Engine, choose_clock, random_prompts
 from benchmarks.lib.tables import Result
+from benchmarks.stages.showcases import SMOLLM2
 from nanovllm.engine.sequence import Sequence as EngineSequence
 from nanovllm.outputs import SpeculationStats
 from nanovllm.sampling_params import derive_seed

@@ -137,7 +137,7 @@ def all_reduces(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     sizes = QUICK_SIZES if options.quick else SIZES
     for kind, switch in {"nccl": 0, "symmetric": max(sizes)}.items() if options.device != "cpu" else [("gloo", 0)]:
         arguments = {"ranks": ranks, "device": options.device, "kind": kind, "sizes": sizes}
-        contender, environment = Contender(f"the all-reduce by {kind}", {}), {SWITCH: str(switch)}
+        contender, environment = Contender(f"the all-reduce by {kind}"), {SWITCH: str(switch)}
         try:
             done = harness.run_process(contender, measure, arguments, options, environment, SECONDS)
         except RuntimeError as error:

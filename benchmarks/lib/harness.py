@@ -50,12 +50,10 @@ Measure = Callable[..., list[Any]]  # in a process of its own: figures of each r
 
 @dataclass(frozen=True)
 class Contender:
-    """`spec` is what its process needs to know; `only` names the scenarios that it takes part in (None: all);
-    `arguments` of the benchmark's `measure` are for it alone."""
+    """`spec` is what its process needs to know; `arguments` of the benchmark's `measure` are for it alone."""
 
     name: str
-    spec: dict[str, Any]
-    only: tuple[str, ...] | None = None
+    spec: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,10 +73,10 @@ class Showcase:
     """What is compared.
 
     `contender` (default: the first) is to win the figure `headline` against `rival` (default: the last). The tables of
-    the README have the figures in `shown` (default: all). `scenarios` are for stages and Hugging Face. For the engine,
-    `measure` and `arguments` are what the process of a contender calls, `rounds` is the number of such processes, and
-    `repeats` that of measurements in each; `run` is for a contender that takes several processes (see `run_process`).
-    The result has `extra` in it, and what `derive` makes of it.
+    the README have the figures in `shown` (default: all). `measure` and `arguments` are what the process of a contender
+    calls, `rounds` is the number of such processes, and `repeats` that of measurements in each; `run` is for a
+    contender that takes several processes (see `run_process`). `scenarios` are for stages and Hugging Face. The result
+    has `extra` in it, and what `derive` makes of it.
     """
 
     name: str
@@ -224,10 +222,8 @@ class Comparison:
         self.failures: dict[str, str] = {}
         self.earlier_failures: dict[str, str] = {}  # in the file that is added to
 
-    def run(
-        self, measure: Callable[[Contender], dict[str, Any]], only: Collection[str] | None = None
-    ) -> dict[str, Any]:
-        """Call `measure` for every contender in every round (see `run_process`), write it all down and print it.
+    def run(self, only: Collection[str] | None = None) -> dict[str, Any]:
+        """Measure every contender in every round, write it all down and print it.
 
         only: the names of the contenders to measure. Of the others the result keeps what is in the file already.
         """
@@ -241,7 +237,7 @@ class Comparison:
                     continue
                 begin = time.perf_counter()
                 try:
-                    measured = measure(contender)
+                    measured = self.measure(contender)
                 except RuntimeError as error:
                     self.failures[contender.name] = str(error)
                     print(error, flush=True)
@@ -252,6 +248,14 @@ class Comparison:
         if not self.records:
             sys.exit(f"{self.showcase.name}: nothing could be measured")
         return self.finish()
+
+    def measure(self, contender: Contender) -> dict[str, Any]:
+        s = self.showcase
+        if s.run is not None:
+            return s.run(contender, self.options)
+        assert s.measure is not None
+        repeats = {} if s.repeats is None else {"repeats": self.options.repeats or s.repeats}
+        return run_process(contender, s.measure, repeats | s.arguments, self.options)
 
     def keep_others(self, measured_now: Collection[str]) -> None:
         """Take over the other contenders from the file that will be written, if the same was measured there."""

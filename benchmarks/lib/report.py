@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.engine import ablations, cpu, gpu_tests, speculation, speed, steps, tensor_parallel
+from benchmarks.engine import ablations, gpu_tests, speculation, speed, steps, tensor_parallel
 from benchmarks.kernels import attention, linears
 from benchmarks.lib import tables
 from benchmarks.lib.harness import RESULTS, ROOT, make_parser
@@ -30,13 +30,13 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], li
     "prefix": (("prefix",), tables.of_engine),
     "mixed": (("mixed",), tables.of_engine),
     "phases": (("phases",), steps.table),
-    "engine_cpu": (("engine_cpu", "engine_cpu_smollm2"), cpu.table),
+    "engine_cpu": (("engine_cpu", "engine_cpu_smollm2"), stage_bench.engine_cpu_table),
     "speculation": (("speculation", "speculation_ngram"), speculation.table),
     "gpu_tests": (("gpu_tests",), gpu_tests.table),
     "tensor_parallel": (("tensor_parallel",), tensor_parallel.table),
     "serving": (("serving",), serving.table),
     "speed": (("throughput", "latency"), speed.short_table),
-    "speed_cpu": (("engine_cpu",), cpu.sentence),
+    "speed_cpu": (("engine_cpu",), stage_bench.engine_cpu_sentence),
     "kernels": (("kernels",), attention.table),
     "linears": (("linears",), linears.table),
 }
