@@ -89,7 +89,7 @@ replay: $(STAMP) ## show a recorded race, or one engine of it (ARGS="--engine st
 	$(RUN) -m tools.race.replay $(ARGS)
 
 ladder: $(STAMP) ## one workload through every stage and Hugging Face, drawn as a picture
-	$(RUN) -m benchmarks.stages.ladder $(ARGS)
+	$(RUN) -m benchmarks.stages.stage_bench ladder $(ARGS)
 
 bench: $(STAMP) ## the engine on a GPU, into build/bench (ARGS="--vllm-path DIR": vLLM beside it, from there)
 	$(RUN) -m benchmarks.engine $(ENGINE_BENCHMARKS) --out build/bench $(ARGS)

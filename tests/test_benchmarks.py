@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks.lib import harness, process, report, tables
 from benchmarks.lib.workloads import Request, Scenario, make_requests
-from benchmarks.stages import ladder, runners, stage_bench
+from benchmarks.stages import runners, stage_bench
 from benchmarks.stages.runners import stage_contender
-from benchmarks.stages.showcases import SHOWCASES
+from benchmarks.stages.showcases import OTHERS, SHOWCASES
 from stages.manifest import load_stages
 from tests.weights import VOCAB, lively_qwen3
 
@@ -44,7 +44,7 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "run_process", in_this_process)
-        for build in [*SHOWCASES.values(), ladder.showcase]:
+        for build in [*SHOWCASES.values(), OTHERS["ladder"]]:
             stage_bench.measure(build(VOCAB, quick=True), options(directory, model))
     return directory
 
@@ -271,10 +271,10 @@ def test_the_check_has_a_stated_tolerance() -> None:
 
 
 def test_the_ladder_is_drawn(results: Path, tmp_path: Path) -> None:
-    ladder.draw(tables.load("ladder", results), tmp_path / "figures" / "ladder.png")
+    stage_bench.draw(tables.load("ladder", results), tmp_path / "figures" / "ladder.png")
     drawn = (tmp_path / "figures" / "ladder.png").read_bytes()
     assert drawn.startswith(b"\x89PNG")
-    ladder.draw(tables.load("ladder", results), tmp_path / "again.png")
+    stage_bench.draw(tables.load("ladder", results), tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == drawn
 
 

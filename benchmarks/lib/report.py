@@ -18,13 +18,13 @@ from benchmarks.kernels import attention, linears
 from benchmarks.lib import tables
 from benchmarks.lib.harness import RESULTS, ROOT, make_parser
 from benchmarks.serving import load as serving
-from benchmarks.stages import ladder, stage_bench
+from benchmarks.stages import stage_bench
 from benchmarks.stages.showcases import SHOWCASES
 
 # The results that a table is made from, and the function that makes it from those that exist, by name
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], list[str]]]] = {
     "stages": (tuple(f"stage_{n}" for n in SHOWCASES), stage_bench.stages_table),
-    "ladder": (("ladder",), ladder.table),
+    "ladder": (("ladder",), stage_bench.ladder_table),
     "engine": (("throughput", "latency", "startup", "idle"), speed.table),
     "ablations": (("ablations",), ablations.table),
     "prefix": (("prefix",), tables.of_engine),

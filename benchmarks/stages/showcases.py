@@ -1,5 +1,5 @@
-"""The showcase of every stage: the workload that shows what it is for, and one or two where it gains nothing; and the
-engine's on a CPU, beside Hugging Face.
+"""The showcase of every stage: the workload that shows what it is for, and one or two where it gains nothing; one
+workload for all stages; and the engine on a CPU, beside Hugging Face.
 
 Lengths are chosen so that a showcase takes about two minutes on two slow cores. `quick` makes them tiny, for tests:
 the figures then mean nothing.
@@ -225,6 +225,36 @@ def tensor_parallel(vocab_size: int, quick: bool = False) -> Showcase:
     )
 
 
+def ladder(vocab_size: int, quick: bool = False) -> Showcase:
+    """One identical workload through Hugging Face and every stage."""
+    count, prompt, output, shared, slots = (
+        (4, (4, 12), (2, 4), 16, 128) if quick else (18, (16, 64), (8, 24), 192, 1536)
+    )
+    own = make_requests(mixed_lengths(count, prompt, output, seed=7, long_every=6, long=3), vocab_size, seed=7)
+    with_prefix = share_prefix(own, shared, vocab_size, seed=7)
+    requests = [with_prefix[i] if i % 3 else own[i] for i in range(count)]  # two in three share their beginning
+    contenders = [hf_contender(HF_ONE), hf_contender(HF_BATCH, batch=True)]
+    contenders.append(hf_contender("HF padded, any memory", batch=True, limited=False))
+    contenders += [stage_contender(n) for n in (1, 2, 3, 4, 5)]
+    return Showcase(
+        name="ladder",
+        title="One workload through every stage",
+        workload=f"{count} requests of {range_of(prompt, output)}, every sixth three times as long; two in three open "
+        f"with the same {shared} tokens; KV memory for {slots} tokens, at most 8 sequences in a step"
+        " (Hugging Face once with all the memory it wants)",
+        contenders=contenders,
+        scenarios=[Scenario("ladder", [requests], kv_slots=slots, max_num_seqs=8)],
+        figures=[
+            higher("throughput", "throughput", "tokens/s", "ladder", "tokens_per_second"),
+            lower("ttft", "time to first token", "ms", "ladder", "ttft_ms"),
+            higher("at_once", "sequences at once", "", "ladder", "most_at_once"),
+        ],
+        shown=("throughput",),
+        contender="stage 5",
+        rival="stage 1",
+    )
+
+
 # --- the engine on a CPU ----------------------------------------------------------------------------------------------
 
 
@@ -267,7 +297,7 @@ SHOWCASES = dict(
         (naive, kv_cache, paged_blocks, prefix_caching, continuous_batching, cuda_graphs, tensor_parallel), start=1
     )
 )
-ENGINE_SHOWCASES = {"engine": engine_cpu, "smollm2": engine_cpu_smollm2}
+OTHERS = {"ladder": ladder, "engine": engine_cpu, "smollm2": engine_cpu_smollm2}
 # Showcases that say something on a GPU only, and the shape of the model that they are recorded with (benchmarks/shapes)
 NEED_A_GPU = {"6": "Qwen3-0.6B"}
 

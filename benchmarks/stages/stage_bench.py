@@ -5,9 +5,10 @@
 Prints a table and writes benchmarks/results/stage_N.json (with the card in its name if there is one). A showcase that
 needs a GPU runs on a CPU as well, but only as `--quick`: that shows that it works, and measures nothing.
 
-`engine` and `smollm2` in the place of the number are the engine on a CPU beside Hugging Face, in float32, with the
-embedded model and with SmolLM2-135M-Instruct (`make bench-cpu`). With `--check` nothing is recorded: a gain may fall by
-`TOLERANCE` from the recorded one, but never to 1 (`make bench-check`).
+In the place of the number, `ladder` is one workload through every stage and Hugging Face, drawn as a picture for docs
+(`make ladder`). `engine` and `smollm2` are the engine on a CPU beside Hugging Face, in float32, with the embedded model
+and with SmolLM2-135M-Instruct (`make bench-cpu`). With `--check` nothing is recorded: a gain may fall by `TOLERANCE`
+from the recorded one, but never to 1 (`make bench-check`).
 """
 
 import argparse
@@ -29,10 +30,10 @@ from benchmarks.lib.workloads import random_checkpoint
 from benchmarks.stages import runners
 from benchmarks.stages.showcases import (
     ENGINE,
-    ENGINE_SHOWCASES,
     HF_BATCH,
     HF_ONE,
     NEED_A_GPU,
+    OTHERS,
     SHOWCASES,
     SMOLLM2,
     TARGETS,
@@ -41,7 +42,10 @@ from benchmarks.stages.showcases import (
 from stages.manifest import load_stages
 from tools import until_ctrl_c
 
-KNOWN = {**{str(number): build for number, build in SHOWCASES.items()}, **ENGINE_SHOWCASES}
+KNOWN = {**{str(number): build for number, build in SHOWCASES.items()}, **OTHERS}
+FIGURE = harness.ROOT / "docs" / "figures" / "ladder.png"
+# Okabe and Ito's palette: told apart with any colour vision, and in grey
+STAGE_COLOUR, HF_COLOUR = "#0072B2", "#B9B9B9"
 TOLERANCE = 0.3  # share by which a gain may fall
 
 
@@ -134,6 +138,18 @@ def whole_table(result: dict[str, Any]) -> list[str]:
     return [*tables.whole(result), *(f"- {remark}" for remark in remarks), *footer([result])]
 
 
+def ladder_table(results: dict[str, Result]) -> list[str]:
+    """A row for each contender."""
+    result = results["ladder"]
+    titles, figures = tables.contender_titles(), result["figures"]
+    throughput = tables.figures(result)[result["headline"]]
+    lines = tables.head("", *map(tables.label, figures), "against stage 1")
+    for name in tables.contenders(result):
+        cells = [tables.cell(figure, name, "{}") for figure in figures]
+        lines.append(tables.row(titles.get(name, name), *cells, tables.ratio(throughput, name, result["rival"])))
+    return [*lines, "", f"Workload: {result['workload']}.", *footer([result])]
+
+
 def engine_cpu_table(results: dict[str, Result]) -> list[str]:
     """Both models beside Hugging Face."""
     names = [ENGINE, HF_ONE, HF_BATCH]
@@ -166,6 +182,37 @@ def engine_cpu_sentence(results: dict[str, Result]) -> list[str]:
     ]
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Throughput of every contender as bars, with the spread over the rounds; legible at half the page's width."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib import pyplot as plt
+
+    figure = tables.figures(result)["throughput"]
+    titles, values = tables.contender_titles(), figure["values"]
+    labels = [titles.get(name, name) for name in values]
+    medians = [value["median"] for value in values.values()]
+    below = [value["median"] - value["min"] for value in values.values()]
+    above = [value["max"] - value["median"] for value in values.values()]
+    colours = [STAGE_COLOUR if name in titles else HF_COLOUR for name in values]
+
+    with plt.rc_context({"font.size": 16}):
+        canvas, axes = plt.subplots(figsize=(10, 5.6), layout="constrained")
+        axes.barh(labels, medians, xerr=[below, above], color=colours, edgecolor="black", ecolor="black", capsize=5)
+        for row, (median, upper) in enumerate(zip(medians, above, strict=True)):
+            text, where = tables.number(median, "tokens/s"), (median + upper, row)
+            axes.annotate(text, where, (8, 0), textcoords="offset points", va="center")
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.18 * max(m + a for m, a in zip(medians, above, strict=True)))
+        axes.set_xlabel(f"output {figure['unit']} (median of {tables.num_rounds(result)} rounds)")
+        axes.spines[["top", "right"]].set_visible(False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # No version of matplotlib in the file, so that drawing the same result again gives the same bytes
+        canvas.savefig(path, dpi=100, metadata={"Software": None})
+        plt.close(canvas)
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +237,8 @@ def run(name: str, options: argparse.Namespace) -> tuple[Result, list[str]] | No
         chosen.model = random_checkpoint(shape)
     showcase = KNOWN[name](vocab_size(chosen.model), chosen.quick)
     result = measure(within_reach(showcase, chosen.device), chosen)
+    if name == "ladder" and not chosen.quick:
+        draw(result, FIGURE)
     return result, [] if chosen.quick else misses(result)
 
 
