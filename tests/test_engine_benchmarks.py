@@ -179,6 +179,9 @@ def test_an_ablation_adds_to_what_an_earlier_run_has_written(
     values, added = (result["figures"][0]["values"] for result in (before, after))
     assert values == {name: value for name, value in added.items() if name != "blocks of 16"} != added
     assert after["failures"] == before["failures"]
+    with pytest.raises(SystemExit, match="not complete: ablations"):
+        command.main(["ablations", *QUICK, *told[:-1], "blocks of 61"])
+    assert json.loads((tmp_path / "ablations.json").read_text()) == after
 
 
 # --- the CPU table ---------------------------------------------------------------------------------------------------

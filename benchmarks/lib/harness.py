@@ -228,6 +228,9 @@ class Comparison:
         only: the names of the contenders to measure. Of the others the result keeps what is in the file already.
         """
         start = time.perf_counter()
+        names = [contender.name for contender in self.showcase.contenders]
+        if unknown := set(only or ()) - set(names):
+            sys.exit(f"there is no contender {min(unknown)!r}; there are {', '.join(names)}")
         contenders = [c for c in self.showcase.contenders if only is None or c.name in only]
         if only is not None:
             self.keep_others(only)
