@@ -244,7 +244,7 @@ def test_stage_bench_writes_what_it_prints(
     model: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(harness, "run_process", fake_process(results, 4))
-    command = ["bench", "4", "--quick", "--rounds", "2", "--model", str(model), "--results", str(tmp_path)]
+    command = ["bench", "4", "--quick", "--rounds", "2", "--model", str(model), "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", command)
     stage_bench.main()
     written = tables.load("stage_4", tmp_path)
@@ -282,7 +282,7 @@ def test_a_showcase_that_needs_a_gpu_is_only_tried_out_without_one(
     model: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(harness, "run_process", fake_process(results, 6))
-    command = ["bench", "6", "--rounds", "1", "--model", str(model), "--results", str(tmp_path)]
+    command = ["bench", "6", "--rounds", "1", "--model", str(model), "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", command)
     stage_bench.main()  # lost or won, it is no failure
     out = " ".join(capsys.readouterr().out.split())

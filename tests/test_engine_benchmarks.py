@@ -262,7 +262,7 @@ def test_the_check_compares_the_engine_too(
         if figure["key"] == "rate_16":
             figure["values"] = {"nanovllm": {"median": 50.0}, "HF one by one": {"median": 10.0}}
     (tmp_path / "engine_cpu.json").write_text(json.dumps(measured))
-    arguments = ["bench", "engine", "--check", "--results", str(tmp_path)]
+    arguments = ["bench", "engine", "--check", "--out", str(tmp_path)]
 
     def fresh(rate: float) -> Callable[..., dict[str, Any]]:
         again = json.loads(json.dumps(measured))

@@ -55,7 +55,7 @@ if [ -n "$tests" ]; then
 fi
 for stage in ${STAGES:-}; do
   if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.pictures.decode_profile --out "$out" || status=1; fi
-  "$python" -m benchmarks.stages.stage_bench "$stage" --device cuda --rounds "${ROUNDS:-2}" --results "$out" || status=1
+  "$python" -m benchmarks.stages.stage_bench "$stage" --device cuda --rounds "${ROUNDS:-2}" --out "$out" || status=1
 done
 if [ -n "${KERNELS:-}" ]; then
   for kind in attention linears; do "$python" -m "benchmarks.kernels.$kind" --out "$out" || status=1; done

@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of every contender (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of every contender (default 3)")
     parser.add_argument("--quick", action="store_true", help="a tiny workload: for tests, its figures mean nothing")
-    parser.add_argument("--results", type=Path, dest="out", help="directory for the JSON (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, help="directory for the JSON (default: benchmarks/results)")
 
 
 def vocab_size(model: Path) -> int:
