@@ -36,14 +36,14 @@ VLLM_SAMPLING_DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "ignore_eos": False, "max_tokens": 16, "min_tokens": 0,
     "logprobs": None, "skip_special_tokens": True, "include_stop_str_in_output": False,
-    "logit_bias": None, "allowed_token_ids": None,
+    "logit_bias": None, "allowed_token_ids": None, "prompt_logprobs": None, "structured_outputs": None,
 }  # fmt: skip
 VLLM_FIELDS = {
     Logprob: ("logprob", "rank", "decoded_token"),
     CompletionOutput: (
         "index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason",
     ),
-    RequestOutput: ("request_id", "prompt", "prompt_token_ids", "outputs", "finished", "metrics"),
+    RequestOutput: ("request_id", "prompt", "prompt_token_ids", "outputs", "finished", "metrics", "prompt_logprobs"),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.fused.threshold import EVERY_ID, _key, _score
+from nanovllm.kernels.fused.search import EVERY_ID, key_of, score_of
 from nanovllm.kernels.launch import overlaps_launches
 
 PART = 512  # logits
@@ -29,13 +29,13 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _place(score, token):  # type: ignore[no-untyped-def]
     """int64 that is larger for a larger score, and among equal scores for a lower token id."""
-    return (_key(score, 1).to(tl.int64) << 32) | (token ^ EVERY_ID).to(tl.int64)
+    return (key_of(score, 1).to(tl.int64) << 32) | (token ^ EVERY_ID).to(tl.int64)
 
 
 @triton.jit
 def _placed(place):  # type: ignore[no-untyped-def]
     """The score and the token id that have this place."""
-    return _score((place >> 32).to(tl.int32), 1), place.to(tl.int32) ^ EVERY_ID
+    return score_of((place >> 32).to(tl.int32), 1), place.to(tl.int32) ^ EVERY_ID
 
 
 @triton.jit
