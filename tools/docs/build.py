@@ -4,11 +4,6 @@ Sphinx reads what is put together in build/docs/source: the pages of docs/, the 
 page for each source file of SHOWN and for each other source file that a page names, and the pages and diagrams that are
 made from the code and from what was measured (tools/docs/pages.py). Links to files of the repository become links to
 their pages, and so do names of files in the text.
-
-At last every picture is drawn once more for dark mode. The pictures are drawn on white. Dimming a white picture leaves
-a grey box. Inverting it turns light blue into dark, and the text speaks of light blue. So only what has no colour is
-inverted: white becomes the page, black becomes ink. Strong colours stay, a little lighter. Pale colours stand out as
-little from the dark page as they did from white.
 """
 
 from __future__ import annotations
@@ -22,9 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from tools import ROOT
 from tools.docs import pages
 
@@ -35,15 +27,9 @@ LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
 FORMULA = re.compile(r"(?<![\w`$\\])\$(?=\S)([^$`\n]+?)(?<=\S)\$(?![\w$])")
 SPELLED = {"\\min": "min", "\\max": "max", "\\sum": "Σ", "\\dots": "…", "\\,": "\u2009", "-": "−"}
-MADE = {"states": pages.states_tables, "ladder": pages.ladder, "rooms": pages.rooms}
+MADE = {"ladder": pages.ladder, "rooms": pages.rooms}
 MARKER = "# NBVAL_CHECK_OUTPUT\n"
 ABOUT_MARKER = re.compile(r" The mark `# NBVAL_CHECK_OUTPUT`[^.]*\.", re.DOTALL)
-PAGE, INK = np.array([0x12, 0x12, 0x12]) / 255, np.array([0xE6, 0xE9, 0xEF]) / 255  # of the theme
-FULL = 0.5  # a colour with at least this chroma is a strong one
-PALE = 1.9  # exponent: the larger, the weaker pale colours become
-LIGHTER = 0.2  # share of white that is added to a strong colour
-COLOURS = 64  # of the palette of a dark picture
-IMAGE = re.compile(r'<img\b[^>]*\bsrc="([^"]*_images/[^"]+)\.png"[^>]*>')
 
 
 class Site:
@@ -58,8 +44,8 @@ class Site:
         """The address on the site of a file of the repository. Raises ValueError for a file without a page."""
         if not (ROOT / path).is_file():
             raise ValueError(f"a page links to {path}, and there is no such file")
-        if path.startswith("notebooks/"):
-            return f"/{path}"
+        if path.startswith(("notebooks/", "docs/")):
+            return f"/{path.removeprefix('docs/')}"
         if path.endswith(".py") and path.split("/")[0] in NAMED:
             self.sources.add(path)
             return f"/source/{path.removesuffix('.py')}.md"
@@ -132,7 +118,6 @@ def prepare(source: Path) -> None:
     """Write everything that Sphinx reads into `source`. Raises ValueError for a link that leads nowhere."""
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT / "docs", source)
-    write(source / "api.md", pages.api_page())
     write(source / "commands.md", pages.commands_page())
     site = Site()
     for page in source.glob("*.md"):
@@ -143,44 +128,6 @@ def prepare(source: Path) -> None:
     site.source_pages(source / "source")
 
 
-def darkened(rgb: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """A picture for a dark page: rgb [height, width, 3] from 0 to 1, drawn on white -> the same shape."""
-    high, low = rgb.max(-1, keepdims=True), rgb.min(-1, keepdims=True)  # [height, width, 1]
-    plain = PAGE + (INK - PAGE) * (1 - (high + low) / 2)
-    share = np.clip((high - low) / FULL, 0, 1)  # of colour; the rest of the pixel is white
-    colour = np.clip((rgb - (1 - share)) / np.maximum(share, 1e-3), 0, 1)
-    weight = share**PALE
-    return plain * (1 - weight) + (colour * (1 - LIGHTER) + LIGHTER) * weight
-
-
-def write_darkened(path: Path, target: Path) -> None:
-    from PIL import Image  # here, because only a whole build needs Pillow
-
-    rgb = np.asarray(Image.open(path).convert("RGB"), dtype=np.float64) / 255
-    dark = Image.fromarray((darkened(rgb).clip(0, 1) * 255).round().astype(np.uint8))
-    dark.quantize(COLOURS, dither=Image.Dither.NONE).save(target, optimize=True)
-
-
-def with_class(tag: str, name: str) -> str:
-    if found := re.search(r'\bclass="', tag):
-        return f"{tag[: found.end()]}{name} {tag[found.end() :]}"
-    return tag.replace("<img", f'<img class="{name}"', 1)
-
-
-def add_dark_pictures(html: Path) -> None:
-    """Write a dark picture beside each one of the built site, and put both on every page: the theme hides one."""
-
-    def both(match: re.Match[str]) -> str:
-        dark = match[0].replace(f"{match[1]}.png", f"{match[1]}.dark.png")
-        return with_class(match[0], "only-light") + with_class(dark, "only-dark")
-
-    for path in sorted((html / "_images").glob("*.png")):
-        write_darkened(path, path.with_suffix(".dark.png"))
-    for page in html.rglob("*.html"):
-        if "_static" not in page.parts:
-            page.write_text(IMAGE.sub(both, page.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.docs.build", description="Build the site.")
     parser.add_argument("--out", type=Path, default=BUILD, help="directory for source and html (default: build/docs)")
@@ -189,7 +136,6 @@ def main(arguments: list[str] | None = None) -> int:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", out / "source", out / "html"]
     code = subprocess.run([str(part) for part in command], cwd=ROOT).returncode
     if code == 0:
-        add_dark_pictures(out / "html")
         print(out / "html" / "index.html")
     return code
 

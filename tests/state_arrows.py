@@ -1,4 +1,4 @@
-"""What becomes of a sequence and of a KV block, found out from the code: `docs/architecture.md` shows it.
+"""What becomes of a sequence and of a KV block, found out from the code: the drawings in docs are held to it.
 
 The engine runs without a model on a few requests that share, wait, are preempted and end in every way there is.
 Whatever state then follows another is an arrow. The states of a sequence are those of `SequenceStatus`; those of a
