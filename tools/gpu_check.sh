@@ -54,7 +54,7 @@ if [ -n "$tests" ]; then
   "$python" -m benchmarks.engine.gpu_tests "${made[@]}" --out "$out" || status=1
 fi
 for stage in ${STAGES:-}; do
-  if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.pictures.decode_profile --out "$out" || status=1; fi
+  if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.pictures.decode_profile "$out" || status=1; fi
   "$python" -m benchmarks.stages.stage_bench "$stage" --device cuda --rounds "${ROUNDS:-2}" --out "$out" || status=1
 done
 if [ -n "${KERNELS:-}" ]; then
