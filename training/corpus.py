@@ -6,7 +6,6 @@ import hashlib
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -92,7 +91,7 @@ def build_corpus(tokenizer: Tokenizer, seed: int, num_tokens: int, processes: in
     jobs = ((seed, first, STORIES_PER_CHUNK) for first in range(0, num_tokens // 50 + 1, STORIES_PER_CHUNK))
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes, _start_worker, (tokenizer.to_str(),)) as pool:
-        for chunk in _ordered(pool, jobs, 4 * processes):
+        for chunk in pool.imap(_encode_chunk, jobs):
             for digest, story in chunk:
                 if digest in seen:
                     duplicates += 1
@@ -105,19 +104,6 @@ def build_corpus(tokenizer: Tokenizer, seed: int, num_tokens: int, processes: in
             if total >= num_tokens:
                 break
     return _join(stories, duplicates, too_long)
-
-
-def _ordered(
-    pool: multiprocessing.pool.Pool, jobs: Iterator[tuple[int, int, int]], ahead: int
-) -> Iterator[list[tuple[bytes, NDArray[np.uint16]]]]:
-    """Like `pool.imap`, but with a bounded number of jobs under way, because most of them will not be needed."""
-    pending = []
-    for job in jobs:
-        pending.append(pool.apply_async(_encode_chunk, (job,)))
-        if len(pending) >= ahead:
-            yield pending.pop(0).get()
-    for result in pending:
-        yield result.get()
 
 
 def build_validation(tokenizer: Tokenizer, seed: int, stories: int) -> Corpus:

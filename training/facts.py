@@ -97,19 +97,8 @@ def slot_values(facts: Facts, rng: random.Random) -> dict[str, str]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """`problems` in words, in the order of the text; none if the story kept its facts."""
-
-    problems: tuple[str, ...]
-
-    @property
-    def kept(self) -> bool:
-        return not self.problems
-
-
-def check_story(text: str, facts: Facts) -> Verdict:
-    """Judge a whole story, opening included, by the facts of its opening.
+def check_story(text: str, facts: Facts) -> list[str]:
+    """What is wrong with a whole story, opening included, by the facts of its opening; [] if it kept them.
 
     Names, species and nouns of objects occur only in the roles of the protagonist, the friend and the object. Any other
     word of these lists is therefore an exchange. The last paragraph must still name all three.
@@ -124,7 +113,7 @@ def check_story(text: str, facts: Facts) -> Verdict:
         problems.append(f"the {facts.object} is missing from the last paragraph")
     if not last.endswith((".", "!", "?", '"', *EMOJI)):
         problems.append("the story breaks off")
-    return Verdict(tuple(problems))
+    return problems
 
 
 def _strangers(words: list[str], facts: Facts) -> list[str]:
