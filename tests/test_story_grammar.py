@@ -6,15 +6,16 @@ import json
 import random
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from training.corpus import build_corpus, story_text, train_tokenizer
+from training.corpus import EOS_ID, build_corpus, story_text, train_tokenizer
+from training.facts import ADJECTIVES, NAMES, NOUNS, PLACES, SPECIES
 from training.grammar import PLOTS, Facts, Story, check_story, generate_story, is_held_out, opening
 from training.template import compile_template
 from training.train import render_readme
-from training.words import ADJECTIVES, NAMES, NOUNS, PLACES, SPECIES
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 COUNT = 2000
@@ -166,14 +167,17 @@ def test_the_checker_wants_an_end(stories: list[Story]) -> None:
         assert "the story breaks off" in check_story(story.text[:-4], story.facts)
 
 
-def test_the_number_of_processes_does_not_change_the_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_corpus_is_stories_in_order_each_with_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.corpus.VOCAB_SIZE", 600)
     tokenizer = train_tokenizer(0, 50)
     monkeypatch.setattr("training.corpus.STORIES_PER_CHUNK", 10)
-    one, two = (build_corpus(tokenizer, 0, 20_000, processes) for processes in (1, 2))
-    assert (one.tokens == two.tokens).all() and (one.offsets == two.offsets).all()
-    short = (text for text in (story_text(0, index) for index in range(9)) if len(tokenizer.encode(text)) <= 1000)
-    assert tokenizer.decode(one.tokens[: one.offsets[1]].tolist()) == next(short)
+    corpus = build_corpus(tokenizer, 0, 20_000)
+    assert 20_000 <= len(corpus.tokens) == corpus.offsets[-1] == corpus.lengths.sum()
+    texts = [story_text(0, index) for index in range(len(corpus.lengths) + corpus.too_long)]
+    short = [text for text in texts if len(tokenizer.encode(text)) <= 1000]
+    starts = corpus.offsets.tolist()
+    told = [corpus.tokens[start:end].tolist() for start, end in pairwise(starts)]
+    assert [tokenizer.decode(story) for story in told] == short and all(story[-1] == EOS_ID for story in told)
 
 
 @pytest.mark.skipif(not ASSETS.exists(), reason="the embedded model has not been trained yet")

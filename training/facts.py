@@ -7,12 +7,43 @@ from __future__ import annotations
 
 import random
 import re
+import tomllib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
 
-from training.words import ADJECTIVES, EMOJI, HOMES, MATERIALS, NAMES, NOUNS, PLACES, PRONOUNS, SIZES, SPECIES
+
+class Thing(NamedTuple):
+    """A treasured object. words.toml says what the fields are."""
+
+    noun: str
+    material: str
+    trait: str
+    daily: str
+    signal: str
+
+
+def read_toml(name: str) -> dict[str, Any]:
+    """The contents of a data file of this folder."""
+    return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
+
+
+WORDS: Final = read_toml("words.toml")
+
+NAMES: Final[dict[str, str]] = {  # name -> subject pronoun
+    name: pronoun for pronoun, names in WORDS["names"].items() for name in names.split()
+}
+PRONOUNS: Final[dict[str, list[str]]] = WORDS["pronouns"]  # subject -> subject, object, possessive, reflexive
+SPECIES: Final[list[str]] = WORDS["species"].split()
+ADJECTIVES: Final[list[str]] = WORDS["adjectives"].split()
+PLACES: Final[list[str]] = WORDS["places"].split()
+SIZES: Final[list[str]] = WORDS["sizes"]
+HOMES: Final[list[str]] = WORDS["homes"]
+EMOJI: Final[list[str]] = WORDS["emoji"].split()
+NOUNS: Final[dict[str, Thing]] = {row[0]: Thing(*row) for row in WORDS["objects"]}
+MATERIALS: Final[dict[str, dict[str, str]]] = WORDS["materials"]  # material -> slot -> word
 
 HELD_OUT_ONE_IN: Final = 50
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+import transformers
+
 from training.corpus import EOS, EOS_ID, VOCAB_SIZE, Corpus, build_corpus, build_validation, train_tokenizer
+from training.loop import Plan, train
+from training.models import CHAT_TEMPLATE, TEMPERATURE, compare, load, make_model, save_tokenizer, tell_stories
 
 HELD_OUT_RULE: Final = 'crc32("name|species|object") divisible by 50'
 LEARNING_RATE: Final = 3e-3
@@ -48,17 +52,10 @@ def main(arguments: list[str] | None = None) -> None:
     start = time.monotonic()
     tokenizer = train_tokenizer(seed, sizes.tokenizer_stories)
     print(f"tokenizer: {tokenizer.get_vocab_size()} entries, {time.monotonic() - start:.0f} s", flush=True)
-    corpus = build_corpus(tokenizer, seed, sizes.corpus_tokens, os.cpu_count() or 1)
+    corpus = build_corpus(tokenizer, seed, sizes.corpus_tokens)
     validation = build_validation(tokenizer, seed, sizes.validation_stories)
     size = f"{len(corpus.lengths):,} stories, {len(corpus.tokens):,} tokens"
     print(f"corpus: {size}, {time.monotonic() - start:.0f} s", flush=True)
-
-    # Only now, because every worker process of the corpus imports this module.
-    import torch
-    import transformers
-
-    from training.loop import Plan, train
-    from training.models import CHAT_TEMPLATE, TEMPERATURE, compare, load, make_model, save_tokenizer, tell_stories
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cuda.matmul.allow_tf32 = True
