@@ -15,7 +15,7 @@ import pytest
 from benchmarks.lib import tables
 from stages.manifest import load_stages
 from tests.state_arrows import START, Arrow, block_arrows, sequence_arrows
-from tools.docs import build, pages
+from tools.docs import build
 from tools.docs.build import ROOT, Site, diagram, filled
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
@@ -134,7 +134,7 @@ def test_every_stage_of_the_manifest_has_a_chapter_a_row_and_a_term() -> None:
 
 def test_every_target_of_the_makefile_is_on_the_page_of_commands() -> None:
     targets = re.findall(r"^([a-z][\w%-]*):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    page = pages.commands_page()
+    page = build.commands_page()
     assert len(targets) > 20
     for name in targets:
         assert f"| `make {name.replace('%', 'N')}` |" in page

@@ -5,11 +5,11 @@ import re
 
 from stages.checkpoint import read_config
 from stages.stage_6_cuda_graphs import bucket_ladder
+from tests.in_words import in_words
 from tests.test_lecture_counts import NO_COUNTS, text_of
 from tools import ROOT
 from tools.exercises.exercises import find_holes
 from tools.lectures import pulls
-from tools.lectures.pulls import in_words
 from tools.pictures.decode_profile import RECORDINGS, SHAPE, SHAPES, busy_us, launch_ms, read
 from tools.pictures.three_requests import NUM_BLOCKS
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.in_words import in_words
 from tools.exercises.exercises import find_holes
 from tools.lectures import lecture, pulls, slides
 from tools.lectures.lecture import ROOT, Lecture, LectureError, lecture_paths, read_lecture
-from tools.lectures.pulls import EXPERIMENTS, experiments, in_words, printed_by
+from tools.lectures.pulls import EXPERIMENTS, experiments, printed_by
 from tools.lectures.slides import render
 
 PATHS = lecture_paths()
@@ -153,7 +154,7 @@ def test_what_is_typed_exists(path: Path) -> None:
         ("Words.", "It is {{gain stage_4 nothing}}.", 3, "no figure 'nothing'"),
         ("Words.", "It is {{nonsense}}.", 3, "'nonsense' is none of"),
         ("Words.", "It is {{model colour}}.", 3, "has no whole number 'colour'"),
-        ("Words.", f'It is {{{{spoken {NOTEBOOK_4} "no_chain = patch" "cache"}}}}.', 3, "'cache' is no number"),
+        ("Words.", f'It is {{{{found {NOTEBOOK_4} "no_chain = patch" "gnu"}}}}.', 3, "has nothing like 'gnu'"),
         ("Words.", "@printed no_such", 3, "there is no lectures/experiments/no_such.txt"),
         ("Words.", '@printed stage_1_no_mask "unicorn"', 3, "no_mask printed nothing like 'unicorn'"),
         ("Words.", "@run make stage-4-dance", 3, "the Makefile has no target stage-4-dance"),
@@ -196,7 +197,7 @@ def test_code_is_the_stage_s_own_and_a_hole_hides_the_solution() -> None:
     assert part.lines[0].startswith("for block") and len(part.lines) == len(part.marked) == 1
 
 
-def test_what_is_spoken_and_printed() -> None:
+def test_what_is_said_in_words_and_what_is_found() -> None:
     spoken = [in_words(n) for n in (0, 13, 40, 95, 100, 113, 504, 1000, 2224, 127_750)]
     assert spoken == [
         *("zero", "thirteen", "forty", "ninety-five", "a hundred", "a hundred and thirteen", "five hundred and four"),
@@ -207,7 +208,6 @@ def test_what_is_spoken_and_printed() -> None:
         in_words(1_000_000)
     notebook = ("notebooks/1_naive.ipynb", "steps = [e")
     assert pulls.pull_found(*notebook, r"(\S+) in all") == "1,548"
-    assert pulls.pull_spoken(*notebook, r"(\S+) in all") == "a thousand five hundred and forty-eight"
     assert pulls.pull_printed("stage_1_no_mask", "penguin").strip().startswith("morning.")
     assert pulls.pull_inline(["model", "vocab_size"]) == "4,096"
 

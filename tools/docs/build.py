@@ -1,9 +1,8 @@
 """Build the site into build/docs/html: `make docs`. No notebook is run, nothing is fetched, and a warning is an error.
 
 Sphinx reads what is put together in build/docs/source: the pages of docs/, the notebooks with their stored outputs, a
-page for each source file of SHOWN and for each other source file that a page names, and the pages and diagrams that are
-made from the code and from what was measured (tools/docs/pages.py). Links to files of the repository become links to
-their pages, and so do names of files in the text.
+page for each source file of SHOWN and for each other source file that a page names, and what is made from the code.
+Links to files of the repository become links to their pages, and so do names of files in the text.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stages.manifest import load_stages
 from tools import ROOT
-from tools.docs import pages
 
 BUILD = ROOT / "build" / "docs"
 SHOWN = ("stages", "nanovllm", "examples")  # every source file in these folders has a page
@@ -27,7 +26,6 @@ LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
 FORMULA = re.compile(r"(?<![\w`$\\])\$(?=\S)([^$`\n]+?)(?<=\S)\$(?![\w$])")
 SPELLED = {"\\min": "min", "\\max": "max", "\\sum": "Σ", "\\dots": "…", "\\,": "\u2009", "-": "−"}
-MADE = {"ladder": pages.ladder, "rooms": pages.rooms}
 MARKER = "# NBVAL_CHECK_OUTPUT\n"
 ABOUT_MARKER = re.compile(r" The mark `# NBVAL_CHECK_OUTPUT`[^.]*\.", re.DOTALL)
 
@@ -100,11 +98,53 @@ def write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def ladder() -> str:
+    """The table of the stages, from the manifest: chapter, file, idea, and what still hurts."""
+    rows = ["| stage | the new idea | what still hurts |", "|---|---|---|"]
+    for s in load_stages():
+        chapter = f"**[{s.number}. {s.title}](../notebooks/{s.number}_{s.slug}.ipynb)**"
+        rows.append(f"| {chapter}<br>[source](../stages/{s.module_name}.py) | {s.idea} | {s.costs} |")
+    return "\n".join(rows) + "\n"
+
+
+def rooms() -> str:
+    """How large each room is. The package's rooms are its folders, the others count as one each."""
+    others = [ROOT / name for name in ("stages", "training", "benchmarks", "tools", "tests")]
+    package = ROOT / "nanovllm"
+    rows = ["| room | files | lines |", "|---|--:|--:|"]
+    inner = sorted({path.parent for path in package.glob("*/*.py")})
+    for folder in [package, *inner, *others]:
+        files = list(folder.glob("*.py") if folder == package else folder.rglob("*.py"))
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        rows.append(f"| `{folder.relative_to(ROOT).as_posix()}/` | {len(files)} | {lines:,} |")
+    return "\n".join(rows) + "\n"
+
+
+def commands_page() -> str:
+    """The page of commands: the targets of the Makefile, and the program `nanovllm`."""
+    from nanovllm.cli import parser
+
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z%-]+):.*## (.*)", makefile, re.MULTILINE)
+    rows = [f"| `make {name.replace('%', 'N')}` | {what} |" for name, what in targets]
+    additions = re.findall(r"^#   (\S.*?)  +(.*)", makefile, re.MULTILINE)
+    given = [f"| `{addition}` | {what} |" for addition, what in additions]
+    usage = parser()
+    usage.prog = "nanovllm"
+    return "\n".join(
+        [
+            "# Commands\n\n## make\n\nEvery target does its own set-up into `.venv`. N is the number of a stage.\n",
+            "| command | what it does |\n|---|---|", *rows,
+            "\nWhat can be added, as in `make test JOBS=4`:\n\n| addition | what it does |\n|---|---|", *given,
+            "\n## nanovllm\n\nIn `.venv/bin`; `nanovllm COMMAND --help` says more of each.\n",
+            f"``````text\n{usage.format_help().strip()}\n``````\n",
+        ]
+    )  # fmt: skip
+
+
 def filled(text: str) -> str:
     """A page with tables and diagrams in the place of the comments that name them."""
-    for name, make in MADE.items():
-        if f"<!-- {name} -->" in text:
-            text = text.replace(f"<!-- {name} -->", make())
+    text = text.replace("<!-- ladder -->", ladder()).replace("<!-- rooms -->", rooms())
     return re.sub(r"<!-- diagram: (\w+) -->\n", lambda m: diagram(m[1]), text)
 
 
@@ -118,7 +158,7 @@ def prepare(source: Path) -> None:
     """Write everything that Sphinx reads into `source`. Raises ValueError for a link that leads nowhere."""
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT / "docs", source)
-    write(source / "commands.md", pages.commands_page())
+    write(source / "commands.md", commands_page())
     site = Site()
     for page in source.glob("*.md"):
         page.write_text(site.linked(filled(page.read_text(encoding="utf-8"))), encoding="utf-8")
