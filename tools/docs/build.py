@@ -26,8 +26,6 @@ LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
 FORMULA = re.compile(r"(?<![\w`$\\])\$(?=\S)([^$`\n]+?)(?<=\S)\$(?![\w$])")
 SPELLED = {"\\min": "min", "\\max": "max", "\\sum": "Σ", "\\dots": "…", "\\,": "\u2009", "-": "−"}
-MARKER = "# NBVAL_CHECK_OUTPUT\n"
-ABOUT_MARKER = re.compile(r" The mark `# NBVAL_CHECK_OUTPUT`[^.]*\.", re.DOTALL)
 
 
 class Site:
@@ -57,14 +55,11 @@ class Site:
         return FILE.sub(lambda m: f"[`{m[1]}`]({self.page_of(m[1])})" if (ROOT / m[1]).is_file() else m[0], text)
 
     def notebook(self, notebook: dict[str, Any]) -> dict[str, Any]:
-        """The notebook for the site: with links, without the marks for the tests, with a text for each picture."""
+        """The notebook for the site: with links, and with a text for each picture."""
         for cell in notebook["cells"]:
             source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
-                text = FORMULA.sub(lambda m: formula(m[1]), ABOUT_MARKER.sub("", source))
-                cell["source"] = self.linked(text)
-                continue
-            cell["source"] = source.replace(MARKER, "")
+                cell["source"] = self.linked(FORMULA.sub(lambda m: formula(m[1]), source))
             for output in cell.get("outputs", ()):
                 if "image/png" in output.get("data", {}):
                     about = output.get("metadata", {}).get("image/png", {})
