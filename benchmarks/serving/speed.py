@@ -141,7 +141,7 @@ def checkpoint(tokenizer: Path) -> Path:
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = str(options.model or checkpoint(options.tokenizer))
     name = "shape"
-    contenders = []
+    contenders: list[tuple[str, list[str], str, dict[str, str]]] = []
     for number in options.api_servers:
         command = [sys.executable, "-m", "nanovllm.cli", "serve", model, "--port", "0", "--served-model-name", name]
         command += ["--api-servers", str(number), "--max-queue", "100000", "--device", options.device]
