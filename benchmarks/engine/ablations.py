@@ -99,21 +99,21 @@ NO_PREFETCH = replaced("kernels.linear.choice", "hopper_linear", lambda _: lambd
 NO_PROMPTS = replaced("graphs.sizes", "prompt_sizes", lambda _: lambda *_: [])
 BETWEEN_PRODUCTS = without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "choose_linear")
 
-# What is done in PyTorch instead when a fused kernel is taken away
+# What is done in PyTorch instead when fused kernels are taken away
 FUSED = {
-    "sample_rows": "sampling not fused",
-    "add_rms_norm": "add + RMSNorm not fused",
-    "norm_rope_write": "norm + RoPE + KV write not fused",
-    "silu_and_mul": "SiLU and multiply not fused",
-    "choose_linear": "linear layers for few tokens not fused",
-    "decode_inputs": "look-up of inputs not fused",
+    "sampling not fused": ("sample_rows", "edit_logits", "restore_logits", "top_logprobs"),
+    "add + RMSNorm not fused": ("add_rms_norm",),
+    "norm + RoPE + KV write not fused": ("norm_rope_write",),
+    "SiLU and multiply not fused": ("silu_and_mul",),
+    "linear layers for few tokens not fused": ("choose_linear",),
+    "look-up of inputs not fused": ("decode_inputs",),
 }
 
 VARIANTS: dict[str, Variant] = {
     BASE: Variant(),
     "no CUDA graphs": Variant({"enforce_eager": True}),
     "no asynchronous scheduling": Variant({"async_scheduling": False}),
-    **{label: Variant(patches=(without_kernels(name),)) for name, label in FUSED.items()},
+    **{label: Variant(patches=(without_kernels(*names),)) for label, names in FUSED.items()},
     "none of these kernels": Variant(patches=(without_kernels(*FusedKernels._fields),)),
     "torch.compile in their place": Variant(patches=(BETWEEN_PRODUCTS, compiled)),
     "paged_decode in place of ring_decode": Variant(patches=(NO_RING,)),
