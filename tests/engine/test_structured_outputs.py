@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
+from nanovllm.kernels import FusedKernels
+from nanovllm.runner import model_runner
+from nanovllm.sampling import sampler
 from nanovllm.text.grammars import TokenGrammars, TokenMatcher
 from tests.weights import lively_qwen3
 
@@ -253,6 +257,36 @@ def test_async_llm_refuses_at_once_and_compiles_in_the_callers_thread(
 
 
 # --- the slow tier: many seeds, every way to run ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_gpu_honour_the_masks(llm: LLM, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter. With guesses, whose masks are not of rows, PyTorch draws."""
+    pytest.importorskip("triton")
+    from nanovllm.kernels.fused.edits import edit_logits, restore_logits
+    from nanovllm.kernels.fused.sample import sample_rows
+
+    drawn = []
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        drawn.append(options)
+        return sample_rows(*args, **options)
+
+    fused = FusedKernels(sample_rows=counted, edit_logits=edit_logits, restore_logits=restore_logits)
+    asked = [one for one in mixed(seed=6, max_tokens=4) if one[0] in ("regex", "choice")]
+    asked.append((None, SamplingParams(seed=6, max_tokens=4)))
+    words = [*range(30, 60), 0]
+    both = StructuredOutputsParams(regex="[A-Za-z]{3}")
+    asked.append((None, SamplingParams(structured_outputs=both, allowed_token_ids=words, seed=1, logprobs=0)))
+    expected = ids(generate(llm, asked))
+    assert set(expected[-1]) <= set(words)
+    for module in (sampler, model_runner):
+        monkeypatch.setattr(module, "fused_kernels", lambda device: fused)
+    with LLM(model, **SMALL) as other:
+        assert other.engine.executor.runner.state.in_kernels
+        assert ids(generate(other, asked)) == expected and drawn
+    with LLM(model, **SMALL, speculative=NGRAM) as guessing:
+        assert ids(generate(guessing, asked)) == expected
 
 
 @pytest.mark.slow
