@@ -26,12 +26,10 @@ def constrain(
     rows: [N], of `state`, which has their parameters. needs: what some row asks for; nothing else is computed. masks
     [N, W] int32: what the grammars of this step leave; None if there are none.
     """
-    vocab_size = scores.shape[1]
     if masks is not None:
-        scores = scores.masked_fill(~unpacked(masks, vocab_size), -torch.inf)
+        scores = scores.masked_fill(~unpacked(masks, scores.shape[1]), -torch.inf)
     if needs.mask:
-        left = unpacked(state.mask[rows], vocab_size) | (state.masked[rows] == 0)[:, None]  # all where a row has none
-        scores = scores.masked_fill(~left, -torch.inf)
+        scores = scores.masked_fill(~allowed(rows, state, scores.shape[1]), -torch.inf)
     if needs.num_bad_words:
         scores = rule_out(scores, *last_tokens(metadata, rows, state, needs))
     if needs.num_stop_ids:
@@ -58,6 +56,11 @@ def rule_out(scores: Tensor, token_ids: Tensor, where: Tensor) -> Tensor:
     """scores [N, V] with -inf for those of token_ids [N, L] for which `where` [N, L] is true; an id may stand twice."""
     limits = torch.where(where, -torch.inf, torch.inf)  # [N, L]
     return scores.scatter_reduce(1, token_ids.long(), limits, "amin")
+
+
+def allowed(rows: Tensor, state: SamplingState, vocab_size: int) -> Tensor:
+    """What the masks of rows [N] leave [N, V]: all where a row has none."""
+    return unpacked(state.mask[rows], vocab_size) | (state.masked[rows] == 0)[:, None]
 
 
 def unpacked(masks: Tensor, vocab_size: int) -> Tensor:
