@@ -82,10 +82,10 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
             outputs=[choice.output() for choice in self.choices],
             finished=self.finished,
             metrics=metrics,
-            prompt_logprobs=self.prompt_logprobs,
         )
 
     def _with_text(self, found: list[TokenLogprobs]) -> list[dict[int, Logprob] | None]:

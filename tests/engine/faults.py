@@ -60,7 +60,7 @@ FAULTS: dict[str, list[Edit]] = {
         Edit(Content, "matches", " and self.cache_salt == cache_salt", ""),
     ],
     "a whole prompt is taken from the cache": [
-        Edit(BlockManager, "find_prefix", "(len(seq.token_ids) - 1)", "len(seq.token_ids)")
+        Edit(BlockManager, "find_prefix", "else len(seq.token_ids) - 1", "else len(seq.token_ids)")
     ],
     "a sequence evicts its own hits": [Edit(BlockManager, "share", "self.free.pop(block, None)", "pass")],
     "free hits are not counted as needed": [
@@ -133,6 +133,19 @@ FAULTS: dict[str, list[Edit]] = {
     ],
     "the first waits without a look at those it may preempt": [
         Edit(Scheduler, "_may_fit", "v.priority > seq.priority", "False")
+    ],
+    # Log-probabilities of prompts
+    "a prompt that is to be scored is taken from the cache": [
+        Edit(BlockManager, "find_prefix", "seq.num_scored if seq.num_scored < seq.num_to_score else ", "")
+    ],
+    "a preempted prompt is scored again": [
+        Edit(Scheduler, "_release", "self._scoring.pop(seq, None)", "seq.num_scored = 0")
+    ],
+    "what is left to score of a preempted prompt is forgotten": [
+        Edit(Scheduler, "_start", "seq.num_scored < seq.num_to_score", "not seq.num_preemptions and seq.num_to_score")
+    ],
+    "the last token of a chunk is scored twice": [
+        Edit(Scheduler, "_score", "seq.num_scored = end", "seq.num_scored = end - 1")
     ],
     # Steps in flight
     "a sequence comes back before its pending token is known": [

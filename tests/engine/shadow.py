@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.plan import Scheduled, StepMasks, StepPlan, StepResult, TokenLogprobs
+from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan, StepResult, TokenLogprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
@@ -86,6 +86,10 @@ class ShadowGrammars:
         return masks
 
 
+def prompt_logprob(prefix: int, token: int) -> TokenLogprobs:
+    return {token: (-(prefix % 1024) / 8, 1)}
+
+
 def solo(
     prompt: SequenceOf[int], params: SamplingParams, limit: int, cache_salt: str | None = None
 ) -> tuple[list[int], str]:
@@ -118,6 +122,9 @@ class Row:
 class ShadowHandle:
     def __init__(self, executor: "ShadowExecutor", plan: StepPlan) -> None:
         self.executor, self.plan = executor, plan
+        items = {item.key: item for item in plan.scheduled}
+        self.prompt_logprobs = {s.key: executor.score(s, items[s.key]) for s in plan.scored}
+        assert len(self.prompt_logprobs) == len(plan.scored)
         self.drawn, self.tokens = False, dict[int, tuple[list[int], list[TokenLogprobs] | None]]()
         if not plan.masked:
             self.draw(StepMasks([], bytearray()))
@@ -145,7 +152,7 @@ class ShadowHandle:
         assert self.plan.step == self.executor.pending.pop(0), "steps are collected once and in order"
         assert self.drawn, "nothing was drawn"
         self.executor.last_collected = self.plan.step
-        return StepResult(self.tokens)
+        return StepResult(self.tokens, self.prompt_logprobs)
 
 
 class ShadowExecutor:
@@ -199,6 +206,13 @@ class ShadowExecutor:
             self._check_reads(item, item.start + item.num_tokens)
             assert item.sample or not item.guesses, "guesses follow the last known token"
         return ShadowHandle(self, plan)
+
+    def score(self, scored: Scored, item: Scheduled) -> list[TokenLogprobs]:
+        """The prompt's next tokens after those that the step computes."""
+        assert item.start <= scored.start < scored.end <= item.start + item.num_tokens
+        assert scored.end < self.num_prompt_tokens[item.key], "nothing of the prompt follows its last token"
+        prompt, prefixes = self.tokens[item.key], self.prefixes[item.key]
+        return [prompt_logprob(prefixes[i], prompt[i + 1]) for i in range(scored.start, scored.end)]
 
     def _take_in(self, item: Scheduled) -> None:
         """What a runner does with its tables, and what it relies on."""

@@ -43,7 +43,7 @@ VLLM_FIELDS = {
     CompletionOutput: (
         "index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason",
     ),
-    RequestOutput: ("request_id", "prompt", "prompt_token_ids", "outputs", "finished", "metrics", "prompt_logprobs"),
+    RequestOutput: ("request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "metrics"),
 }  # fmt: skip
 
 

@@ -5,11 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import StepPlan, TokenLogprobs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Content, Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput
@@ -22,6 +23,7 @@ from tests.engine.shadow import (
     ShadowGrammars,
     ShadowMatcher,
     extend,
+    prompt_logprob,
     root,
     solo,
 )  # fmt: skip
@@ -36,6 +38,7 @@ class Expected:
 
     limit: int
     logprobs: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None
     alone: list[tuple[list[int], str]]  # what each choice gets by itself
     seen: list[list[int]]
     over: bool = False  # finished or aborted: nothing may follow
@@ -89,7 +92,12 @@ class World:
         limit = min(len(prompt) + sampling.max_tokens, self.config.max_model_len)
         choices = [replace(sampling, seed=derive_seed(sampling.seed or 0, i)) for i in range(sampling.n)]
         alone = [solo(prompt, choice, limit, cache_salt) for choice in choices]
-        self.requests[request_id] = Expected(limit, sampling.logprobs is not None, alone, [[] for _ in choices])
+        scored: list[TokenLogprobs | None] | None = None
+        if sampling.prompt_logprobs is not None:
+            prefixes = accumulate(prompt, extend, initial=root(cache_salt))
+            scored = [prompt_logprob(prefix, token) for prefix, token in zip(prefixes, prompt, strict=False)]
+            scored[0] = None
+        self.requests[request_id] = Expected(limit, sampling.logprobs is not None, scored, alone, [[] for _ in choices])
         return request_id
 
     def abort(self, request_id: str) -> None:
@@ -132,6 +140,12 @@ class World:
         assert not expected.over, f"{output.request_id} is over, but got {output}"
         expected.over = output.finished
         self.outputs[output.request_id] = output
+        if output.prompt_logprobs is not None or output.outputs[0].token_ids or output.finished:
+            plain = output.prompt_logprobs and [
+                entry and {token: (p.logprob, p.rank) for token, p in entry.items()} for entry in output.prompt_logprobs
+            ]
+            assert plain == expected.prompt_logprobs, "each token of the prompt once"
+        assert expected.prompt_logprobs is None or output.num_cached_tokens == 0
         for choice in output.outputs:
             seen = expected.seen[choice.index]
             assert choice.token_ids[: len(seen)] == seen
@@ -289,5 +303,6 @@ def add_random_request(world: World, rng: random.Random, stems: list[list[int]])
             ignore_eos=rng.random() < 0.5 and not structured,
             stop_token_ids=rng.choice(((), (), (2,))),
             logprobs=rng.choice((None, 1)),
+            prompt_logprobs=rng.choice((None, None, None, 1)),
             structured_outputs=STRUCTURED if structured else None,
         )

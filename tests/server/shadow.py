@@ -45,6 +45,9 @@ class ShadowLLM:
     def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:
         return prompt.get("prompt_token_ids") or [ord(letter) % VOCAB_SIZE for letter in prompt["prompt"]]
 
+    def prepare(self, params: SamplingParams) -> SamplingParams:
+        return params
+
     def close(self) -> None:
         self.engine.close()
 
