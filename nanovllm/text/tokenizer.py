@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.text.chat import ChatTemplate, Message
-from nanovllm.text.tokenizer_class import tokenizer_class
+from nanovllm.text.tokenizer_class import read, tokenizer_class
 
 
 class Tokenizer:
@@ -59,3 +59,27 @@ class Tokenizer:
         Raises ValueError if there is no template, or if the messages are malformed or refused by the template.
         """
         return self.encode(self.chat.render(messages), special_tokens=False)
+
+
+def tokenizer_eos(path: Path) -> int | None:
+    """The id of the EOS token that `Tokenizer(path)` would have; None if it has none.
+
+    Hugging Face's class knows it, but takes a second to import. So the usual case is read here: tokenizer_config.json
+    names a token that tokenizer.json lists as an added one, and where it lists them as well, both lists are the same.
+    Raises ValueError as `Tokenizer` does.
+    """
+    try:
+        stored, config = read(path / "tokenizer.json"), read(path / "tokenizer_config.json")
+        added = {token["content"]: token["id"] for token in stored.get("added_tokens", [])}
+        if "added_tokens_decoder" in config:
+            listed = {token["content"]: int(i) for i, token in config["added_tokens_decoder"].items()}
+            plain = listed == added
+        else:
+            plain = not (path / "special_tokens_map.json").is_file()
+        eos = config["eos_token"]
+        content = eos["content"] if isinstance(eos, dict) else eos
+        if plain and (content is None or content in added):
+            return added.get(content)
+    except (ValueError, KeyError, TypeError, AttributeError):  # what is wrong with them, the class will say
+        pass
+    return Tokenizer(path).eos_token_id

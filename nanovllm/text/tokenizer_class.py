@@ -23,9 +23,9 @@ def tokenizer_class(path: Path) -> Any:
     Raises ValueError if only code that comes with the checkpoint, which is never run, or a class without a
     tokenizer.json could read it.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, in a notebook; there is no bar to be shown
-        import transformers  # a second, and token ids need none of it
+    # Of tqdm, in a notebook; there is no bar to be shown. (`catch_warnings` is not for threads, and this may be one.)
+    warnings.filterwarnings("ignore", "IProgress not found")
+    import transformers  # a second, and token ids need none of it
 
     plain = transformers.PreTrainedTokenizerFast
     name = class_name(path)

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.models.checkpoint import read_json
-from nanovllm.text.tokenizer import Tokenizer
-from stages.checkpoint import read_eos_token_ids, tokenizer_eos
+from nanovllm.text.tokenizer import Tokenizer, tokenizer_eos
+from stages.checkpoint import read_eos_token_ids
+from stages.checkpoint import tokenizer_eos as stage_eos
 from tests.models.twins import CHAT, NAMED, TEXTS, TURNS, Kind, Model, Place, make_tokenizer, write
 
 MODELS: tuple[Model, ...] = ("byte-level BPE", "byte fallback", "unigram", "WordPiece")
@@ -39,7 +42,7 @@ def compare(path: Path) -> None:
         return
     ours = Tokenizer(path)
     assert type(ours.hf) is type(theirs)
-    assert ours.eos_token_id == tokenizer_eos(path) == theirs.eos_token_id
+    assert ours.eos_token_id == tokenizer_eos(path) == stage_eos(path) == theirs.eos_token_id
     for text in TEXTS:
         ids = theirs(text)["input_ids"]
         assert ours.encode(text) == ids, text
@@ -109,6 +112,29 @@ def test_special_tokens_are_one_token_each_wherever_they_stand(tmp_path: Path) -
         assert [len(tokenizer.encode(token)) for token in (*TURNS, *NAMED.values())] == [1, 1, 1, 1]
         prompts.append(tokenizer.encode_chat(CHAT))
     assert prompts.count(prompts[0]) == 4
+
+
+@pytest.mark.slow
+def test_special_tokens_of_a_real_model_may_stand_in_the_other_file(smollm2: Path, tmp_path: Path) -> None:
+    """K1 as it was reported: a chat has 37 tokens, not 66, and the answer ends."""
+    for file in smollm2.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    stored, config = (read_json(smollm2 / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    moved = [token for token in stored["added_tokens"] if token["content"] in ("<|im_start|>", "<|im_end|>")]
+    stored["added_tokens"] = [token for token in stored["added_tokens"] if token not in moved]
+    config["added_tokens_decoder"] = {str(token.pop("id")): token for token in moved}
+    for name, content in (("tokenizer.json", stored), ("tokenizer_config.json", config)):
+        (tmp_path / name).unlink()
+        write(tmp_path / name, content)
+    chat = [{"role": "user", "content": "What is the capital of Norway?"}]
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    with LLM(tmp_path, max_model_len=128, kv_cache_gib=0.05) as llm:
+        [output] = llm.chat(chat, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+        assert llm.tokenizer is not None
+        text = llm.tokenizer.chat.render(chat)
+    assert output.prompt_token_ids == theirs and len(theirs) == 37 and theirs[:2] == [1, 9690]
+    assert len(RawTokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text)) == 66
+    assert output.outputs[0].text == "The capital of Norway is Oslo." and output.outputs[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("eos", ["fox", "</s>", None])
