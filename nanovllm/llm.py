@@ -20,8 +20,8 @@ from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.engine.trace import OnEvent
 from nanovllm.layers.rope import DynamicScaling
 from nanovllm.models.checkpoint import (
-    GENERATION_CONFIG,
     find_checkpoint,
+    generation_file,
     read_eos_token_ids,
     read_sampling_defaults,
 )
@@ -272,7 +272,7 @@ def read_defaults(path: Path, config: EngineConfig) -> dict[str, Any]:
     try:
         SamplingParams(**defaults)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path / GENERATION_CONFIG}: {error}; mend it, or pass generation_config='vllm'") from error
+        raise ValueError(f"{generation_file(path)}: {error}; mend it, or pass generation_config='vllm'") from error
     return defaults
 
 

@@ -27,7 +27,10 @@ class Tokenizer:
         try:
             self.hf: Any = chosen.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # `tokenizers` raises nothing more specific
-            raise ValueError(f"{path / 'tokenizer.json'} cannot be read ({error}); fetch it again") from error
+            raise ValueError(
+                f"{path / 'tokenizer.json'} cannot be read by {chosen.__name__} ({error}); fetch it again, or mend "
+                "tokenizer_class in tokenizer_config.json"
+            ) from error
         self.fast = self.hf.backend_tokenizer
         # Training leaves such settings in some files; a prompt that is cut or padded silently is another prompt.
         self.fast.no_truncation()
@@ -53,12 +56,12 @@ class Tokenizer:
     def chat(self) -> ChatTemplate:
         return ChatTemplate(self.hf)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation in the model's own format, ready for its answer.
+    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """The conversation in the model's own format, with the beginning of its answer unless that is not wanted.
 
         Raises ValueError if there is no template, or if the messages are malformed or refused by the template.
         """
-        return self.encode(self.chat.render(messages), special_tokens=False)
+        return self.encode(self.chat.render(messages, add_generation_prompt), special_tokens=False)
 
 
 def tokenizer_eos(path: Path) -> int | None:

@@ -43,7 +43,10 @@ def class_name(path: Path) -> str:
     config, tokenizer_config = read(path / "config.json"), read(path / "tokenizer_config.json")
     family = str(config.get("model_type"))
     own, of_family = code_of_its_own(tokenizer_config), OF_FAMILY.get(family, "")
-    declared = short(str(tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class") or ""))
+    said = tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class") or ""
+    if not isinstance(said, str):
+        raise ValueError(f"{path}: tokenizer_class must be the name of a class; got {said!r}; mend it, or leave it out")
+    declared = short(said)
     if family in ALWAYS_OF_FAMILY and not own:
         return of_family
     if own and not of_family and not is_known(declared):
