@@ -155,12 +155,17 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, in the model's own chat format."""
+        """Answer one conversation, or each of several, in the model's own chat format.
+
+        add_generation_prompt: whether the prompt ends with the beginning of an answer, where the format has one.
+        """
         if self.tokenizer is None:
             raise ValueError("chat needs the tokenizer; leave skip_tokenizer_init out")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        encoded = [{"prompt_token_ids": self.tokenizer.encode_chat(c)} for c in conversations]
+        encoded = [{"prompt_token_ids": self.tokenizer.encode_chat(c, add_generation_prompt)} for c in conversations]
         return self.generate(encoded, sampling_params, use_tqdm=use_tqdm)
 
     def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:

@@ -144,6 +144,8 @@ KINDS = [Kind(model=model, specials=place) for model, place in product(MODELS, P
     Kind(declared="GPT2Tokenizer", flags=(("add_bos_token", True),)),
     Kind(model="unigram", flags=(("add_bos_token", True), ("add_eos_token", True))),
     Kind(eos="fox"),
+    Kind(eos=""),
+    Kind(model="byte fallback", declared="LlamaTokenizer", eos=""),  # the class has one
     Kind(model="WordPiece", eos="fox", eos_is_dict=True),
     Kind(eos_is_dict=True, flags=(("split_special_tokens", True),)),
     Kind(flags=None, place="directory"),  # no tokenizer_config.json
@@ -174,7 +176,7 @@ def test_the_same_ids_texts_and_eos(kind: Kind, tmp_path: Path) -> None:
         family=st.sampled_from(["llama", "qwen2", "qwen3"]),
         declared=st.sampled_from(CLASSES),
         specials=st.sampled_from(PLACES),
-        eos=st.sampled_from(["</s>", "<|end|>", "fox", "never seen", None]),
+        eos=st.sampled_from(["</s>", "<|end|>", "fox", "never seen", "", None]),
         eos_is_dict=st.booleans(),
         bos=st.sampled_from(["", "post-processor", "template", "both"]),
         template=st.sampled_from([*TEMPLATES, None]),

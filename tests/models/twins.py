@@ -7,6 +7,7 @@ A `Kind` says how the tokenizer works and in which files its facts stand. The mo
 """
 
 import json
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -137,7 +138,7 @@ class Kind:
     """What a tokenizer is, and where its facts stand.
 
     specials:   the file that makes special tokens of <|turn|> and <|end|>; "both" is two files that agree.
-    eos:        a special token, or "fox", which may be an entry of the vocabulary like any other.
+    eos:        a special token, or "fox", which may be an entry of the vocabulary like any other; "" leaves it out.
     bos:        where a BOS comes from: the post-processor of tokenizer.json, the chat template, both or nowhere.
     template:   a name in `TEMPLATES`; None is no template.
     place:      where the template stands; a list of named ones has others beside the one that is used.
@@ -158,6 +159,15 @@ class Kind:
     flags: tuple[tuple[str, Any], ...] | None = ()
 
 
+def make_checkpoint(path: Path, kind: Kind, model: Path) -> Path:
+    """A tokenizer of this kind beside the weights of `model`, whose vocabulary has more rows than the tokenizer."""
+    shutil.copytree(model, path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    make_tokenizer(path, kind)
+    write(path / "config.json", config)
+    return path
+
+
 def make_tokenizer(path: Path, kind: Kind) -> Path:
     """Write tokenizer.json and its neighbours, and a config.json, to the directory `path`."""
     path.mkdir(parents=True, exist_ok=True)
@@ -173,6 +183,8 @@ def make_tokenizer(path: Path, kind: Kind) -> Path:
     if kind.eos_is_dict and kind.eos is not None:
         eos = {"__type": "AddedToken", "content": eos, "lstrip": False, "rstrip": False, "normalized": False}
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": eos, **dict(kind.flags or ())}
+    if eos == "":
+        del config["eos_token"]
     if kind.declared is not None:
         config["tokenizer_class"] = kind.declared
     first = len(Tokenizer.from_str(trained(kind.model)).get_vocab(with_added_tokens=False))
