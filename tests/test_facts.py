@@ -78,8 +78,9 @@ def test_of_every_kind_the_file_that_is_named_has_the_say(kind: Kind, tmp_path: 
         place, _, named = found[fact][1].partition(": ")
         file = path / place
         if named:
-            assert named == key
-            file.write_text(json.dumps(json.loads(file.read_text()) | {key: other}))
+            said = json.loads(file.read_text())
+            assert named == key and key in said
+            file.write_text(json.dumps(said | {key: other}))
         elif file.is_file():
             file.write_text(str(other))
         else:
