@@ -75,7 +75,7 @@ def build_app(
         check_length(sum(map(num_characters, messages)), "messages")
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         try:
-            token_ids = await asyncio.to_thread(tokenizer.encode_chat, messages)
+            token_ids = await asyncio.to_thread(tokenizer.encode_chat, messages, body.add_generation_prompt)
         except ValueError as error:  # the template's own reason, above all
             raise ApiError(400, str(error), param="messages") from error
         with refusing():

@@ -202,6 +202,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool = True
 
     @model_validator(mode="after")
     def top_logprobs_need_logprobs(self) -> "ChatRequest":

@@ -38,8 +38,8 @@ class ChatTemplate:
             except Exception:  # the template wants another conversation
                 pass
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt, up to the beginning of the model's answer.
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The prompt, up to the beginning of the model's answer; that too, unless `add_generation_prompt` is false.
 
         Raises ValueError if `messages` are not chat messages, if there is no template, or if the template refuses the
         messages, with the template's own reason.
@@ -48,13 +48,15 @@ class ChatTemplate:
         if not self._tokenizer.chat_template:
             raise ValueError("this model has no chat template, so it cannot chat; use generate or /v1/completions")
         try:
-            return self._apply([self._prepared(message) for message in messages])
+            return self._apply([self._prepared(message) for message in messages], add_generation_prompt)
         except Exception as error:  # a template is a program
             reason = (str(error) or type(error).__name__)[:MAX_REASON]
             raise ValueError(f"the chat template refuses the messages: {reason}") from error
 
-    def _apply(self, messages: list[Message]) -> str:
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def _apply(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
         return text
 
     def _prepared(self, message: Message) -> Message:

@@ -272,11 +272,3 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     text = "user: A story, please.\nassistant: Once.\nuser: And?\nassistant:"
     assert together[1].prompt_token_ids == llm.tokenizer.encode(text)
     assert llm.chat([], use_tqdm=False) == llm.generate([], use_tqdm=False) == []
-
-
-@pytest.mark.slow
-def test_chat_with_a_real_instruction_model(smollm2: Path) -> None:
-    with LLM(smollm2, max_model_len=256, kv_cache_gib=0.1) as llm:
-        question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-        answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)[0].outputs[0]
-    assert "Paris" in answer.text and answer.finish_reason == "stop"
