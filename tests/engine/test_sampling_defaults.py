@@ -12,6 +12,8 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+pytest.importorskip("pydantic", reason="the extra serve is not installed")
+
 from nanovllm import LLM, SamplingParams, cli
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.engine import LLMEngine

@@ -142,7 +142,8 @@ class World:
         self.outputs[output.request_id] = output
         if output.prompt_logprobs is not None or output.outputs[0].token_ids or output.finished:
             plain = output.prompt_logprobs and [
-                entry and {token: (p.logprob, p.rank) for token, p in entry.items()} for entry in output.prompt_logprobs
+                None if entry is None else {token: (p.logprob, p.rank) for token, p in entry.items()}
+                for entry in output.prompt_logprobs
             ]
             assert plain == expected.prompt_logprobs, "each token of the prompt once"
         assert expected.prompt_logprobs is None or output.num_cached_tokens == 0
