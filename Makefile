@@ -89,18 +89,16 @@ replay: $(STAMP) ## show a recorded race, or one engine of it (ARGS="--engine st
 	$(RUN) -m tools.race.replay $(ARGS)
 
 ladder: $(STAMP) ## one workload through every stage and Hugging Face, drawn as a picture
-	$(RUN) -m benchmarks.stages.ladder $(ARGS)
+	$(RUN) -m benchmarks.stages.stage_bench ladder $(ARGS)
 
 bench: $(STAMP) ## the engine on a GPU, into build/bench (ARGS="--vllm-path DIR": vLLM beside it, from there)
-	@failed=; for name in $(ENGINE_BENCHMARKS); do \
-	  $(RUN) -m benchmarks.engine.$$name --out build/bench $(ARGS) || failed="$$failed $$name"; \
-	done; test -z "$$failed" || { echo "not complete:$$failed"; exit 1; }
+	$(RUN) -m benchmarks.engine $(ENGINE_BENCHMARKS) --out build/bench $(ARGS)
 
 bench-cpu: $(STAMP) ## the engine on a CPU, beside Hugging Face
-	$(RUN) -m benchmarks.engine.cpu $(ARGS)
+	$(RUN) -m benchmarks.stages.stage_bench engine smollm2 $(ARGS)
 
 bench-check: $(STAMP) ## compare a fresh quick measurement with the recorded ones
-	$(RUN) -m benchmarks.engine.check $(ARGS)
+	$(RUN) -m benchmarks.stages.stage_bench 1 2 3 4 5 7 engine --check --rounds 1 $(ARGS)
 
 report: $(STAMP) ## write the tables of README and docs from benchmarks/results
 	$(RUN) -m benchmarks.lib.report $(ARGS)

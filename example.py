@@ -2,7 +2,7 @@
 
 from nanovllm import LLM, SamplingParams
 
-prompts = ["Nell the fox had a small red kite that danced in the lightest wind. Her best friend was Otto the mole."]
+prompts = ["Nell the fox had a small red kite that danced in the lightest wind. Her best friend was Otto the badger."]
 params = SamplingParams(temperature=0.8, max_tokens=120, seed=46)
 
 if __name__ == "__main__":

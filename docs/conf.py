@@ -1,8 +1,10 @@
 """How Sphinx builds the site. `make docs` (tools/docs/build.py) prepares what it reads, and calls it."""
 
+from typing import Any
+
 project = "nanovllm"
 author = "the nanovllm authors, under the MIT license"
-extensions = ["myst_nb"]
+extensions = ["myst_nb", "sphinx.ext.autodoc"]
 html_theme = "sphinx_book_theme"
 html_title = "nanovllm"
 html_static_path = ["_static"]
@@ -29,3 +31,14 @@ nb_render_markdown_format = "myst"  # so that tables in outputs are tables
 nb_execution_mode = "off"
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}
 mathjax_path = "not-used.js"
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+python_maximum_signature_line_length = 100
+
+
+def as_written(app: object, what: str, name: str, thing: Any, options: object, lines: list[str]) -> None:
+    """A docstring is shown as it stands in the code, since it is text and no markup."""
+    lines[:] = [".. code-block:: text", "", *(f"   {line}" for line in lines)]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", as_written)

@@ -38,6 +38,7 @@ class Checked:
     params: SamplingParams
     cache_salt: str | None = None
     prompt: str | None = None  # the text, where there is one; for the output only
+    matcher: Any = None  # of structured outputs: see `LLMEngine.compile`
 
 
 class AsyncLLM:
@@ -136,7 +137,7 @@ class AsyncLLM:
             raise ValueError(f"cache_salt must be None or text that can be encoded; got {salt!r}")
         params = self.llm.prepare(params)
         ids, _ = self.llm.engine.check_request(token_ids, params)
-        return Checked(ids, params, salt, text)
+        return Checked(ids, params, salt, text, self.llm.engine.compile(params))
 
     def submit(
         self, requests: Sequence[Checked], request_ids: Sequence[str | None] = (), *, priority: int = 0
@@ -280,7 +281,7 @@ class AsyncLLM:
         with self._lock:  # so that nobody counts it twice, or not at all
             self._num_arriving -= params.n
             try:
-                self.llm.engine.add_request(request.key, ids, params, priority, salt, text, arrived)
+                self.llm.engine.add_request(request.key, ids, params, priority, salt, text, arrived, checked.matcher)
             except (ValueError, TypeError) as error:
                 self._end(request, error)
                 return

@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
@@ -13,6 +14,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.logs import set_up
 from nanovllm.server.options import add_options, check, json_object
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.trace_view.recording import add_trace_commands
 
 MAX_TOKENS = 256  # of an answer, where neither the user nor the checkpoint says how many
@@ -66,6 +68,11 @@ def parser() -> argparse.ArgumentParser:
             "--logit-bias", type=bias_by_token, metavar="JSON", help="such as '{\"17\": -100}', by token id"
         )
         sub.add_argument("--allowed-token-ids", type=int, nargs="+", metavar="ID", help="only these tokens")
+        shape = sub.add_mutually_exclusive_group()
+        shape.add_argument("--json-schema", metavar="FILE", help="answer in JSON that matches the schema in this file")
+        shape.add_argument("--regex", help="answer with a text that matches all of this expression")
+        shape.add_argument("--choice", action="append", metavar="TEXT", help="answer with this; may be given again")
+        shape.add_argument("--grammar", metavar="FILE", help="answer by the grammar in this file, in Lark or GBNF")
         sub.add_argument(
             "--generation-config", default="auto", help="auto, or vllm for none of the checkpoint's sampling defaults"
         )
@@ -97,6 +104,11 @@ def params_of(args: argparse.Namespace, defaults: Mapping[str, Any]) -> Sampling
     """What the user said, and for the rest the checkpoint's defaults."""
     names = "temperature top_p top_k max_tokens seed bad_words logit_bias allowed_token_ids".split()
     said = {name: value for name in names if (value := getattr(args, name)) is not None}
+    shape: dict[str, Any] = {"regex": args.regex, "choice": args.choice}
+    for name, file in ("json", args.json_schema), ("grammar", args.grammar):
+        shape[name] = None if file is None else Path(file).read_text("utf-8")
+    if any(value is not None for value in shape.values()):
+        said["structured_outputs"] = StructuredOutputsParams(**shape)
     return SamplingParams(**{"max_tokens": MAX_TOKENS, **defaults, **said})
 
 

@@ -1,19 +1,29 @@
 """What was taken from which file of a checkpoint, as `nanovllm info` shows it."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.checkpoint import GENERATION_CONFIG, read_eos_token_ids, read_json, read_sampling_defaults
-from nanovllm.models.config import read_config
+from nanovllm.models.checkpoint import (
+    SAMPLING_DEFAULTS,
+    generation_file,
+    read_eos_token_ids,
+    read_json,
+    read_sampling_defaults,
+    weight_files,
+)
+from nanovllm.models.config import FAMILIES, ModelConfig, read_config
+from nanovllm.models.loader import HEAD, has_own_head
 from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.text.tokenizer_class import read
 
 Fact = tuple[str, str, str]  # name, value, the file that says so
 
 
 def checkpoint_facts(path: Path) -> list[Fact]:
     """Whatever changes an answer. Raises ValueError for a config.json that is not supported."""
-    raw, config, generation = read_json(path / "config.json"), read_config(path), path / GENERATION_CONFIG
+    raw, config, generation = read_json(path / "config.json"), read_config(path), generation_file(path).name
 
     def said(*keys: str) -> str:
         """Where config.json says it: the first of these keys that has a value."""
@@ -22,20 +32,40 @@ def checkpoint_facts(path: Path) -> list[Fact]:
 
     scaling = config.rope_scaling
     kind = "none" if scaling is None else ", ".join([type(scaling).__name__, *numbers(scaling)])
-    eos_file = GENERATION_CONFIG if generation.is_file() else "config.json"
+    without_scaling = raw.get("max_position_embeddings") or FAMILIES[raw["model_type"]].max_position_embeddings
+    is_longer = config.max_position_embeddings > without_scaling
+    positions = ("rope_parameters", "rope_scaling") if is_longer else ("max_position_embeddings",)
+    eos = ", ".join(map(str, sorted(read_eos_token_ids(path)))) or "none"
     facts = [
         ("architecture", raw["model_type"], "config.json: model_type"),
         ("dtype of the weights", str(config.dtype).removeprefix("torch."), said("dtype", "torch_dtype")),
-        ("positions", str(config.max_position_embeddings), said("max_position_embeddings")),
-        ("RoPE theta", f"{config.rope_theta:g}", said("rope_parameters", "rope_theta")),
+        ("vocabulary of the model", f"{config.vocab_size} rows", "config.json: vocab_size"),
+        ("positions", str(config.max_position_embeddings), said(*positions)),
+        ("RoPE theta", f"{config.rope_theta:g}", theta_place(raw)),
         ("RoPE scaling", kind, said("rope_parameters", "rope_scaling")),
-        ("tied embeddings", "yes" if config.tie_word_embeddings else "no", said("tie_word_embeddings")),
-        ("EOS ids", ", ".join(map(str, sorted(read_eos_token_ids(path)))) or "none", eos_file),
+        head_fact(path, config, said("tie_word_embeddings")),
+        ("EOS ids of the model", eos, f"{generation}: eos_token_id"),
         *tokenizer_facts(path),
     ]
     defaults = read_sampling_defaults(path)
-    facts += [(f"default {name}", str(value), GENERATION_CONFIG) for name, value in defaults.items()]
+    keys = {name: key for key, name in SAMPLING_DEFAULTS.items()}
+    facts += [(f"default {name}", str(value), f"{generation}: {keys[name]}") for name, value in defaults.items()]
     return facts if defaults else [*facts, ("sampling defaults", "none", "SamplingParams")]
+
+
+def theta_place(raw: Mapping[str, Any]) -> str:
+    for key in ("rope_parameters", "rope_scaling"):
+        if (raw.get(key) or {}).get("rope_theta") is not None:
+            return f"config.json: {key}"
+    return "the default" if raw.get("rope_theta") is None else "config.json: rope_theta"
+
+
+def head_fact(path: Path, config: ModelConfig, source: str) -> Fact:
+    """A head that is not the embedding is used, whatever config.json says."""
+    has_weights = config.tie_word_embeddings and any(path.glob("*.safetensors"))
+    if has_weights and has_own_head(path, weight_files(path), config.dtype):
+        return "tied embeddings", "no", f"the weights: {HEAD}"
+    return "tied embeddings", "yes" if config.tie_word_embeddings else "no", source
 
 
 def tokenizer_facts(path: Path) -> list[Fact]:
@@ -43,25 +73,31 @@ def tokenizer_facts(path: Path) -> list[Fact]:
         tokenizer = Tokenizer(path)
     except ValueError as error:
         return [("tokenizer", "none", str(error))]
-    hf, files = tokenizer.hf, [file.name for file in sorted(path.glob("*token*.json"))]
-    config = "tokenizer_config.json" if "tokenizer_config.json" in files else "the class"
+    hf, config = tokenizer.hf, read(path / "tokenizer_config.json")
+    # Where tokenizer_config.json lists the added tokens, Hugging Face reads no older file.
+    older = () if "added_tokens_decoder" in config else ("special_tokens_map.json", "added_tokens.json")
+    files = [name for name in ("tokenizer.json", "tokenizer_config.json", *older) if (path / name).is_file()]
+    said = {name: read(path / name) for name in files}
+    places = [
+        name for name in ("special_tokens_map.json", "tokenizer_config.json") if "eos_token" in said.get(name, {})
+    ]
     eos = "none" if hf.eos_token is None else f"{hf.eos_token} ({hf.eos_token_id})"
-    template = "none" if not hf.chat_template else f"{len(str(hf.chat_template))} characters"
-    jinja = sorted(file.name for file in path.glob("chat_template*"))
-    before = tokenizer.decode(tokenizer.encode("x"), skip_special_tokens=False)
+    around = tokenizer.decode(tokenizer.encode("x"), skip_special_tokens=False)
     return [
         ("tokenizer", f"{type(hf).__name__}, {len(hf)} tokens", ", ".join(files)),
-        ("the text 'x' becomes", repr(before), "tokenizer.json"),
-        ("EOS of the tokenizer", eos, "special_tokens_map.json" if names_eos(path) else config),
-        ("chat template", template, jinja[0] if jinja else config),
+        ("the text 'x' becomes", repr(around), ", ".join(files[:2])),
+        ("EOS of the tokenizer", eos, f"{places[0]}: eos_token" if places else f"the default of {type(hf).__name__}"),
+        template_fact(path, hf.chat_template),
     ]
 
 
-def names_eos(path: Path) -> bool:
-    """Whether special_tokens_map.json has the say: where tokenizer_config.json lists no added tokens."""
-    file, config = path / "special_tokens_map.json", path / "tokenizer_config.json"
-    listed = config.is_file() and "added_tokens_decoder" in read_json(config)
-    return file.is_file() and not listed and read_json(file).get("eos_token") is not None
+def template_fact(path: Path, templates: str | dict[str, str] | None) -> Fact:
+    files = [name for name in ("chat_template.jinja", "additional_chat_templates") if (path / name).exists()]
+    named = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
+    others = ", ".join(sorted(named.keys() - {"default"}))
+    value = f"{len(named['default'])} characters" if "default" in named else "none"
+    source = (files or ["tokenizer_config.json: chat_template"])[0] if named else "no file"
+    return "chat template", value + (f" (not used: {others})" if others else ""), source
 
 
 def numbers(scaling: Any) -> list[str]:

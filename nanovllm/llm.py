@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,8 +20,8 @@ from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.engine.trace import OnEvent
 from nanovllm.layers.rope import DynamicScaling
 from nanovllm.models.checkpoint import (
-    GENERATION_CONFIG,
     find_checkpoint,
+    generation_file,
     read_eos_token_ids,
     read_sampling_defaults,
 )
@@ -32,9 +33,10 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.bad_words import with_spellings
 from nanovllm.text.chat import Message
 from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.grammars import TokenGrammars
 from nanovllm.text.token_ids import as_lists, is_token_id, prompts_of
 from nanovllm.text.token_texts import TokenTexts
-from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer, tokenizer_eos
 from nanovllm.workers import start_executor
 from nanovllm.workers.executor import RunnerSpec
 
@@ -81,15 +83,21 @@ class LLM:
         model_config = read_config(self.path)
         resolved = resolve(chosen, model_config, device)
         self.sampling_defaults = read_defaults(self.path, resolved)  # where a request says nothing
-        # With random weights and no text, the tokenizer's EOS is not worth the time that reading it takes.
-        without = skip_tokenizer_init and chosen.load_format == "dummy"
-        tokenizer = None if without else read_tokenizer(self.path, needed=not skip_tokenizer_init)
-        self.tokenizer = None if skip_tokenizer_init else tokenizer
         eos_token_ids = read_eos_token_ids(self.path)
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            eos_token_ids |= {tokenizer.eos_token_id}
-
-        executor = start_executor(RunnerSpec(str(self.path), resolved, eos_token_ids), device)
+        # With random weights and no text, the tokenizer's EOS is not worth the time that reading it takes.
+        if not skip_tokenizer_init or chosen.load_format != "dummy":
+            eos_token_ids |= find_tokenizer_eos(self.path, needed=not skip_tokenizer_init)
+        spec = RunnerSpec(str(self.path), resolved, eos_token_ids)
+        self.tokenizer: Tokenizer | None = None
+        with ThreadPoolExecutor(1, "nanovllm-tokenizer") as pool:
+            reading = None if skip_tokenizer_init else pool.submit(Tokenizer, self.path)  # beside the weights
+            executor = start_executor(spec, device)
+            try:
+                if reading is not None:
+                    self.tokenizer = reading.result()
+            except BaseException:
+                executor.close()
+                raise
         self.attention_backend = executor.runner.backend.name
         self.config = replace(resolved, num_kv_blocks=executor.runner.num_kv_blocks)
 
@@ -99,6 +107,9 @@ class LLM:
             vocab_size=model_config.vocab_size,
             eos_token_ids=eos_token_ids,
             make_detokenizer=None if self.tokenizer is None else partial(Detokenizer, TokenTexts(self.tokenizer)),
+            grammars=None
+            if self.tokenizer is None
+            else TokenGrammars(self.tokenizer, model_config.vocab_size, eos_token_ids),
             on_event=on_event,
         )
         self._ids = count()
@@ -148,12 +159,17 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, in the model's own chat format."""
+        """Answer one conversation, or each of several, in the model's own chat format.
+
+        add_generation_prompt: whether the prompt ends with the beginning of an answer, where the format has one.
+        """
         if self.tokenizer is None:
             raise ValueError("chat needs the tokenizer; leave skip_tokenizer_init out")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        encoded = [{"prompt_token_ids": self.tokenizer.encode_chat(c)} for c in conversations]
+        encoded = [{"prompt_token_ids": self.tokenizer.encode_chat(c, add_generation_prompt)} for c in conversations]
         return self.generate(encoded, sampling_params, use_tqdm=use_tqdm)
 
     def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:
@@ -247,15 +263,16 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
     return config.resolve(on_gpu=device.type == "cuda", model_max_len=max_len)
 
 
-def read_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
-    """The checkpoint's tokenizer. Where token ids will do, one that cannot be read is None."""
+def find_tokenizer_eos(path: Path, needed: bool) -> set[int]:
+    """The tokenizer's EOS id. Where token ids will do, that of a tokenizer that cannot be read is not known."""
     try:
-        return Tokenizer(path) if needed or (path / "tokenizer.json").is_file() else None
+        eos = tokenizer_eos(path) if needed or (path / "tokenizer.json").is_file() else None
     except ValueError as error:
         if needed:
             raise
         logger.warning("the EOS token of the tokenizer is not known: %s", error)
-        return None
+        eos = None
+    return set() if eos is None else {eos}
 
 
 def read_defaults(path: Path, config: EngineConfig) -> dict[str, Any]:
@@ -264,7 +281,7 @@ def read_defaults(path: Path, config: EngineConfig) -> dict[str, Any]:
     try:
         SamplingParams(**defaults)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path / GENERATION_CONFIG}: {error}; mend it, or pass generation_config='vllm'") from error
+        raise ValueError(f"{generation_file(path)}: {error}; mend it, or pass generation_config='vllm'") from error
     return defaults
 
 

@@ -35,8 +35,9 @@ class CompletionOutput:
     """One choice of a request.
 
     token_ids:      with the EOS or stop token that ended them.
-    finish_reason:  None while it goes on; "error" where the logits were not finite, or no token was allowed.
-    stop_reason:    the stop string or the stop token id that was met; None for EOS.
+    finish_reason:  None while it goes on; "error" where the logits were not finite, no token was allowed, or a grammar
+                    could not go on.
+    stop_reason:    the stop string or the stop token id that was met; None for EOS; what was wrong with a grammar.
     """
 
     index: int
@@ -117,11 +118,17 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All choices of a request, so far or for good."""
+    """All choices of a request, so far or for good.
+
+    prompt_logprobs: for each token of the prompt its log-probability and that of the likeliest tokens, as
+                     `CompletionOutput.logprobs` has them; None for the first token, before which nothing stands. None
+                     as a whole where it is not asked for, or while the prompt is not computed to its end.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(repr=False)

@@ -9,11 +9,14 @@ from operator import index
 from types import NoneType
 from typing import Any
 
+from nanovllm.structured_outputs import StructuredOutputsParams
+
 KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("n", "top_k", "min_tokens"), (int,)),
-    **dict.fromkeys(("seed", "max_tokens", "logprobs"), (int, NoneType)),
+    **dict.fromkeys(("seed", "max_tokens", "logprobs", "prompt_logprobs"), (int, NoneType)),
     **dict.fromkeys(("temperature", "top_p", "min_p"), (int, float)),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (int, float)),
+    "structured_outputs": (StructuredOutputsParams, NoneType),
 }
 
 MASK64 = 2**64 - 1
@@ -52,11 +55,14 @@ class SamplingParams:
     max_tokens:          at most this many output tokens; None means as many as `max_model_len` allows.
     min_tokens:          neither EOS nor a stop ends the output before it has this many tokens.
     logprobs:            report the log-probabilities of this many likeliest tokens and of the chosen one; None is off.
+    prompt_logprobs:     report this for the prompt as well: of this many likeliest tokens and of the prompt's own, at
+                         each of its positions but the first. Such a request reads no cached prefix; others read its.
     logit_bias:          added to the logits of these tokens; values beyond -100 and 100 count as these.
     bad_words:           the output contains none of these texts, at its start or anywhere, with or without a space
                          before: the token that would complete one is ruled out. Spelled in other tokens than those that
                          the tokenizer makes of it, a text is not recognised.
     allowed_token_ids:   only these tokens, EOS among them if the output may end with it; None is all.
+    structured_outputs:  a JSON schema, an expression, a grammar or the like that the output must match; it ends there.
 
     Raises ValueError for a value out of range, and TypeError for a parameter that does not exist.
     """
@@ -76,6 +82,8 @@ class SamplingParams:
     max_tokens: int | None = 64
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -141,7 +149,11 @@ class SamplingParams:
         num_held_back = len(set(stop_ids)) if self.min_tokens else 0
         few = num_held_back <= MAX_STOP_IDS
         check("stop_token_ids", few, f"at most {MAX_STOP_IDS} ids where min_tokens holds them back", num_held_back)
-        check("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None for off")
+        for name in "logprobs", "prompt_logprobs":
+            check(name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0, or None for off")
+        free = self.structured_outputs is None
+        check("ignore_eos", free or not self.ignore_eos, "False with structured_outputs, which say where the end is")
+        check("min_tokens", free or not self.min_tokens, "0 with structured_outputs, which say where the end is")
 
 
 def token_ids(ids: Iterable[object]) -> tuple[object, ...]:

@@ -353,7 +353,7 @@ lines(
 # not in it: here guesses are free, as n-grams are. A draft model whose turn takes a tenth of a step adds half a step
 # for four guesses, and has to be right more often.
 #
-# The same, measured with more care and more batch sizes (`python -m benchmarks.engine.speculation`):
+# The same, measured with more care and more batch sizes (`python -m benchmarks.engine speculation`):
 
 # %%
 show_table("speculation", RESULTS)

@@ -6,17 +6,17 @@ import argparse
 import copy
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.engine import check
 from benchmarks.lib import harness, process, report, tables
 from benchmarks.lib.workloads import Request, Scenario, make_requests
-from benchmarks.stages import ladder, runners, stage_bench
+from benchmarks.stages import runners, stage_bench
 from benchmarks.stages.runners import stage_contender
-from benchmarks.stages.showcases import SHOWCASES
+from benchmarks.stages.showcases import OTHERS, SHOWCASES
 from stages.manifest import load_stages
 from tests.weights import VOCAB, lively_qwen3
 
@@ -44,7 +44,7 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "run_process", in_this_process)
-        for build in [*SHOWCASES.values(), ladder.showcase]:
+        for build in [*SHOWCASES.values(), OTHERS["ladder"]]:
             stage_bench.measure(build(VOCAB, quick=True), options(directory, model))
     return directory
 
@@ -119,13 +119,11 @@ def test_each_round_starts_with_another_contender_and_each_process_is_fresh(mode
 
 
 def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
-    scenarios = [Scenario("short", [[Request([1], 1)]])]
-    figures = [harness.Figure("f", "", "", "lower", len)]
-    showcase = harness.Showcase("s", "", "", [stage_contender(2)], figures, scenarios=scenarios)
     chosen = options(tmp_path, tmp_path / "nothing")
-    arguments = runners.arguments_of(stage_contender(2), showcase, chosen.model, "cpu", "wall")
+    scenarios = [asdict(Scenario("short", [[Request([1], 1)]]))]
+    arguments = {"model": str(chosen.model), "device": "cpu", "clock": "wall", "scenarios": scenarios}
     with pytest.raises(RuntimeError, match=r"stage 2 failed(.|\n)*ValueError: model="):
-        harness.run_process(stage_contender(2), "benchmarks.stages.runners", arguments, chosen)
+        harness.run_process(stage_contender(2), runners.measure, arguments, chosen)
 
 
 def test_rotation_gives_everybody_the_first_place() -> None:
@@ -246,7 +244,7 @@ def test_stage_bench_writes_what_it_prints(
     model: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(harness, "run_process", fake_process(results, 4))
-    command = ["bench", "4", "--quick", "--rounds", "2", "--model", str(model), "--results", str(tmp_path)]
+    command = ["bench", "4", "--quick", "--rounds", "2", "--model", str(model), "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", command)
     stage_bench.main()
     written = tables.load("stage_4", tmp_path)
@@ -258,25 +256,25 @@ def test_stage_bench_writes_what_it_prints(
     turned_round = written | {"contender": "stage 3", "rival": "stage 4"}
     assert tables.remarks(turned_round)[0].endswith("stage 3 is not better than stage 4")
     # The check measures again: the same holds, a stage twice as slow does not
-    monkeypatch.setattr("sys.argv", ["check", *command[1:]])
-    check.main()
+    monkeypatch.setattr("sys.argv", [*command, "--check"])
+    stage_bench.main()
     monkeypatch.setattr(harness, "run_process", fake_process(results, 4, factor=2))
     with pytest.raises(SystemExit, match="stage 4: the recorded gain is not borne out"):
-        check.main()
+        stage_bench.main()
     assert tables.load("stage_4", tmp_path) == written
 
 
 def test_the_check_has_a_stated_tolerance() -> None:
-    assert check.holds(3.0, 4.0, 0.3) and check.holds(9.0, 4.0, 0.3)
-    assert not check.holds(2.7, 4.0, 0.3)
-    assert not check.holds(0.99, 1.2, 0.3), "a stage that lost its gain has failed, whatever the tolerance"
+    assert stage_bench.holds(3.0, 4.0) and stage_bench.holds(9.0, 4.0)
+    assert not stage_bench.holds(2.7, 4.0)
+    assert not stage_bench.holds(0.99, 1.2), "a stage that lost its gain has failed, whatever the tolerance"
 
 
 def test_the_ladder_is_drawn(results: Path, tmp_path: Path) -> None:
-    ladder.draw(tables.load("ladder", results), tmp_path / "figures" / "ladder.png")
+    stage_bench.draw(tables.load("ladder", results), tmp_path / "figures" / "ladder.png")
     drawn = (tmp_path / "figures" / "ladder.png").read_bytes()
     assert drawn.startswith(b"\x89PNG")
-    ladder.draw(tables.load("ladder", results), tmp_path / "again.png")
+    stage_bench.draw(tables.load("ladder", results), tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == drawn
 
 
@@ -284,16 +282,18 @@ def test_a_showcase_that_needs_a_gpu_is_only_tried_out_without_one(
     model: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(harness, "run_process", fake_process(results, 6))
-    command = ["bench", "6", "--rounds", "1", "--model", str(model), "--results", str(tmp_path)]
+    command = ["bench", "6", "--rounds", "1", "--model", str(model), "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", command)
     stage_bench.main()  # lost or won, it is no failure
     out = " ".join(capsys.readouterr().out.split())
     assert "The showcase of stage 6 needs a GPU" in out and "a quick run: these figures mean nothing" in out
     monkeypatch.setattr(stage_bench, "random_checkpoint", lambda shape: Path(f"random {shape}"))
+    monkeypatch.setattr(stage_bench, "vocab_size", lambda model: VOCAB)
+    monkeypatch.setattr(stage_bench, "measure", lambda showcase, chosen: {"model": chosen.model, "quick": chosen.quick})
+    monkeypatch.setattr(stage_bench, "misses", lambda result: ["lost"])
     for given, taken in ((harness.EMBEDDED_MODEL, Path("random Qwen3-0.6B")), (model, model)):
-        chosen = argparse.Namespace(stage=6, device="cuda", model=given, quick=False)
-        stage_bench.fit_to_device(chosen)
-        assert (chosen.model, chosen.quick) == (taken, False)
+        chosen = argparse.Namespace(device="cuda", model=given, quick=False)
+        assert stage_bench.run("6", chosen) == ({"model": taken, "quick": False}, ["lost"])
 
 
 def test_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:

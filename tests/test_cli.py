@@ -79,6 +79,19 @@ def test_sampling_options_arrive(capsys: pytest.CaptureFixture[str]) -> None:
     assert text(*hot, "--top-k", "1") == text(*hot, "--top-p", "1e-9") == greedy
 
 
+def test_the_shape_of_an_answer_arrives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def text(*options: str) -> str:
+        assert cli.main(["generate", "Nell", "--max-tokens", "9", "--device", "cpu", "--seed", "1", *options]) == 0
+        return capsys.readouterr().out.strip()
+
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": [12]}')
+    grammar.write_text('start: "!" start2\nstart2: "?"')
+    assert text("--choice", "Tom", "--choice", "Anna") in ("NellTom", "NellAnna")
+    assert [text("--regex", "q{3}"), text("--json-schema", str(schema))] == ["Nellqqq", "Nell12"]
+    assert text("--grammar", str(grammar)) == "Nell!?"
+
+
 def test_chat_remembers_the_conversation(
     talking: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ def called_off(*_: object) -> int:
     [
         *(f"tools.{name}" for name in ("setup_env", "exercises.mutants", "exercises.progress")),
         *(f"tools.race.{name}" for name in ("demo", "race", "replay")),
-        *(f"benchmarks.stages.{name}" for name in ("stage_bench", "ladder")),
+        "benchmarks.stages.stage_bench",
     ],
 )
 def test_a_tool_that_is_called_off_says_so_in_one_line(

@@ -1,7 +1,5 @@
 """What is recorded of a decode step, as far as a CPU can tell; on a GPU, the recording itself."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +30,17 @@ def test_a_decode_step_is_traced_and_leaves_nothing_behind(engine_class: Any, mo
     assert len(engine.pool.free_list) == 16 and not engine.scheduler.running
 
 
-def test_a_recording_is_read_as_it_was_made(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step: list[Operation] = [
-        ("cpu", "a", 3.14, 20.0),
-        ("gpu", "a", 1000.0, 1.26),
-        ("cpu", "b", 1000.04, 0.5),
-        ("cpu", "a", 2e4, 7),
-    ]
-    monkeypatch.setattr(decode_profile, "trace", lambda engine, batch: step)
-    command = ["profile", "--device", "cpu", "--model", str(model), "--batch", "2", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", command)
-    decode_profile.main()
-    recording = decode_profile.load_recording(tmp_path)
-    assert recording is not None and recording["batch"] == 2
-    assert recording["stages"].keys() == {"stage 5", "stage 6"}
+def test_every_contender_is_recorded_with_its_time_and_its_trace(model: Path) -> None:
+    recording = decode_profile.record(model, {"one": ContinuousBatchingEngine, "two": CUDAGraphEngine}, "cpu")
+    assert recording["model"] == model.name and recording["stages"].keys() == {"one", "two"}
     for stage in recording["stages"].values():
-        assert stage["step_ms"] > 0
-        assert [event[:2] for event in stage["events"]] == [event[:2] for event in step]
-        assert [event[2:] for event in stage["events"]] == [(3.1, 20.0), (1000.0, 1.3), (1000.0, 0.5), (20000.0, 7.0)]
-    assert str(tmp_path) not in (tmp_path / "decode_profile.cpu.json").read_text()
-    capsys.readouterr()
+        assert stage["step_ms"] > 0 and stage["seconds_to_build"] > 0
+        assert sum("linear" in name for _, name, _, _ in stage["events"]) == 7 * 2 + 1
+
+
+def test_without_a_recording_the_notebook_says_how_to_make_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert decode_profile.load_recording(tmp_path / "empty") is None
     assert "there is no recording" in capsys.readouterr().out
 
@@ -68,7 +55,8 @@ def test_launching_takes_time_whatever_is_computed() -> None:
 
 
 def test_the_recording_that_is_shipped_names_its_card_and_is_small() -> None:
-    for path in decode_profile.RECORDINGS.glob("decode_profile.*.json"):
-        recording = json.loads(path.read_text(encoding="utf-8"))
-        assert path.stat().st_size < 200_000 and recording["card"] and recording["torch"]
-        assert recording["stages"]["stage 6"]["graph_bytes"] > 0
+    recording = decode_profile.load_recording()
+    assert recording is not None and "NVIDIA" in recording["card"] and recording["torch"]
+    assert recording["stages"]["stage 6"]["graph_bytes"] > 0
+    assert {track for track, *_ in recording["stages"]["stage 5"]["events"]} == {"cpu", "launch", "gpu"}
+    assert sum(path.stat().st_size for path in decode_profile.RECORDINGS.iterdir()) < 100_000

@@ -4,18 +4,19 @@ import html.parser
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
 import pytest
 
 from benchmarks.lib import tables
 from stages.manifest import load_stages
-from tools.docs import build, pages
-from tools.docs.build import ROOT, Site, darkened, diagram, filled
+from tests.state_arrows import START, Arrow, block_arrows, sequence_arrows
+from tools.docs import build
+from tools.docs.build import ROOT, Site, diagram, filled
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
 
@@ -64,7 +65,9 @@ def complaints(site: Path) -> Iterator[str]:
 
 def test_links_into_the_repository_become_links_on_the_site() -> None:
     text = "[a](../nanovllm/engine/scheduler.py), [b](../notebooks/5_continuous_batching.ipynb), [c](server.md)"
+    text += ", [d](../docs/afternoon.md)"
     expected = "[a](/source/nanovllm/engine/scheduler.md), [b](/notebooks/5_continuous_batching.ipynb), [c](server.md)"
+    expected += ", [d](/afternoon.md)"
     site = Site()
     assert site.linked(text) == expected
     for wrong, complaint in (("nanovllm/no_such.py", "no such file"), ("pyproject.toml", "not on the site")):
@@ -81,7 +84,7 @@ def test_a_file_that_is_named_is_linked_and_gets_a_page() -> None:
     assert "tests/oracle.py" in site.sources
 
 
-def test_a_notebook_loses_the_marks_of_the_tests_and_its_pictures_get_words() -> None:
+def test_pictures_of_a_notebook_get_words() -> None:
     outputs = [
         {
             "output_type": "display_data",
@@ -89,13 +92,9 @@ def test_a_notebook_loses_the_marks_of_the_tests_and_its_pictures_get_words() ->
             "metadata": {"image/png": {"alt": "Who runs when"}},
         }
     ]
-    cells: list[dict[str, Any]] = [
-        {"cell_type": "markdown", "source": "It is so. The mark `# NBVAL_CHECK_OUTPUT` is\nfor the tests; ignore it."},
-        {"cell_type": "code", "source": "# NBVAL_CHECK_OUTPUT\nprint(1)", "metadata": {}, "outputs": outputs},
-    ]
-    cells.append(cells[1] | {"metadata": {}, "outputs": [{"data": {"image/png": "AA=="}}]})
-    text, code, mute = Site().notebook({"cells": cells})["cells"]
-    assert (text["source"], code["source"]) == ("It is so.", "print(1)")
+    cells: list[dict[str, Any]] = [{"cell_type": "code", "source": "print(1)", "metadata": {}, "outputs": outputs}]
+    cells.append(cells[0] | {"metadata": {}, "outputs": [{"data": {"image/png": "AA=="}}]})
+    code, mute = Site().notebook({"cells": cells})["cells"]
     assert code["metadata"]["mystnb"]["image"]["alt"] == "Who runs when"
     assert "picture" in mute["metadata"]["mystnb"]["image"]["alt"]
 
@@ -131,31 +130,19 @@ def test_every_stage_of_the_manifest_has_a_chapter_a_row_and_a_term() -> None:
 
 def test_every_target_of_the_makefile_is_on_the_page_of_commands() -> None:
     targets = re.findall(r"^([a-z][\w%-]*):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    page = pages.commands_page()
+    page = build.commands_page()
     assert len(targets) > 20
     for name in targets:
         assert f"| `make {name.replace('%', 'N')}` |" in page
     assert "trace" in page.split("## nanovllm")[1]
 
 
-def test_signatures_stand_as_they_are_written() -> None:
-    def short(a: int, *, b: str = "x", **rest: object) -> None: ...
-
-    class Made:
-        def __init__(
-            self, first: list[int], second: str = "so long that it needs a line of its own, it and the first"
-        ) -> None:
-            """What it does."""
-
-    assert pages.signature(short) == 'def short(a: int, *, b: str = "x", **rest: object) -> None: ...'
-    assert pages.signature(Made).splitlines() == [
-        "class Made:",
-        "    def __init__(",
-        '        self, first: list[int], second: str = "so long that it needs a line of its own, it and the first"',
-        "    ) -> None:",
-    ]
-    page = pages.api_page()
-    assert "\nclass SamplingParams:\n    temperature: float" in page and "#### LLM.generate\n" in page
+def test_the_page_of_the_api_has_every_name_of_the_package_and_every_engine() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\.\. auto(?:class|function):: (.+)\.(\w+)$", page, re.MULTILINE)
+    assert all(hasattr(import_module(module), name) for module, name in named)
+    assert {("nanovllm", name) for name in ("LLM", "AsyncLLM", "SamplingParams", "RequestOutput")} <= set(named)
+    assert {(f"stages.{stage.module_name}", stage.class_name) for stage in load_stages()} <= set(named)
 
 
 def test_results_have_a_table_of_every_stage_that_was_measured() -> None:
@@ -174,21 +161,6 @@ def test_short_formulas_are_spelled_out() -> None:
     )
     with pytest.raises(ValueError, match="cannot show"):
         build.formula(r"\frac{1}{2}")
-
-
-def test_dark_pictures_keep_their_colours_and_lose_their_white() -> None:
-    day = {
-        "white": (1, 1, 1),
-        "black": (0, 0, 0),
-        "blue": (0, 0.45, 0.7),
-        "sky": (0.34, 0.71, 0.91),
-        "pale": (0.78, 0.87, 0.93),
-    }
-    night = dict(zip(day, darkened(np.array([list(day.values())], dtype=float))[0], strict=True))
-    light = {name: colour.mean() for name, colour in night.items()}
-    assert light["white"] < 0.1 and light["black"] > 0.9
-    assert light["white"] < light["pale"] < light["blue"] < light["sky"], "dark and light blue mean what they meant"
-    assert night["blue"][2] - night["blue"][0] > 0.5
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted((ROOT / "docs" / "figures").glob("*.svg"))])
@@ -226,13 +198,13 @@ def drawn_arrows(svg: ElementTree.Element) -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "arrows"), [("sequence", pages.sequence_arrows), ("block", pages.block_arrows)], ids=["sequence", "block"]
+    ("name", "arrows"), [("sequence", sequence_arrows), ("block", block_arrows)], ids=["sequence", "block"]
 )
-def test_the_states_that_are_drawn_are_those_of_the_code(name: str, arrows: Callable[[], set[pages.Arrow]]) -> None:
+def test_the_states_that_are_drawn_are_those_of_the_code(name: str, arrows: Callable[[], set[Arrow]]) -> None:
     """The picture, and the sentence that is read to somebody who does not see it."""
     labels: dict[tuple[str, str], list[str]] = {}
     for start, end, label in sorted(arrows()):
-        if pages.START not in (start, end):
+        if START not in (start, end):
             labels.setdefault((start, end), []).append(label.removeprefix("finished "))
     expected = [(start, end, ", ".join(words)) for (start, end), words in labels.items()]
     [svg] = ElementTree.fromstring(diagram(name))
@@ -265,6 +237,8 @@ def test_the_site(tmp_path: Path) -> None:
     assert build.main(["--out", str(tmp_path)]) == 0
     assert (tmp_path / "html" / "notebooks" / "4_prefix_caching.html").exists()
     assert list(complaints(tmp_path / "html")) == []
+    api = (tmp_path / "html" / "api.html").read_text(encoding="utf-8")
+    assert all(f'id="nanovllm.{name}"' in api for name in ("LLM", "LLM.generate", "SamplingParams"))
     for page in (tmp_path / "html").rglob("*.html"):
         if "_static" not in page.parts:
             pictures = re.findall(r"<img[^>]*>", page.read_text(encoding="utf-8"))

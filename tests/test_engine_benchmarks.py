@@ -8,35 +8,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from benchmarks.engine import (
-    ablations,
-    check,
-    cpu,
-    idle,
-    latency,
-    mixed,
-    phases,
-    prefix,
-    speculation,
-    startup,
-    throughput,
-)
+from benchmarks.engine import __main__ as command
+from benchmarks.engine import ablations, speculation, speed, steps
 from benchmarks.lib import harness, process, report, tables, workloads
-from benchmarks.lib.harness import RESULTS, Contender
+from benchmarks.lib.harness import RESULTS, Contender, Measure
 from benchmarks.stages import stage_bench
+from benchmarks.stages.showcases import ENGINE, TARGETS, engine_cpu, engine_cpu_smollm2
 from nanovllm import kernels
 from nanovllm.graphs.sizes import MAX_REPLAYED
 from tests.weights import VOCAB, lively_qwen3
 
-COMMANDS: dict[str, ModuleType] = {
-    m.__name__.rpartition(".")[2]: m
-    for m in (throughput, latency, ablations, startup, prefix, mixed, idle, phases, speculation)
-}
+NAMES = ["throughput", "latency", "startup", "prefix", "mixed", "idle", "phases", "ablations", "speculation"]
+QUICK = ["--quick", "--device", "cpu", "--rounds", "1", "--repeats", "1"]
 
 
 # --- every benchmark from end to end ---------------------------------------------------------------------------------
@@ -53,35 +40,27 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "run_process", run_here)
-        patch.setattr(startup, "import_once", lambda contender: None)
-        for name, module in COMMANDS.items():
-            run_command(name, module, model, directory, patch)
+        patch.setattr(speed, "import_once", lambda contender: None)
+        told = [*QUICK, "--model", str(model), "--out", str(directory)]
+        # Patches would stay in this process, so of the ablations only options are tried
+        some = ["--only", ablations.BASE, "--only", "no prefix cache", "--only", "flash_attn"]
+        with pytest.raises(SystemExit, match="not complete: ablations"):
+            command.main(["ablations", *told, *some])
+        command.main([*(name for name in NAMES if name != "ablations"), *told])
     return directory
 
 
 def run_here(
-    contender: Contender, module: str, arguments: dict[str, Any], options: argparse.Namespace, *_: Any
+    contender: Contender, measure: Measure, arguments: dict[str, Any], options: argparse.Namespace, *_: Any
 ) -> dict[str, Any]:
-    job = harness.job_of(contender, module, arguments, options)
+    job = harness.job_of(contender, measure, arguments, options)
     try:
         return json.loads(json.dumps(process.run(json.loads(json.dumps(job)))))
     except ValueError as error:  # which would end a process of its own
         raise RuntimeError(str(error)) from error
 
 
-def run_command(name: str, module: ModuleType, model: Path, directory: Path, patch: pytest.MonkeyPatch) -> None:
-    command = [name, "--quick", "--device", "cpu", "--model", str(model), "--out", str(directory), "--rounds", "1"]
-    if name in ("throughput", "latency", "ablations", "prefix", "mixed", "phases", "speculation"):
-        command += ["--repeats", "1"]
-    if name == "ablations":  # patches would stay in this process, so only options are tried
-        command += ["--only", ablations.BASE, "--only", "no prefix cache", "--only", "flash_attn"]
-    patch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        module.main()
-    assert ended.value.code == (1 if name == "ablations" else 0)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_quick_run_is_complete(name: str, results: Path) -> None:
     result = json.loads((results / f"{name}.json").read_text())
     assert result["name"] == name and result["machine"]["device"] == "cpu" and result["commit"]["hash"]
@@ -108,10 +87,10 @@ def test_the_share_is_of_the_limit_of_the_same_run(results: Path) -> None:
 def test_every_step_of_the_headline_is_of_one_kind(results: Path) -> None:
     result = json.loads((results / "phases.json").read_text())
     values = {k: v["nanovllm"]["median"] for k, v in figures_of("phases", results).items()}
-    decodes = sum(values[f"steps, {kind}"] for kind in phases.KINDS if kind != phases.PROMPTS)
+    decodes = sum(values[f"steps, {kind}"] for kind in steps.KINDS if kind != steps.PROMPTS)
     _, max_tokens = workloads.headline(0, workloads.QUICK)
-    assert decodes == max(max_tokens) - 1 and values[f"steps, {phases.PROMPTS}"] == 1
-    least = sum(values[f"least_seconds, {kind}"] for kind in phases.KINDS)
+    assert decodes == max(max_tokens) - 1 and values[f"steps, {steps.PROMPTS}"] == 1
+    least = sum(values[f"least_seconds, {kind}"] for kind in steps.KINDS)
     assert least == pytest.approx(result["roofline"]["seconds"])
     (results / "phases.h100.json").write_text(json.dumps(result))
     lines = report.table("phases.h100", results).splitlines()
@@ -127,7 +106,8 @@ def test_a_variant_that_cannot_run_is_named(results: Path) -> None:
 def test_the_trace_is_kept_beside_the_figures(results: Path) -> None:
     with gzip.open(results / "trace_nanovllm.json.gz") as file:
         events = json.load(file)["traceEvents"]
-    assert sum(e.get("name") == idle.MARK and e.get("cat") == "user_annotation" for e in events) == idle.QUICK["steps"]
+    marks = [e for e in events if e.get("name") == steps.MARK and e.get("cat") == "user_annotation"]
+    assert len(marks) == steps.QUICK_DECODES["steps"]
     figures = figures_of("idle", results)
     parts = sum(figures[k]["nanovllm"]["median"] for k in ("idle_between_percent", "idle_inside_percent"))
     assert 0 < parts < 100
@@ -183,8 +163,9 @@ def test_every_fused_kernel_has_its_ablation_and_every_patch_still_fits() -> Non
     done = subprocess.run([sys.executable, "-c", ABLATE], capture_output=True, text=True, cwd=harness.ROOT)
     assert done.returncode == 0, done.stderr
     gone = [set(fields) for fields in json.loads(done.stdout).values()]
-    fields = kernels.FusedKernels._fields
-    assert all({name} in gone for name in fields) and set(fields) in gone
+    fields = set(kernels.FusedKernels._fields)
+    assert all(set(names) in gone for names in ablations.FUSED.values()) and fields in gone
+    assert {name for names in ablations.FUSED.values() for name in names} == fields
 
 
 def test_an_ablation_adds_to_what_an_earlier_run_has_written(
@@ -193,14 +174,15 @@ def test_an_ablation_adds_to_what_an_earlier_run_has_written(
     before = json.loads((results / "ablations.json").read_text())
     (tmp_path / "ablations.json").write_text(json.dumps(before))
     monkeypatch.setattr(harness, "run_process", run_here)
-    command = ["ablations", "--quick", "--device", "cpu", "--model", str(model), "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*command, "--repeats", "1", "--only", "blocks of 16"])
-    with pytest.raises(SystemExit):
-        ablations.main()
+    told = ["--model", str(model), "--out", str(tmp_path), "--only", "blocks of 16"]
+    command.main(["ablations", *QUICK, *told])
     after = json.loads((tmp_path / "ablations.json").read_text())
     values, added = (result["figures"][0]["values"] for result in (before, after))
     assert values == {name: value for name, value in added.items() if name != "blocks of 16"} != added
     assert after["failures"] == before["failures"]
+    with pytest.raises(SystemExit, match="not complete: ablations"):
+        command.main(["ablations", *QUICK, *told[:-1], "blocks of 61"])
+    assert json.loads((tmp_path / "ablations.json").read_text()) == after
 
 
 # --- the CPU table ---------------------------------------------------------------------------------------------------
@@ -213,7 +195,7 @@ def cpu_results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = argparse.Namespace(out=directory, model=model, device="cpu", threads=1, rounds=1, quick=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "run_process", run_here)
-        for build in (cpu.embedded, cpu.smollm2):
+        for build in (engine_cpu, engine_cpu_smollm2):
             stage_bench.measure(build(VOCAB, quick=True), options)
     return directory
 
@@ -222,9 +204,9 @@ def test_the_engine_gives_hugging_faces_tokens_in_the_cpu_benchmark(cpu_results:
     result = tables.load("engine_cpu", cpu_results)
     assert result["differing_tokens"] == {}
     for figure in result["figures"]:
-        rival, _ = cpu.TARGETS[figure["key"]]
-        assert {cpu.ENGINE, rival} <= figure["values"].keys()
-    assert all(r["scenarios"]["one"]["ttft_ms"] > 0 for r in result["rounds"] if r["contender"] == cpu.ENGINE)
+        rival, _ = TARGETS[figure["key"]]
+        assert {ENGINE, rival} <= figure["values"].keys()
+    assert all(r["scenarios"]["one"]["ttft_ms"] > 0 for r in result["rounds"] if r["contender"] == ENGINE)
 
 
 # --- tables and the check --------------------------------------------------------------------------------------------
@@ -241,10 +223,10 @@ def recorded(results: Path, cpu_results: Path, tmp_path_factory: pytest.TempPath
     return directory
 
 
-NAMES = ["engine.h100", "ablations.h100", "prefix.h100", "mixed.h100", "speculation.h100", "engine_cpu"]
+TABLES = ["engine.h100", "ablations.h100", "prefix.h100", "mixed.h100", "speculation.h100", "engine_cpu"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_made_from_its_results_and_a_figure_edited_by_hand_is_found(
     name: str, recorded: Path, tmp_path: Path
 ) -> None:
@@ -259,7 +241,7 @@ def test_a_table_is_made_from_its_results_and_a_figure_edited_by_hand_is_found(
         assert report.stale_pages(tmp_path, recorded) == [page]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TABLES)
 def test_what_was_not_measured_has_no_table(name: str, tmp_path: Path) -> None:
     assert report.table(name, tmp_path) == ""
 
@@ -281,17 +263,17 @@ def test_the_check_compares_the_engine_too(
         if figure["key"] == "rate_16":
             figure["values"] = {"nanovllm": {"median": 50.0}, "HF one by one": {"median": 10.0}}
     (tmp_path / "engine_cpu.json").write_text(json.dumps(measured))
-    command = ["check", "engine", "--results", str(tmp_path)]
+    arguments = ["bench", "engine", "--check", "--out", str(tmp_path)]
 
     def fresh(rate: float) -> Callable[..., dict[str, Any]]:
         again = json.loads(json.dumps(measured))
         next(f for f in again["figures"] if f["key"] == "rate_16")["values"]["nanovllm"]["median"] = rate
         return lambda *_: again
 
-    monkeypatch.setattr(sys, "argv", command)
-    monkeypatch.setattr(check, "measure", fresh(40.0))
-    check.main()
-    monkeypatch.setattr(check, "measure", fresh(30.0))
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(stage_bench, "measure", fresh(40.0))
+    stage_bench.main()
+    monkeypatch.setattr(stage_bench, "measure", fresh(30.0))
     with pytest.raises(SystemExit, match="engine: the recorded gain is not borne out"):
-        check.main()
+        stage_bench.main()
     assert "4.00" in capsys.readouterr().out

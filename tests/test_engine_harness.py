@@ -3,29 +3,32 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.engine import check_options, compare, latency, make_parser, ours
+from benchmarks.engine import ours, speed
+from benchmarks.engine.__main__ import parse
 from benchmarks.lib import harness
 from benchmarks.lib.harness import Comparison, Contender, Figure, Showcase, metric
 from benchmarks.lib.process import Engine
 
 
 def options_of(out: Path, **changes: Any) -> argparse.Namespace:
-    options = make_parser("tiny", "Nothing.", rounds=2).parse_args(["--out", str(out), "--quick", "--device", "cpu"])
-    for name, value in changes.items():
-        setattr(options, name, value)
-    return check_options(options)
+    given = {"out": out, "device": "cpu", "rounds": 2, **changes}
+    told = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    options = parse(["latency", "--quick", *told])
+    options.model = harness.EMBEDDED_MODEL
+    return options
 
 
-def tiny_showcase(*names: str) -> Showcase:
+def tiny_showcase(measure: Callable[[Contender], dict[str, Any]], *names: str) -> Showcase:
     spec = {"package": "nanovllm", "options": {"device": "cpu", "max_model_len": 64}, "variant": None, "path": None}
     figure = Figure("speed", "speed", "tokens/s", "higher", metric("s", "speed"))
     contenders = [Contender(name, spec) for name in names]
-    return Showcase("tiny", "", "", contenders, [figure])
+    return Showcase("tiny", "", "", contenders, [figure], run=lambda contender, options: measure(contender))
 
 
 def answer(*speeds: float) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def test_contenders_take_turns_and_every_repetition_counts(tmp_path: Path) -> No
         called.append(contender.name)
         return answer(10.0 * len(called), 10.0 * len(called) + 1)
 
-    result = Comparison(tiny_showcase("a", "b"), options_of(tmp_path)).run(measure)
+    result = Comparison(tiny_showcase(measure, "a", "b"), options_of(tmp_path)).run()
     assert called == ["a", "b", "b", "a"]
     [figure] = result["figures"]
     assert figure["values"]["a"] == {"median": 25.5, "min": 10.0, "max": 41.0}
@@ -57,7 +60,7 @@ def test_a_run_that_is_cut_short_keeps_its_rounds(tmp_path: Path) -> None:
         return answer(1.0)
 
     with pytest.raises(KeyboardInterrupt):
-        Comparison(tiny_showcase("a", "b"), options_of(tmp_path)).run(measure)
+        Comparison(tiny_showcase(measure, "a", "b"), options_of(tmp_path)).run()
     assert [r["contender"] for r in json.loads((tmp_path / "tiny.json").read_text())["rounds"]] == ["a"]
 
 
@@ -67,20 +70,21 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
             raise RuntimeError("b failed: no such kernel")
         return answer(1.0)
 
-    comparison = Comparison(tiny_showcase("a", "b", "c"), options_of(tmp_path))
-    result = comparison.run(measure)
+    comparison = Comparison(tiny_showcase(measure, "a", "b", "c"), options_of(tmp_path))
+    result = comparison.run()
     assert result["figures"][0]["values"].keys() == {"a", "c"}
     assert result["failures"] == {"b": "b failed: no such kernel"} == comparison.failures
 
 
-def test_the_commit_can_be_told(tmp_path: Path) -> None:
-    result = Comparison(tiny_showcase("a"), options_of(tmp_path, commit="abc")).run(lambda _: answer(1.0))
+def test_the_commit_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOVLLM_COMMIT", "abc")
+    result = Comparison(tiny_showcase(lambda _: answer(1.0), "a"), options_of(tmp_path)).run()
     assert result["commit"] == {"hash": "abc", "modified": False}
 
 
 def test_a_gpu_is_needed_unless_it_is_a_quick_run(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="measures a GPU"):
-        options_of(tmp_path, quick=False)
+        parse(["latency", "--device", "cpu", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="at least 1"):
         options_of(tmp_path, rounds=0)
 
@@ -109,9 +113,9 @@ def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
     (site / "vllm" / "__init__.py").write_text(FAKE_VLLM)
     (site / "xxhash.py").write_text("raise ImportError('this one is for vLLM alone')")
     options = options_of(tmp_path, rounds=1, repeats=1, vllm_path=str(site))
-    monkeypatch.setattr(latency, "QUICK", {"batches": [1], "prompt_len": 4, "num_tokens": 3, "highest_id": 500})
+    monkeypatch.setattr(speed, "QUICK_SMALL", {"batches": [1], "prompt_len": 4, "num_tokens": 3, "highest_id": 500})
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    result = compare(latency.showcase(options), "latency", options).result()
+    result = Comparison(speed.latency(options), options).run()
     assert result["failures"] == {}
     assert {name: e["engine"] for name, e in result["engines"].items()} == {"nanovllm": "nanovllm", "vLLM": "vllm 9.9"}
     assert len({r["pid"] for r in result["rounds"]}) == 2
@@ -133,7 +137,7 @@ def test_a_process_that_fails_or_hangs_leaves_its_last_words(
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(harness, "PROCESS_SECONDS", limit)
     with pytest.raises(RuntimeError, match=f"nanovllm failed(.|\n)*{words}"):
-        harness.run_process(ours(options_of(tmp_path)), "benchmarks.engine.latency", {}, options_of(tmp_path))
+        harness.run_process(ours(options_of(tmp_path)), speed.measure_small, {}, options_of(tmp_path))
 
 
 def test_wrong_numbers_of_tokens_are_no_result() -> None:

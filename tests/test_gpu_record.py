@@ -21,7 +21,8 @@ def test_precisions_outcomes_and_reasons_are_counted(tmp_path: Path, monkeypatch
     (tmp_path / "tests.xml").write_text(REPORT)
     machine = {"device": "NVIDIA H100 80GB HBM3", "python": "3.12.1", "torch": "2.11.0", "transformers": "5.17.0"}
     monkeypatch.setattr(gpu_tests, "facts", lambda _: machine)
-    assert gpu_tests.main([str(tmp_path / "tests.xml"), "--out", str(tmp_path), "--commit", "0123456789ab"]) == 1
+    monkeypatch.setenv("NANOVLLM_COMMIT", "0123456789ab")
+    assert gpu_tests.main([str(tmp_path / "tests.xml"), "--out", str(tmp_path)]) == 1
     record = json.loads((tmp_path / "gpu_tests.h100.json").read_text())
     assert record["files"] == {
         "test_fused": {"bf16": {"passed": 1}, "fp32": {"failed": 1}},

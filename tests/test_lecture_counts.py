@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.in_words import in_words
 from tools import ROOT
 from tools.exercises.exercises import find_holes
 from tools.lectures import pulls
 from tools.lectures.lecture import lecture_path, read_lecture
-from tools.lectures.pulls import in_words
 from tools.pictures.three_requests import BLOCK_SIZE, three_requests
 
 NOTEBOOKS = {int(path.name[0]): f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("[1-7]_*.ipynb")}

@@ -5,11 +5,11 @@ import re
 
 from stages.checkpoint import read_config
 from stages.stage_6_cuda_graphs import bucket_ladder
+from tests.in_words import in_words
 from tests.test_lecture_counts import NO_COUNTS, text_of
 from tools import ROOT
 from tools.exercises.exercises import find_holes
 from tools.lectures import pulls
-from tools.lectures.pulls import in_words
 from tools.pictures.decode_profile import RECORDINGS, SHAPE, SHAPES, busy_us, launch_ms, read
 from tools.pictures.three_requests import NUM_BLOCKS
 
@@ -39,7 +39,7 @@ def phrases() -> list[str]:
     launched = [times[1][name] for name in ("stage 5", "stage 5 with the kernel")]
     no_faster = launched[1]["median"] - launched[0]["median"]
     assert 0 < no_faster < min(time["max"] - time["min"] for time in launched)
-    recording = read(RECORDINGS / "decode_profile.h200.json")["stages"]
+    recording = read(RECORDINGS / "decode_profile.h200.json.gz")["stages"]
     assert 3 < recording["stage 6 compiled"]["seconds_to_build"] - recording["stage 6"]["seconds_to_build"] < 15
     kernels = [sum(track == "gpu" for track, *_ in recording[name]["events"]) for name in ("stage 5", "stage 6")]
     assert 0.7 < kernels[1] / kernels[0] < 0.8 and kernels[0] > 2000

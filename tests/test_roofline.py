@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.engine import SHAPE, idle, phases
+from benchmarks.engine import SHAPE, steps
 from benchmarks.lib import roofline, workloads
 from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import read_config
@@ -53,15 +53,15 @@ def test_costs_are_what_counting_step_by_step_gives() -> None:
 def test_the_least_of_all_steps_is_the_limit_of_the_run() -> None:
     """Prompts in two chunks, decodes beside them, sequences that end at different times."""
     c, limits = read_config(SHAPE), roofline.Limits(bytes_per_second=3e12, operations_per_second=7e14)
-    reckon = phases.Reckoner(c, limits, itemsize=2)
-    steps = [
+    reckon = steps.Reckoner(c, limits, itemsize=2)
+    plans = [
         [Scheduled(0, 0, 0, 3, True, ()), Scheduled(1, 1, 0, 6, False, ())],
         [Scheduled(0, 0, 3, 1, True, ()), Scheduled(1, 1, 6, 4, True, ())],
         [Scheduled(0, 0, 4, 1, True, ()), Scheduled(1, 1, 10, 1, True, ())],
         [Scheduled(0, 0, 5, 1, True, ())],
     ]
-    found = [reckon(step) for step in steps]
-    assert [kind for kind, _ in found] == [phases.PROMPTS] * 2 + [phases.kind_of(2)] * 2
+    found = [reckon(plan) for plan in plans]
+    assert [kind for kind, _ in found] == [steps.PROMPTS] * 2 + [steps.kind_of(2)] * 2
     costs = roofline.costs_of(c, [3, 10], [4, 2], itemsize=2)
     # the limit has weights in each of the three steps that request 0 decodes in, one of which has a prompt beside it
     beside = costs.weight_bytes / 3 / limits.bytes_per_second
@@ -69,7 +69,7 @@ def test_the_least_of_all_steps_is_the_limit_of_the_run() -> None:
 
 
 def test_the_kinds_of_decode_steps() -> None:
-    assert [phases.kind_of(n) for n in (1, 32, 33, 64, 65, 193, 256, 257)] == [
+    assert [steps.kind_of(n) for n in (1, 32, 33, 64, 65, 193, 256, 257)] == [
         "decode, 1 to 32", "decode, 1 to 32", "decode, 33 to 64", "decode, 33 to 64",
         "decode, 65 to 128", "decode, 193 to 256", "decode, 193 to 256", "decode, 193 to 256",
     ]  # fmt: skip
@@ -82,11 +82,11 @@ def test_parameters_are_counted() -> None:
 # --- idle time -------------------------------------------------------------------------------------------------------
 
 
-def trace(*kernels_of_steps: list[tuple[float, float]]) -> list[idle.Event]:
+def trace(*kernels_of_steps: list[tuple[float, float]]) -> list[steps.Event]:
     """A trace in which step n is marked at 100 n and launches its kernels (start, duration), all as one graph."""
-    events: list[idle.Event] = []
+    events: list[steps.Event] = []
     for n, work in enumerate(kernels_of_steps):
-        events.append({"cat": "user_annotation", "name": idle.MARK, "ts": 100.0 * n, "dur": 50})
+        events.append({"cat": "user_annotation", "name": steps.MARK, "ts": 100.0 * n, "dur": 50})
         events.append(
             {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 100.0 * n + 9, "args": {"correlation": n}}
         )
@@ -96,7 +96,7 @@ def trace(*kernels_of_steps: list[tuple[float, float]]) -> list[idle.Event]:
 
 def test_idle_time_between_and_within_steps() -> None:
     events = trace([(10, 20), (35, 15)], [(60, 40)], [(100, 10), (105, 5)])
-    found = idle.shares(events)
+    found = steps.shares(events)
     assert found["idle_between_percent"] == 10  # 50 to 60, of 10 to 110
     assert found["idle_inside_percent"] == 5  # 30 to 35
     assert found["busy_percent"] == 85
@@ -105,16 +105,16 @@ def test_idle_time_between_and_within_steps() -> None:
 
 def test_a_kernel_belongs_to_the_step_that_launched_it() -> None:
     """With asynchronous scheduling it may run long after the next step was marked."""
-    found = idle.shares(trace([(210, 10)], [(230, 10)], [(240, 20)]))
+    found = steps.shares(trace([(210, 10)], [(230, 10)], [(240, 20)]))
     assert found["idle_between_percent"] == 20 and found["idle_inside_percent"] == 0
 
 
 def test_work_from_before_the_trace_is_left_out() -> None:
     before = {"cat": "kernel", "ts": -500.0, "dur": 10, "args": {"correlation": 99}}
     events = trace([(10, 10)], [(30, 10)])
-    assert idle.shares([before, *events]) == idle.shares(events)
+    assert steps.shares([before, *events]) == steps.shares(events)
 
 
 def test_a_trace_without_steps_is_an_error() -> None:
     with pytest.raises(ValueError, match="1 steps"):
-        idle.shares(trace([(10, 10)]))
+        steps.shares(trace([(10, 10)]))

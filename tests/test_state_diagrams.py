@@ -1,7 +1,7 @@
 """The state diagrams say what the code does, and all that it does."""
 
 from nanovllm.engine.sequence import SequenceStatus
-from tools.pictures.state_diagrams import BLOCK_STATES, block_arrows, sequence_arrows
+from tests.state_arrows import BLOCK_STATES, block_arrows, sequence_arrows
 
 
 def test_what_becomes_of_a_sequence() -> None:

@@ -6,15 +6,16 @@ import json
 import random
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from training.corpus import build_corpus, story_text, train_tokenizer
+from training.corpus import EOS_ID, build_corpus, story_text, train_tokenizer
+from training.facts import ADJECTIVES, NAMES, NOUNS, PLACES, SPECIES
 from training.grammar import PLOTS, Facts, Story, check_story, generate_story, is_held_out, opening
 from training.template import compile_template
 from training.train import render_readme
-from training.words import ADJECTIVES, NAMES, NOUNS, PLACES, SPECIES
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 COUNT = 2000
@@ -114,7 +115,7 @@ def test_an_opening_names_every_fact() -> None:
 
 def test_the_checker_passes_every_story_of_the_grammar(stories: list[Story]) -> None:
     for story in stories:
-        assert check_story(story.text, story.facts).kept, (check_story(story.text, story.facts), story.text)
+        assert not check_story(story.text, story.facts), story.text
 
 
 def _other(words: list[str], *taken: str) -> str:
@@ -139,7 +140,7 @@ def _exchange(story: Story, fact: str) -> str:
 @pytest.mark.parametrize("fact", ["name", "friend", "friend for name", "noun", "adjective"])
 def test_the_checker_catches_an_exchange_in_the_last_paragraph(fact: str, stories: list[Story]) -> None:
     for story in stories[:500]:
-        assert not check_story(_exchange(story, fact), story.facts).kept, story.text
+        assert check_story(_exchange(story, fact), story.facts), story.text
 
 
 def test_the_checker_catches_an_exchange_anywhere(stories: list[Story]) -> None:
@@ -149,31 +150,34 @@ def test_the_checker_catches_an_exchange_anywhere(stories: list[Story]) -> None:
             mentions = list(re.finditer(rf"\b{old}\b", story.text))
             mention = mentions[len(mentions) // 2]
             new = _other(list(others), story.facts.name, story.facts.noun, story.facts.friend)
-            assert not check_story(story.text[: mention.start()] + new + story.text[mention.end() :], story.facts).kept
+            assert check_story(story.text[: mention.start()] + new + story.text[mention.end() :], story.facts)
 
 
 def test_the_checker_catches_a_change_of_species() -> None:
     facts = Facts("Pip", "fox", "Zoë", "otter", "red", "kite", "Mossbury")
     text = "Pip the {} met Zoë the otter.\n\nPip and Zoë had the red kite."
-    assert check_story(text.format("fox"), facts).kept
-    assert check_story(text.format("otter"), facts).problems == ("Pip has become otter",)
-    assert not check_story(text.format("badger"), facts).kept
-    assert not check_story(text.format("fox"), replace(facts, adjective="blue")).kept
+    assert check_story(text.format("fox"), facts) == []
+    assert check_story(text.format("otter"), facts) == ["Pip has become otter"]
+    assert check_story(text.format("badger"), facts)
+    assert check_story(text.format("fox"), replace(facts, adjective="blue"))
 
 
 def test_the_checker_wants_an_end(stories: list[Story]) -> None:
     for story in stories[:500]:
-        assert "the story breaks off" in check_story(story.text[:-4], story.facts).problems
+        assert "the story breaks off" in check_story(story.text[:-4], story.facts)
 
 
-def test_the_number_of_processes_does_not_change_the_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_corpus_is_stories_in_order_each_with_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.corpus.VOCAB_SIZE", 600)
     tokenizer = train_tokenizer(0, 50)
     monkeypatch.setattr("training.corpus.STORIES_PER_CHUNK", 10)
-    one, two = (build_corpus(tokenizer, 0, 20_000, processes) for processes in (1, 2))
-    assert (one.tokens == two.tokens).all() and (one.offsets == two.offsets).all()
-    short = (text for text in (story_text(0, index) for index in range(9)) if len(tokenizer.encode(text)) <= 1000)
-    assert tokenizer.decode(one.tokens[: one.offsets[1]].tolist()) == next(short)
+    corpus = build_corpus(tokenizer, 0, 20_000)
+    assert 20_000 <= len(corpus.tokens) == corpus.offsets[-1] == corpus.lengths.sum()
+    texts = [story_text(0, index) for index in range(len(corpus.lengths) + corpus.too_long)]
+    short = [text for text in texts if len(tokenizer.encode(text)) <= 1000]
+    starts = corpus.offsets.tolist()
+    told = [corpus.tokens[start:end].tolist() for start, end in pairwise(starts)]
+    assert [tokenizer.decode(story) for story in told] == short and all(story[-1] == EOS_ID for story in told)
 
 
 @pytest.mark.skipif(not ASSETS.exists(), reason="the embedded model has not been trained yet")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 from benchmarks.engine import LARGE_SHAPE as SHAPE
 from benchmarks.engine import tensor_parallel
-from benchmarks.engine.tensor_parallel import FULL, name_of, num_all_reduces, showcase
+from benchmarks.engine.__main__ import parse
+from benchmarks.engine.tensor_parallel import FULL, name_of, num_all_reduces, of_steps
 from benchmarks.lib import harness, report
 from nanovllm.models.config import read_config
 from tests.stages.ranks import Threads
@@ -28,11 +30,10 @@ def table_of(ranks: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     """As if it had been measured on a GPU."""
-    command = ["--quick", "--device", "cpu", "--out", "unused", "--vllm-path", "somewhere"]
-    options = tensor_parallel.parse_options(command)
+    options = parse("tensor_parallel --quick --device cpu --out unused --vllm-path somewhere".split())
     options.model = SHAPE
     facts = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "transformers": "5.17.0", "threads": 1}
-    comparison = harness.Comparison(showcase(options, FULL, [table_of(2)]), options)
+    comparison = harness.Comparison(of_steps(options, [1, 2], FULL, [table_of(2)]), options)
     comparison.machine = facts
     for (package, ranks), ms in STEPS.items():
         scenarios = {f"batch {b}": {"ms_per_token": ms + 0.01 * b, "first_token_ms": 9.0} for b in FULL["batches"]}
@@ -90,25 +91,16 @@ def test_a_wrong_sum_is_no_measurement() -> None:
             self.all_gather(x)
             return x
 
-    part = tensor_parallel.Part("nccl", [64])
-    [[row], _] = Threads.run(2, part.measure)  # type: ignore[arg-type]
+    part = partial(tensor_parallel.measure_rows, "gloo", [64])
+    [[row], _] = Threads.run(2, part)
     assert row["bytes"] == 64 and row["gloo"] > 0
     with pytest.raises(RuntimeError, match="gloo gave a wrong sum of 64 bytes"):
-        Deaf.run(2, part.measure)  # type: ignore[arg-type]
+        Deaf.run(2, part)
 
 
 @pytest.mark.slow
 def test_a_quick_run_on_a_cpu(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.engine.tensor_parallel",
-        "--quick",
-        "--device",
-        "cpu",
-        "--repeats",
-        "1",
-    ]
+    command = [sys.executable, *"-m benchmarks.engine tensor_parallel --quick --device cpu --repeats 1".split()]
     done = subprocess.run([*command, "--out", str(tmp_path)], cwd=harness.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     measured = json.loads((tmp_path / "tensor_parallel.json").read_text())

@@ -7,24 +7,18 @@ bad.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from tools.setup_env import SUPPORTED
-
 GIB = 2**30
-SHARE = "NANOVLLM_GPU_MEMORY"
 PORTS = (8000, 8888)  # nanovllm serve, JupyterLab
 PROCESSES, SEGMENTS = Path("/proc"), Path("/dev/shm")
 OURS = ("nanovllm", "stages.", "benchmarks.", "tests/")  # every command line of the project has one of these
@@ -39,27 +33,8 @@ class Finding:
     remedy: str = ""
 
 
-def python() -> Iterator[Finding]:
-    good = SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]
-    remedy = "" if good else "make clean, then make setup PYTHON=python3.12 (3.11 to 3.13 will do)"
-    yield Finding("Python", "ok" if good else "bad", platform.python_version(), remedy)
-
-
-def packages() -> Iterator[Finding]:
-    for name in ("torch", "transformers", "triton"):
-        try:
-            yield Finding(name, "ok", importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            if name != "triton":
-                yield Finding(name, "bad", "not installed", "make setup")
-            elif sys.platform == "linux":
-                yield Finding(name, "note", "not installed", "make setup; a GPU falls back on plain PyTorch without it")
-
-
 def gpu() -> Iterator[Finding]:
     """Cards, driver and free memory, as torch sees them."""
-    if find_spec("torch") is None:
-        return
     import torch
 
     driver = Path("/proc/driver/nvidia/version")
@@ -78,22 +53,9 @@ def gpu() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(i)
         found = f"{torch.cuda.get_device_name(i)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         crowded = free < total / 2
-        remedy = f"nvidia-smi shows who has the rest; {SHARE}=0.3 keeps a person to a share" if crowded else ""
+        share = "NANOVLLM_GPU_MEMORY=0.3 keeps a person to a share"
+        remedy = f"nvidia-smi shows who has the rest; {share}" if crowded else ""
         yield Finding(f"GPU {i}", "note" if crowded else "ok", found, remedy)
-
-
-def gpu_share() -> Iterator[Finding]:
-    value = os.environ.get(SHARE)
-    if value is None:
-        return
-    try:
-        good = 0 < float(value) <= 1
-    except ValueError:
-        good = False
-    if good:
-        yield Finding(SHARE, "ok", f"{value} of each GPU's memory at most")
-    else:
-        yield Finding(SHARE, "bad", repr(value), f"export {SHARE}=0.3: a number above 0, and 1 at most")
 
 
 def memory() -> Iterator[Finding]:
@@ -149,7 +111,7 @@ def leftovers(processes: Path = PROCESSES, segments: Path = SEGMENTS) -> Iterato
 
 
 def examine() -> list[Finding]:
-    checks = (python, packages, gpu, gpu_share, memory, ports, leftovers)
+    checks = (gpu, memory, ports, leftovers)
     return [finding for check in checks for finding in check()]
 
 

@@ -22,7 +22,6 @@ json.dump({
 PYTHON
 cat "$out/machine.json"; echo
 status=0
-commit=${COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)}
 export NANOVLLM_COMMIT=${COMMIT:-}
 tests=${TESTS-tests/stages tests/engine tests/kernels}
 ranks="tests/engine/test_tensor_parallel.py tests/engine/test_ranks_on_gpu.py tests/engine/test_one_shot.py
@@ -52,19 +51,14 @@ if [ -n "$tests" ]; then
     echo "$report"; grep -E "^(FAILED|ERROR)|passed|failed" "${report%.xml}.log" | tail -n 12
     if [ -s "$report" ]; then made+=("$report"); else echo "no report: it was not done in time"; status=1; fi
   done
-  "$python" -m benchmarks.engine.gpu_tests "${made[@]}" --out "$out" --commit "$commit" || status=1
+  "$python" -m benchmarks.engine.gpu_tests "${made[@]}" --out "$out" || status=1
 fi
 for stage in ${STAGES:-}; do
-  if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.pictures.decode_profile --out "$out" || status=1; fi
-  "$python" -m benchmarks.stages.stage_bench "$stage" --device cuda --rounds "${ROUNDS:-2}" --results "$out" || status=1
+  if [ "$stage" = 6 ]; then timeout 150 "$python" -m tools.pictures.decode_profile "$out" || status=1; fi
+  "$python" -m benchmarks.stages.stage_bench "$stage" --device cuda --rounds "${ROUNDS:-2}" --out "$out" || status=1
 done
 if [ -n "${KERNELS:-}" ]; then
-  card=$("$python" -c '
-import json, sys
-from benchmarks.lib.harness import card_slug
-print(card_slug(json.load(open(sys.argv[1]))["card"]))' "$out/machine.json") || exit 1
-  "$python" -m benchmarks.kernels.attention --out "$out/kernels.$card.json" || status=1
-  "$python" -m benchmarks.kernels.linears --out "$out/linears.$card.json" --commit "$commit" || status=1
+  for kind in attention linears; do "$python" -m "benchmarks.kernels.$kind" --out "$out" || status=1; done
 fi
 for benchmark in ${BENCHMARKS:-}; do
   options=()
@@ -73,6 +67,6 @@ for benchmark in ${BENCHMARKS:-}; do
     throughput|latency|startup|prefix|tensor_parallel) if [ -n "${VLLM:-}" ]; then options+=(--vllm-path "$VLLM"); fi ;;
     ablations) if [ -n "${FLASH:-}" ]; then options+=(--flash-path "$FLASH"); fi ;;
   esac
-  "$python" -m "benchmarks.engine.$benchmark" --out "$out" --commit "$commit" "${options[@]}" || status=1
+  "$python" -m benchmarks.engine "$benchmark" --out "$out" "${options[@]}" || status=1
 done
 exit $status

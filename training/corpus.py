@@ -1,12 +1,10 @@
-"""The corpus and the tokenizer of the embedded models. Imports no torch, so that worker processes start quickly."""
+"""The corpus and the tokenizer of the embedded models."""
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
+import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,7 +38,7 @@ class Corpus:
 
 
 def story_text(seed: int, index: int, held_out: bool = False) -> str:
-    """Story `index` of the corpus `seed`, whichever process asks for it."""
+    """Story `index` of the corpus `seed`."""
     return generate_story(random.Random(seed << 48 | index), held_out).text
 
 
@@ -63,68 +61,37 @@ def train_tokenizer(seed: int, stories: int) -> Tokenizer:
     return tokenizer
 
 
-_worker_tokenizer: Tokenizer | None = None
-
-
-def _start_worker(tokenizer_json: str) -> None:
-    global _worker_tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_tokenizer = Tokenizer.from_str(tokenizer_json)
-
-
-def _encode_chunk(job: tuple[int, int, int]) -> list[tuple[bytes, NDArray[np.uint16]]]:
-    """Digest and tokens (EOS included) of each story of one chunk."""
-    assert _worker_tokenizer is not None
-    seed, first, count = job
-    texts = [story_text(seed, index) for index in range(first, first + count)]
-    encodings = _worker_tokenizer.encode_batch(texts)
-    return [
-        (hashlib.blake2b(text.encode(), digest_size=12).digest(), np.array([*encoding.ids, EOS_ID], dtype=np.uint16))
-        for text, encoding in zip(texts, encodings, strict=True)
-    ]
-
-
-def build_corpus(tokenizer: Tokenizer, seed: int, num_tokens: int, processes: int) -> Corpus:
-    """Distinct stories until there are `num_tokens` tokens. The number of processes does not change the result."""
+def build_corpus(tokenizer: Tokenizer, seed: int, num_tokens: int) -> Corpus:
+    """Distinct stories, in the order of their numbers, until there are `num_tokens` tokens."""
     stories: list[NDArray[np.uint16]] = []
     seen: set[bytes] = set()
     total = duplicates = too_long = 0
-    jobs = ((seed, first, STORIES_PER_CHUNK) for first in range(0, num_tokens // 50 + 1, STORIES_PER_CHUNK))
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, _start_worker, (tokenizer.to_str(),)) as pool:
-        for chunk in _ordered(pool, jobs, 4 * processes):
-            for digest, story in chunk:
-                if digest in seen:
-                    duplicates += 1
-                elif len(story) > MAX_STORY_TOKENS + 1:
-                    too_long += 1
-                else:
-                    seen.add(digest)
-                    stories.append(story)
-                    total += len(story)
-            if total >= num_tokens:
-                break
+    for first in itertools.count(0, STORIES_PER_CHUNK):
+        texts = [story_text(seed, index) for index in range(first, first + STORIES_PER_CHUNK)]
+        for text, story in zip(texts, _encode(tokenizer, texts), strict=True):
+            digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
+            if digest in seen:
+                duplicates += 1
+            elif len(story) > MAX_STORY_TOKENS + 1:
+                too_long += 1
+            else:
+                seen.add(digest)
+                stories.append(story)
+                total += len(story)
+        if total >= num_tokens:
+            break
     return _join(stories, duplicates, too_long)
-
-
-def _ordered(
-    pool: multiprocessing.pool.Pool, jobs: Iterator[tuple[int, int, int]], ahead: int
-) -> Iterator[list[tuple[bytes, NDArray[np.uint16]]]]:
-    """Like `pool.imap`, but with a bounded number of jobs under way, because most of them will not be needed."""
-    pending = []
-    for job in jobs:
-        pending.append(pool.apply_async(_encode_chunk, (job,)))
-        if len(pending) >= ahead:
-            yield pending.pop(0).get()
-    for result in pending:
-        yield result.get()
 
 
 def build_validation(tokenizer: Tokenizer, seed: int, stories: int) -> Corpus:
     """Stories about held-out combinations of name, species and object."""
     texts = [story_text(seed, VALIDATION_INDEX + index, held_out=True) for index in range(stories)]
-    encodings = tokenizer.encode_batch(texts)
-    return _join([np.array([*encoding.ids, EOS_ID], dtype=np.uint16) for encoding in encodings])
+    return _join(_encode(tokenizer, texts))
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[NDArray[np.uint16]]:
+    """The tokens of each text, EOS included, on all cores."""
+    return [np.array([*encoding.ids, EOS_ID], dtype=np.uint16) for encoding in tokenizer.encode_batch(texts)]
 
 
 def _join(stories: list[NDArray[np.uint16]], duplicates: int = 0, too_long: int = 0) -> Corpus:

@@ -7,12 +7,43 @@ from __future__ import annotations
 
 import random
 import re
+import tomllib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
 
-from training.words import ADJECTIVES, EMOJI, HOMES, MATERIALS, NAMES, NOUNS, PLACES, PRONOUNS, SIZES, SPECIES
+
+class Thing(NamedTuple):
+    """A treasured object. words.toml says what the fields are."""
+
+    noun: str
+    material: str
+    trait: str
+    daily: str
+    signal: str
+
+
+def read_toml(name: str) -> dict[str, Any]:
+    """The contents of a data file of this folder."""
+    return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
+
+
+WORDS: Final = read_toml("words.toml")
+
+NAMES: Final[dict[str, str]] = {  # name -> subject pronoun
+    name: pronoun for pronoun, names in WORDS["names"].items() for name in names.split()
+}
+PRONOUNS: Final[dict[str, list[str]]] = WORDS["pronouns"]  # subject -> subject, object, possessive, reflexive
+SPECIES: Final[list[str]] = WORDS["species"].split()
+ADJECTIVES: Final[list[str]] = WORDS["adjectives"].split()
+PLACES: Final[list[str]] = WORDS["places"].split()
+SIZES: Final[list[str]] = WORDS["sizes"]
+HOMES: Final[list[str]] = WORDS["homes"]
+EMOJI: Final[list[str]] = WORDS["emoji"].split()
+NOUNS: Final[dict[str, Thing]] = {row[0]: Thing(*row) for row in WORDS["objects"]}
+MATERIALS: Final[dict[str, dict[str, str]]] = WORDS["materials"]  # material -> slot -> word
 
 HELD_OUT_ONE_IN: Final = 50
 
@@ -97,19 +128,8 @@ def slot_values(facts: Facts, rng: random.Random) -> dict[str, str]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """`problems` in words, in the order of the text; none if the story kept its facts."""
-
-    problems: tuple[str, ...]
-
-    @property
-    def kept(self) -> bool:
-        return not self.problems
-
-
-def check_story(text: str, facts: Facts) -> Verdict:
-    """Judge a whole story, opening included, by the facts of its opening.
+def check_story(text: str, facts: Facts) -> list[str]:
+    """What is wrong with a whole story, opening included, by the facts of its opening; [] if it kept them.
 
     Names, species and nouns of objects occur only in the roles of the protagonist, the friend and the object. Any other
     word of these lists is therefore an exchange. The last paragraph must still name all three.
@@ -124,7 +144,7 @@ def check_story(text: str, facts: Facts) -> Verdict:
         problems.append(f"the {facts.object} is missing from the last paragraph")
     if not last.endswith((".", "!", "?", '"', *EMOJI)):
         problems.append("the story breaks off")
-    return Verdict(tuple(problems))
+    return problems
 
 
 def _strangers(words: list[str], facts: Facts) -> list[str]:

@@ -17,11 +17,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from training.facts import Facts, Verdict, check_story, draw_facts, is_held_out, pick, slot_values
+from training.facts import Facts, check_story, draw_facts, is_held_out, pick, read_toml, slot_values
 from training.template import Slots, Template, compile_passages, write
-from training.words import read_toml
 
-__all__ = ["PLOTS", "Facts", "Opening", "Story", "Verdict", "check_story", "generate_story", "is_held_out", "opening"]
+__all__ = ["PLOTS", "Facts", "Opening", "Story", "check_story", "generate_story", "is_held_out", "opening"]
 
 MAX_WORDS: Final = 715  # under 1,000 tokens
 MINIATURE_SHARE: Final = 0.14

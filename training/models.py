@@ -144,6 +144,6 @@ def tell_stories(
             ended = EOS_ID in row
             new = row[: row.index(EOS_ID)] if ended else row
             text = start.text + tokenizer.decode(new)
-            problems = list(check_story(text, start.facts).problems) + ([] if ended else ["no end-of-text token"])
+            problems = check_story(text, start.facts) + ([] if ended else ["no end-of-text token"])
             told.append({"text": text, "opening": start.text, "tokens": len(new), "problems": problems})
     return told

@@ -12,7 +12,9 @@ import re
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from training.words import GREETINGS, HELPERS, LISTS, PRONOUNS
+from training.facts import EMOJI, PRONOUNS, WORDS
+
+LISTS: Final[dict[str, list[str]]] = WORDS["lists"] | {"emoji": EMOJI}  # slot -> words
 
 Part: TypeAlias = "str | list[list[Part]]"  # a literal, or a choice of alternatives
 Template: TypeAlias = list[Part]
@@ -24,9 +26,9 @@ _A_BEFORE_VOWEL: Final = re.compile(r"\b([Aa])(?= (?!one\b|one-|once\b|eu)[aeio√
 _GROUPS: Final[dict[str, list[dict[str, str]]]] = {
     "helper": [
         dict(zip(("helper", "the_helper", "hhe", "hhim", "hhis"), (a, the, *PRONOUNS[who][:3]), strict=True))
-        for a, the, who in HELPERS
+        for a, the, who in WORDS["helpers"]
     ],
-    "hello": [{"tongue": tongue, "hello": hello, "thanks": thanks} for tongue, hello, thanks in GREETINGS],
+    "hello": [{"tongue": tongue, "hello": hello, "thanks": thanks} for tongue, hello, thanks in WORDS["greetings"]],
 }
 _GROUP_OF: Final[dict[str, str]] = {slot: group for group, rows in _GROUPS.items() for slot in rows[0]}
 

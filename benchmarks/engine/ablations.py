@@ -1,10 +1,7 @@
 """What each part of the engine is worth: one part is switched off at a time, and the engine is measured without it.
 
-    python -m benchmarks.engine.ablations --out DIR [--only NAME --only ...] [--repeats 2] [--flash-path PATH]
-
-Every variant runs in a fresh process; the first is the engine as it is. After every process the result is written. If
-the file in --out has other variants of the same commit, card and workload, they stay in it: so the variants can be
-measured in several runs. `--flash-path` is where flash-attn can be imported from, if it is not installed.
+Every variant runs in a fresh process; the first is the engine as it is. `--only` measures some of them, and
+`--flash-path` is where flash-attn can be imported from, if it is not installed.
 """
 
 import sys
@@ -20,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.engine import check_options, compare, latency, make_parser, ours, throughput
+from benchmarks.engine import ours, speed
 from benchmarks.lib import roofline, tables
 from benchmarks.lib.harness import Figure, Measured, Showcase, by_batch, lower, metric
 from benchmarks.lib.process import Engine, random_prompts
@@ -102,21 +99,21 @@ NO_PREFETCH = replaced("kernels.linear.choice", "hopper_linear", lambda _: lambd
 NO_PROMPTS = replaced("graphs.sizes", "prompt_sizes", lambda _: lambda *_: [])
 BETWEEN_PRODUCTS = without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "choose_linear")
 
-# What is done in PyTorch instead when a fused kernel is taken away
+# What is done in PyTorch instead when fused kernels are taken away
 FUSED = {
-    "sample_rows": "sampling not fused",
-    "add_rms_norm": "add + RMSNorm not fused",
-    "norm_rope_write": "norm + RoPE + KV write not fused",
-    "silu_and_mul": "SiLU and multiply not fused",
-    "choose_linear": "linear layers for few tokens not fused",
-    "decode_inputs": "look-up of inputs not fused",
+    "sampling not fused": ("sample_rows", "edit_logits", "restore_logits", "top_logprobs"),
+    "add + RMSNorm not fused": ("add_rms_norm",),
+    "norm + RoPE + KV write not fused": ("norm_rope_write",),
+    "SiLU and multiply not fused": ("silu_and_mul",),
+    "linear layers for few tokens not fused": ("choose_linear",),
+    "look-up of inputs not fused": ("decode_inputs",),
 }
 
 VARIANTS: dict[str, Variant] = {
     BASE: Variant(),
     "no CUDA graphs": Variant({"enforce_eager": True}),
     "no asynchronous scheduling": Variant({"async_scheduling": False}),
-    **{label: Variant(patches=(without_kernels(name),)) for name, label in FUSED.items()},
+    **{label: Variant(patches=(without_kernels(*names),)) for label, names in FUSED.items()},
     "none of these kernels": Variant(patches=(without_kernels(*FusedKernels._fields),)),
     "torch.compile in their place": Variant(patches=(BETWEEN_PRODUCTS, compiled)),
     "paged_decode in place of ring_decode": Variant(patches=(NO_RING,)),
@@ -139,7 +136,7 @@ def measure(
 
     The last two take so little time that they are repeated more often.
     """
-    found = [throughput.measure(engine, repeats, sizes), latency.measure(engine, **small)]
+    found = [speed.measure_headline(engine, repeats, sizes), speed.measure_small(engine, **small)]
     found.append(first_token(engine, **prompts))
     return [dict(ChainMap(*parts)) for parts in zip_longest(*found, fillvalue={})]
 
@@ -179,21 +176,15 @@ def showcase(options: Namespace) -> Showcase:
     return Showcase(
         name="ablations",
         title="What each part is worth",
-        workload=f"{throughput.describe(limit)}; and batches of {', '.join(map(str, small['batches']))}, greedy",
+        workload=f"{speed.describe_headline(limit)}; and batches of {', '.join(map(str, small['batches']))}, greedy",
         contenders=[ours(options, name, variant=name, **v.options) for name, v in VARIANTS.items()],
         figures=figures,
         notes=[roofline.describe(limit)],
+        measure=measure,
+        repeats=2,
         arguments={"sizes": limit["workload"], "small": small, "prompts": prompts},
         extra={"roofline": limit},
     )
-
-
-def main() -> None:
-    parser = make_parser("ablations", __doc__, repeats=2)
-    parser.add_argument("--only", action="append", choices=VARIANTS, help="this variant (and others so named) only")
-    options = check_options(parser.parse_args())
-    comparison = compare(showcase(options), "ablations", options, only=options.only or list(VARIANTS))
-    sys.exit(bool(comparison.failures))
 
 
 def table(results: dict[str, Result]) -> list[str]:
@@ -211,7 +202,3 @@ def table(results: dict[str, Result]) -> list[str]:
         lines.append(tables.row(variant, *(cell(figure, variant) for figure in figures)))
     lines += [tables.row(variant, *["failed"] * len(figures)) for variant in result["failures"]]
     return [*lines, "", f"Workload: {result['workload']}.", "", tables.origin(results)]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """The record of a run of the GPU tests: from pytest's JUnit report to JSON, with the card and the versions.
 
     python -m pytest -m gpu --junitxml=tests.xml tests
-    python -m benchmarks.engine.gpu_tests tests.xml [more.xml ...] [--out DIR] [--commit HASH]
+    python -m benchmarks.engine.gpu_tests tests.xml [more.xml ...] [--out DIR]
 
 Writes gpu_tests.CARD.json; `benchmarks/lib/report.py` makes the table of it. A test counts under the precision that its
 parameters name. Exits with 1 if a test failed.
@@ -82,15 +82,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("engine.gpu_tests", __doc__)
     parser.add_argument("reports", type=Path, nargs="+", help="JUnit reports of one run of the suite")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the directory for the record")
-    parser.add_argument("--commit", help="the commit that was tested, where there is no git")
     options = parser.parse_args(arguments)
     try:
         summary = summarize(options.reports)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    tested = commit("nanovllm", "stages", "tests", told=options.commit)
-    path = write_result({"name": "gpu_tests", "machine": facts("cuda"), "commit": tested, **summary}, options.out)
+    about = {"machine": facts("cuda"), "commit": commit("nanovllm", "stages", "tests")}
+    path = write_result({"name": "gpu_tests", **about, **summary}, options.out)
     print(path.name, *(f"failed: {test}" for test in summary["failed"]), sep="\n")
     return int(bool(summary["failed"]))
 

@@ -1,7 +1,5 @@
 """When guessing ahead gains, and from which batch size on it loses.
 
-    python -m benchmarks.engine.speculation --out DIR [--device cuda] [--rounds 1] [--repeats 2]
-
 Two results. `speculation`: an 8B shape, batches of 1 to 64, and guesses that are right as often as is chosen
 (`ReplayProposer`), 2, 4 or 8 per step. `speculation_ngram`: SmolLM2-135M-Instruct alone on records in one format,
 guessed from its own n-grams; left out where `make models` has not put the model into the cache. Each in one process
@@ -12,7 +10,6 @@ The time per token: once every request has its first token, until one has its la
 """
 
 import random
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +18,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine import LARGE_SHAPE, check_options, make_parser, ours
-from benchmarks.engine.cpu import SMOLLM2
+from benchmarks.engine import ours
 from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Comparison, Figure, Measured, Showcase
 from benchmarks.lib.process import CLOCKS, Engine, choose_clock, random_prompts
 from benchmarks.lib.tables import Result
+from benchmarks.stages.showcases import SMOLLM2
 from nanovllm.engine.sequence import Sequence as EngineSequence
 from nanovllm.outputs import SpeculationStats
 from nanovllm.sampling_params import derive_seed
@@ -227,9 +224,9 @@ def compare(
     most = max(way["k"] for way in ways.values())
     guessing = ours(options, **config, speculative={"method": "ngram", "k": most})
     plain = {"package": "nanovllm", "model": str(options.model), "options": ours(options, **config).spec["options"]}
-    arguments = {"repeats": options.repeats, "ways": ways, "plain": plain, **work}
-    for number in range(options.rounds):
-        measured = harness.run_process(guessing, "benchmarks.engine.speculation", arguments, options)
+    arguments = {"repeats": options.repeats or 2, "ways": ways, "plain": plain, **work}
+    for number in range(options.rounds or 1):
+        measured = harness.run_process(guessing, measure, arguments, options)
         for contender in contenders:
             mine = [found[contender.name] for found in measured["repetitions"]]
             comparison.take(number, contender, {**measured, "repetitions": mine})
@@ -268,23 +265,17 @@ def ngrams(options: Namespace, num_tokens: int, tiny: bool) -> list[str]:
     return compare(options, "speculation_ngram", "Guesses from the text itself", workload, NGRAM_WAYS, config, **work)
 
 
-def main() -> None:
-    options = make_parser("speculation", __doc__, repeats=2).parse_args()
-    tiny = options.quick
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options.quick = tiny or options.device == "cpu"  # the embedded model
-    options.model = options.model or (None if options.quick else LARGE_SHAPE)
-    options.threads = 1 if options.device == "cpu" else None
-    options.clock = choose_clock(options.device, 1)
-    options = check_options(options)
-    try:
-        missed = replay(options, **(QUICK if tiny else CPU if options.quick else SIZES))
-        if tiny or SMOLLM2.is_dir():
-            model = options.model if tiny else SMOLLM2
-            missed += ngrams(Namespace(**{**vars(options), "model": model}), 24 if tiny else 96, tiny)
-    except RuntimeError as error:
-        sys.exit(str(error))
-    sys.exit("not what was to be measured: " + "; ".join(missed) if missed and not tiny else 0)
+def run(options: Namespace) -> bool:
+    """Measure both. Says whether the guesses were as good as was chosen, which a tiny run is too short for."""
+    tiny, cpu = options.quick, options.device == "cpu"
+    clock, threads = choose_clock(options.device, 1), 1 if cpu else None
+    chosen = Namespace(**vars(options) | {"quick": tiny or cpu, "clock": clock, "threads": threads})
+    missed = replay(chosen, **(QUICK if tiny else CPU if cpu else SIZES))
+    if tiny or SMOLLM2.is_dir():
+        chosen.model = chosen.model if tiny else SMOLLM2
+        missed += ngrams(chosen, 24 if tiny else 96, tiny)
+    print(*(f"not what was to be measured: {text}" for text in missed), sep="\n", flush=True)
+    return tiny or not missed
 
 
 def table(results: dict[str, Result]) -> list[str]:
@@ -316,7 +307,3 @@ def table(results: dict[str, Result]) -> list[str]:
         text += f"without guesses, gains {', '.join(gains)}; {tables.clock(result)}; commit {tables.commit(result)}."
         lines += ["", text]
     return lines
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,7 @@
 """A step of an 8B model on 1, 2 and 4 GPUs, beside vLLM, and where its time goes.
 
-    python -m benchmarks.engine.tensor_parallel --ranks 2 --out DIR [--vllm-path PATH] [--rounds 1]
-
 Random weights of the shape of Qwen3-8B, greedy, 128 tokens in, 257 out, at batch 1 and 32. A step is the difference
-between generating 257 tokens and generating one, over the 256 steps between (see `benchmarks/engine/latency.py`).
+between generating 257 tokens and generating one, over the 256 steps between (see `benchmarks/engine/speed.py`).
 
 Where it goes is reckoned, not traced: reading the weights and keys of a rank at the bandwidth that a plain read kernel
 reaches, and as many all-reduces as the model has, at what one takes by itself. What is left is all the rest.
@@ -16,18 +14,17 @@ gloo), and over memory that the GPUs share, as with small ones (`nanovllm/distri
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from timeit import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.engine import LARGE_SHAPE, check_options, compare, latency, make_parser, ours, vllm
+from benchmarks.engine import ours, speed, vllm
 from benchmarks.lib import harness, tables
-from benchmarks.lib.harness import Contender, Measured, Showcase, by_batch
+from benchmarks.lib.harness import Contender, Measured, Showcase
 from benchmarks.lib.roofline import Needs
 from benchmarks.lib.tables import Result, cell, row
 from nanovllm.distributed.group import Group, devices_of
@@ -41,7 +38,6 @@ MAX_NUM_SEQS = 64
 ALL_RANKS = (1, 2, 4, 8)
 PARTS = ("weights", "keys", "all-reduces", "rest")
 FULL: dict[str, Any] = {"batches": [1, 32], "prompt_len": 128, "num_tokens": 257, "highest_id": 10_000}
-QUICK: dict[str, Any] = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 5, "highest_id": 500}
 
 SIZES = [1 << k for k in range(12, 25)]  # of the all-reduces' messages: 4 KiB to 16 MiB
 QUICK_SIZES = [1 << 12, 1 << 16]
@@ -56,29 +52,34 @@ def name_of(package: str, ranks: int) -> str:
     return f"{package}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def numbers_of_ranks(options: argparse.Namespace) -> list[int]:
-    return [n for n in ALL_RANKS if options.least <= n <= options.ranks]
+def showcase(options: argparse.Namespace) -> Showcase:
+    """The all-reduces, measured now, and the steps of up to `options.ranks` ranks."""
+    numbers = [n for n in ALL_RANKS if n <= options.ranks]
+    latencies = [all_reduces(n, options) for n in numbers if n > 1]
+    for found in latencies:
+        print(*(f"{found['ranks']} ranks: {row}" for row in found["rows"]), sep="\n", flush=True)
+        print(*(f"{kind}: {why}" for kind, why in found["failures"].items()), sep="\n", flush=True)
+    return of_steps(options, numbers, speed.QUICK_SMALL if options.quick else FULL, latencies)
 
 
-def showcase(options: argparse.Namespace, sizes: dict[str, Any], latencies: list[dict[str, Any]]) -> Showcase:
+def of_steps(
+    options: argparse.Namespace, numbers: list[int], sizes: dict[str, Any], latencies: list[dict[str, Any]]
+) -> Showcase:
     """For each number of ranks first ours, then vLLM if it can be imported. latencies: of `all_reduces`."""
-    contenders, numbers, model = [], numbers_of_ranks(options), read_config(options.model)
+    contenders: list[Contender] = []
     for n in numbers:
         config: dict[str, Any] = {"tensor_parallel_size": n, "max_num_seqs": MAX_NUM_SEQS}
         contenders.append(ours(options, name_of("nanovllm", n), **config))
         contenders += vllm(options, name_of("vLLM", n), **config)
-    figures = by_batch("ms_per_token", "a step", sizes["batches"])
-    figures += by_batch("first_token_ms", "time to first token", sizes["batches"])
-    theirs = name_of("vLLM", numbers[-1])
-    return Showcase(
-        name="tensor_parallel",
-        title="A step on several GPUs",
-        workload=latency.describe(sizes),
-        contenders=contenders,
-        figures=figures,
+    theirs, model = name_of("vLLM", numbers[-1]), read_config(options.model)
+    return speed.of_small_batches(
+        "tensor_parallel",
+        "A step on several GPUs",
+        contenders,
+        sizes,
+        "a step",
         contender=name_of("nanovllm", numbers[-1]),
         rival=theirs if theirs in {c.name for c in contenders} else name_of("nanovllm", numbers[0]),
-        arguments=sizes,
         extra={"all_reduce": latencies},
         derive=lambda result: {"where": where_it_goes(result, latencies, model, sizes)},
     )
@@ -90,7 +91,7 @@ def num_all_reduces(model: ModelConfig) -> int:
 
 
 def share_of_step(
-    model: ModelConfig, ranks: int, batch: int, keys: float, latencies: dict[str, Any], itemsize: int
+    model: ModelConfig, ranks: int, batch: int, keys: float, latencies: dict[str, Any], itemsize: int = 2
 ) -> dict[str, float]:
     """Milliseconds of a decode step of one rank: {"weights": ..., "keys": ..., "all-reduces": ...}, each at its best.
 
@@ -111,141 +112,34 @@ def where_it_goes(
 ) -> list[dict[str, float]]:
     """For each number of ranks and each batch: what the parts take, and the rest. Empty on a CPU."""
     by_ranks = {found["ranks"]: found for found in latencies if found["bytes_per_second"]}
-    if not by_ranks:
-        return []
     found = []
     keys = sizes["prompt_len"] + sizes["num_tokens"] / 2
-    for batch in sizes["batches"]:
+    for batch in sizes["batches"] if by_ranks else ():
         steps = tables.figures(result)[f"ms_per_token_{batch}"]["values"]
         for ranks in [1, *by_ranks]:
             if (name := name_of("nanovllm", ranks)) in steps:
                 fitting = by_ranks.get(ranks, next(iter(by_ranks.values())))
-                parts = share_of_step(model, ranks, batch, keys, fitting, itemsize=2)
+                parts = share_of_step(model, ranks, batch, keys, fitting)
                 step = steps[name]["median"]
-                found.append(
-                    {"ranks": ranks, "batch": batch, "step": step, **parts, "rest": step - sum(parts.values())}
-                )
+                rest = step - sum(parts.values())
+                found.append({"ranks": ranks, "batch": batch, "step": step, **parts, "rest": rest})
     return found
-
-
-def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser("tensor_parallel", __doc__, repeats=3)
-    parser.add_argument("--ranks", type=int, default=2, choices=ALL_RANKS, help="the most (default 2)")
-    parser.add_argument("--least", type=int, default=1, choices=ALL_RANKS, help="the fewest (default 1)")
-    options = parser.parse_args(arguments)
-    if options.least > options.ranks:
-        parser.error(f"--least {options.least} is more than --ranks {options.ranks}")
-    options.model = options.model or (None if options.quick else LARGE_SHAPE)
-    return check_options(options)
-
-
-def main() -> None:
-    options = parse_options()
-    sizes = QUICK if options.quick else FULL
-    several = [n for n in numbers_of_ranks(options) if n > 1]
-    latencies = [all_reduces(n, options.device, options.quick) for n in several]
-    for found in latencies:
-        print(*(f"{found['ranks']} ranks: {row}" for row in found["rows"]), sep="\n", flush=True)
-        print(*(f"{kind}: {why}" for kind, why in found["failures"].items()), sep="\n", flush=True)
-    sys.exit(bool(compare(showcase(options, sizes, latencies), "latency", options).failures))
 
 
 # --- all-reduces by themselves ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Part:
-    """What each rank does. Sent to its process."""
-
-    kind: str
-    sizes: list[int]
-
-    def __call__(self, group: Group) -> Callable[[Any], None]:
-        self.measure(group)
-        return lambda message: None
-
-    def ways(self, group: Group) -> dict[str, Way]:
-        """Each gives the sum, and may do more."""
-        if group.device.type == "cpu":
-            return {"gloo": group.all_reduce}
-        from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
-
-        weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=group.device)
-        nothing = torch.zeros(max(self.sizes), dtype=torch.uint8, device=group.device).view(torch.bfloat16)
-
-        def apart(x: Tensor) -> Tensor:
-            x = group.all_reduce(x)
-            add_rms_norm(x, x, weight[: x.shape[1]], 1e-6)
-            return x
-
-        def at_once(x: Tensor) -> Tensor:
-            return group.all_reduce_add_rms_norm(x, nothing[: x.numel()].view_as(x), weight[: x.shape[1]], 1e-6)[1]
-
-        if self.kind == "nccl":
-            return {"NCCL": group.all_reduce, "NCCL and norm": apart}
-        return {"one-shot": group.all_reduce, "one-shot with norm": at_once}
-
-    def measure(self, group: Group) -> list[dict[str, Any]]:
-        """Microseconds of each way for each size that it can do."""
-        dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
-        rows: list[dict[str, Any]] = [{"bytes": size} for size in self.sizes]
-        for name, way in self.ways(group).items():
-            for entry in rows:
-                numbers = entry["bytes"] // dtype.itemsize
-                shape = max(1, numbers // WIDTH), min(numbers, WIDTH)
-                if self.kind == "symmetric" and not group.can_fuse_all_reduce(shape, dtype):
-                    continue
-                x = torch.full(shape, group.rank + 1, dtype=dtype, device=group.device)
-                if not (way(x) == group.size * (group.size + 1) / 2).all():
-                    raise RuntimeError(f"{name} gave a wrong sum of {entry['bytes']} bytes")
-                entry[name] = microseconds(way, torch.zeros_like(x))
-        return rows
-
-
-def microseconds(way: Way, x: Tensor) -> float:
-    if x.is_cuda:
-        from benchmarks.kernels.ceilings import graph_microseconds
-
-        return graph_microseconds(lambda: way(x), calls=CALLS, rounds=15)
-    return 1e6 * statistics.median(repeat(lambda: way(x), number=1, repeat=CALLS))
-
-
-def bandwidth(device: torch.device) -> float | None:
-    """Bytes a second that a GPU reads at best."""
-    if device.type == "cpu":
-        return None
-    from benchmarks.kernels.ceilings import read_bandwidth
-
-    return read_bandwidth()
-
-
-def measure(ranks: int, device: str, kind: str, sizes: list[int]) -> list[Measured]:
-    """In a process that leads the ranks: the rows of one kind, as the one repetition."""
-    os.environ[SWITCH] = str(max(sizes) if kind == "symmetric" else 0)
-    part, devices = Part(kind, sizes), devices_of(torch.device(device), ranks)
-    bytes_per_second = bandwidth(devices[0]) if kind == "nccl" else None
-    team = SpawnedTeam(devices, part)
-    try:
-        team.join()
-        with team.in_step(loading=True):
-            return [{kind: {"rows": part.measure(team.group), "bytes_per_second": bytes_per_second}}]
-    finally:
-        team.close()
-
-
-def all_reduces(ranks: int, device: str, quick: bool) -> dict[str, Any]:
+def all_reduces(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """All ways side by side; those that cannot run here are named in `failures`."""
     found: dict[str, Any] = {"ranks": ranks, "rows": [], "bytes_per_second": None, "failures": {}}
     # Up to how many bytes the engine uses it in this run
     found["one_shot_bytes"] = int(os.environ.get(SWITCH, default_bytes(ranks)))
-    options = argparse.Namespace(model=None, device=device)
-    for kind in ("nccl", "symmetric") if device != "cpu" else ("nccl",):
-        arguments = {"ranks": ranks, "device": device, "kind": kind, "sizes": QUICK_SIZES if quick else SIZES}
-        contender = Contender(f"the all-reduce by {kind}", {})
+    sizes = QUICK_SIZES if options.quick else SIZES
+    for kind, switch in {"nccl": 0, "symmetric": max(sizes)}.items() if options.device != "cpu" else [("gloo", 0)]:
+        arguments = {"ranks": ranks, "device": options.device, "kind": kind, "sizes": sizes}
+        contender, environment = Contender(f"the all-reduce by {kind}"), {SWITCH: str(switch)}
         try:
-            done = harness.run_process(
-                contender, "benchmarks.engine.tensor_parallel", arguments, options, seconds=SECONDS
-            )
+            done = harness.run_process(contender, measure, arguments, options, environment, SECONDS)
         except RuntimeError as error:
             found["failures"][kind] = str(error).splitlines()[-1]
             continue
@@ -254,6 +148,76 @@ def all_reduces(ranks: int, device: str, quick: bool) -> dict[str, Any]:
         rows = found["rows"] or [{"bytes": row["bytes"]} for row in result["rows"]]
         found["rows"] = [old | new for old, new in zip(rows, result["rows"], strict=True)]
     return found
+
+
+def measure(ranks: int, device: str, kind: str, sizes: list[int]) -> list[Measured]:
+    """In a process that leads the ranks: the rows of one kind, as the one repetition."""
+    devices, bytes_per_second = devices_of(torch.device(device), ranks), None
+    if kind == "nccl":
+        from benchmarks.kernels.ceilings import read_bandwidth
+
+        bytes_per_second = read_bandwidth()
+    team = SpawnedTeam(devices, partial(measure_once, kind, sizes))
+    try:
+        team.join()
+        with team.in_step(loading=True):
+            rows = measure_rows(kind, sizes, team.group)
+            return [{kind: {"rows": rows, "bytes_per_second": bytes_per_second}}]
+    finally:
+        team.close()
+
+
+def measure_once(kind: str, sizes: list[int], group: Group) -> Callable[[Any], None]:
+    """What a worker does: its part of each sum, and nothing more."""
+    measure_rows(kind, sizes, group)
+    return lambda message: None
+
+
+def measure_rows(kind: str, sizes: list[int], group: Group) -> list[dict[str, Any]]:
+    """Microseconds of each way for each size that it can do. Raises RuntimeError if a sum is wrong."""
+    dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
+    rows: list[dict[str, Any]] = [{"bytes": size} for size in sizes]
+    for name, way in ways(kind, sizes, group).items():
+        for entry in rows:
+            numbers = entry["bytes"] // dtype.itemsize
+            shape = max(1, numbers // WIDTH), min(numbers, WIDTH)
+            if kind == "symmetric" and not group.can_fuse_all_reduce(shape, dtype):
+                continue
+            x = torch.full(shape, group.rank + 1, dtype=dtype, device=group.device)
+            if not (way(x) == group.size * (group.size + 1) / 2).all():
+                raise RuntimeError(f"{name} gave a wrong sum of {entry['bytes']} bytes")
+            entry[name] = microseconds(way, torch.zeros_like(x))
+    return rows
+
+
+def ways(kind: str, sizes: list[int], group: Group) -> dict[str, Way]:
+    """Each gives the sum, and may do more."""
+    if kind == "gloo":
+        return {"gloo": group.all_reduce}
+    from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
+
+    weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=group.device)
+    nothing = torch.zeros(max(sizes), dtype=torch.uint8, device=group.device).view(torch.bfloat16)
+
+    def apart(x: Tensor) -> Tensor:
+        x = group.all_reduce(x)
+        add_rms_norm(x, x, weight[: x.shape[1]], 1e-6)
+        return x
+
+    def at_once(x: Tensor) -> Tensor:
+        return group.all_reduce_add_rms_norm(x, nothing[: x.numel()].view_as(x), weight[: x.shape[1]], 1e-6)[1]
+
+    if kind == "nccl":
+        return {"NCCL": group.all_reduce, "NCCL and norm": apart}
+    return {"one-shot": group.all_reduce, "one-shot with norm": at_once}
+
+
+def microseconds(way: Way, x: Tensor) -> float:
+    if x.is_cuda:
+        from benchmarks.kernels.ceilings import graph_microseconds
+
+        return graph_microseconds(lambda: way(x), calls=CALLS, rounds=15)
+    return 1e6 * statistics.median(repeat(lambda: way(x), number=1, repeat=CALLS))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -311,7 +275,3 @@ def table(results: dict[str, Result]) -> list[str]:
     result = results["tensor_parallel"]
     lines = steps_table(result) + parts_table(result) + all_reduce_table(result)
     return [*lines, "", f"Workload: {result['workload']}.", "", tables.origin(results)]
-
-
-if __name__ == "__main__":
-    main()

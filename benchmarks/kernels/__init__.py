@@ -1,6 +1,5 @@
 """Kernels by themselves. Their benchmarks share a record that grows row by row."""
 
-import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -9,26 +8,31 @@ import torch
 
 from benchmarks.lib import harness
 
-
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, with those that all have. Exits with one line and status 2 if there is no GPU."""
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--commit", help="the commit that is measured, where there is no git")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this measures a GPU, and this machine has none")
-    return options
+Rows = Iterable[dict[str, Any]]
 
 
 def record(
-    rows: Iterable[dict[str, Any]], about: dict[str, Any], options: argparse.Namespace, say: Callable[[Any], str]
+    module: str,
+    doc: str | None,
+    name: str,
+    measure: Callable[[], tuple[dict[str, Any], Rows]],
+    say: Callable[[Any], str],
 ) -> None:
-    """Write `about`, the commit and the rows, after each row: a run that is cut short keeps its rows.
+    """The command `python -m benchmarks.kernels.MODULE`. Writes NAME.CARD.json: what `measure` tells of the machine,
+    the commit, and the rows. It is written after each row: a run that is cut short keeps its rows.
 
-    say: puts a row into words, for the terminal.
+    say: puts a row into words, for the terminal. Exits with one line and status 2 if there is no GPU.
     """
-    result = about | {"commit": harness.commit(told=options.commit), "rows": []}
-    for row in rows:
-        print(say(row), flush=True)
-        result["rows"].append(row)
-        harness.write_json(result, options.out)
+    parser = harness.make_parser(f"kernels.{module}", doc)
+    parser.add_argument("--out", type=Path, required=True, help="directory for the JSON")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures a GPU, and this machine has none")
+    path = harness.result_path(name, torch.cuda.get_device_name(), options.out)
+    with torch.inference_mode():
+        about, rows = measure()
+        result = about | {"commit": harness.commit(), "rows": []}
+        for row in rows:
+            print(say(row), flush=True)
+            result["rows"].append(row)
+            harness.write_json(result, path)

@@ -1,6 +1,6 @@
 """Attention against what the GPU can do: GB/s of KV read in decode, TFLOP/s in prefill, as shares of the limits.
 
-    python -m benchmarks.kernels.attention --out kernels.json
+    python -m benchmarks.kernels.attention --out DIR
 
 Shape: 16 query heads, 8 KV heads, head_dim 128, bf16. Our kernels as the engine chooses them, and flash-attn's prefill
 where it is installed. Commit a1442d1 has a sweep over the layouts of each kernel, with its figures.
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import parse, record
+from benchmarks.kernels import record
 from benchmarks.lib import tables
-from benchmarks.lib.harness import make_parser
 from benchmarks.lib.tables import Result
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
+RECORD = "kernels"
 SCALE = HEAD_DIM**-0.5
 L2_FLUSH = 256 * 2**20  # bytes of KV between two readings of the same: more than any cache holds
 NAMES = {"triton": "ours", "flash_attn": "flash-attn"}  # of the backends, in the table
@@ -133,16 +133,14 @@ def say(row: dict[str, Any]) -> str:
     return text + (row["error"] if "error" in row else "{} us {} of the limit".format(*cells_of(row)))
 
 
-def main() -> None:
-    options = parse(make_parser("kernels.attention", __doc__))
+def measure() -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
     import triton
 
     from benchmarks.kernels.ceilings import matmul_rate, read_bandwidth
 
     limits = {"read": {"bytes_per_second": read_bandwidth()}, "matmul": {"operations_per_second": matmul_rate()}}
     versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-    about = {"card": torch.cuda.get_device_name(), "versions": versions, "limits": limits}
-    record(rows(limits), about, options, say)
+    return {"card": torch.cuda.get_device_name(), "versions": versions, "limits": limits}, rows(limits)
 
 
 def table(results: dict[str, Result]) -> list[str]:
@@ -177,4 +175,4 @@ def cells_of(row: dict[str, Any] | None) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    record("attention", __doc__, RECORD, measure, say)

@@ -1,35 +1,28 @@
 """The linear layers of a decode step: microseconds of our kernels and of the library's, for few tokens.
 
-    python -m benchmarks.kernels.linears --out linears.json [--shape 0.6B --shape 8B] [--tokens 1 --tokens 32]
+    python -m benchmarks.kernels.linears --out DIR
 
 bf16. Every call gets other weights, as layers do, so that none come from a cache. The calls follow each other in a CUDA
 graph: what a kernel hides behind the one before it is hidden here, too. The library's product has the gate behind it;
 the layers whose result may come in parts (o and down) have the norm behind them that sums these.
 
 "chosen" is what the engine takes (`nanovllm/kernels/linear/choice.py`, whose borders come from here), "any GPU"
-what it takes where `weight_prefetch_linear` does not run, and beside them are the plausible layouts of that one.
-Commit a1442d1 has a sweep over all layouts of all kernels.
+what it takes where `weight_prefetch_linear` does not run. Commit a1442d1 has a sweep over all layouts of all kernels,
+and commit 8b981e4 one over those of `weight_prefetch_linear` that are plausible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from functools import partial as bind
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels import parse, record
+from benchmarks.kernels import record
 from benchmarks.lib import tables
-from benchmarks.lib.harness import make_parser
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
-
-if TYPE_CHECKING:
-    from nanovllm.kernels.hopper.weight_prefetch_linear import PrefetchTile
 
 # hidden, q heads, KV heads, intermediate, of a rank; head_dim is 128
 SHAPES = {
@@ -40,7 +33,7 @@ SHAPES = {
 }
 TOKENS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 SHOWN_TOKENS = (1, 16, 32, 64, 128, 256)  # in the table
-EARLY_TOKENS = {16: (16,), 32: (32,), 64: (32, 64), 256: (64, 128)}  # up to so many: the most of a program to try
+RECORD = "linears"
 AT_LEAST = 400e6  # bytes of weights, all layers together: several times what a cache holds
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -58,33 +51,13 @@ def layers_of(hidden: int, heads: int, kv_heads: int, inner: int) -> list[tuple[
 def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any]) -> Iterator[tuple[str, Run]]:
     """Name of a layout, and what runs it."""
     from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
-    from nanovllm.kernels.linear.choice import choose_linear, choose_on_any_gpu, hopper_linear
+    from nanovllm.kernels.linear.choice import choose_linear, choose_on_any_gpu
 
     yield "library", (lambda x, w: silu_and_mul(F.linear(x, w))) if how.get("gated") else F.linear
     if (chosen := choose_linear(num_tokens, weight, **how)) is not None:
         yield "chosen", chosen
     if (before := choose_on_any_gpu(num_tokens, weight, **how)) is not None:
         yield "any GPU", before
-    if (hopper := hopper_linear(weight.device)) is not None:
-        for tile in prefetch_tiles(num_tokens, weight, **how):
-            if tile != getattr(chosen, "keywords", {}).get("tile"):  # else it is measured by now
-                name = f"early {tile.tokens} x {tile.inner} / {tile.splits}, {tile.stages} stages"
-                yield name, bind(hopper.weight_prefetch_linear, tile=tile, **how)
-
-
-def prefetch_tiles(num_tokens: int, weight: Tensor, gated: bool = False, partial: bool = False) -> list[PrefetchTile]:
-    """The plausible layouts for Hopper: by the most tokens of a program, and with half as many parts."""
-    from nanovllm.kernels.hopper.weight_prefetch_linear import choose_tile
-
-    columns, inputs = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
-    tiles = []
-    for most in next(sizes for limit, sizes in EARLY_TOKENS.items() if num_tokens <= limit):
-        tile = choose_tile(num_tokens, columns, inputs, most, gated, partial)
-        tiles.append(tile)
-        if tile.splits > 1 and num_tokens > 64:
-            deep = 196608 // (2 * tile.inner * (64 + tile.tokens))  # stages, of a program that has a multiprocessor
-            tiles.append(tile._replace(splits=tile.splits // 2, stages=min(6, deep)))
-    return list(dict.fromkeys(tiles))
 
 
 def with_norm(run: Run, x: Tensor, outputs: int) -> Run:
@@ -95,14 +68,14 @@ def with_norm(run: Run, x: Tensor, outputs: int) -> Run:
     return lambda x, w: add_rms_norm(run(x, w), residual, weight, 1e-6)[0]
 
 
-def measure(shapes: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
+def rows() -> Iterator[dict[str, Any]]:
     from benchmarks.kernels.ceilings import graph_microseconds
 
-    for shape in shapes:
-        for name, inputs, outputs, how in layers_of(*SHAPES[shape]):
+    for shape, numbers in SHAPES.items():
+        for name, inputs, outputs, how in layers_of(*numbers):
             count = max(2, int(AT_LEAST / (2 * inputs * outputs)))
             weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") / 32 for _ in range(count)]
-            for n in tokens:
+            for n in TOKENS:
                 x, layers = torch.randn(n, inputs, dtype=torch.bfloat16, device="cuda"), cycle(weights)
                 for layout, run in candidates(n, weights[0], how):
                     row = {"shape": shape, "layer": name, "tokens": n, "layout": layout, "bytes": 2 * inputs * outputs}
@@ -119,16 +92,6 @@ def say(row: dict[str, Any]) -> str:
     if said is None:
         said = f"{row['microseconds']:8.2f} us {row['bytes'] / row['microseconds'] / 1e3:6.0f} GB/s"
     return f"{row['shape']:<14} {row['layer']:<13} {row['tokens']:>4} tokens  {row['layout']:<32} {said}"
-
-
-def main() -> None:
-    parser = make_parser("kernels.linears", __doc__)
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="(default: all)")
-    parser.add_argument("--tokens", type=int, action="append", help=f"batch sizes (default {TOKENS})")
-    options = parse(parser)
-    with torch.inference_mode():
-        rows = measure(options.shape or list(SHAPES), options.tokens or list(TOKENS))
-        record(rows, {"machine": facts("cuda")}, options, say)
 
 
 def table(results: dict[str, Result]) -> list[str]:
@@ -152,10 +115,12 @@ def table(results: dict[str, Result]) -> list[str]:
 
 def cell(by_layout: dict[str, float]) -> str:
     of_any = by_layout.get("any GPU")
-    best = min(time for layout, time in by_layout.items() if layout.startswith("early ") or layout == "chosen")
+    # Earlier records have layouts of the kernel for Hopper that were not chosen: "early ...". None: the library's was.
+    ours = (time for layout, time in by_layout.items() if layout.startswith("early ") or layout == "chosen")
+    best = min(ours, default=None)
     shown = [by_layout["library"], None if of_any == by_layout["library"] else of_any, best]
     return " / ".join("–" if time is None else f"{time:.1f}" for time in shown)
 
 
 if __name__ == "__main__":
-    main()
+    record("linears", __doc__, RECORD, lambda: ({"machine": facts("cuda")}, rows()), say)

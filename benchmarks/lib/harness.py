@@ -42,6 +42,7 @@ ENVIRONMENT = {
 
 T = TypeVar("T")
 Measured = dict[str, dict[str, Any]]  # by scenario, the figures of one repetition: {"batch 1": {"ms_per_token": 1.2}}
+Measure = Callable[..., list[Any]]  # in a process of its own: figures of each repetition
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
@@ -49,11 +50,11 @@ Measured = dict[str, dict[str, Any]]  # by scenario, the figures of one repetiti
 
 @dataclass(frozen=True)
 class Contender:
-    """`spec` is what its process needs to know; `only` names the scenarios that it takes part in (None: all)."""
+    """`spec` is what its process needs to know; `arguments` of the benchmark's `measure` are for it alone."""
 
     name: str
-    spec: dict[str, Any]
-    only: tuple[str, ...] | None = None
+    spec: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,10 @@ class Showcase:
     """What is compared.
 
     `contender` (default: the first) is to win the figure `headline` against `rival` (default: the last). The tables of
-    the README have the figures in `shown` (default: all). `scenarios` are for stages and Hugging Face, `arguments` are
-    those of the `measure` of a benchmark of the engine. The result has `extra` in it, and what `derive` makes of it.
+    the README have the figures in `shown` (default: all). `measure` and `arguments` are what the process of a contender
+    calls, `rounds` is the number of such processes, and `repeats` that of measurements in each; `run` is for a
+    contender that takes several processes (see `run_process`). `scenarios` are for stages and Hugging Face. The result
+    has `extra` in it, and what `derive` makes of it.
     """
 
     name: str
@@ -87,7 +90,11 @@ class Showcase:
     rival: str = ""
     notes: list[str] = field(default_factory=list)
     scenarios: list[Scenario] = field(default_factory=list)
+    measure: Measure | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 1
+    repeats: int | None = None
+    run: Callable[[Contender, argparse.Namespace], dict[str, Any]] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     derive: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: {}
 
@@ -133,7 +140,9 @@ def python_path(contender: Contender) -> dict[str, str]:
     return os.environ | ENVIRONMENT | ({"PYTHONPATH": path} if path else {})
 
 
-def job_of(contender: Contender, module: str, arguments: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def job_of(
+    contender: Contender, measure: Measure, arguments: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
     """What `process.run` needs to know. `options.threads` and `options.clock` may be missing."""
     return {
         **contender.spec,
@@ -141,26 +150,26 @@ def job_of(contender: Contender, module: str, arguments: dict[str, Any], options
         "device": options.device,
         "threads": getattr(options, "threads", None),
         "clock": getattr(options, "clock", "wall"),
-        "module": module,
-        "arguments": arguments,
+        "measure": f"{measure.__module__}.{measure.__name__}",
+        "arguments": arguments | contender.arguments,
         "started": time.time(),
     }
 
 
 def run_process(
     contender: Contender,
-    module: str,
+    measure: Measure,
     arguments: dict[str, Any],
     options: argparse.Namespace,
     environment: dict[str, str] | None = None,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """What `module.measure` found in a fresh process, which is given up after `seconds` (default `PROCESS_SECONDS`).
+    """What `measure` found in a fresh process, which is given up after `seconds` (default `PROCESS_SECONDS`).
 
     Raises RuntimeError with the last words of one that fails.
     """
     seconds = seconds or PROCESS_SECONDS
-    job = job_of(contender, module, arguments, options)
+    job = job_of(contender, measure, arguments, options)
     threads = {"OMP_NUM_THREADS": str(job["threads"])} if job["threads"] else {}
     with tempfile.TemporaryDirectory() as scratch:
         result, log = Path(scratch) / "result.json", Path(scratch) / "log"
@@ -213,24 +222,25 @@ class Comparison:
         self.failures: dict[str, str] = {}
         self.earlier_failures: dict[str, str] = {}  # in the file that is added to
 
-    def run(
-        self, measure: Callable[[Contender], dict[str, Any]], only: Collection[str] | None = None
-    ) -> dict[str, Any]:
-        """Call `measure` for every contender in every round (see `run_process`), write it all down and print it.
+    def run(self, only: Collection[str] | None = None) -> dict[str, Any]:
+        """Measure every contender in every round, write it all down and print it.
 
         only: the names of the contenders to measure. Of the others the result keeps what is in the file already.
         """
         start = time.perf_counter()
+        names = [contender.name for contender in self.showcase.contenders]
+        if unknown := set(only or ()) - set(names):
+            sys.exit(f"there is no contender {min(unknown)!r}; there are {', '.join(names)}")
         contenders = [c for c in self.showcase.contenders if only is None or c.name in only]
         if only is not None:
             self.keep_others(only)
-        for number in range(self.options.rounds):
+        for number in range(self.options.rounds or self.showcase.rounds):
             for contender in order_of_round(contenders, number):
                 if contender.name in self.failures:
                     continue
                 begin = time.perf_counter()
                 try:
-                    measured = measure(contender)
+                    measured = self.measure(contender)
                 except RuntimeError as error:
                     self.failures[contender.name] = str(error)
                     print(error, flush=True)
@@ -242,13 +252,21 @@ class Comparison:
             sys.exit(f"{self.showcase.name}: nothing could be measured")
         return self.finish()
 
+    def measure(self, contender: Contender) -> dict[str, Any]:
+        s = self.showcase
+        if s.run is not None:
+            return s.run(contender, self.options)
+        assert s.measure is not None
+        repeats = {} if s.repeats is None else {"repeats": self.options.repeats or s.repeats}
+        return run_process(contender, s.measure, repeats | s.arguments, self.options)
+
     def keep_others(self, measured_now: Collection[str]) -> None:
         """Take over the other contenders from the file that will be written, if the same was measured there."""
         path = result_path(self.showcase.name, facts(self.options.device)["device"], self.options.out)
         if not path.is_file():
             return
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["commit"] != self.commit() or found["workload"] != self.showcase.workload:
+        if found["commit"] != commit() or found["workload"] != self.showcase.workload:
             print(f"{path} is of another commit or workload: written anew")
             return
         known = {contender.name for contender in self.showcase.contenders} - set(measured_now)
@@ -277,7 +295,7 @@ class Comparison:
         result = {
             **{key: getattr(s, key) for key in told},
             "machine": self.machine,
-            "commit": self.commit(),
+            "commit": commit(),
             "model": {"name": model_name(self.options.model)},
             "figures": summarize(s, self.records),
             "differing_tokens": differing_tokens(self.records),
@@ -287,12 +305,6 @@ class Comparison:
             **s.extra,
         }
         return result | s.derive(result)
-
-    def commit(self) -> dict[str, Any]:
-        packages = {"stage": "stages", "engine": "nanovllm"}
-        kinds = {contender.spec.get("kind", "engine") for contender in self.showcase.contenders}
-        paths = [package for kind, package in packages.items() if kind in kinds]
-        return commit("benchmarks/*.py", *paths, told=getattr(self.options, "commit", None))
 
     def finish(self) -> dict[str, Any]:
         """Write the result, print its table, and below it what the figures say."""
@@ -342,19 +354,17 @@ def headline_gain(result: dict[str, Any]) -> float:
     return tables.gain(tables.figures(result)[result["headline"]], result["contender"], result["rival"])
 
 
-def commit(*paths: str, told: str | None = None) -> dict[str, Any]:
-    """Which code was measured: the commit, and whether there was more than that in `paths` (default: the engine).
-
-    A copy of the tree whose git does not know is told, here or by NANOVLLM_COMMIT.
-    """
-    if told := told or os.environ.get("NANOVLLM_COMMIT"):
+def commit(*paths: str) -> dict[str, Any]:
+    """Which code was measured: the commit, and whether there was more than that in `paths` (default: all that is
+    measured). A copy of the tree whose git does not know is told by NANOVLLM_COMMIT."""
+    if told := os.environ.get("NANOVLLM_COMMIT"):
         return {"hash": told, "modified": False}
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    changed = git("status", "--porcelain", "--", *(paths or ("nanovllm", "benchmarks/*.py")))
+    changed = git("status", "--porcelain", "--", *(paths or ("stages", "nanovllm", "benchmarks/*.py")))
     found = git("rev-parse", "--short=12", "HEAD") or "unknown"
     return {"hash": found, "modified": bool(changed)}
 

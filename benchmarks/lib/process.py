@@ -1,7 +1,7 @@
 """One contender in a process that does nothing else: `python -m benchmarks.lib.process RESULT < JOB`.
 
-Job and result are JSON (`harness.run_process` writes and reads them). What is measured is up to the benchmark's module:
-its function `measure(**arguments)` returns the figures of each repetition by scenario. If the job names a package,
+Job and result are JSON (`harness.run_process` writes and reads them). What is measured is up to a function of the
+benchmark: `measure(**arguments)` returns the figures of each repetition by scenario. If the job names a package,
 `measure` is given an engine of that package first; nanovllm and vLLM are called in the same way.
 """
 
@@ -15,6 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,15 +100,17 @@ def facts(device: str) -> dict[str, Any]:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Do a job in this process."""
-    module, engine = importlib.import_module(job["module"]), None
+    module_name, _, function = job["measure"].rpartition(".")
+    module = importlib.import_module(module_name)
+    measure, about = getattr(module, function), {}
     if job.get("variant") is not None:
         module.prepare(job["variant"])
     if "package" in job:
         engine = Engine(job["package"], job["model"], job["options"], job["started"])
-    repetitions = module.measure(*([] if engine is None else [engine]), **job["arguments"])
-    about = {} if engine is None else {"engine": engine.version, "ready_seconds": engine.ready_seconds}
+        measure = partial(measure, engine)
+        about = {"engine": engine.version, "ready_seconds": engine.ready_seconds}
     machine = facts(job["device"]) | {"clock": job["clock"]}
-    return {"pid": os.getpid(), "facts": machine, "repetitions": repetitions, **about}
+    return {"pid": os.getpid(), "facts": machine, "repetitions": measure(**job["arguments"]), **about}
 
 
 def main() -> None:

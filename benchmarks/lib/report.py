@@ -13,30 +13,30 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.engine import ablations, cpu, gpu_tests, phases, speculation, tensor_parallel, throughput
+from benchmarks.engine import ablations, gpu_tests, speculation, speed, steps, tensor_parallel
 from benchmarks.kernels import attention, linears
 from benchmarks.lib import tables
 from benchmarks.lib.harness import RESULTS, ROOT, make_parser
 from benchmarks.serving import load as serving
-from benchmarks.stages import ladder, stage_bench
+from benchmarks.stages import stage_bench
 from benchmarks.stages.showcases import SHOWCASES
 
 # The results that a table is made from, and the function that makes it from those that exist, by name
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], list[str]]]] = {
     "stages": (tuple(f"stage_{n}" for n in SHOWCASES), stage_bench.stages_table),
-    "ladder": (("ladder",), ladder.table),
-    "engine": (("throughput", "latency", "startup", "idle"), throughput.table),
+    "ladder": (("ladder",), stage_bench.ladder_table),
+    "engine": (("throughput", "latency", "startup", "idle"), speed.table),
     "ablations": (("ablations",), ablations.table),
     "prefix": (("prefix",), tables.of_engine),
     "mixed": (("mixed",), tables.of_engine),
-    "phases": (("phases",), phases.table),
-    "engine_cpu": (("engine_cpu", "engine_cpu_smollm2"), cpu.table),
+    "phases": (("phases",), steps.table),
+    "engine_cpu": (("engine_cpu", "engine_cpu_smollm2"), stage_bench.engine_cpu_table),
     "speculation": (("speculation", "speculation_ngram"), speculation.table),
     "gpu_tests": (("gpu_tests",), gpu_tests.table),
     "tensor_parallel": (("tensor_parallel",), tensor_parallel.table),
     "serving": (("serving",), serving.table),
-    "speed": (("throughput", "latency"), throughput.short_table),
-    "speed_cpu": (("engine_cpu",), cpu.sentence),
+    "speed": (("throughput", "latency"), speed.short_table),
+    "speed_cpu": (("engine_cpu",), stage_bench.engine_cpu_sentence),
     "kernels": (("kernels",), attention.table),
     "linears": (("linears",), linears.table),
 }

@@ -123,7 +123,7 @@ def measure(model: str, device: str, quick: bool) -> list[Measured]:
 def roofline(options: argparse.Namespace) -> dict[str, Any]:
     """What `measure` finds in a process of its own: this one must not hold memory of the card while others measure."""
     arguments = {"model": str(options.model), "device": options.device, "quick": options.quick}
-    measured = harness.run_process(Contender("the roofline", {}), "benchmarks.lib.roofline", arguments, options)
+    measured = harness.run_process(Contender("the roofline"), measure, arguments, options)
     found: dict[str, Any] = measured["repetitions"][0]["roofline"]
     print(describe(found), flush=True)
     return found

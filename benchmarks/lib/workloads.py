@@ -131,16 +131,16 @@ def headline(number: int, sizes: Sizes = HEADLINE) -> tuple[list[list[int]], lis
     return prompts, max_tokens
 
 
-def random_checkpoint(shape: str, directory: Path = CHECKPOINTS) -> Path:
+def random_checkpoint(shape: str, directory: Path = CHECKPOINTS, vocab_size: int | None = None) -> Path:
     """Write (or find) the checkpoint `directory`/`shape`-random, in bfloat16, from a fixed seed: the time that a step
-    takes does not depend on what its weights say.
+    takes does not depend on what its weights say. vocab_size: another than the shape's.
 
     Raises ValueError if there is no such shape in benchmarks/shapes.
     """
     if not (SHAPES / shape / "config.json").is_file():
         known = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
         raise ValueError(f"there is no shape {shape!r} in benchmarks/shapes; there are {known}")
-    target = directory / f"{shape}-random"
+    target = directory / f"{shape}-{vocab_size or 'random'}"
     if target.is_dir():
         return target
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to import
@@ -148,7 +148,7 @@ def random_checkpoint(shape: str, directory: Path = CHECKPOINTS) -> Path:
 
     disable_progress_bar()
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(SHAPES / shape)
+    config = AutoConfig.from_pretrained(SHAPES / shape, **({} if vocab_size is None else {"vocab_size": vocab_size}))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes a quarter of a minute for it
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     scratch = directory / f"{shape}.partial"  # renamed when it is whole: an interrupted run leaves nothing to be found

@@ -11,15 +11,13 @@ import statistics
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.lib.harness import Contender, Measured, Showcase
+from benchmarks.lib.harness import Contender, Measured
 from benchmarks.lib.process import CLOCKS, ClockName, Engine, synchronize
 from benchmarks.lib.workloads import Request, Scenario
 from nanovllm.trace_view.engine_state import EngineState
@@ -33,15 +31,18 @@ BLOCK_SIZE = 16
 
 
 def stage_contender(number: int, only: tuple[str, ...] | None = None, name: str = "", **options: Any) -> Contender:
-    """Stage `number`. options: of its engine, besides the limits of the scenarios."""
-    return Contender(name or f"stage {number}", {"kind": "stage", "number": number, "options": options}, only)
+    """Stage `number`. options: of its engine, besides the limits of the scenarios. only: the scenarios that it takes
+    part in (None: all)."""
+    spec = {"kind": "stage", "number": number, "options": options}
+    return Contender(name or f"stage {number}", arguments={"spec": spec, "only": only})
 
 
 def hf_contender(
     name: str, *, batch: bool = False, cache: bool = True, limited: bool = True, only: tuple[str, ...] | None = None
 ) -> Contender:
     """`limited=False` lets it have as much KV memory as it wants, whatever the others have."""
-    return Contender(name, {"kind": "hf", "batch": batch, "use_cache": cache, "limited": limited}, only)
+    spec = {"kind": "hf", "batch": batch, "use_cache": cache, "limited": limited}
+    return Contender(name, arguments={"spec": spec, "only": only})
 
 
 # --- what is read off a run -------------------------------------------------------------------------------------------
@@ -341,19 +342,19 @@ def look_at_the_clock(clock: Callable[[], float], times: list[float]) -> Callabl
 RUNNERS: dict[str, Callable[..., Runner]] = {"stage": StageRunner, "engine": EngineRunner, "hf": HuggingFaceRunner}
 
 
-def arguments_of(contender: Contender, showcase: Showcase, model: Path, device: str, clock: str) -> dict[str, Any]:
-    """What `measure` needs to know of this contender."""
-    mine = [asdict(s) for s in showcase.scenarios if contender.only is None or s.name in contender.only]
-    return {"spec": contender.spec, "model": str(model), "device": device, "clock": clock, "scenarios": mine}
-
-
 def measure(
-    spec: dict[str, Any], model: str, device: str, clock: ClockName, scenarios: list[dict[str, Any]]
+    spec: dict[str, Any],
+    model: str,
+    device: str,
+    clock: ClockName,
+    scenarios: list[dict[str, Any]],
+    only: list[str] | None = None,
 ) -> list[Measured]:
     """In the process of one contender: the metrics of each of its scenarios."""
     options = {name: value for name, value in spec.items() if name != "kind"}
     runner = RUNNERS[spec["kind"]](model, device, **options)
-    return [{s.name: run_scenario(runner, s, device, clock) for s in map(Scenario.from_json, scenarios)}]
+    mine = [Scenario.from_json(raw) for raw in scenarios if only is None or raw["name"] in only]
+    return [{s.name: run_scenario(runner, s, device, clock) for s in mine}]
 
 
 def run_scenario(runner: Runner, scenario: Scenario, device: str, clock: ClockName) -> dict[str, Any]:

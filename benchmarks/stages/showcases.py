@@ -1,10 +1,13 @@
-"""The showcase of every stage: the workload that shows what it is for, and one or two where it gains nothing.
+"""The showcase of every stage: the workload that shows what it is for, and one or two where it gains nothing; one
+workload for all stages; and the engine on a CPU, beside Hugging Face.
 
 Lengths are chosen so that a showcase takes about two minutes on two slow cores. `quick` makes them tiny, for tests:
 the figures then mean nothing.
 """
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,10 @@ from benchmarks.stages.runners import hf_contender, stage_contender
 HF = "HF generate"
 HF_BATCH = "HF padded batch"
 HF_ONE = "HF one by one"
+ENGINE = "nanovllm"
+# How many times better than whom the engine has to be on a CPU
+TARGETS = {"ms_1": (HF_ONE, 1.0), "rate_16": (HF_ONE, 4.0), "rate_mixed": (HF_BATCH, 1.0)}
+SMOLLM2 = Path(os.environ.get("NANOVLLM_CACHE", Path.home() / ".cache" / "nanovllm")) / "SmolLM2-135M-Instruct"
 
 
 def of_stage(number: int, title: str, workload: str, **parts: Any) -> Showcase:
@@ -188,7 +195,7 @@ def cuda_graphs(vocab_size: int, quick: bool = False) -> Showcase:
     contenders = [stage_contender(5), stage_contender(6), hf_contender(HF, batch=True)]
     if not quick:
         compiled = {"kind": "stage", "number": 6, "compiled": True, "options": {}}
-        contenders.append(Contender("stage 6 compiled", compiled))
+        contenders.append(Contender("stage 6 compiled", arguments={"spec": compiled}))
         contenders.append(stage_contender(5, only=("batch 1",), name="stage 5 with the kernel", attention="triton"))
     notes = ["stage 5 gathers keys and values; on a GPU stage 6 reads them by the Triton kernel, as stage 5 can"]
     batches, title = (1, 3) if quick else (1, 8, 64), "Time of a decode step"
@@ -218,13 +225,81 @@ def tensor_parallel(vocab_size: int, quick: bool = False) -> Showcase:
     )
 
 
+def ladder(vocab_size: int, quick: bool = False) -> Showcase:
+    """One identical workload through Hugging Face and every stage."""
+    count, prompt, output, shared, slots = (
+        (4, (4, 12), (2, 4), 16, 128) if quick else (18, (16, 64), (8, 24), 192, 1536)
+    )
+    own = make_requests(mixed_lengths(count, prompt, output, seed=7, long_every=6, long=3), vocab_size, seed=7)
+    with_prefix = share_prefix(own, shared, vocab_size, seed=7)
+    requests = [with_prefix[i] if i % 3 else own[i] for i in range(count)]  # two in three share their beginning
+    contenders = [hf_contender(HF_ONE), hf_contender(HF_BATCH, batch=True)]
+    contenders.append(hf_contender("HF padded, any memory", batch=True, limited=False))
+    contenders += [stage_contender(n) for n in (1, 2, 3, 4, 5)]
+    return Showcase(
+        name="ladder",
+        title="One workload through every stage",
+        workload=f"{count} requests of {range_of(prompt, output)}, every sixth three times as long; two in three open "
+        f"with the same {shared} tokens; KV memory for {slots} tokens, at most 8 sequences in a step"
+        " (Hugging Face once with all the memory it wants)",
+        contenders=contenders,
+        scenarios=[Scenario("ladder", [requests], kv_slots=slots, max_num_seqs=8)],
+        figures=[
+            higher("throughput", "throughput", "tokens/s", "ladder", "tokens_per_second"),
+            lower("ttft", "time to first token", "ms", "ladder", "ttft_ms"),
+            higher("at_once", "sequences at once", "", "ladder", "most_at_once"),
+        ],
+        shown=("throughput",),
+        contender="stage 5",
+        rival="stage 1",
+    )
+
+
+# --- the engine on a CPU ----------------------------------------------------------------------------------------------
+
+
+def engine_cpu(vocab_size: int, quick: bool = False, name: str = "engine_cpu", tokens: int = 32) -> Showcase:
+    """On a CPU in float32. tokens: to generate for each request, the longest of the mixed ones aside."""
+    prompt, batch, tokens = (8, 3, 4) if quick else (32, 16, tokens)
+    low, high = prompt // 4, 2 * prompt
+    lengths = mixed_lengths(batch, (low, high), (tokens // 4, 2 * tokens), seed=3)
+    return Showcase(
+        name=name,
+        title="The engine on a CPU",
+        workload=f"one request, {batch} alike ({prompt} tokens in, {tokens} out), and {batch} of mixed lengths "
+        f"({low} to {high} in, {tokens // 4} to {2 * tokens} out); greedy, float32",
+        contenders=[
+            Contender(ENGINE, arguments={"spec": {"kind": "engine"}}),
+            hf_contender(HF_ONE),
+            hf_contender(HF_BATCH, batch=True, limited=False, only=("alike", "mixed")),
+        ],
+        scenarios=[
+            Scenario("one", [make_requests([(prompt, 2 * tokens)], vocab_size, seed=1)]),
+            Scenario("alike", [make_requests([(prompt, tokens)] * batch, vocab_size, seed=2)], max_num_seqs=batch),
+            Scenario("mixed", [make_requests(lengths, vocab_size, seed=4)], max_num_seqs=batch),
+        ],
+        figures=[
+            lower("ms_1", "time per token, batch 1", "ms", "one", "ms_per_token"),
+            higher("rate_16", f"{batch} alike", "tokens/s", "alike", "tokens_per_second"),
+            higher("rate_mixed", f"{batch} of mixed lengths", "tokens/s", "mixed", "tokens_per_second"),
+        ],
+        headline="rate_16",
+        rival=HF_ONE,
+    )
+
+
+def engine_cpu_smollm2(vocab_size: int, quick: bool = False) -> Showcase:
+    return engine_cpu(vocab_size, quick, "engine_cpu_smollm2", tokens=16)
+
+
 SHOWCASES = dict(
     enumerate(
         (naive, kv_cache, paged_blocks, prefix_caching, continuous_batching, cuda_graphs, tensor_parallel), start=1
     )
 )
+OTHERS = {"ladder": ladder, "engine": engine_cpu, "smollm2": engine_cpu_smollm2}
 # Showcases that say something on a GPU only, and the shape of the model that they are recorded with (benchmarks/shapes)
-NEED_A_GPU = {6: "Qwen3-0.6B"}
+NEED_A_GPU = {"6": "Qwen3-0.6B"}
 
 
 def within_reach(showcase: Showcase, device: str) -> Showcase:
@@ -232,5 +307,7 @@ def within_reach(showcase: Showcase, device: str) -> Showcase:
     if not device.startswith("cuda"):
         return showcase
     found = torch.cuda.device_count()
-    kept = [c for c in showcase.contenders if c.spec.get("options", {}).get("tensor_parallel_size", 1) <= found]
+    kept = [
+        c for c in showcase.contenders if c.arguments["spec"].get("options", {}).get("tensor_parallel_size", 1) <= found
+    ]
     return replace(showcase, contenders=kept)

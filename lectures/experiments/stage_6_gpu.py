@@ -7,7 +7,7 @@ from tools.pictures.decode_profile import RECORDINGS, busy_us, read
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch")
 ATTENTION = "aten::scaled_dot_product_attention"
 
-[path] = RECORDINGS.glob("decode_profile.*.json")
+[path] = RECORDINGS.glob("decode_profile.*.json.gz")
 stages = read(path)["stages"]
 print("         launches kernels    step  busy")
 for name, stage in stages.items():

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 # (q [T, Hq, D], kv, metadata of these queries alone, scale) -> [T, Hq, D]
 Prefill = Callable[[Tensor, Tensor, AttentionMetadata, float], Tensor]
 
+# Why a library cannot serve a GPU or a block size
+FLASH_4 = "has no paged KV cache for compute capability {}.{}"
+FLASH_2 = "needs a kvcache_block_size that is a multiple of 256, not {}"
 FLASH_4_PAGE = 128  # keys. As many as flash-attn-4's tiles have, so that the copy engine can fetch a page whole
 
 
@@ -30,50 +33,29 @@ def make_backend(num_sms: int, device: torch.device, block_size: int, dtype: tor
     """The backend with the library that serves this GPU and block size; logs which one. num_sms: as of `TritonBackend`.
 
     Raises:
-        ValueError: for float32, or if there is no such library; says what to do.
+        ValueError: for float32, or if there is no such library: for each of the two why not, and what to do.
     """
     if dtype == torch.float32:
         raise ValueError("attention_backend='flash_attn' works in 16 bits; take dtype='bfloat16' or the triton backend")
-    library, prefill = find_library(torch.cuda.get_device_capability(device), block_size)
-    logger.info("attention_backend='flash_attn' uses %s for prefill and Triton for decode", library)
-    return FlashAttnBackend(num_sms, prefill)
-
-
-def find_library(capability: tuple[int, int], block_size: int) -> tuple[str, Prefill]:
-    """The library that serves this GPU and block size: its name, and prefill by it.
-
-    Raises:
-        ValueError: if there is none; says for each of the two why not, and what to do.
-    """
+    major, minor = torch.cuda.get_device_capability(device)
     reasons = []
-    for name, module, prefill, obstacle in (
-        ("flash-attn-4", "flash_attn.cute.interface", _prefill_4, _obstacle_4(capability)),
-        ("flash-attn 2", "flash_attn", _prefill_2, _obstacle_2(capability, block_size)),
+    for library, module, prefill, serves, obstacle in (
+        ("flash-attn-4", "flash_attn.cute.interface", _prefill_4, major in (9, 10, 11), FLASH_4.format(major, minor)),
+        ("flash-attn 2", "flash_attn", _prefill_2, block_size % 256 == 0, FLASH_2.format(block_size)),
     ):
-        if obstacle is None:
+        if serves:
             try:
-                return name, partial(prefill, import_module(module).flash_attn_varlen_func)
+                own = partial(prefill, import_module(module).flash_attn_varlen_func)
             except (ImportError, AttributeError) as error:  # flash-attn-4 alone leaves an empty package flash_attn
                 obstacle = f"cannot be imported ({error})"
-        reasons.append(f"{name} {obstacle}")
+            else:
+                logger.info("attention_backend='flash_attn' uses %s for prefill and Triton for decode", library)
+                return FlashAttnBackend(num_sms, own)
+        reasons.append(f"{library} {obstacle}")
     raise ValueError(
         f"attention_backend='flash_attn' finds no library: {'; '.join(reasons)}. "
         "Install one (pip install 'nanovllm[flash]') or take attention_backend='triton'"
     )
-
-
-def _obstacle_4(capability: tuple[int, int]) -> str | None:
-    if capability[0] in (9, 10, 11):
-        return None
-    return f"has no paged KV cache for compute capability {capability[0]}.{capability[1]}"
-
-
-def _obstacle_2(capability: tuple[int, int], block_size: int) -> str | None:
-    if capability[0] < 8:
-        return f"needs compute capability 8.0 or more, and this GPU has {capability[0]}.{capability[1]}"
-    if block_size % 256:
-        return f"needs a kvcache_block_size that is a multiple of 256, not {block_size}"
-    return None
 
 
 def _prefill_4(flash_attn_varlen_func: Any, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
@@ -120,7 +102,7 @@ class FlashAttnBackend(TritonBackend):
 
     Args:
         num_sms: multiprocessors of the GPU.
-        prefill: the library's function, from `find_library`.
+        prefill: the library's function, from `make_backend`.
     """
 
     name = "flash_attn"

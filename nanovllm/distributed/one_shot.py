@@ -3,7 +3,7 @@
 At decode sizes an all-reduce is all latency. NCCL passes sums from rank to rank. Here every rank writes its part to
 where the others wait for it, and adds all parts up by itself, in `nanovllm/kernels/fused/sum_over_ranks.py`. The same
 kernel does the norm that follows. Every rank sends its whole part to each of the others, so NCCL is faster for long
-messages (`python -m benchmarks.engine.tensor_parallel` shows from where on).
+messages (`python -m benchmarks.engine tensor_parallel` shows from where on).
 
 One-shot sums are used up to `default_bytes`, where all ranks are on one host whose GPUs reach each other's memory over
 NVLink. NANOVLLM_ONE_SHOT_BYTES sets another number of bytes, 0 for never. The kernel's buffer limits rows and their

@@ -42,13 +42,17 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """The blocks that hold the beginning of `seq`, as far as it is cached. Changes nothing but its digests."""
+        """The blocks that hold the beginning of `seq`, as far as it is cached. Changes nothing but its digests.
+
+        What is still to be scored must be computed, so nothing is found beyond the tokens that were scored.
+        """
         blocks: list[int] = []
         if not self.enable_prefix_caching:
             return blocks
         parent = None
         # At least one token is always computed, or there would be no logits to sample from: hence the - 1.
-        for i in range((len(seq.token_ids) - 1) // self.block_size):
+        longest = seq.num_scored if seq.num_scored < seq.num_to_score else len(seq.token_ids) - 1
+        for i in range(longest // self.block_size):
             block = self.block_by_digest.get(self._digest(seq, i))
             content = None if block is None else self.contents[block]
             if block is None or content is None or not content.matches(parent, self._tokens(seq, i), seq.cache_salt):

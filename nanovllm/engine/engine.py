@@ -11,8 +11,9 @@ from collections.abc import Sequence as SequenceOf
 from itertools import count
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.grammars import Grammars, Matcher
 from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
-from nanovllm.engine.plan import Executor, StepHandle, StepPlan
+from nanovllm.engine.plan import Executor, StepHandle, StepMasks, StepPlan
 from nanovllm.engine.request import (
     Choice,
     MakeDetokenizer,
@@ -43,14 +44,17 @@ class LLMEngine:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         make_detokenizer: MakeDetokenizer | None = None,
+        grammars: Grammars | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """`config` is resolved, `num_kv_blocks` included. Without `make_detokenizer` outputs have ids but no text."""
+        """`config` is resolved, `num_kv_blocks` included. Without `make_detokenizer` outputs have ids but no text, and
+        without `grammars` they cannot be structured."""
         self.executor = executor
         self.config = config
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.make_detokenizer = make_detokenizer
+        self.grammars = grammars
         self.trace = Trace(on_event)
         self.scheduler = Scheduler(config, self.trace)
         self.closed = False
@@ -59,7 +63,6 @@ class LLMEngine:
         self._num_held = 0  # sequences that wait for the first choice of their request to compute the prompt
         self._someone_waits = False  # the last plan had no room for a sequence
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
-        self._max_in_flight = 1 if config.async_scheduling else 0  # steps that run on while the next one is planned
         self._keys = count()
         self._seeds = random.Random(config.seed)
 
@@ -77,6 +80,18 @@ class LLMEngine:
         check_something_is_left(params, self.eos_token_ids)
         return prompt, length_limit(len(prompt), params, self.config)
 
+    def compile(self, params: SamplingParams) -> Matcher | None:
+        """What follows the structured outputs of a request, for `add_request`; None if there are none.
+
+        Any thread may call this, and had better not be the one that steps: it may take a second. Raises ValueError for
+        what cannot be enforced.
+        """
+        if params.structured_outputs is None:
+            return None
+        if self.grammars is None:
+            raise ValueError("structured_outputs needs a tokenizer, and there is none; leave skip_tokenizer_init out")
+        return self.grammars.compile(params.structured_outputs)
+
     @one_at_a_time(wait=False)
     def add_request(
         self,
@@ -87,23 +102,29 @@ class LLMEngine:
         cache_salt: str | None = None,
         prompt: str | None = None,
         arrival_time: float | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         """Queue a request. Smaller `priority` goes first; among equal priorities, the request that was added first.
 
         Requests share cached prefixes only under the same `cache_salt`. `prompt` is the prompt's text, for the outputs
-        only. `arrival_time` is in seconds of `time.perf_counter()`, for the metrics only. Raises what `check_request`
-        does, ValueError for an id in use, and RuntimeError once the engine is closed. An error changes nothing.
+        only. `arrival_time` is in seconds of `time.perf_counter()`, for the metrics only. `matcher` is what `compile`
+        returned, if the caller has called it. Raises what `check_request` and `compile` do, ValueError for an id in
+        use, and RuntimeError once the engine is closed. An error changes nothing.
         """
         if self.closed:
             raise RuntimeError("this engine is closed, and its memory given back: make another")
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use by a request that is not finished; choose another")
         token_ids, limit = self.check_request(prompt_token_ids, params)
+        matcher = matcher or self.compile(params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         arrived = time.perf_counter() if arrival_time is None else arrival_time
         request = Request(request_id, prompt, token_ids, params, arrived)
         for choice in range(params.n):
             key = next(self._keys)
+            own = params.changed(seed=derive_seed(seed, choice))
+            if choice:  # the choices have one prompt, and the first scores it
+                own = own.changed(prompt_logprobs=None)
             detokenizer = None if self.make_detokenizer is None else self.make_detokenizer(token_ids, params)
             seq = Sequence(
                 key=key,
@@ -111,13 +132,14 @@ class LLMEngine:
                 choice=choice,
                 token_ids=list(token_ids),
                 num_prompt_tokens=len(token_ids),
-                params=params.changed(seed=derive_seed(seed, choice)),
+                params=own,
                 limit=limit,
                 eos_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
                 priority=priority,
                 arrival=key,
                 cache_salt=cache_salt,
                 read_token=None if detokenizer is None else detokenizer.append,
+                matcher=matcher and matcher.copy(),
             )
             request.choices.append(Choice(seq, detokenizer))
         self._requests[request_id] = request
@@ -171,12 +193,31 @@ class LLMEngine:
         scheduling the step before. Returns an output for every request that got something new."""
         plan = self.scheduler.schedule()
         self._someone_waits = len(self.scheduler.waiting) > 0
-        if plan.scheduled:
-            self._in_flight.append((plan, self.executor.submit(plan)))
-        if not self._in_flight or (plan.scheduled and len(self._in_flight) <= self._max_in_flight):
-            return []
-        oldest, handle = self._in_flight.popleft()
-        return self._report(self.scheduler.commit(oldest, handle.result()))
+        handle = self.executor.submit(plan) if plan.scheduled else None
+        committed = self._commit_oldest() if self._in_flight else []
+        if handle is not None:
+            if plan.masked:  # now all tokens before this step's are known, and the device is busy with the model
+                handle.draw(self._fill_masks(plan, handle))
+            self._in_flight.append((plan, handle))
+            if not self.config.async_scheduling:
+                committed = self._commit_oldest()
+        return self._report(committed)
+
+    def _commit_oldest(self) -> list[Committed]:
+        plan, handle = self._in_flight.popleft()
+        return self.scheduler.commit(plan, handle.result())
+
+    def _fill_masks(self, plan: StepPlan, handle: StepHandle) -> StepMasks:
+        """What the grammars of a step's sequences allow, for those that are not over by now."""
+        assert self.grammars is not None
+        guesses = {} if self.scheduler.proposer is None else handle.guesses()
+        keys, wanted = [], []
+        for key in plan.masked:
+            seq = self.scheduler.sequences.get(key)
+            if seq is not None and seq.matcher is not None:
+                keys.append(key)
+                wanted.append((seq.matcher, guesses.get(key, ())))
+        return StepMasks(keys, self.grammars.fill(wanted))
 
     def _report(self, committed: list[Committed]) -> list[RequestOutput]:
         now, cumulative = time.perf_counter(), RequestOutputKind.CUMULATIVE

@@ -35,7 +35,8 @@ class NgramProposer:
         self.n = n
 
     def propose(self, seq: Sequence, k: int) -> list[int | None]:
-        """k tokens, or none if the n-gram is new. Where the text after the match ends, the guess is that it repeats."""
+        """k tokens, or none if the n-gram is new; fewer where a grammar forbids them. Where the text after the match
+        ends, the guess is that it repeats."""
         tokens, n = seq.token_ids, self.n
         for end in range(max(seq.num_indexed, n), len(tokens)):
             seq.ngrams[tuple(tokens[end - n : end])] = end
@@ -43,7 +44,8 @@ class NgramProposer:
         found = seq.ngrams.get(tuple(tokens[-n:]))
         if found is None:
             return []
-        return [tokens[found + i % (len(tokens) - found)] for i in range(k)]
+        guesses: list[int] = [tokens[found + i % (len(tokens) - found)] for i in range(k)]
+        return [*(guesses if seq.matcher is None else guesses[: seq.matcher.num_valid(guesses)])]
 
 
 def make_proposer(speculation: Speculation) -> Proposer:

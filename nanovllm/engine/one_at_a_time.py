@@ -1,6 +1,7 @@
 """One call at a time: no thread and no callback enters an object in the middle of another call."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from threading import Lock, get_ident
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -13,8 +14,8 @@ class Calls:
     """Which thread is calling an object whose methods must not overlap."""
 
     def __init__(self) -> None:
-        self.lock = Lock()  # held during a call
-        self.thread = 0  # of the call; 0 between calls
+        self.lock = Lock()  # held during a call of those that wait for each other
+        self.threads: list[int] = []  # the first is in a call; any others are about to be refused
         self.owner: int | None = None  # the only thread that may call; None: any thread
 
 
@@ -29,9 +30,9 @@ Method = Callable[Concatenate[S, P], R]
 def one_at_a_time(*, wait: bool) -> Callable[[Method[S, P, R]], Method[S, P, R]]:
     """Decorate a method so that it never overlaps with another decorated one of the same object.
 
-    wait: whether a call waits for the call of another thread, or raises RuntimeError. Two kinds of calls always raise
-    RuntimeError: a call from inside a call (`on_event`, a progress bar), which would wait for itself, and a call from
-    a thread that is not the object's owner.
+    wait: whether a call waits for the call of another thread, or raises RuntimeError at once: the same for all methods
+    of an object. Two kinds of calls always raise RuntimeError: a call from inside a call (`on_event`, a progress bar),
+    which would wait for itself, and a call from a thread that is not the object's owner.
     """
 
     def decorate(method: Method[S, P, R]) -> Method[S, P, R]:
@@ -40,23 +41,22 @@ def one_at_a_time(*, wait: bool) -> Callable[[Method[S, P, R]], Method[S, P, R]]
             calls, me, name = self.calls, get_ident(), method.__qualname__
             if calls.owner not in (None, me):
                 raise RuntimeError(f"{name}: this engine belongs to an AsyncLLM's step loop; call the AsyncLLM")
-            if calls.lock.locked():
-                if calls.thread == me:
-                    raise RuntimeError(
-                        f"{name} was called from inside another call of the same object, by on_event, a progress bar "
-                        f"or a signal's handler; do that when the outer call has returned"
-                    )
-                if not wait:
-                    raise RuntimeError(
-                        f"{name} was called while another thread is in a call of the same object; use one thread, or "
-                        f"LLM, whose calls wait for each other, or AsyncLLM, which serves many threads at once"
-                    )
-            with calls.lock:
-                calls.thread = me
-                try:
+            if me in calls.threads:
+                raise RuntimeError(
+                    f"{name} was called from inside another call of the same object, by on_event, a progress bar or a "
+                    f"signal's handler; do that when the outer call has returned"
+                )
+            with calls.lock if wait else nullcontext():
+                try:  # Ctrl-C may come anywhere in here, and leaves no thread in the list
+                    calls.threads.append(me)
+                    if calls.threads[0] != me:
+                        raise RuntimeError(
+                            f"{name} was called while another thread is in a call of the same object; use one thread, "
+                            f"or LLM, whose calls wait for each other, or AsyncLLM, which serves many threads at once"
+                        )
                     return method(self, *args, **kwargs)
                 finally:
-                    calls.thread = 0  # or the next caller might be taken for this thread before it says who it is
+                    calls.threads.remove(me)
 
         return call
 

@@ -28,6 +28,15 @@ class Scheduled(NamedTuple):
     guesses: tuple[int | None, ...] = ()
 
 
+class Scored(NamedTuple):
+    """Tokens of a prompt among those that a step computes. For each the log-probability of the prompt's next token is
+    wanted, and of what the model would rather have had there. Each token is named once, whatever is computed again."""
+
+    key: int  # of the sequence
+    start: int  # position of the first of them
+    end: int  # position after the last of them
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes: decodes first, then unfinished prompts, then newly admitted sequences.
@@ -39,6 +48,9 @@ class StepPlan:
     step: int
     scheduled: list[Scheduled]
     freed_rows: list[int] = field(default_factory=list)
+    # Keys of those that sample by a mask: the step draws no token at all before `StepHandle.draw` brings the masks.
+    masked: list[int] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)  # for `prompt_logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +58,32 @@ class StepResult:
     """What a step sampled, for every `Scheduled` with `sample`: its new tokens, and log-probabilities if asked for.
 
     The new tokens are the accepted guesses and one more. The token -1 marks logits that were not finite.
+    prompt_logprobs: for every `Scored` those of the prompt's tokens that follow, in order.
     """
 
     tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]]
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class StepMasks(NamedTuple):
+    """Which tokens may come next, for sequences with structured outputs: after the last known token of each, and after
+    each of its guesses. A key of `StepPlan.masked` may be missing: that sequence is over, and its token surplus."""
+
+    keys: list[int]  # in the order of the plan
+    words: bytearray  # [masks, W] int32: bit i of word w allows token 32 * w + i, and what lies behind is forbidden
 
 
 class StepHandle(Protocol):
     """A step that was submitted."""
+
+    def guesses(self) -> dict[int, list[int]]:
+        """The guesses behind each sequence that samples. Waits for the model, if a draft model makes them."""
+        ...
+
+    def draw(self, masks: StepMasks) -> None:
+        """Draw the tokens of a step with masks, for which it has waited. Called once, before anything else is
+        submitted. Meanwhile the device has been busy with the model."""
+        ...
 
     def result(self) -> StepResult:
         """Wait for the step and return what it sampled. Called once, in the order of submission, or never."""

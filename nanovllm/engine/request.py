@@ -35,7 +35,7 @@ class Choice:
             if self.detokenizer is not None:
                 self.logprobs.append(self.detokenizer.logprobs(token, found))
             else:
-                self.logprobs.append({id: Logprob(value, rank) for id, (value, rank) in found.items()})
+                self.logprobs.append(without_text(found))
             self.cumulative_logprob += found[token][0]
 
     def output(self) -> CompletionOutput:
@@ -63,6 +63,7 @@ class Request:
     choices: list[Choice] = field(default_factory=list)
     held: list[Sequence] = field(default_factory=list)  # choices that wait for the first one to compute the prompt
     first_token_time: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # once all are known
 
     @property
     def finished(self) -> bool:
@@ -79,8 +80,27 @@ class Request:
             num_preemptions=sum(choice.seq.num_preemptions for choice in self.choices),
             speculation=SpeculationStats.total(choice.seq.speculation for choice in self.choices),
         )
-        outputs = [choice.output() for choice in self.choices]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics)
+        if self.params.prompt_logprobs is not None and len(first.prompt_logprobs) == first.num_to_score:
+            self.prompt_logprobs = self.prompt_logprobs or self._with_text(first.prompt_logprobs)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=[choice.output() for choice in self.choices],
+            finished=self.finished,
+            metrics=metrics,
+        )
+
+    def _with_text(self, found: list[TokenLogprobs]) -> list[dict[int, Logprob] | None]:
+        detokenizer = self.choices[0].detokenizer
+        if detokenizer is None:
+            return [None, *map(without_text, found)]
+        return [None, *detokenizer.prompt_logprobs(self.prompt_token_ids, found)]
+
+
+def without_text(found: TokenLogprobs) -> dict[int, Logprob]:
+    return {id: Logprob(value, rank) for id, (value, rank) in found.items()}
 
 
 def check_token_ids(prompt_token_ids: SequenceOf[int], params: SamplingParams, vocab_size: int) -> list[int]:
@@ -111,8 +131,9 @@ def check_token_ids(prompt_token_ids: SequenceOf[int], params: SamplingParams, v
             wrong = next(token for token in ids if not 0 <= token < vocab_size)
             where = f"outside the vocabulary (0 to {vocab_size - 1})"
             raise ValueError(f"{name} contains {wrong}, which is {where}; use this model's tokenizer")
-    if params.logprobs is not None and params.logprobs > vocab_size:
-        raise ValueError(f"logprobs={params.logprobs} is more than the vocabulary has tokens ({vocab_size}); lower it")
+    for name, number in ("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs):
+        if number is not None and number > vocab_size:
+            raise ValueError(f"{name}={number} is more than the vocabulary has tokens ({vocab_size}); lower it")
     return prompt
 
 

@@ -15,12 +15,17 @@ from typing import NamedTuple
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.guesses import Proposer, make_proposer
-from nanovllm.engine.plan import Scheduled, StepPlan, StepResult, TokenLogprobs
+from nanovllm.engine.plan import Scheduled, Scored, StepPlan, StepResult, TokenLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.trace import Trace
 from nanovllm.outputs import FinishReason, SpeculationStats
 
 _order = attrgetter("priority", "arrival")
+
+NOTHING_ALLOWED = (
+    "no token is left: structured_outputs, together with the request's other parameters, allows none here, or the "
+    "logits are not finite"
+)
 
 
 class Committed(NamedTuple):
@@ -57,6 +62,7 @@ class Scheduler:
         """Forget all sequences and all cached blocks, also from a state that an exception left half changed."""
         self.blocks = BlockManager(self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching)
         self.sequences: dict[int, Sequence] = {}  # by key, all that are not finished
+        self.num_matchers = 0  # how many of these have one
         # Both in order of (priority, arrival). To join or leave moves one pointer for each sequence after it: with ten
         # thousand waiting, that takes two microseconds.
         self.waiting: list[Sequence] = []
@@ -72,14 +78,17 @@ class Scheduler:
         self._looked_up: Sequence | None = None
         self._num_needed = 0
         self._guesses: dict[Sequence, list[int | None]] = {}
+        self._scoring: dict[Sequence, None] = {}  # admitted with tokens to score, in this order
 
     def add(self, seq: Sequence) -> None:
         self.sequences[seq.key] = seq
+        self.num_matchers += seq.matcher is not None
         insort(self.waiting, seq, key=_order)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence in whatever state it is. A step in flight that contains it will find it gone."""
         del self.sequences[seq.key]
+        self.num_matchers -= seq.matcher is not None
         seq.finish_reason = reason
         was, seq.status = seq.status, SequenceStatus.FINISHED
         queue = self.running if was is SequenceStatus.RUNNING else self.waiting
@@ -190,6 +199,8 @@ class Scheduler:
         seq.row = heappop(self._free_rows)
         seq.num_computed = len(cached) * self.block_size
         insort(self.running, seq, key=_order)
+        if seq.num_scored < seq.num_to_score:
+            self._scoring[seq] = None
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = time.perf_counter()
             seq.num_cached_tokens = seq.num_computed
@@ -210,6 +221,7 @@ class Scheduler:
         self.trace.blocks(seq, freed=self.blocks.release(seq, keep_cached))
         heappush(self._free_rows, seq.row)
         self._freed_rows.append(seq.row)
+        self._scoring.pop(seq, None)
         seq.row = -1
         seq.num_computed = seq.num_blocks_sent = 0
 
@@ -234,15 +246,34 @@ class Scheduler:
             scheduled.append(Scheduled(seq.key, seq.row, start, num_tokens, sample, new_blocks, tuple(guesses)))
             if self.trace.on_event is not None:
                 self.trace.emit("scheduled", seq, tokens=num_tokens, cached=start)
-        plan = StepPlan(self._num_steps, scheduled, self._freed_rows)
+        masked: list[int] = []
+        if self.num_matchers:
+            masked = [s.key for s in scheduled if s.sample and self.sequences[s.key].matcher is not None]
+        scored = self._score() if self._scoring else []
+        plan = StepPlan(self._num_steps, scheduled, self._freed_rows, masked, scored)
         self._freed_rows = []
         self._num_steps += 1
         return plan
+
+    def _score(self) -> list[Scored]:
+        """What this plan computes of the tokens to score, and was not planned before."""
+        scored = []
+        for seq in list(self._scoring):
+            start, end = seq.num_scored, min(seq.num_computed, seq.num_to_score)
+            if start < end:
+                scored.append(Scored(seq.key, start, end))
+                seq.num_scored = end
+            if end == seq.num_to_score:
+                del self._scoring[seq]
+        return scored
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Committed]:
         """Take in what a step computed and sampled. Steps are committed in order, each once."""
         self.trace.step = plan.step
         committed = []
+        for key, found in result.prompt_logprobs.items():
+            if key in self.sequences:
+                self.sequences[key].prompt_logprobs += found
         for key, _, start, num_tokens, sample, _, guesses in plan.scheduled:
             seq = self.sequences.get(key)
             if seq is None:  # the sequence ended while the step was in flight: its new token is surplus
@@ -280,6 +311,11 @@ class Scheduler:
         """
         for count, token in enumerate(token_ids, start=1):
             if token == -1:
+                if seq.matcher is not None:
+                    seq.stop_reason = NOTHING_ALLOWED
+                return token_ids[: count - 1], "error"
+            if seq.matcher is not None and (refusal := seq.matcher.accept(token)):
+                seq.stop_reason = refusal
                 return token_ids[: count - 1], "error"
             seq.token_ids.append(token)
             stops, stop_string = token in seq.stop_ids and seq.num_output_tokens >= seq.params.min_tokens, None

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from nanovllm.engine.grammars import Matcher
+from nanovllm.engine.plan import TokenLogprobs
 from nanovllm.outputs import FinishReason, SpeculationStats
 from nanovllm.sampling_params import SamplingParams
 
@@ -54,8 +56,10 @@ class Sequence:
     cache_salt: str | None = None
     # Given each output token that is text; returns the stop string that the token completes, None for none.
     read_token: Callable[[int], str | None] | None = None
+    matcher: Matcher | None = None  # follows the output where it must match a grammar; `commit` moves it
 
     stop_ids: frozenset[int] = field(init=False)  # all ids that end it
+    num_to_score: int = field(init=False)  # tokens after which a log-probability is wanted: all of the prompt but one
 
     # Set by the scheduler.
     status: SequenceStatus = SequenceStatus.WAITING
@@ -65,6 +69,8 @@ class Sequence:
     num_in_flight: int = 0  # submitted steps that contain it and are not committed
     num_blocks_sent: int = 0  # leading blocks of the table that the data plane has been told of
     num_preemptions: int = 0
+    num_scored: int = 0  # of the tokens to score, those that submitted steps have scored
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of committed steps
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     first_scheduled_time: float | None = None  # seconds of time.perf_counter()
@@ -84,6 +90,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_known = len(self.token_ids)
         self.stop_ids = self.eos_ids.union(self.params.stop_token_ids)
+        self.num_to_score = 0 if self.params.prompt_logprobs is None else self.num_prompt_tokens - 1
 
     @property
     def num_output_tokens(self) -> int:

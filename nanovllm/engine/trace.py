@@ -22,6 +22,8 @@ class Trace:
     preempted
     finished   reason
     blocks     taken, shared, freed: lists of block numbers
+
+    What a listener raises ends all requests. Its ValueError or TypeError arrives as a RuntimeError.
     """
 
     def __init__(self, on_event: OnEvent | None = None) -> None:
@@ -31,7 +33,10 @@ class Trace:
     def emit(self, type: str, seq: Sequence, **details: Any) -> None:
         if self.on_event is not None:
             event = {"t": time.perf_counter(), "step": self.step, "type": type, "request": seq.request_id}
-            self.on_event(event | {"choice": seq.choice} | details)
+            try:
+                self.on_event(event | {"choice": seq.choice} | details)
+            except (ValueError, TypeError) as error:  # which would be taken for a refusal of the request
+                raise RuntimeError(f"on_event raised {error!r} for {type!r} of request {seq.request_id!r}") from error
 
     def blocks(self, seq: Sequence, *, taken: Blocks = (), shared: Blocks = (), freed: Blocks = ()) -> None:
         if self.on_event is not None and (taken or shared or freed):

@@ -1,6 +1,8 @@
 """Makes a step replayable: a CUDA graph on a GPU, and the step itself where there is no GPU."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +24,22 @@ class CudaGraphRecorder:
     def __call__(self, step: Step) -> Step:
         step()  # compiles kernels and lets libraries set themselves up, which a recording must not contain
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
             outputs = step()
         self.recorded.append(graph)
         return RecordedStep(graph, step, outputs)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A collection may free the graphs of an engine that nobody has any more, and no recording survives that."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @dataclass(frozen=True)

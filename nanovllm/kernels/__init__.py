@@ -33,6 +33,7 @@ class FusedKernels(NamedTuple):
     edit_logits: Callable[..., Any] | None = None
     restore_logits: Callable[..., None] | None = None
     decode_inputs: Callable[..., None] | None = None
+    top_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 @cache
@@ -46,6 +47,7 @@ def fused_kernels(device: torch.device) -> FusedKernels:
     from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
     from nanovllm.kernels.fused.sample import sample_rows
     from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.fused.top_logprobs import top_logprobs
     from nanovllm.kernels.linear.choice import choose_linear
 
     return FusedKernels(
@@ -57,4 +59,5 @@ def fused_kernels(device: torch.device) -> FusedKernels:
         edit_logits=edit_logits,
         restore_logits=restore_logits,
         decode_inputs=decode_inputs,
+        top_logprobs=top_logprobs,
     )

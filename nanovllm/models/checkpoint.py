@@ -12,7 +12,7 @@ GENERATION_CONFIG = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 DESCRIPTION_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors",)
-# What is taken of generation_config.json, with its name in `SamplingParams`; and what is not, and its "off".
+# What is taken of it, with its name in `SamplingParams`; and what is not, and its "off".
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -117,13 +117,18 @@ def weight_files(path: Path) -> dict[str, set[str] | None]:
     return {found[0]: None}
 
 
+def generation_file(path: Path) -> Path:
+    """The file that says how to generate: generation_config.json, or config.json where there is no such file."""
+    file = path / GENERATION_CONFIG
+    return file if file.is_file() else path / "config.json"
+
+
 def read_eos_token_ids(path: Path) -> frozenset[int]:
-    """Every token id that ends a text, as generation_config.json says, or config.json where there is no such file.
+    """Every token id that ends a text, as the `generation_file` says.
 
     A tokenizer may know one more: see `Tokenizer.eos_token_id`.
     """
-    generation, config = path / GENERATION_CONFIG, path / "config.json"
-    file = generation if generation.is_file() else config
+    file = generation_file(path)
     eos = read_json(file).get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(i, int) for i in ids):
@@ -132,14 +137,14 @@ def read_eos_token_ids(path: Path) -> frozenset[int]:
 
 
 def read_sampling_defaults(path: Path) -> dict[str, Any]:
-    """The sampling parameters that generation_config.json recommends, by their names in `SamplingParams`.
+    """The sampling parameters that the `generation_file` recommends, by their names in `SamplingParams`.
 
     As in vLLM, `do_sample` has no say: who names a temperature means it. What else would change a text, and is not
     supported, is named in a warning.
     """
-    said = read_json(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).is_file() else {}
-    said = {key: value for key, value in said.items() if value is not None}
+    file = generation_file(path)
+    said = {key: value for key, value in read_json(file).items() if value is not None}
     ignored = [key for key, off in NOT_SUPPORTED.items() if said.get(key, off) != off]
     if ignored:
-        logger.warning("%s: %s: not supported, and ignored", path / GENERATION_CONFIG, ", ".join(ignored))
+        logger.warning("%s: %s: not supported, and ignored", file, ", ".join(ignored))
     return {name: said[key] for key, name in SAMPLING_DEFAULTS.items() if key in said}

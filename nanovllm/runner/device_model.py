@@ -39,9 +39,16 @@ class DeviceModel:
         return BoundAttention(self.backend, self.kv_cache, meta, self.scale)
 
     def forward(self, batch: Batch, out: Tensor | None = None) -> Tensor:
-        """Compute a batch, whose keys and values go into the cache. Returns the logits of its sampled tokens [N, V] in
-        the model's dtype, with several ranks [N, V / R]; in the first rows of `out`, if that is given."""
-        hidden = self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))  # [T, H]
+        """`hidden`, and from there `logits`."""
+        return self.logits(self.hidden(batch), batch, out)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Compute a batch, whose keys and values go into the cache. Returns the last hidden states [T, H]."""
+        return self.model(batch.input_ids, batch.positions, self.bind_attention(batch.attention))
+
+    def logits(self, hidden: Tensor, batch: Batch, out: Tensor | None = None) -> Tensor:
+        """The logits of a batch's sampled tokens [N, V] in the model's dtype, with several ranks [N, V / R]; in the
+        first rows of `out`, if that is given."""
         if batch.sampled_tokens is not None:
             hidden = hidden[batch.sampled_tokens]  # [N, H]
         return self.model.logits(hidden) if out is None else self.model.logits(hidden, out[: len(hidden)])

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.graphs.sizes import StepSizes, draft_sizes, step_sizes
@@ -126,13 +127,19 @@ def gpu_budget(config: EngineConfig, device: torch.device, run_largest_step: Cal
 
 
 @torch.inference_mode()
-def run_largest_step(model: Transformer, config: EngineConfig, device: torch.device) -> None:
-    """A step of the largest size, without attention, to see how much memory it takes."""
+def run_largest_step(
+    model: Transformer, config: EngineConfig, device: torch.device, score_prompts: Callable[[Tensor], None]
+) -> None:
+    """A step of the largest size, without attention, to see how much memory it takes.
+
+    score_prompts: what it does with the hidden states [T, H] for log-probabilities of prompts.
+    """
     assert config.max_model_len is not None
     num_tokens = config.max_num_batched_tokens
     input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     positions = torch.arange(num_tokens, dtype=torch.int32, device=device) % config.max_model_len
     hidden = model(input_ids, positions, lambda layer, q, k, v: torch.empty_like(q))
+    score_prompts(hidden)
     max_sampled = 1 if config.speculation is None else 1 + config.speculation.k
     num_rows = min(config.max_num_seqs * max_sampled, num_tokens)
     logits = model.logits(hidden[:num_rows])

@@ -9,13 +9,14 @@ their reader waits.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
-from nanovllm.engine.plan import Scheduled, StepPlan
+from nanovllm.engine.plan import Scheduled, StepMasks, StepPlan
 from nanovllm.graphs.cuda_graph import CudaGraphRecorder, Recorder
 from nanovllm.graphs.prompt_steps import RecordedSteps
 from nanovllm.graphs.sizes import step_sizes
@@ -25,16 +26,27 @@ from nanovllm.runner.batch import Batch, DecodeInputs, look_up, make_batch, pack
 from nanovllm.runner.device_model import DeviceModel
 from nanovllm.runner.draft import DraftModel, Guesses, NoGuesses, PlannedGuesses
 from nanovllm.runner.memory import num_kv_blocks, run_largest_step
+from nanovllm.runner.prompt_logprobs import PromptLogprobs, piece_size, score_piece, score_prompts
 from nanovllm.runner.rows import Known, Rows
 from nanovllm.runner.step_output import StepOutput
-from nanovllm.sampling.sampler import Sampled, Sampler
-from nanovllm.sampling.state import SamplingState
+from nanovllm.sampling.sampler import Sampled, Sampler, gather_logits
+from nanovllm.sampling.state import Needs, SamplingState
 
 # Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
 # and compiled variants that such steps can need.
 UNRECORDED = [
     (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (2,) * 16, (2,) * 33, (17,), (65,), (129,),
 ]  # fmt: skip
+
+
+class Computed(NamedTuple):
+    """A step whose model has run, or is running, and whose last word on the tokens is `ModelRunner.draw`."""
+
+    step: Sampled  # by the plain tail
+    sampling: list[Scheduled]
+    needs: Needs | None  # of the rows that sample
+    q: Tensor | None  # see `Guesses.propose`
+    prompts: PromptLogprobs | None = None  # what was asked of prompts
 
 
 class ModelRunner:
@@ -60,7 +72,7 @@ class ModelRunner:
 
         # Models: the target, and a draft if a model guesses. Each rank has the whole draft
         self.target = DeviceModel(loaded.model, config.attention_backend, block_size, device)
-        self.backend = self.target.backend
+        self.backend, self.vocab_size = self.target.backend, loaded.config.vocab_size
         draft: DeviceModel | None = None
         if speculation is not None and speculation.model is not None:
             dtype, length = self.target.config.dtype, config.max_model_len
@@ -72,7 +84,7 @@ class ModelRunner:
             recorder = CudaGraphRecorder(self.group.recorded)
 
         # KV cache: the memory that weights and the largest step leave; equally many blocks on all ranks
-        largest_step = partial(run_largest_step, loaded.model, config, device)
+        largest_step = partial(run_largest_step, loaded.model, config, device, self.score_piece)
         configs = self.target.config, None if draft is None else draft.config
         num_blocks = num_kv_blocks(config, *configs, device, largest_step, with_graphs=recorder is not None)
         self.num_kv_blocks = self.group.smallest(num_blocks)
@@ -84,7 +96,7 @@ class ModelRunner:
         self.rows = Rows(config.max_num_seqs, config.max_model_len, block_size, self.num_kv_blocks, device)
         # A rank of several does not see all logits, and a draft's guesses need distributions: the full tail has both.
         in_kernels = fused_kernels(device).sample_rows is not None and self.group.size == 1 and draft is None
-        self.state = SamplingState(self.rows.token_ids, loaded.config.vocab_size, loaded.eos_token_ids, in_kernels)
+        self.state = SamplingState(self.rows.token_ids, self.vocab_size, loaded.eos_token_ids, in_kernels)
         self.sampler = Sampler(self.state, self.group)
 
         # Recorded steps, and the source of guesses
@@ -99,16 +111,24 @@ class ModelRunner:
             self.warm_up(config.max_num_batched_tokens)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> StepOutput:
-        """Submit one step. Returns before the device is done with it."""
+    def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> Computed:
+        """Submit the model's part of a step. Returns before the device is done with it."""
         self.update_rows(plan, sequences)
         sampling = [s for s in plan.scheduled if s.sample]
         needs = self.state.needs(s.row for s in sampling)
         q = self.guesses.propose(plan.scheduled, needs)
-        step = self.replay(plan.scheduled) or self.launch(plan.scheduled)
-        token_ids, logprobs = self.sampler.finish(step, sampling, needs, q)
+        if not plan.scored:
+            return Computed(self.replay(plan.scheduled) or self.launch(plan.scheduled), sampling, needs, q)
+        step, prompts = self.launch_and_score(plan)
+        return Computed(step, sampling, needs, q, prompts)
+
+    @torch.inference_mode()
+    def draw(self, computed: Computed, masks: StepMasks | None = None) -> StepOutput:
+        """Submit the rest of a step, which must be the last that was run. masks: for structured outputs."""
+        step, sampling, needs, q, prompts = computed
+        token_ids, logprobs = self.sampler.finish(step, sampling, needs, q, masks)
         wanted = [] if logprobs is None else [self.state.params[s.row].logprobs for s in sampling]
-        return StepOutput(token_ids, step.guesses, [len(s.guesses) + 1 for s in sampling], logprobs, wanted)
+        return StepOutput(token_ids, step.guesses, [len(s.guesses) + 1 for s in sampling], logprobs, wanted, prompts)
 
     def update_rows(self, plan: StepPlan, sequences: Mapping[int, Known]) -> None:
         """Apply what a plan changes: rows given up, sequences that move into a row, new blocks of a row."""
@@ -131,12 +151,35 @@ class ModelRunner:
         all_greedy = self.state.all_greedy(s.row for s in scheduled if s.sample)
         return self.compute(make_batch(scheduled, self.rows), all_greedy=all_greedy)
 
+    def launch_and_score(self, plan: StepPlan) -> tuple[Sampled, PromptLogprobs]:
+        """The same for a plan that asks for log-probabilities of prompts: they need all hidden states."""
+        batch, row_of = make_batch(plan.scheduled, self.rows), {s.key: s.row for s in plan.scheduled}
+        hidden = self.target.hidden(batch)  # [T, H]
+        wanted = [self.state.params[row_of[s.key]].prompt_logprobs or 0 for s in plan.scored]
+        prompts = score_prompts(hidden, plan, wanted, self.rows, self.head, self.vocab_size)
+        return self.sample(batch, hidden), prompts
+
+    def score_piece(self, hidden: Tensor) -> None:
+        """Of hidden states [T, H] score as many as a piece has, and forget what is found: only to see what it takes."""
+        some = hidden[: piece_size(self.vocab_size, 0)]
+        score_piece(some, torch.zeros(len(some), dtype=torch.int64, device=self.device), 0, self.head)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> logits [N, V] of the whole vocabulary, on every rank."""
+        return gather_logits(self.target.model.logits(hidden), self.group, self.vocab_size)
+
     def compute(self, batch: Batch, logits_out: Tensor | None = None, all_greedy: bool = False) -> Sampled:
-        """From a batch to tokens, which are written into the rows. This is launched, or recorded and replayed."""
+        """From a batch to tokens. This is launched, or recorded and replayed."""
+        return self.sample(batch, self.target.hidden(batch), logits_out, all_greedy)
+
+    def sample(
+        self, batch: Batch, hidden: Tensor, logits_out: Tensor | None = None, all_greedy: bool = False
+    ) -> Sampled:
+        """From hidden states [T, H] to tokens, which are written into the rows."""
         rows, positions = batch.sampled_rows, batch.next_positions
         # Where tokens will be sampled, the rows hold the guesses; after the last guess, nothing that is looked at.
         guesses = self.rows.token_ids[rows, positions].long() if self.speculates else None  # [N]
-        logits = self.target.forward(batch, logits_out)  # [N, V]
+        logits = self.target.logits(hidden, batch, logits_out)  # [N, V]
         token_ids = self.sampler.sample(logits, rows, positions, all_greedy)
         return Sampled(rows, positions, token_ids, logits, guesses)
 
@@ -170,6 +213,8 @@ class ModelRunner:
             work = [Scheduled(-1, row, 0, min(n, longest), sample=True, new_blocks=()) for n in lengths]
             if len(work) <= row and sum(s.num_tokens for s in work) <= max_num_tokens:
                 self.compute(make_batch(work, self.rows))
+        c = self.target.config
+        self.score_piece(torch.zeros(1, c.hidden_size, dtype=c.dtype, device=self.device))
 
     def close(self) -> None:
         """Give all memory back, even if this object is still referenced. Nothing can be run afterwards."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.plan import TokenLogprobs
+from nanovllm.runner.prompt_logprobs import PromptLogprobs
 from nanovllm.sampling.logprobs import TopLogprobs
 
 
@@ -13,6 +14,7 @@ class StepOutput:
     token_ids [N] int64: for each sequence one token per guess and one more. guesses [N] int64: what had been
     guessed there, None if nobody guesses. num_sampled: how many of the N tokens each sequence has. wanted: how many
     of the likeliest tokens each sequence asked for, None for none. Without log-probabilities nobody reads `wanted`.
+    prompts: log-probabilities of prompts, to be read after the tokens; None if nobody asked.
     """
 
     def __init__(
@@ -22,8 +24,9 @@ class StepOutput:
         num_sampled: list[int],
         logprobs: TopLogprobs | None,
         wanted: list[int | None],
+        prompts: PromptLogprobs | None = None,
     ) -> None:
-        self.num_sampled, self.wanted = num_sampled, wanted
+        self.num_sampled, self.wanted, self.prompts = num_sampled, wanted, prompts
         self.ready: torch.cuda.Event | None = None
         self.token_ids, self.guesses, self.logprobs = token_ids, guesses, logprobs
         if token_ids.is_cuda:

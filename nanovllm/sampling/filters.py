@@ -1,10 +1,10 @@
 """What a request does to the scores before a token is sampled: it edits single scores, then it filters all of them.
 
-In vLLM's order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties; then, at the row's
-temperature, min_p, top_k and top_p. The first three rule single tokens out, and so do the filters. What is ruled out
-has the score -inf, which neither a bias nor a penalty changes; of the edits only the bias has to come before the
-penalties. `kernels/fused/edits.py` and `kernels/fused/threshold.py` do the same in a recorded step, without work for
-tokens that are not named and without a sort.
+In vLLM's order: structured outputs, `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties; then, at
+the row's temperature, min_p, top_k and top_p. The first four rule single tokens out, and so do the filters. What is
+ruled out has the score -inf, which neither a bias nor a penalty changes; of the edits only the bias has to come before
+the penalties. `kernels/fused/edits.py` and `kernels/fused/threshold.py` do the same in a recorded step, without work
+for tokens that are not named and without a sort.
 """
 
 import torch
@@ -13,11 +13,21 @@ from torch import Tensor
 from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
 
 
-def constrain(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs) -> Tensor:
+def constrain(
+    scores: Tensor,
+    metadata: SamplingMetadata,
+    rows: Tensor,
+    state: SamplingState,
+    needs: Needs,
+    masks: Tensor | None = None,
+) -> Tensor:
     """scores [N, V] float32 with bias and penalties, and -inf for what is ruled out.
 
-    rows: [N], of `state`, which has their parameters. needs: what some row asks for; nothing else is computed.
+    rows: [N], of `state`, which has their parameters. needs: what some row asks for; nothing else is computed. masks
+    [N, W] int32: what the grammars of this step leave; None if there are none.
     """
+    if masks is not None:
+        scores = scores.masked_fill(~unpacked(masks, scores.shape[1]), -torch.inf)
     if needs.mask:
         scores = scores.masked_fill(~allowed(rows, state, scores.shape[1]), -torch.inf)
     if needs.num_bad_words:
@@ -50,8 +60,13 @@ def rule_out(scores: Tensor, token_ids: Tensor, where: Tensor) -> Tensor:
 
 def allowed(rows: Tensor, state: SamplingState, vocab_size: int) -> Tensor:
     """What the masks of rows [N] leave [N, V]: all where a row has none."""
-    bits = state.mask[rows][:, :, None] >> torch.arange(32, dtype=torch.int32, device=rows.device)  # [N, V / 32, 32]
-    return (bits & 1).bool().flatten(1)[:, :vocab_size] | (state.masked[rows] == 0)[:, None]
+    return unpacked(state.mask[rows], vocab_size) | (state.masked[rows] == 0)[:, None]
+
+
+def unpacked(masks: Tensor, vocab_size: int) -> Tensor:
+    """masks [N, W] int32 -> [N, V] bool: bit i of word w stands for token 32 * w + i."""
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)  # [N, W, 32]
+    return (bits & 1).bool().flatten(1)[:, :vocab_size]
 
 
 def last_tokens(metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs) -> tuple[Tensor, Tensor]:

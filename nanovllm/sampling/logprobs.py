@@ -19,11 +19,6 @@ class TopLogprobs(NamedTuple):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "TopLogprobs":
         return TopLogprobs(*(column.to(device, non_blocking=non_blocking) for column in self))
 
-    @classmethod
-    def join(cls, parts: "Sequence[TopLogprobs]") -> "TopLogprobs":
-        """The rows of all parts, one after another."""
-        return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
     def spread(self, index: Tensor, n: int) -> "TopLogprobs":
         """These rows at the places `index` of n rows. What the other rows hold means nothing."""
         return TopLogprobs(*(c.new_zeros(n, *c.shape[1:]).index_copy_(0, index, c) for c in self))
@@ -46,11 +41,21 @@ class TopLogprobs(NamedTuple):
 def top_logprobs(logits: Tensor, sampled: Tensor, n: int) -> TopLogprobs:
     """Under the model's own distribution: before temperature, penalties and filters, as vLLM reports by default.
 
-    logits [N, V] float32, sampled [N] int64 (-1 in a bad row, whose numbers mean nothing), the n likeliest tokens.
+    logits [N, V] of any float dtype, sampled [N] int64 (-1 in a bad row, whose numbers mean nothing), the n likeliest
+    tokens. The reference of `kernels/fused/top_logprobs.py`.
     """
-    logprobs = logits.log_softmax(-1)  # [N, V]
-    token = sampled.clamp(min=0)[:, None]  # [N, 1]
-    value = logprobs.gather(1, token)  # [N, 1]
-    largest, ids = logprobs.topk(min(n, logits.shape[1]), dim=-1)  # [N, n]
-    ranks = (logprobs > value).sum(-1) + 1
-    return TopLogprobs(torch.cat((token, ids), 1), torch.cat((value, largest), 1), ranks)
+    rows = [of_row(row.float(), token, n) for row, token in zip(logits, sampled.clamp(min=0), strict=True)]
+    return TopLogprobs(*map(torch.stack, zip(*rows, strict=True)))
+
+
+def of_row(logits: Tensor, sampled: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One row of `top_logprobs`: logits [V] float32, sampled [] -> [1 + n], [1 + n], []
+
+    Of equal logits the lowest ids are first, as for a greedy row. `topk` leaves their order open.
+    """
+    nth = logits.topk(min(max(n, 1), len(logits))).values[-1]
+    reaching = (~(logits < nth)).nonzero()[:, 0]  # n ids or more, also beside a NaN
+    order = logits[reaching].argsort(descending=True, stable=True)[:n]
+    ids = torch.cat((sampled[None], reaching[order]))
+    # For the rank logits are compared: close ones may have the same log-probability.
+    return ids, logits.log_softmax(-1)[ids], (logits > logits[sampled]).sum() + 1

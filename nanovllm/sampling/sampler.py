@@ -14,18 +14,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from nanovllm.distributed.group import Group
-from nanovllm.engine.plan import Scheduled
+from nanovllm.engine.plan import Scheduled, StepMasks
 from nanovllm.kernels import fused_kernels
 from nanovllm.pinned import to_device
 from nanovllm.sampling.acceptance import accept_or_resample
 from nanovllm.sampling.filters import constrain
 from nanovllm.sampling.logprobs import TopLogprobs, top_logprobs
 from nanovllm.sampling.noise import add_noise, choose
-from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
+from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState, packed
 
 # Scores that the full tail works on at once, 32 MiB of them. A sort of the vocabulary holds ten tensors of their size:
 # for all rows of a large batch at once, these would be gigabytes that nobody set aside.
@@ -87,12 +88,17 @@ class Sampler:
         return token_ids
 
     def finish(
-        self, step: Sampled, sampling: Sequence[Scheduled], needs: Needs | None, q: Tensor | None
+        self,
+        step: Sampled,
+        sampling: Sequence[Scheduled],
+        needs: Needs | None,
+        q: Tensor | None,
+        masks: StepMasks | None = None,
     ) -> tuple[Tensor, TopLogprobs | None]:
         """What is left to do, where a row needs it: the step's token ids [N] int64, and log-probabilities if needed.
 
         sampling: the sequences that sample. q [N, V]: the distributions of a draft's guesses, which are accepted or
-        replaced; None if there are none.
+        replaced; None if there are none. masks: what the grammars of rows with structured outputs leave.
         """
         token_ids = step.token_ids
         if needs is None and q is None:
@@ -105,21 +111,39 @@ class Sampler:
         logits, found = step.logits[index], token_ids[index]
         if self.group.size > 1:
             logits = gather_logits(logits, self.group, state.vocab_size).contiguous()
-        if not state.in_kernels:
+        allowed: Tensor | None = None
+        if masks is not None and masks.keys:
+            allowed = to_device(self._masks_of(masks, sampling)[special], state.device)  # [N, W]
+        if not state.in_kernels or allowed is not None:
             if step.guesses is not None:  # the plain tail wrote over them, and penalties after a guess count the guess
                 state.token_ids[step.rows, step.positions] = step.guesses.int()
             some = step.at(index)
-            if q is None and fused_kernels(state.device).sample_rows is not None:
+            of_rows = step.guesses is None or allowed is None  # not of each guess
+            if q is None and of_rows and fused_kernels(state.device).sample_rows is not None:
+                if allowed is not None:
+                    state.mask[some.rows] = allowed
+                    state.masked[some.rows] = 1
                 found = self._sample_in_kernels(logits, some.rows, some.positions)
             else:
                 drafted = None if q is None or step.guesses is None else (step.guesses, q)
                 metadata = state.metadata(some.rows, some.positions)
-                found = sample_full(logits, metadata, some.rows, state, needs, drafted)
+                found = sample_full(logits, metadata, some.rows, state, needs, drafted, allowed)
             token_ids = token_ids.index_copy(0, index, found)
             state.write(step.rows, step.positions, token_ids)
         if needs.num_logprobs is None:
             return token_ids, None
         return token_ids, log_probabilities(logits, found, needs.num_logprobs).spread(index, len(token_ids))
+
+    def _masks_of(self, masks: StepMasks, sampling: Sequence[Scheduled]) -> npt.NDArray[np.int32]:
+        """A mask [W] for each of the N tokens of a step, `allowed_token_ids` included."""
+        places = np.repeat([s.key for s in sampling], [len(s.guesses) + 1 for s in sampling])  # [N]
+        words = np.frombuffer(masks.words, dtype=np.int32).reshape(int(np.isin(places, masks.keys).sum()), -1)
+        spread = np.full((len(places), self.state.mask.shape[1]), -1, dtype=np.int32)
+        spread[np.isin(places, masks.keys)] = words[:, : spread.shape[1]]
+        for s in sampling:
+            if (ids := self.state.params[s.row].allowed_token_ids) is not None:
+                spread[places == s.key] &= packed(ids, self.state.vocab_size)
+        return spread
 
 
 def sample_plain(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
@@ -134,13 +158,18 @@ def sample_full(
     state: SamplingState,
     needs: Needs,
     drafted: tuple[Tensor, Tensor] | None = None,
+    masks: Tensor | None = None,
 ) -> Tensor:
     """logits [N, V] of any float dtype, rows [N] of `state` -> token ids [N] int64.
 
     drafted: guesses [N], and the distributions [N, V] that a draft sampled them from. They are accepted or replaced.
+    masks: see `constrain`.
     """
     parts = pieces(logits)
-    scores = (constrain(logits[part].float(), metadata[part], rows[part], state, needs) for part in parts)
+    scores = (
+        constrain(logits[p].float(), metadata[p], rows[p], state, needs, None if masks is None else masks[p])
+        for p in parts
+    )
     if drafted is None:
         tokens = torch.cat([choose(add_noise(s, metadata[part])) for s, part in zip(scores, parts, strict=True)])
     else:
@@ -151,7 +180,8 @@ def sample_full(
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, n: int) -> TopLogprobs:
     """Of the sampled tokens [N] and of the n likeliest, from raw logits [N, V]."""
-    return TopLogprobs.join([top_logprobs(logits[part].float(), token_ids[part], n) for part in pieces(logits)])
+    find = fused_kernels(logits.device).top_logprobs or top_logprobs
+    return TopLogprobs(*find(logits, token_ids, n))
 
 
 def pieces(logits: Tensor) -> list[slice]:

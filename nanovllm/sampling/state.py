@@ -150,8 +150,8 @@ class SamplingState:
         return min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size
 
     def _is_special(self, p: SamplingParams) -> bool:
-        if p.logprobs is not None or self.in_kernels:
-            return p.logprobs is not None
+        if p.logprobs is not None or p.structured_outputs is not None or self.in_kernels:
+            return p.logprobs is not None or p.structured_outputs is not None
         # Filters never remove the likeliest token, so they mean nothing to a greedy row.
         filtered = p.top_p < 1 or p.min_p > 0 or self._top_k(p) < self.vocab_size
         return (filtered and p.temperature > 0) or self._is_edited(p)

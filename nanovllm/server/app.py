@@ -98,7 +98,7 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
 
         return await asyncio.to_thread(encode)
 
-    async def encode_chat(messages: list[ChatMessage], variables: dict[str, Any]) -> list[int]:
+    async def encode_chat(messages: list[ChatMessage], variables: dict[str, Any], begin: bool) -> list[int]:
         for message in messages:
             ignored.note(message.model_extra, "messages[].")
             for part in message.content:
@@ -106,7 +106,7 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
         given = [message.for_template() for message in messages]
         check_length(sum(map(num_characters, given)), "messages")
         try:
-            return await asyncio.to_thread(tokenizer.encode_chat, given, **variables)
+            return await asyncio.to_thread(tokenizer.encode_chat, given, begin, **variables)
         except ValueError as error:  # the template's own reason, above all
             raise ApiError(400, str(error), param="messages") from error
 
@@ -139,7 +139,9 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
         check(body)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         wanted = body.max_completion_tokens or body.max_tokens
-        token_ids = truncated(await encode_chat(body.messages, body.chat_template_kwargs), body, wanted or 1)
+        token_ids = truncated(
+            await encode_chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt), body, wanted or 1
+        )
         room = room_for(len(token_ids))
         max_tokens = wanted or min(defaults.get("max_tokens", room), room)
         with refusing("messages"):
@@ -151,7 +153,7 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
         check_model(body.model)
         ignored.note(body.model_extra)
         if body.messages is not None:
-            tokens = await encode_chat(body.messages, body.chat_template_kwargs)
+            tokens = await encode_chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt)
         else:
             [tokens] = await encode_texts([body.prompt or ""], body.add_special_tokens)
         texts = tokenizer.hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None

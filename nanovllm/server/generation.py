@@ -77,9 +77,10 @@ class Generation:
         choices = []
         for choice in output.outputs:
             if choice.finish_reason == "error":
-                raise ApiError(
-                    500, "the logits of this request are not finite, or rule out every token", code="bad_logits"
-                )
+                numbers = "the logits of this request are not finite, or rule out every token", "bad_logits"
+                grammar = str(choice.stop_reason), "structured_outputs"
+                message, code = numbers if choice.stop_reason is None else grammar
+                raise ApiError(500, message, code=code)
             # Text that is held back, for a stop string or an unfinished character, is no news to a client.
             ids = self.body.return_token_ids and choice.token_ids
             if not streamed or choice.text or choice.logprobs or choice.finished() or ids:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprob
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
 from nanovllm.server.tolerance import HARMLESS, NO_MATTER, Harmless, refused, settle
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
@@ -79,6 +80,43 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool = False
 
 
+class StructuredOutputs(Fields):
+    """vLLM's field; what it may hold is checked by `StructuredOutputsParams`."""
+
+    json_: Json | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(fail_fast=True)] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: Text | None = None
+
+
+class JsonSchema(Fields):
+    """OpenAI's. The schema is enforced, `strict` or not; `name` and `description` are not read."""
+
+    name: Text
+    description: Text | None = None
+    schema_: Json | None = Field(None, alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def a_schema_where_one_is_announced(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type json_schema needs json_schema, and no other type has it")
+        return self
+
+    def params(self) -> StructuredOutputsParams | None:
+        if self.json_schema is not None and self.json_schema.schema_ is not None:
+            return StructuredOutputsParams(json=self.json_schema.schema_)
+        return None if self.type == "text" else StructuredOutputsParams(json_object=True)
+
+
 class GenerationRequest(Fields):
     """What both endpoints take."""
 
@@ -113,6 +151,8 @@ class GenerationRequest(Fields):
     cache_salt: Short | None = None
     truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=INT32)] | None = None
     return_token_ids: bool = False
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    structured_outputs: StructuredOutputs | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -135,8 +175,17 @@ class GenerationRequest(Fields):
         }
         if self.seed is not None:
             said["seed"] = None if self.seed == -1 else self.seed % 2**63
-        values = {**defaults, **said, "max_tokens": max_tokens}
+        values = {**defaults, **said, "max_tokens": max_tokens, "structured_outputs": self.structure()}
         return SamplingParams(logprobs=logprobs, output_kind=kind, **values)
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """What shape the output must have. Raises ValueError and TypeError for what makes no sense."""
+        wanted = self.response_format.params()
+        if self.structured_outputs is None:
+            return wanted
+        if wanted is not None:
+            raise ValueError("response_format and structured_outputs both say what the output must be; leave one out")
+        return StructuredOutputsParams(**self.structured_outputs.model_dump(by_alias=True, exclude_unset=True))
 
 
 class CompletionRequest(GenerationRequest):
@@ -208,6 +257,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool = True
 
     @model_validator(mode="after")
     def top_logprobs_need_logprobs(self) -> "ChatRequest":
@@ -225,6 +275,7 @@ class TokenizeRequest(Fields):
     prompt: Text | None = None
     messages: Messages | None = None
     chat_template_kwargs: TemplateVariables = {}
+    add_generation_prompt: bool = True
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

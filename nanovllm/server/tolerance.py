@@ -29,8 +29,6 @@ HARMLESS: Harmless = {
     "tool_choice": ("none", "auto"),  # without tools there is nothing to choose
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -45,7 +43,6 @@ HARMLESS: Harmless = {
     "web_search_options": (),
     "documents": ([],),
     "chat_template": (),
-    "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "include_reasoning": (True,),
     "detokenize": (True,),

@@ -46,8 +46,9 @@ class ChatTemplate:
             except Exception:  # the template wants another conversation
                 pass
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The prompt, up to the beginning of the model's answer. `variables`: what else the template may ask for.
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt, up to the beginning of the model's answer; that too, unless `add_generation_prompt` is false.
+        `variables`: what else the template may ask for.
 
         Raises ValueError if `messages` are not chat messages, if there is no template, or if the template refuses the
         messages, with the template's own reason.
@@ -58,17 +59,17 @@ class ChatTemplate:
         if self._unusable is not None:
             raise ValueError(f"this model's chat template cannot be used: {self._unusable}")
         try:
-            return self._apply([self._prepared(message) for message in messages], **variables)
+            return self._apply([self._prepared(m) for m in messages], add_generation_prompt, **variables)
         except Exception as error:  # a template is a program
             reason = (str(error) or type(error).__name__)[:MAX_REASON]
             raise ValueError(f"the chat template refuses the messages: {reason}") from error
 
-    def _apply(self, messages: list[Message], **variables: Any) -> str:
-        hf = self._tokenizer
+    def _apply(self, messages: list[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        hf, variables = self._tokenizer, {**variables, "add_generation_prompt": add_generation_prompt}
         if self._renderer is not None:
             more = {**hf.special_tokens_map, **variables, "chat_template": hf.get_chat_template()}
-            return self._renderer.render(messages, add_generation_prompt=True, **more)
-        text: str = hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+            return self._renderer.render(messages, **more)
+        text: str = hf.apply_chat_template(messages, tokenize=False, **variables)
         return text
 
     def _prepared(self, message: Message) -> Message:

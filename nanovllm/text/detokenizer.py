@@ -82,13 +82,21 @@ class Detokenizer:
         """Take in the log-probability and rank of the next position's tokens, with what each would add to the text.
         `chosen` is the token that became part of the output. Called only where the parameters ask for logprobs."""
         assert self._cursor is not None
-        offset, entry = self._cursor.offset, dict[int, Logprob]()
-        for token_id, (value, rank) in found.items():
-            text, raw = self._cursor.look(token_id)
-            entry[token_id] = TokenLogprob(value, rank, text, raw, offset)
+        entry = with_text(self._cursor, found)
         if self._cursor.go(chosen):
             self._last = entry[chosen]
         return entry
+
+    def prompt_logprobs(
+        self, token_ids: Sequence[int], found: Sequence[Mapping[int, tuple[float, int]]]
+    ) -> list[dict[int, Logprob]]:
+        """The same for the tokens of the prompt after the first. Text offsets are those of the prompt's text."""
+        cursor = TokenCursor(self._texts, [], self._skip_special_tokens)
+        entries = []
+        for token_id, entry in zip(token_ids, found, strict=False):
+            cursor.go(token_id)
+            entries.append(with_text(cursor, entry))
+        return entries
 
     def _read(self, certain: str, stops: StopStrings) -> None:
         """Continue with what the stream has given. Stop strings are looked for in what waits in the stream as well."""
@@ -128,3 +136,12 @@ class Detokenizer:
         else:
             self._shown.append(text[:end])
             self._held = text[end:]
+
+
+def with_text(cursor: TokenCursor, found: Mapping[int, tuple[float, int]]) -> dict[int, Logprob]:
+    """Log-probabilities and ranks of tokens that may come next, with what each would add to the text."""
+    entry: dict[int, Logprob] = {}
+    for token_id, (value, rank) in found.items():
+        text, raw = cursor.look(token_id)
+        entry[token_id] = TokenLogprob(value, rank, text, raw, cursor.offset)
+    return entry

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.text.chat import ChatTemplate, Message
 from nanovllm.text.render import Renderer
-from nanovllm.text.tokenizer_class import tokenizer_class
+from nanovllm.text.tokenizer_class import read, tokenizer_class
 
 
 class Tokenizer:
@@ -29,7 +29,10 @@ class Tokenizer:
         try:
             self.hf: Any = chosen.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # `tokenizers` raises nothing more specific
-            raise ValueError(f"{path / 'tokenizer.json'} cannot be read ({error}); fetch it again") from error
+            raise ValueError(
+                f"{path / 'tokenizer.json'} cannot be read by {chosen.__name__} ({error}); fetch it again, or mend "
+                "tokenizer_class in tokenizer_config.json"
+            ) from error
         self.fast = self.hf.backend_tokenizer
         # Training leaves such settings in some files; a prompt that is cut or padded silently is another prompt.
         self.fast.no_truncation()
@@ -55,9 +58,36 @@ class Tokenizer:
     def chat(self) -> ChatTemplate:
         return ChatTemplate(self.hf, self.renderer)
 
-    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """The conversation in the model's own format, ready for its answer. `variables` are for the template.
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """The conversation in the model's own format, with the beginning of its answer unless that is not wanted.
+        `variables` are for the template.
 
         Raises ValueError if there is no template, or if the messages are malformed or refused by the template.
         """
-        return self.encode(self.chat.render(messages, **variables), special_tokens=False)
+        return self.encode(self.chat.render(messages, add_generation_prompt, **variables), special_tokens=False)
+
+
+def tokenizer_eos(path: Path) -> int | None:
+    """The id of the EOS token that `Tokenizer(path)` would have; None if it has none.
+
+    Hugging Face's class knows it, but takes a second to import. So the usual case is read here: tokenizer_config.json
+    names a token that tokenizer.json lists as an added one, and where it lists them as well, both lists are the same.
+    Raises ValueError as `Tokenizer` does.
+    """
+    try:
+        stored, config = read(path / "tokenizer.json"), read(path / "tokenizer_config.json")
+        added = {token["content"]: token["id"] for token in stored.get("added_tokens", [])}
+        if "added_tokens_decoder" in config:
+            listed = {token["content"]: int(i) for i, token in config["added_tokens_decoder"].items()}
+            plain = listed == added
+        else:
+            plain = not (path / "special_tokens_map.json").is_file()
+        eos = config["eos_token"]
+        content = eos["content"] if isinstance(eos, dict) else eos
+        if plain and (content is None or content in added):
+            return added.get(content)
+    except (ValueError, KeyError, TypeError, AttributeError):  # what is wrong with them, the class will say
+        pass
+    return Tokenizer(path).eos_token_id

@@ -23,9 +23,9 @@ def tokenizer_class(path: Path) -> Any:
     Raises ValueError if only code that comes with the checkpoint, which is never run, or a class without a
     tokenizer.json could read it.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, in a notebook; there is no bar to be shown
-        import transformers  # a second, and token ids need none of it
+    # Of tqdm, in a notebook; there is no bar to be shown. (`catch_warnings` is not for threads, and this may be one.)
+    warnings.filterwarnings("ignore", "IProgress not found")
+    import transformers  # a second, and token ids need none of it
 
     plain = transformers.PreTrainedTokenizerFast
     name = class_name(path)
@@ -43,7 +43,10 @@ def class_name(path: Path) -> str:
     config, tokenizer_config = read(path / "config.json"), read(path / "tokenizer_config.json")
     family = str(config.get("model_type"))
     own, of_family = code_of_its_own(tokenizer_config), OF_FAMILY.get(family, "")
-    declared = short(str(tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class") or ""))
+    said = tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class") or ""
+    if not isinstance(said, str):
+        raise ValueError(f"{path}: tokenizer_class must be the name of a class; got {said!r}; mend it, or leave it out")
+    declared = short(said)
     if family in ALWAYS_OF_FAMILY and not own:
         return of_family
     if own and not of_family and not is_known(declared):

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
-from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
 from nanovllm.models.config import DTYPES
 from nanovllm.models.loader import load_model
 from nanovllm.runner.model_runner import ModelRunner
@@ -59,20 +59,41 @@ class KnownSequence:
 
 
 class PendingStep:
-    """A submitted step. Its tokens are on their way to the host; `result` waits for them."""
+    """A submitted step. Once they are drawn, its tokens are on their way to the host; `result` waits for them."""
 
-    def __init__(self, plan: StepPlan, output: StepOutput, sequences: dict[int, KnownSequence]) -> None:
+    def __init__(self, plan: StepPlan, runner: ModelRunner, sequences: dict[int, KnownSequence]) -> None:
         self.keys = [s.key for s in plan.scheduled if s.sample]
-        self.output = output
-        self.sequences = sequences
+        self.runner, self.sequences = runner, sequences
+        self.computed = runner.run(plan, sequences)
+        self.output: StepOutput | None = None  # of a step that was given up before its masks came
+        if not plan.masked:
+            self.draw()
+
+    def guesses(self) -> dict[int, list[int]]:
+        guesses, sampling = self.computed.step.guesses, self.computed.sampling
+        planned = {s.key: [g for g in s.guesses if g is not None] for s in sampling}
+        if guesses is None or not any(None in s.guesses for s in sampling):
+            return planned
+        ids, first = guesses.tolist(), 0
+        for s in sampling:
+            planned[s.key] = ids[first : first + len(s.guesses)]
+            first += len(s.guesses) + 1  # behind the last guess is nothing that is looked at
+        return planned
+
+    def draw(self, masks: StepMasks | None = None) -> None:
+        with current(self.runner.device):
+            self.output = self.runner.draw(self.computed, masks)
+        del self.computed, self.runner  # the logits above all
 
     def result(self) -> StepResult:
+        if self.output is None:
+            return StepResult({})
         tokens = dict(zip(self.keys, self.output.read(), strict=True))
         for key, (token_ids, _) in tokens.items():
             sequence = self.sequences.get(key)
             if sequence is not None:  # else it was removed while the step ran
                 sequence.token_ids += [max(token, 0) for token in token_ids]
-        return StepResult(tokens)
+        return StepResult(tokens, {} if self.output.prompts is None else self.output.prompts.read())
 
 
 class LocalExecutor:
@@ -92,7 +113,7 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> PendingStep:
         with current(self.runner.device):
-            return PendingStep(plan, self.runner.run(plan, self.sequences), self.sequences)
+            return PendingStep(plan, self.runner, self.sequences)
 
     def close(self) -> None:
         self.sequences.clear()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.distributed.group import Group, devices_of
-from nanovllm.engine.plan import Scheduled, StepPlan, StepResult
+from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan, StepResult
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.workers.executor import KnownSequence, LocalExecutor, PendingStep, RunnerSpec
@@ -34,8 +34,11 @@ def make_worker(spec: RunnerSpec, group: Group) -> Callable[[Any], None]:
     executor = LocalExecutor(spec.make_runner(group.device, group))
     pending: deque[tuple[int, PendingStep]] = deque()  # with their numbers
 
-    def repeat(message: tuple[int, list[Change], tuple[Any, ...]]) -> None:
-        num_read, changes, (step, scheduled, freed_rows) = message
+    def repeat(message: tuple[int, list[Change], tuple[Any, ...]] | StepMasks) -> None:
+        if isinstance(message, StepMasks):  # of the newest step
+            pending[-1][1].draw(message)
+            return
+        num_read, changes, (step, scheduled, freed_rows, masked, scored) = message
         while pending and pending[0][0] < num_read:
             pending.popleft()[1].result()
         for change in changes:
@@ -43,7 +46,7 @@ def make_worker(spec: RunnerSpec, group: Group) -> Callable[[Any], None]:
                 executor.remove(change)
             else:
                 executor.add(*change)
-        plan = StepPlan(step, [Scheduled(*s) for s in scheduled], freed_rows)
+        plan = StepPlan(step, [Scheduled(*s) for s in scheduled], freed_rows, masked, [Scored(*s) for s in scored])
         pending.append((step, executor.submit(plan)))
 
     return repeat
@@ -56,6 +59,15 @@ class ParallelStep:
     executor: "ParallelExecutor"
     step: int
     pending: PendingStep
+
+    def guesses(self) -> dict[int, list[int]]:
+        with self.executor.team.in_step():
+            return self.pending.guesses()
+
+    def draw(self, masks: StepMasks) -> None:
+        with self.executor.team.in_step():
+            self.executor.team.tell(masks)
+            self.pending.draw(masks)
 
     def result(self) -> StepResult:
         with self.executor.team.in_step():
@@ -113,7 +125,8 @@ class ParallelExecutor:
     def submit(self, plan: StepPlan) -> ParallelStep:
         with self.team.in_step():
             changes, self.changes = self.changes, []
-            told = plan.step, [tuple(s) for s in plan.scheduled], plan.freed_rows
+            scored = [tuple(s) for s in plan.scored]
+            told = plan.step, [tuple(s) for s in plan.scheduled], plan.freed_rows, plan.masked, scored
             self.team.tell((self.num_read, changes, told))
             return ParallelStep(self, plan.step, self.local.submit(plan))
 

@@ -60,7 +60,7 @@ FAULTS: dict[str, list[Edit]] = {
         Edit(Content, "matches", " and self.cache_salt == cache_salt", ""),
     ],
     "a whole prompt is taken from the cache": [
-        Edit(BlockManager, "find_prefix", "(len(seq.token_ids) - 1)", "len(seq.token_ids)")
+        Edit(BlockManager, "find_prefix", "else len(seq.token_ids) - 1", "else len(seq.token_ids)")
     ],
     "a sequence evicts its own hits": [Edit(BlockManager, "share", "self.free.pop(block, None)", "pass")],
     "free hits are not counted as needed": [
@@ -134,6 +134,19 @@ FAULTS: dict[str, list[Edit]] = {
     "the first waits without a look at those it may preempt": [
         Edit(Scheduler, "_may_fit", "v.priority > seq.priority", "False")
     ],
+    # Log-probabilities of prompts
+    "a prompt that is to be scored is taken from the cache": [
+        Edit(BlockManager, "find_prefix", "seq.num_scored if seq.num_scored < seq.num_to_score else ", "")
+    ],
+    "a preempted prompt is scored again": [
+        Edit(Scheduler, "_release", "self._scoring.pop(seq, None)", "seq.num_scored = 0")
+    ],
+    "what is left to score of a preempted prompt is forgotten": [
+        Edit(Scheduler, "_start", "seq.num_scored < seq.num_to_score", "not seq.num_preemptions and seq.num_to_score")
+    ],
+    "the last token of a chunk is scored twice": [
+        Edit(Scheduler, "_score", "seq.num_scored = end", "seq.num_scored = end - 1")
+    ],
     # Steps in flight
     "a sequence comes back before its pending token is known": [
         Edit(Scheduler, "_admit", "if seq.num_in_flight:", "if False:")
@@ -171,5 +184,30 @@ FAULTS: dict[str, list[Edit]] = {
     ],
     "all choices draw with one seed": [
         Edit(LLMEngine, "add_request", "derive_seed(seed, choice)", "derive_seed(seed, 0)")
+    ],
+    # Structured outputs
+    "all choices share one matcher": [Edit(LLMEngine, "add_request", "matcher and matcher.copy()", "matcher")],
+    "masks are filled before the token before them is known": [
+        Edit(
+            LLMEngine,
+            "step",
+            "committed = self._commit_oldest() if self._in_flight else []",
+            "plan.masked and (handle.draw(self._fill_masks(plan, handle)), plan.masked.clear())\n"
+            "    committed = self._commit_oldest() if self._in_flight else []",
+        )
+    ],
+    "a token is drawn without the mask of a sequence that just started": [
+        Edit(Scheduler, "add", "self.num_matchers += seq.matcher is not None", "pass")
+    ],
+    "a chunk that does not sample waits for a mask": [
+        Edit(Scheduler, "_finish_plan", "if s.sample and self.sequences", "if self.sequences")
+    ],
+    "a preempted matcher starts anew": [
+        Edit(
+            Scheduler,
+            "_preempt",
+            "seq.num_preemptions += 1",
+            "seq.num_preemptions += 1; seq.matcher and seq.matcher.__init__()",
+        )
     ],
 }

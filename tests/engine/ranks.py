@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.workers.parallel_executor import ParallelExecutor
 from nanovllm.workers.spawned_team import SpawnedTeam
-from tests.engine.test_llm_invariance import check_same
+from tests.engine.test_llm_invariance import check_close, check_same
 from tests.stages.ranks import RANKS, awkward_checkpoint, check_gone
 
 STORY_MODEL = Path(__file__).parents[2] / "assets" / "story_model"
@@ -32,7 +32,7 @@ MANY = [
     SamplingParams(temperature=1.0, seed=3, max_tokens=8, n=2, logprobs=4, min_tokens=5),
     SamplingParams(temperature=1.2, seed=4, max_tokens=9, ignore_eos=True, top_k=7, repetition_penalty=1.3),
     SamplingParams(temperature=1.0, seed=5, max_tokens=9, min_p=0.05, frequency_penalty=0.5, presence_penalty=0.4),
-    SamplingParams(temperature=0, max_tokens=7, logprobs=2, min_tokens=7, repetition_penalty=1.1),
+    SamplingParams(temperature=0, max_tokens=7, logprobs=2, prompt_logprobs=3, min_tokens=7, repetition_penalty=1.1),
 ]
 MANY_PROMPTS = [[(37 * i + j) % 500 for j in range(3 * i + 1)] for i in range(len(MANY))]
 
@@ -132,6 +132,11 @@ def check_equal(found: list[RequestOutput], expected: list[RequestOutput]) -> No
     """Token for token; and log-probabilities as near as the order of additions allows."""
     assert tokens(found) == tokens(expected)
     for ours, theirs in zip(found, expected, strict=True):
+        if theirs.prompt_logprobs is None:
+            assert ours.prompt_logprobs is None
+        else:
+            assert ours.prompt_logprobs is not None and ours.prompt_logprobs[0] is None
+            check_close(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:])
         for one, other in zip(ours.outputs, theirs.outputs, strict=True):
             assert (one.logprobs is None) == (other.logprobs is None)
             if one.logprobs is not None:

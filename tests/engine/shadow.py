@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.plan import Scheduled, StepPlan, StepResult, TokenLogprobs
+from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan, StepResult, TokenLogprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 VOCAB_SIZE = 8
 EOS = 7
 BAD = -1  # stands for logits that are not finite
+STRUCTURED = StructuredOutputsParams(regex="what `allowed` says")
+ALL = 2**VOCAB_SIZE - 1  # the mask that allows everything
 
 
 def extend(prefix: int, token: int) -> int:
@@ -28,12 +31,63 @@ def root(cache_salt: str | None) -> int:
     return 0 if cache_salt is None else 1 + sum(cache_salt.encode())
 
 
-def next_token(prefix: int, params: SamplingParams, output_index: int) -> int:
-    """Greedy depends on the prefix alone, sampling also on the seed and on how many tokens came before."""
+def next_token(prefix: int, params: SamplingParams, output_index: int, mask: int = ALL) -> int:
+    """Greedy depends on the prefix alone, sampling also on the seed and on how many tokens came before; and both on
+    the mask, whose bit i allows token i."""
     if prefix % 151 == 0:
         return BAD
     noise = hash((params.seed, output_index)) if params.temperature else 0
-    return hash((prefix, noise)) % VOCAB_SIZE
+    token = hash((prefix, noise)) % VOCAB_SIZE
+    return next(t % VOCAB_SIZE for t in range(token, token + VOCAB_SIZE) if mask >> t % VOCAB_SIZE & 1)
+
+
+def allowed(output: SequenceOf[int]) -> int:
+    """The mask of the shadow's only grammar: about a third of the tokens may follow an output, and all of it decides
+    which."""
+    return sum(1 << token for token in range(VOCAB_SIZE) if hash((*output, token)) % 3 == 0) or ALL
+
+
+class ShadowMatcher:
+    """Sees the tokens of one output, each once, as long as it goes on."""
+
+    def __init__(self) -> None:
+        self.output: list[int] = []
+
+    def copy(self) -> "ShadowMatcher":
+        assert not self.output
+        return ShadowMatcher()
+
+    def accept(self, token_id: int) -> str | None:
+        if not allowed(self.output) >> token_id & 1:
+            return "not allowed"
+        self.output.append(token_id)
+        return None
+
+    def num_valid(self, token_ids: SequenceOf[int]) -> int:
+        output = list(self.output)
+        for count, token in enumerate(token_ids):
+            if not allowed(output) >> token & 1:
+                return count
+            output.append(token)
+        return len(token_ids)
+
+
+class ShadowGrammars:
+    def compile(self, params: StructuredOutputsParams) -> ShadowMatcher:
+        return ShadowMatcher()
+
+    def fill(self, wanted: SequenceOf[tuple[ShadowMatcher, SequenceOf[int]]]) -> bytearray:
+        """One byte for each mask."""
+        masks = bytearray()
+        for matcher, guesses in wanted:
+            valid = guesses[: matcher.num_valid(guesses)]
+            masks += bytes(allowed([*matcher.output, *valid[:i]]) for i in range(len(valid) + 1))
+            masks += bytes([ALL] * (len(guesses) - len(valid)))
+        return masks
+
+
+def prompt_logprob(prefix: int, token: int) -> TokenLogprobs:
+    return {token: (-(prefix % 1024) / 8, 1)}
 
 
 def solo(
@@ -45,7 +99,8 @@ def solo(
         prefix = extend(prefix, token)
     output: list[int] = []
     while True:
-        token = next_token(prefix, params, len(output))
+        mask = ALL if params.structured_outputs is None else allowed(output)
+        token = next_token(prefix, params, len(output), mask)
         if token == BAD:
             return output, "error"
         output.append(token)
@@ -64,16 +119,40 @@ class Row:
     computed: int = 0
 
 
-@dataclass
 class ShadowHandle:
-    executor: "ShadowExecutor"
-    step: int
-    tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]]
+    def __init__(self, executor: "ShadowExecutor", plan: StepPlan) -> None:
+        self.executor, self.plan = executor, plan
+        items = {item.key: item for item in plan.scheduled}
+        self.prompt_logprobs = {s.key: executor.score(s, items[s.key]) for s in plan.scored}
+        assert len(self.prompt_logprobs) == len(plan.scored)
+        self.drawn, self.tokens = False, dict[int, tuple[list[int], list[TokenLogprobs] | None]]()
+        if not plan.masked:
+            self.draw(StepMasks([], bytearray()))
+
+    def guesses(self) -> dict[int, list[int]]:
+        return {item.key: [g for g in item.guesses if g is not None] for item in self.plan.scheduled if item.sample}
+
+    def draw(self, masks: StepMasks) -> None:
+        assert not self.drawn, "tokens are drawn once"
+        assert self.plan is self.executor.plans[-1], "and before anything else is submitted"
+        assert set(masks.keys) <= set(self.plan.masked)
+        missing = set(self.plan.masked).difference(masks.keys)
+        assert not missing & self.executor.engine.scheduler.sequences.keys(), "a row is drawn without its mask"
+        words, self.drawn = bytes(masks.words), True
+        for item in self.plan.scheduled:
+            if item.sample:
+                count = len(item.guesses) + 1 if item.key in masks.keys else 0
+                self.tokens[item.key] = self.executor.sample(
+                    item, words[:count] or bytes([ALL] * (len(item.guesses) + 1))
+                )
+                words = words[count:]
+        assert not words, "a mask for each token, and no more"
 
     def result(self) -> StepResult:
-        assert self.step == self.executor.pending.pop(0), "steps are collected once and in order"
-        self.executor.last_collected = self.step
-        return StepResult(self.tokens)
+        assert self.plan.step == self.executor.pending.pop(0), "steps are collected once and in order"
+        assert self.drawn, "nothing was drawn"
+        self.executor.last_collected = self.plan.step
+        return StepResult(self.tokens, self.prompt_logprobs)
 
 
 class ShadowExecutor:
@@ -111,6 +190,8 @@ class ShadowExecutor:
         self.closed = True
 
     def submit(self, plan: StepPlan) -> ShadowHandle:
+        structured = {s.key for s in plan.scheduled if s.sample and self.params[s.key].structured_outputs is not None}
+        assert set(plan.masked) == structured and len(plan.masked) == len(structured)
         self.plans.append(plan)
         self.pending.append(plan.step)
         for number in plan.freed_rows:
@@ -124,7 +205,14 @@ class ShadowExecutor:
         for item in plan.scheduled:
             self._check_reads(item, item.start + item.num_tokens)
             assert item.sample or not item.guesses, "guesses follow the last known token"
-        return ShadowHandle(self, plan.step, {i.key: self._sample(i) for i in plan.scheduled if i.sample})
+        return ShadowHandle(self, plan)
+
+    def score(self, scored: Scored, item: Scheduled) -> list[TokenLogprobs]:
+        """The prompt's next tokens after those that the step computes."""
+        assert item.start <= scored.start < scored.end <= item.start + item.num_tokens
+        assert scored.end < self.num_prompt_tokens[item.key], "nothing of the prompt follows its last token"
+        prompt, prefixes = self.tokens[item.key], self.prefixes[item.key]
+        return [prompt_logprob(prefixes[i], prompt[i + 1]) for i in range(scored.start, scored.end)]
 
     def _take_in(self, item: Scheduled) -> None:
         """What a runner does with its tables, and what it relies on."""
@@ -176,14 +264,14 @@ class ShadowExecutor:
         own = self._prefixes_of(item.key)[:end]
         assert slots[:end] == own, f"{item} reads what is not its own prefix: {slots[:end]}"
 
-    def _sample(self, item: Scheduled) -> tuple[list[int], list[TokenLogprobs] | None]:
+    def sample(self, item: Scheduled, masks: bytes) -> tuple[list[int], list[TokenLogprobs] | None]:
         """The token after the last known one, and after every guess as long as they are right."""
         tokens, params = self.tokens[item.key], self.params[item.key]
         sampled: list[int] = []
         logprobs: list[TokenLogprobs] = []
         prefixes = self._prefixes_of(item.key)[len(self.prefixes[item.key]) - 1 :]
-        for prefix, guess in zip(prefixes, (*item.guesses, None), strict=True):
-            token = next_token(prefix, params, len(tokens) - self.num_prompt_tokens[item.key])
+        for prefix, guess, mask in zip(prefixes, (*item.guesses, None), masks, strict=True):
+            token = next_token(prefix, params, len(tokens) - self.num_prompt_tokens[item.key], mask)
             tokens.append(max(token, 0))  # clamped, as the next step may embed it before anyone has looked
             sampled.append(token)
             logprobs.append({token: (-(prefix % 64) / 8, 1)})

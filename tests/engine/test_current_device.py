@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import StepMasks, StepPlan
 from nanovllm.workers.executor import LocalExecutor, numbered
 
 
@@ -32,13 +32,20 @@ class Runner:
     def run(self, plan: StepPlan, sequences: Any) -> None:
         self.seen.append(Current.index)
 
+    def draw(self, computed: Any, masks: StepMasks | None) -> None:
+        self.seen.append(Current.index)
+
 
 def test_each_step_runs_on_the_gpu_of_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", Current)
     runners = [Runner("cuda:1"), Runner("cuda:0"), Runner("cpu"), Runner("cuda:1")]
     for runner in runners:
         LocalExecutor(runner).submit(StepPlan(0, []))  # type: ignore[arg-type]
-    assert [runner.seen for runner in runners] == [[1], [0], [0], [1]]
+    assert [runner.seen for runner in runners] == [[1, 1], [0, 0], [0, 0], [1, 1]]
+    masked = LocalExecutor(runners[0]).submit(StepPlan(1, [], masked=[7]))  # type: ignore[arg-type]
+    assert runners[0].seen == [1, 1, 1], "its tokens wait for their masks"
+    masked.draw(StepMasks([], bytearray()))
+    assert runners[0].seen == [1, 1, 1, 1]
     assert Current.index == 0
 
 

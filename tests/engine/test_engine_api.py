@@ -288,14 +288,15 @@ def test_the_next_step_is_submitted_before_the_last_one_is_collected(asynchronou
 
     class Handle(ShadowHandle):
         def result(self) -> Any:
-            log.append(f"result {self.step}")
+            log.append(f"result {self.plan.step}")
             return super().result()
 
     class Executor(ShadowExecutor):
         def submit(self, plan: Any) -> ShadowHandle:
             log.append(f"submit {plan.step}")
             handle = super().submit(plan)
-            return Handle(handle.executor, handle.step, handle.tokens)
+            handle.__class__ = Handle
+            return handle
 
     settings = config(async_scheduling=asynchronous)
     executor = Executor(settings)

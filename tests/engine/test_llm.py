@@ -36,14 +36,14 @@ VLLM_SAMPLING_DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "ignore_eos": False, "max_tokens": 16, "min_tokens": 0,
     "logprobs": None, "skip_special_tokens": True, "include_stop_str_in_output": False,
-    "logit_bias": None, "allowed_token_ids": None,
+    "logit_bias": None, "allowed_token_ids": None, "prompt_logprobs": None, "structured_outputs": None,
 }  # fmt: skip
 VLLM_FIELDS = {
     Logprob: ("logprob", "rank", "decoded_token"),
     CompletionOutput: (
         "index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason",
     ),
-    RequestOutput: ("request_id", "prompt", "prompt_token_ids", "outputs", "finished", "metrics"),
+    RequestOutput: ("request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "metrics"),
 }  # fmt: skip
 
 
@@ -272,11 +272,3 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     text = "user: A story, please.\nassistant: Once.\nuser: And?\nassistant:"
     assert together[1].prompt_token_ids == llm.tokenizer.encode(text)
     assert llm.chat([], use_tqdm=False) == llm.generate([], use_tqdm=False) == []
-
-
-@pytest.mark.slow
-def test_chat_with_a_real_instruction_model(smollm2: Path) -> None:
-    with LLM(smollm2, max_model_len=256, kv_cache_gib=0.1) as llm:
-        question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-        answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)[0].outputs[0]
-    assert "Paris" in answer.text and answer.finish_reason == "stop"

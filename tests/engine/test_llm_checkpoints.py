@@ -5,6 +5,7 @@ The loader's own tests go through every fault (`tests/models`); here it is only 
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, cli
 from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.workers import start_executor
 from tests.weights import lively_qwen3
 
 STORY_MODEL = Path(__file__).parents[2] / "assets" / "story_model"
@@ -81,6 +83,37 @@ def test_a_spoilt_checkpoint_is_explained(
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
     assert cli.main(["bench", "--model", str(path), "--device", "cpu", "--num-requests", "1"]) == 1
     assert capsys.readouterr().err == f"nanovllm: {' '.join(str(caught.value).split())}\n"
+
+
+def test_a_tokenizer_that_fails_beside_the_weights_is_told_and_the_weights_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read in a thread while they are loaded."""
+    path = Path(shutil.copytree(STORY_MODEL, tmp_path / "model"))
+    said = json.loads((path / "tokenizer_config.json").read_text()) | {"tokenizer_class": "AutoConfig"}
+    (path / "tokenizer_config.json").write_text(json.dumps(said))
+    executors: list[Any] = []
+
+    def start(*arguments: Any) -> Any:
+        executors.append(start_executor(*arguments))
+        return executors[-1]
+
+    monkeypatch.setattr("nanovllm.llm.start_executor", start)
+    with pytest.raises(ValueError, match="tokenizer_class='AutoConfig' does not read"):
+        LLM(path, device="cpu", kv_cache_gib=0.01)
+    assert [executor.runner.closed for executor in executors] == [True]
+    LLM(path, device="cpu", kv_cache_gib=0.01, skip_tokenizer_init=True).close()
+    cut(path)
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        LLM(path, device="cpu", kv_cache_gib=0.01)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("nanovllm-tokenizer")]
+
+
+def test_without_text_hugging_face_is_not_asked_for_the_eos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing its library takes a second."""
+    monkeypatch.setattr("nanovllm.text.tokenizer.Tokenizer.__init__", lambda *_: pytest.fail("it was asked"))
+    with LLM(device="cpu", kv_cache_gib=0.01, skip_tokenizer_init=True) as llm:
+        assert llm.engine.eos_token_ids == {0}
 
 
 def test_dummy_weights_need_nothing_but_the_config(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

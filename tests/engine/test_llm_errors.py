@@ -104,6 +104,12 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "priority of no kind": (["a"], {"priority": ["high"]}, TypeError, ("priority", "int", "high")),
     "stop id outside": ("a", {"sampling_params": P(stop_token_ids=[5000])}, ValueError, ("stop_token_ids", "5000")),
     "more logprobs than tokens": ("a", {"sampling_params": P(logprobs=5000)}, ValueError, ("logprobs=5000", "lower")),
+    "more prompt_logprobs than tokens": (
+        "a",
+        {"sampling_params": P(prompt_logprobs=5000)},
+        ValueError,
+        ("prompt_logprobs=5000", "lower"),
+    ),
     "an argument that does not exist": ("a", {"best_of": 3}, TypeError, ("best_of",)),
 }
 

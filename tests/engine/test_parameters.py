@@ -43,6 +43,7 @@ from tests.engine.shadow import ShadowExecutor
         {"min_tokens": -1},
         {"min_tokens": 65},
         {"logprobs": -1},
+        {"prompt_logprobs": -1},
         {"logit_bias": {-1: 1.0}},
         {"logit_bias": {"5": 1.0}},
         {"logit_bias": {5: float("nan")}},
@@ -63,7 +64,15 @@ def test_parameters_out_of_range_are_named_with_the_remedy(wrong: dict[str, Any]
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"n": 1.5}, {"top_k": "5"}, {"min_tokens": 2.5}, {"seed": 1.5}, {"max_tokens": 2.5}, {"logprobs": True}),
+        *(
+            {"n": 1.5},
+            {"top_k": "5"},
+            {"min_tokens": 2.5},
+            {"seed": 1.5},
+            {"max_tokens": 2.5},
+            {"logprobs": True},
+            {"prompt_logprobs": 1.0},
+        ),
         *({"temperature": "0"}, {"top_p": None}, {"presence_penalty": [0]}),
         *({"stop": 5}, {"stop_token_ids": 5}, {"bad_words": "word"}, {"bad_words": 5}, {"allowed_token_ids": 5}),
         *({"logit_bias": [5]}, {"logit_bias": "5"}),

@@ -10,13 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+pytest.importorskip("pydantic", reason="the extra serve is not installed")
 
 from nanovllm import LLM, SamplingParams, cli
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.llm import EMBEDDED_MODEL
-from nanovllm.models.checkpoint import SAMPLING_DEFAULTS, read_sampling_defaults
+from nanovllm.models.checkpoint import SAMPLING_DEFAULTS, read_eos_token_ids, read_sampling_defaults
 from nanovllm.server.protocol import ChatRequest, CompletionRequest
 from tests.server.harness import server
 
@@ -57,6 +59,22 @@ def test_what_is_taken_is_what_hugging_face_reads(tmp_path: Path) -> None:
     assert read_sampling_defaults(copy(tmp_path, temperature=None, top_k=None)) == {}
     (path / "generation_config.json").unlink()
     assert read_sampling_defaults(path) == {}
+
+
+def test_without_generation_config_json_they_stand_in_config_json(tmp_path: Path) -> None:
+    """As in Hugging Face; with that file, config.json has no say."""
+    path = copy(tmp_path, temperature=0.5)
+    config = json.loads((path / "config.json").read_text()) | {"temperature": 0.3, "top_k": 7, "eos_token_id": 5}
+    (path / "config.json").write_text(json.dumps(config))
+    for expected, eos in (({"temperature": 0.5}, set()), ({"temperature": 0.3, "top_k": 7}, {5})):
+        theirs: Any = AutoModelForCausalLM.from_pretrained(path).generation_config
+        taken = {name: getattr(theirs, key) for key, name in SAMPLING_DEFAULTS.items()}
+        assert read_sampling_defaults(path) == expected == {k: v for k, v in taken.items() if v is not None}
+        assert read_eos_token_ids(path) == eos == ({theirs.eos_token_id} - {None})
+        (path / "generation_config.json").unlink(missing_ok=True)
+    (path / "config.json").write_text(json.dumps(config | {"temperature": -1}))
+    with pytest.raises(ValueError, match=r"/config\.json: temperature must be .*-1"):
+        LLM(path, **SMALL)
 
 
 def test_offline_they_hold_where_no_parameters_are_given(tmp_path: Path, asked: list[SamplingParams]) -> None:
@@ -116,7 +134,7 @@ def test_on_the_command_line_they_hold_for_options_that_are_not_given(
     assert cli.main(["info", *run[-1:], "--device", "cpu"]) == 0
     table = " ".join(capsys.readouterr().out.split())
     for name, value in DEFAULTS.items():
-        assert f"default {name} {value} generation_config.json" in table
+        assert f"default {name} {value} generation_config.json: " in table
 
 
 def test_defaults_that_make_no_sense_are_refused_by_file_and_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
 from nanovllm.engine.sequence import Content
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -21,6 +21,11 @@ class NullHandle:
 
     def result(self) -> StepResult:
         return StepResult({item.key: ([5], None) for item in self.plan.scheduled if item.sample})
+
+    def guesses(self) -> dict[int, list[int]]:
+        return {}
+
+    def draw(self, masks: StepMasks) -> None: ...
 
 
 class NullExecutor:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.guesses import NgramProposer
 from nanovllm.engine.scheduler import Scheduler
 from tests.engine.faults import Edit
@@ -48,6 +49,9 @@ FAULTS = {
         Scheduler, "_speculate", "seq.limit - seq.num_known - 1", "seq.limit - seq.num_known"
     ),
     "guesses are not in the budget": Edit(Scheduler, "_speculate", "self._budget, room", "room"),
+    "the masks after guesses are those of other guesses": Edit(
+        LLMEngine, "_fill_masks", "guesses.get(key, ())", "[0 for _ in guesses.get(key, ())]"
+    ),
     "what is accepted behind an end is kept": Edit(
         Scheduler, "_append", 'token_ids[:count], "stop"', 'token_ids, "stop"'
     ),

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,37 @@ def test_a_thread_is_not_taken_for_the_caller_of_the_call_that_begins() -> None:
     assert counter.count == 3
 
 
+def test_of_two_threads_that_come_at_once_one_is_let_in_and_the_other_does_not_wait() -> None:
+    """With `wait=False`: both say who they are before either looks who is in."""
+
+    class Door:
+        calls = Calls()
+        leave = threading.Event()
+
+        @one_at_a_time(wait=False)
+        def enter(self) -> None:
+            assert self.leave.wait(30)
+
+    class AtOnce(list[int]):
+        both = threading.Barrier(2)
+
+        def append(self, thread: int) -> None:
+            super().append(thread)
+            self.both.wait(30)
+
+    door = Door()
+    door.calls.threads = AtOnce()
+    with ThreadPoolExecutor(2) as pool:
+        visits = [pool.submit(door.enter) for _ in range(2)]
+        first = next(as_completed(visits, 30))
+        with pytest.raises(RuntimeError, match="while another thread is in a call"):
+            first.result()
+        door.leave.set()
+        visits.remove(first)
+        visits[0].result(30)
+    assert not door.calls.threads
+
+
 class Refuses:
     """An `on_event` that raises whenever a request ends."""
 
@@ -226,5 +257,40 @@ def test_a_step_loop_gives_memory_back_though_on_event_raises(path: Path) -> Non
         executor: Any = llm.llm.engine.executor
         assert executor.runner.closed
         llm.llm.close()
+
+    asyncio.run(run())
+
+
+def wrong_number(event: dict[str, Any]) -> None:
+    """An `on_event` with a fault of its own."""
+    int(event["type"])
+
+
+@pytest.mark.parametrize("type", ["added", "token"])
+def test_a_value_error_of_on_event_is_no_refusal_of_a_request(llm: LLM, spy: Spy, type: str) -> None:
+    """It is not told as one, and it ends every request, as any error there does."""
+    expected = ids(llm, PROMPTS)
+
+    def fail(event: Any) -> None:
+        if event["type"] == type and event["request"].endswith("9"):
+            wrong_number(event)
+
+    llm.engine.trace.on_event = fail
+    with pytest.raises(RuntimeError, match=rf"on_event raised ValueError\(.*for '{type}' of request '\d*9'"):
+        ids(llm, PROMPTS * 3)
+    llm.engine.trace.on_event = spy
+    check_idle(llm)
+    assert ids(llm, PROMPTS) == expected
+
+
+def test_a_value_error_of_on_event_ends_the_step_loop(path: Path) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(path, **SMALL, on_event=wrong_number)
+        with pytest.raises(EngineDead, match="on_event raised ValueError"):
+            async for _ in llm.generate([1, 2], GREEDY):
+                pass
+        with pytest.raises(EngineDead):
+            llm.check_health()
+        await llm.shutdown()
 
     asyncio.run(run())

@@ -5,16 +5,28 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import StepPlan, TokenLogprobs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Content, Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, derive_seed
-from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor, extend, root, solo
+from tests.engine.shadow import (
+    EOS,
+    STRUCTURED,
+    VOCAB_SIZE,
+    ShadowExecutor,
+    ShadowGrammars,
+    ShadowMatcher,
+    extend,
+    prompt_logprob,
+    root,
+    solo,
+)  # fmt: skip
 
 # From the tokens that will come (fewer than k before the end) and k, what to propose.
 Guess = Callable[[list[int], int], list[int]]
@@ -26,6 +38,7 @@ class Expected:
 
     limit: int
     logprobs: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None
     alone: list[tuple[list[int], str]]  # what each choice gets by itself
     seen: list[list[int]]
     over: bool = False  # finished or aborted: nothing may follow
@@ -41,7 +54,12 @@ class World:
         self.executor = ShadowExecutor(self.config)
         self.events: list[dict[str, Any]] = []
         self.engine = LLMEngine(
-            self.executor, self.config, vocab_size=VOCAB_SIZE, eos_token_ids={EOS}, on_event=self._note
+            self.executor,
+            self.config,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids={EOS},
+            grammars=ShadowGrammars(),
+            on_event=self._note,
         )
         self.executor.engine = self.engine
         schedule = self.scheduler.schedule
@@ -74,7 +92,12 @@ class World:
         limit = min(len(prompt) + sampling.max_tokens, self.config.max_model_len)
         choices = [replace(sampling, seed=derive_seed(sampling.seed or 0, i)) for i in range(sampling.n)]
         alone = [solo(prompt, choice, limit, cache_salt) for choice in choices]
-        self.requests[request_id] = Expected(limit, sampling.logprobs is not None, alone, [[] for _ in choices])
+        scored: list[TokenLogprobs | None] | None = None
+        if sampling.prompt_logprobs is not None:
+            prefixes = accumulate(prompt, extend, initial=root(cache_salt))
+            scored = [prompt_logprob(prefix, token) for prefix, token in zip(prefixes, prompt, strict=False)]
+            scored[0] = None
+        self.requests[request_id] = Expected(limit, sampling.logprobs is not None, scored, alone, [[] for _ in choices])
         return request_id
 
     def abort(self, request_id: str) -> None:
@@ -117,6 +140,13 @@ class World:
         assert not expected.over, f"{output.request_id} is over, but got {output}"
         expected.over = output.finished
         self.outputs[output.request_id] = output
+        if output.prompt_logprobs is not None or output.outputs[0].token_ids or output.finished:
+            plain = output.prompt_logprobs and [
+                None if entry is None else {token: (p.logprob, p.rank) for token, p in entry.items()}
+                for entry in output.prompt_logprobs
+            ]
+            assert plain == expected.prompt_logprobs, "each token of the prompt once"
+        assert expected.prompt_logprobs is None or output.num_cached_tokens == 0
         for choice in output.outputs:
             seen = expected.seen[choice.index]
             assert choice.token_ids[: len(seen)] == seen
@@ -178,6 +208,9 @@ class World:
         holders = Counter(block for seq in running for block in seq.block_table)
         assert blocks.ref_counts == [holders[block] for block in range(blocks.num_blocks)]
         assert sorted(blocks.free) == [block for block in range(blocks.num_blocks) if not holders[block]]
+        for seq in scheduler.sequences.values():
+            if isinstance(seq.matcher, ShadowMatcher):
+                assert seq.matcher.output == seq.token_ids[seq.num_prompt_tokens :], "a grammar saw other tokens"
         rows = [seq.row for seq in running]
         assert sorted(rows + scheduler._free_rows) == list(range(self.config.max_num_seqs))
         named = {block: content for block, content in enumerate(blocks.contents) if content is not None}
@@ -257,6 +290,7 @@ def random_history(seed: int, speculative: bool = False) -> None:
 def add_random_request(world: World, rng: random.Random, stems: list[list[int]]) -> None:
     prompt = rng.choice(stems)[: rng.randint(0, 12)] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 3))]
     max_tokens = rng.randint(1, 10)
+    structured = rng.random() < 0.25
     with suppress(ValueError):  # too large for this engine, or empty: refused when added, and the rest goes on
         world.add(
             prompt,
@@ -266,8 +300,10 @@ def add_random_request(world: World, rng: random.Random, stems: list[list[int]])
             temperature=rng.choice((0.0, 1.0)),
             seed=rng.randrange(3),
             max_tokens=max_tokens,
-            min_tokens=rng.choice((0, 0, 0, max_tokens)),
-            ignore_eos=rng.random() < 0.5,
+            min_tokens=rng.choice((0, 0, 0, max_tokens)) if not structured else 0,
+            ignore_eos=rng.random() < 0.5 and not structured,
             stop_token_ids=rng.choice(((), (), (2,))),
             logprobs=rng.choice((None, 1)),
+            prompt_logprobs=rng.choice((None, None, None, 1)),
+            structured_outputs=STRUCTURED if structured else None,
         )

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from nanovllm.kernels.attention import paged_decode, paged_prefill
 from nanovllm.kernels.fused import add_rms_norm, decode_inputs, edits, norm_rope_write, sample, silu_and_mul, threshold
+from nanovllm.kernels.fused import top_logprobs as logprobs
 from nanovllm.kernels.linear import choice, skinny_linear, tiled_linear
 
 ELEMENT_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -29,16 +30,17 @@ INTEGERS = (
     "block_table_ptr", "query_start_ptr", "context_len_ptr", "rows_ptr", "positions_ptr", "token_ids_ptr",
     "input_ids_ptr", "table_ptr", "num_prompt_ptr", "id_ptr", "last_id_ptr", "piece_ptr", "ids_ptr", "stop_ids_ptr",
     "biased_ids_ptr", "bad_ends_ptr", "bad_tokens_ptr", "mask_ptr", "words_ptr", "places_ptr", "notes_ptr",
-    "counts_ptr", "num_edits_ptr", "edited_ids_ptr", "found_ptr", "drawn_ptr", "best_id_ptr",
+    "counts_ptr", "num_edits_ptr", "edited_ids_ptr", "found_ptr", "drawn_ptr", "best_id_ptr", "num_above_ptr",
 )  # fmt: skip
 FLOATS = (
     "m_ptr", "denom_ptr", "acc_ptr", "temperature_ptr", "score_ptr", "border_ptr", "cos_sin_ptr", "repetition_ptr",
     "presence_ptr", "frequency_ptr", "biases_ptr", "raw_ptr", "scores_ptr",
-    "top_p_ptr", "log_min_p_ptr", "cells_ptr", "maxima_ptr", "edits_ptr", "best_score_ptr",
+    "top_p_ptr", "log_min_p_ptr", "cells_ptr", "maxima_ptr", "edits_ptr", "best_score_ptr", "sums_ptr", "values_ptr",
 )  # fmt: skip
 LONG_INTEGERS = (
     "slots_ptr", "seed_ptr", "tokens_ptr", "edited_ptr", "min_tokens_ptr", "num_stop_ids_ptr", "num_biased_ptr",
-    "num_bad_words_ptr", "masked_ptr", "top_k_ptr", "masses_ptr",
+    "num_bad_words_ptr", "masked_ptr", "top_k_ptr", "masses_ptr", "sampled_ptr", "num_wanted_ptr", "best_ptr",
+    "top_ids_ptr", "ranks_ptr",
 )  # fmt: skip
 
 
@@ -130,6 +132,7 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
     def memory(kernel: Any, constants: dict[str, int], warps: int = 4, stages: int = 3) -> int:
         return shared_memory(kernel, capability, dtype, constants, warps, stages)
 
+    parts = {"SIZE": 151936, "NUM_PARTS": 304, "PART": logprobs.PART, "SOME_ASK": 1} | pdl
     cells = {"SIZE": 151936, "NUM_CELLS": 4748, "CELL": threshold.CELL, "MASK": 4748} | pdl
     found = {
         "decode inputs": memory(decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 256, "COLUMNS": 32}),
@@ -157,6 +160,8 @@ def compile_fused(capability: int, dtype: str, head_dim: int, group: int) -> dic
             warps=8,
         ),
         "restored": memory(edits._restore_kernel, {"ROW": 151936, "LIST": 5889, "TILE": edits.TILE} | pdl, warps=8),
+        "logprobs of parts": memory(logprobs._parts_kernel, parts | {"PARTS": logprobs.PARTS}),
+        "likeliest": memory(logprobs._tournament_kernel, parts | {"ALL_PARTS": 512}, warps=1),
         "best of row": memory(sample._best_of_row_kernel, {"RANKS": 2, "PARTS": 64} | pdl, warps=4),
     }  # fmt: skip
     for lists in (0, 1):  # of several ranks nobody has filters, masks and edits

@@ -11,11 +11,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from nanovllm.config import EngineConfig
 from nanovllm.kernels.fused import edits
-from nanovllm.kernels.fused.edits import Edits, edit_logits, restore_logits, scratch_bytes
-from nanovllm.sampling.filters import allowed, constrain
+from nanovllm.kernels.fused.edits import Edits, edit_logits, restore_logits
+from nanovllm.runner.memory import CANDIDATES, sampling_bytes
+from nanovllm.sampling.filters import constrain, unpacked
 from nanovllm.sampling.state import SamplingState
 from nanovllm.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+from tests.engine.test_memory import MODEL
 from tests.kernels.sampling import Rows, lively_logits, random_edits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,7 +55,8 @@ def check(logits: Tensor, state: SamplingState, places: list[tuple[int, int]], f
     left = raw.clone()
     found = edit_logits(left, rows.int(), positions, state, first, own)
     scores = left[:, :own].float()
-    scores = scores.masked_fill(~allowed(rows, state, state.vocab_size)[:, shard], -math.inf)  # left to others
+    allowed = unpacked(state.mask[rows], state.vocab_size) | (state.masked[rows] == 0)[:, None]
+    scores = scores.masked_fill(~allowed[:, shard], -math.inf)  # left to others
     for n, count in enumerate(found.counts.tolist()):
         ids = found.ids[n, :count].long() - first
         assert ids.tolist() == sorted(set(ids.tolist())) and (left[n, ids] == -math.inf).all()
@@ -108,7 +112,7 @@ ADVERSARIAL: dict[str, Case] = {
     "words of one token, and twice": (edited((4,), (4,), (69,)), [1], [4]),
     "a word that the text is too short for": (edited((3, 4, 5), (9, 3, 4, 6), (4, 7)), [9], [3, 4]),
     "the same last token, ruled out or not": (edited((1, 9), (4, 9), (5, 9), (4, 4, 9)), [1], [3, 4]),
-    "a word that is all of the output": (edited((3, 4, 5), (8, 3, 4, 6)), [8], [3, 4]),
+    "a word that is all of the output": (edited((3, 4, 5), (8, 3, 4, 6), (8, 4, 10)), [8], [3, 4]),
     "nothing allowed": (edited((6,), allowed_token_ids=[6], **ALL), [6], [6]),
     "known tokens that are not allowed": (edited(allowed_token_ids=[31, 32, 63, 64, 69], **ALL), [31, 30], [64, 33]),
     "allowed tokens and nothing else": (edited(allowed_token_ids=range(0, V, 3)), [1], [2]),
@@ -126,7 +130,8 @@ def test_adversarial_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     assert counts["all of the vocabulary is known"] == counts["as many biases as fit"] == V
     assert counts["one token again and again"] == 1 and counts["only the output counts"] == 2
     assert counts["no prompt counts and there is no output"] == counts["allowed tokens and nothing else"] == 0
-    assert counts["a word that the text is too short for"] == 2 and counts["nothing allowed"] == 1
+    assert counts["a word that the text is too short for"] == 2 and counts["a word that is all of the output"] == 1
+    assert counts["nothing allowed"] == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -162,13 +167,31 @@ def test_lists_as_long_as_can_be() -> None:
     assert found.counts.tolist() == [len(named), 0]
 
 
-def test_what_it_allocates_is_what_it_says() -> None:
-    cases: list[Case] = [(edited(**ALL), [1, 2], [3])] * 3
-    state = state_of(cases, 5000)
-    found = edit_logits(
-        lively_logits(3, 5000).to(DEVICE), torch.arange(3, device=DEVICE), torch.tensor([3] * 3, device=DEVICE), state
-    )
-    lists = sum(tensor.numel() for tensor in found)
-    assert scratch_bytes(state, 3, 5000) == 4 * (lists + 2 * 3 * 157)
-    assert found.ids.shape[1] == state.token_ids.shape[1] + MAX_LOGIT_BIAS + MAX_STOP_IDS + len(EOS) + MAX_BAD_WORDS
-    assert scratch_bytes(state, 3, 40) == 4 * 3 * (3 * 40 + 1 + 2 * 2)  # no more tokens than there are
+@pytest.mark.parametrize("vocab_size", [40, 5000])
+def test_what_it_takes_was_set_aside(vocab_size: int) -> None:
+    """But for the counts, and room for EOS ids among those that min_tokens holds back."""
+    config, model = EngineConfig(max_num_seqs=3, max_model_len=30), replace(MODEL, vocab_size=vocab_size)
+    state = SamplingState(torch.zeros(4, 31, dtype=torch.int32, device=DEVICE), vocab_size, ())
+    rows = torch.arange(3, device=DEVICE)
+    found = edit_logits(lively_logits(3, vocab_size).to(DEVICE), rows, rows + 3, state)
+    taken = 4 * (sum(tensor.numel() for tensor in found[:3]) + 2 * 3 * -(-vocab_size // 32))
+    others = 4 * 3 * (3 * CANDIDATES + -(-vocab_size // 32))
+    assert taken + others == sampling_bytes(config, model, 3) - sampling_bytes(config, model, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_vocabulary_of_real_size(dtype: torch.dtype) -> None:
+    """Long texts of a few hundred and of many different tokens, and lists of thousands."""
+    rng = random.Random(0)
+    cases: list[Case] = []
+    for few in (300, 151_936) * 12:
+        prompt, output = ([rng.randrange(few) for _ in range(rng.randrange(1, 3000))] for _ in range(2))
+        params, _, _ = random_edits(rng, 400)
+        words = [(*output[-length:], rng.randrange(few)) for length in range(1, 9)]
+        bias = {rng.randrange(151_936): rng.uniform(-9, 9) for _ in range(900)}
+        cases.append((replace(params, logit_bias=bias).changed(bad_words_ids=tuple(words)), prompt, output))
+    state = state_of(cases, 151_936)
+    places = [(row, position - back) for row, position in newest(cases) for back in range(2)]
+    for seed in range(3):
+        check(lively_logits(len(places), 151_936, seed=seed).to(dtype), state, places)

@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm.config import EngineConfig
+from nanovllm.facts import checkpoint_facts
 from nanovllm.llm import LLM, resolve
 from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model
@@ -84,6 +85,7 @@ def check(path: Path, refusal: str | None = None, stages_refuse: bool = False) -
             load_model(path)
     else:
         oracle.check_logits(engine_logits(path), expected)
+        check_facts(path)
     if expected is None or stages_refuse:
         with pytest.raises(ValueError, match="not supported"):
             load_stage_model(path)
@@ -91,6 +93,35 @@ def check(path: Path, refusal: str | None = None, stages_refuse: bool = False) -
         oracle.check_logits(stage_logits(path), expected)
 
 
+def check_facts(path: Path) -> None:
+    """`nanovllm info` says what Hugging Face has, and where in config.json it stands."""
+    theirs: Any = AutoConfig.from_pretrained(path)
+    raw = json.loads((path / "config.json").read_text())
+    found = {name: (value, source) for name, value, source in checkpoint_facts(path)}
+    for name, expected, *places in (
+        ("architecture", theirs.model_type, "model_type"),
+        ("dtype of the weights", str(theirs.dtype or torch.float32).removeprefix("torch."), "dtype", "torch_dtype"),
+        ("vocabulary of the model", f"{theirs.vocab_size} rows", "vocab_size"),
+        ("RoPE theta", f"{theirs.rope_parameters['rope_theta']:g}", "rope_parameters", "rope_theta"),
+        ("RoPE scaling", SCALING_NAMES[theirs.rope_parameters["rope_type"]], "rope_parameters", "rope_scaling"),
+    ):
+        value, source = found[name]
+        assert value.split(",")[0] == expected, name
+        given = [f"config.json: {place}" for place in places if raw.get(place) is not None]
+        assert source in (given or ["the default"]), name
+    is_tied = load_model(path).config.tie_word_embeddings
+    value, source = found["tied embeddings"]
+    assert value == ("yes" if is_tied else "no")
+    assert (source == "the weights: lm_head.weight") == (raw.get("tie_word_embeddings", False) and not is_tied)
+
+
+SCALING_NAMES = {
+    "default": "none",
+    "linear": "LinearScaling",
+    "llama3": "Llama3Scaling",
+    "yarn": "YarnScaling",
+    "dynamic": "DynamicScaling",
+}
 SCALINGS: dict[str, tuple[dict[str, Any], str | None]] = {
     "linear": ({"rope_type": "linear", "factor": 2.0, **THETA}, None),
     "llama3": (LLAMA3 | {"original_max_position_embeddings": 32}, None),

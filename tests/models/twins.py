@@ -7,6 +7,7 @@ A `Kind` says how the tokenizer works and in which files its facts stand. The mo
 """
 
 import json
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,15 @@ from typing import Any, Literal
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 Model = Literal["byte-level BPE", "byte fallback", "unigram", "WordPiece"]
-Place = Literal["tokenizer.json", "added_tokens_decoder", "special_tokens_map", "additional_special_tokens", "both"]
+Place = Literal[
+    "tokenizer.json",
+    "added_tokens_decoder",
+    "special_tokens_map",
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "added_tokens.json",
+    "both",
+]
 
 CORPUS = [
     "Nell the fox had a red kite, and she would not let go of it.",
@@ -31,13 +40,97 @@ TEXTS = [
     "Zoë 🦊 1234 don't",
     "",
 ]
-CHAT = [{"role": "user", "content": " hello the fox "}, {"role": "assistant", "content": "the kite"}]
-TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+PARTS = [{"type": "text", "text": " hello "}, {"type": "text", "text": "Zoë, the fox"}]
+USER, ASSISTANT = {"role": "user", "content": " hello the fox "}, {"role": "assistant", "content": "the kite "}
+SYSTEM = {"role": "system", "content": "the end\n"}
+CHATS: list[list[dict[str, Any]]] = [
+    [USER],
+    [USER, ASSISTANT],
+    [SYSTEM, USER, ASSISTANT, USER],
+    [{"role": "user", "content": PARTS}],
+    [SYSTEM, {"role": "user", "content": PARTS}, ASSISTANT, USER],
+    [USER, USER],
+]
+TURN = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+ASK = "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+# As the families write theirs, with the special tokens of the checkpoints here.
+QWEN = r"""
+{%- if messages[0]['role'] == 'system' %}
+    {{- '<|turn|>system\n' + messages[0].content + '<|end|>\n' }}
+{%- else %}
+    {{- '<|turn|>system\nthe fox, an assistant<|end|>\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
+        {{- '<|turn|>' + m.role + '\n' + m.content + '<|end|>' + '\n' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|turn|>' + m.role + '\n' + m.content.strip('\n') + '<|end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|turn|>assistant\n' }}
+{%- endif %}"""
+LLAMA_3 = r"""{{- bos_token }}
+{%- for m in messages %}
+    {{- '<|turn|>' + m['role'] + '<|turn|>\n\n' }}
+    {%- if m['content'] is string %}
+        {{- m['content'] | trim }}
+    {%- else %}
+        {%- for c in m['content'] %}{%- if c.type == 'text' %}{{- c.text | trim }}{%- endif %}{%- endfor %}
+    {%- endif %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|turn|>assistant<|turn|>\n\n' }}
+{%- endif %}
+"""
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    r"{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}{% else %}"
+    "{% set loop_messages = messages %}{% set system = '' %}{% endif %}{% for m in loop_messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate!') }}{% endif %}"
+    "{% if m['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + (system if loop.first else '') + m['content'].strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system!') }}{% endif %}"
+    "{% for m in messages %}{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
+    r"{{ '<|turn|>' + role + '\n' + m['content'] | trim + '<|end|>\n' }}{% endfor %}"
+    r"{% if add_generation_prompt %}{{ '<|turn|>model\n' }}{% endif %}"
+)
+ZEPHYR = r"""{% for m in messages %}
+{% if m['role'] == 'user' %}
+{{ '<|user|>\n' + m['content'] + eos_token }}
+{% else %}
+{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+WALKS = (
+    r"{% for m in messages %}{{ '<|turn|>' ~ m.role }}{% for c in m.content %}{{ c['text'] + '\n' }}{% endfor %}"
+    "<|end|>{% endfor %}" + ASK
+)
+TEMPLATES = {
+    "ChatML": TURN + ASK,
+    "ChatML for training": TURN.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}") + ASK,
+    "Qwen": QWEN,
+    "Llama 3": LLAMA_3,
+    "Llama 2": LLAMA_2,
+    "Gemma": GEMMA,
+    "Zephyr": ZEPHYR,
+    "walks": WALKS,
+}
+TAKES_PARTS = {"Llama 3", "walks"}
+TAKES_STRINGS = TEMPLATES.keys() - {"walks"}
+TEMPLATE = TEMPLATES["ChatML"]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 TURNS = ["<|turn|>", "<|end|>"]
+
+SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "eos_token_id": 3}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @dataclass(frozen=True)
@@ -45,9 +138,11 @@ class Kind:
     """What a tokenizer is, and where its facts stand.
 
     specials:   the file that makes special tokens of <|turn|> and <|end|>; "both" is two files that agree.
-    eos:        a special token, or "fox", which may be an entry of the vocabulary like any other.
+    eos:        a special token, or "fox", which may be an entry of the vocabulary like any other; "" leaves it out.
     bos:        where a BOS comes from: the post-processor of tokenizer.json, the chat template, both or nowhere.
-    flags:      more keys of tokenizer_config.json.
+    template:   a name in `TEMPLATES`; None is no template.
+    place:      where the template stands; a list of named ones has others beside the one that is used.
+    flags:      more keys of tokenizer_config.json; None is no such file.
     """
 
     model: Model = "byte-level BPE"
@@ -57,8 +152,20 @@ class Kind:
     eos: str | None = "</s>"
     eos_is_dict: bool = False
     bos: Literal["", "post-processor", "template", "both"] = ""
-    template_file: Literal["tokenizer_config.json", "chat_template.jinja"] = "tokenizer_config.json"
-    flags: tuple[tuple[str, Any], ...] = ()
+    template: str | None = "ChatML"
+    place: Literal["tokenizer_config.json", "list of names", "chat_template.jinja", "both", "directory"] = (
+        "tokenizer_config.json"
+    )
+    flags: tuple[tuple[str, Any], ...] | None = ()
+
+
+def make_checkpoint(path: Path, kind: Kind, model: Path) -> Path:
+    """A tokenizer of this kind beside the weights of `model`, whose vocabulary has more rows than the tokenizer."""
+    shutil.copytree(model, path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    make_tokenizer(path, kind)
+    write(path / "config.json", config)
+    return path
 
 
 def make_tokenizer(path: Path, kind: Kind) -> Path:
@@ -72,30 +179,51 @@ def make_tokenizer(path: Path, kind: Kind) -> Path:
         bos = tokenizer.token_to_id("<s>")
         tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", bos)])
     tokenizer.save(str(path / "tokenizer.json"))
-    template = ("{{ bos_token }}" if kind.bos in ("template", "both") else "") + TEMPLATE
     eos: Any = kind.eos
     if kind.eos_is_dict and kind.eos is not None:
         eos = {"__type": "AddedToken", "content": eos, "lstrip": False, "rstrip": False, "normalized": False}
-    config: dict[str, Any] = {"bos_token": "<s>", "eos_token": eos, **dict(kind.flags)}
+    config: dict[str, Any] = {"bos_token": "<s>", "eos_token": eos, **dict(kind.flags or ())}
+    if eos == "":
+        del config["eos_token"]
     if kind.declared is not None:
         config["tokenizer_class"] = kind.declared
+    first = len(Tokenizer.from_str(trained(kind.model)).get_vocab(with_added_tokens=False))
+    first += sum(token not in tokenizer.get_vocab(with_added_tokens=False) for token in NAMED.values())
     if kind.specials in ("added_tokens_decoder", "both"):
-        first = len(Tokenizer.from_str(trained(kind.model)).get_vocab(with_added_tokens=False))
-        first += sum(token not in tokenizer.get_vocab(with_added_tokens=False) for token in NAMED.values())
         words = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
         config["added_tokens_decoder"] = {str(first + i): {"content": t, **words} for i, t in enumerate(TURNS)}
-    if kind.specials == "additional_special_tokens":
-        config["additional_special_tokens"] = TURNS
+    if kind.specials in ("additional_special_tokens", "extra_special_tokens"):
+        config[kind.specials] = TURNS
+    if kind.specials == "added_tokens.json":
+        write(path / kind.specials, {token: first + i for i, token in enumerate(TURNS)})
     if kind.specials == "special_tokens_map":
         said = {"eos_token": "<|end|>", "pad_token": {"content": "<|turn|>", "lstrip": False, "rstrip": True}}
         write(path / "special_tokens_map.json", said)
-    if kind.template_file == "tokenizer_config.json":
-        config["chat_template"] = template
-    else:
-        (path / kind.template_file).write_text(template)
-    write(path / "tokenizer_config.json", config)
-    write(path / "config.json", {"model_type": kind.family, "eos_token_id": 3, "vocab_size": 600})
+    if kind.template is not None:
+        begin = "{{ bos_token }}" if kind.bos in ("template", "both") else ""
+        write_template(path, kind, config, begin + TEMPLATES[kind.template])
+    if kind.flags is not None:
+        write(path / "tokenizer_config.json", config)
+    write(path / "config.json", SHAPE | {"model_type": kind.family})
     return path
+
+
+def write_template(path: Path, kind: Kind, config: dict[str, Any], template: str) -> None:
+    """Puts the template where Hugging Face finds it, and others where it does not, or under another name."""
+    other = "{{ raise_exception('not this one') }}"
+    if kind.place == "list of names":
+        named = {"default": template, "tool_use": other}
+        config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    elif kind.place == "tokenizer_config.json":
+        config["chat_template"] = template
+        (path / "chat_template.json").write_text(json.dumps({"chat_template": other}))  # read for images only
+    else:
+        (path / "chat_template.jinja").write_text(template, encoding="utf-8")
+        if kind.place == "both":
+            config["chat_template"] = other
+        if kind.place == "directory":
+            (path / "additional_chat_templates").mkdir()
+            (path / "additional_chat_templates" / "tool_use.jinja").write_text(other)
 
 
 @cache

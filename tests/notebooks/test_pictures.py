@@ -94,7 +94,7 @@ def test_the_other_pictures_have_units_on_their_axes(runs: dict[int, Run]) -> No
     tokenizer, (prompts, _) = load_tokenizer(), three_requests()
     pictures = [
         work_map(runs[4].events, request=1),
-        cache_growth(runs[5].events, names=NAMES, block_size=BLOCK_SIZE),
+        cache_growth(runs[2].events, names=NAMES, reserved=200),
         time_per_token({"stage 1": runs[1].events, "stage 2": runs[2].events}),
         lines({"a": ([1, 2], [3, 4])}, xlabel="size [tokens]", ylabel="time [ms]", title="a line"),
         waste({"stage 5": slot_use(runs[5].events, block_size=BLOCK_SIZE)}),

@@ -11,15 +11,15 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
-from tests.engine.shadow import EOS, VOCAB_SIZE, ShadowExecutor, ShadowHandle, next_token
+from tests.engine.shadow import ALL, EOS, VOCAB_SIZE, ShadowExecutor, ShadowHandle, next_token
 from tests.server.waiting import until
 
 SMALL: dict[str, Any] = {"num_kv_blocks": 64, "kvcache_block_size": 16, "max_model_len": 256, "max_num_seqs": 8}
 
 
-def finite(prefix: int, params: SamplingParams, output_index: int) -> int:
+def finite(prefix: int, params: SamplingParams, output_index: int, mask: int = ALL) -> int:
     """The next token, where the logits are always finite."""
-    return max(0, next_token(prefix, params, output_index))
+    return max(0, next_token(prefix, params, output_index, mask))
 
 
 class HealthyExecutor(ShadowExecutor):

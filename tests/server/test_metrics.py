@@ -152,7 +152,7 @@ def output(finished: bool, reasons: dict[int, FinishReason | None]) -> RequestOu
     """With a token more for each choice in `reasons`."""
     choices = [CompletionOutput(i, "a", [1], finish_reason=reason) for i, reason in reasons.items()]
     times = RequestMetrics(0.0, 0.0, 0.1, 0.5 if finished else None, num_preemptions=2)
-    return RequestOutput("a", None, [1, 2, 3], choices, finished, times)
+    return RequestOutput("a", None, [1, 2, 3], None, choices, finished, times)
 
 
 @pytest.mark.parametrize(

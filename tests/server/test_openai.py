@@ -147,14 +147,19 @@ def test_a_template_that_walks_over_parts_gets_parts_offline_and_here(tmp_path: 
     model = chat_model(tmp_path)
     path = model / "tokenizer_config.json"
     template = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+    template += "{% if add_generation_prompt %}>{% endif %}"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     parts = [{"type": "text", "text": text} for text in ("Nell the fox", STORY)]
     with server(model) as served, served.client() as client:
         tokenizer, encode = served.llm.llm.tokenizer, served.llm.llm.tokenizer.encode_chat
-        for content, prompt in ((STORY, f"{STORY}|"), (parts, f"Nell the fox|{STORY}|")):
+        for content, prompt, ask in (
+            (STORY, f"{STORY}|>", True),
+            (parts, f"Nell the fox|{STORY}|>", True),
+            (parts, f"Nell the fox|{STORY}|", False),
+        ):
             messages: Any = [{"role": "user", "content": content}]
-            assert encode(messages) == tokenizer.encode(prompt)
-            answer = chat(client, messages)
+            assert encode(messages, ask) == tokenizer.encode(prompt)
+            answer = chat(client, messages, extra_body={"add_generation_prompt": ask})
             assert answer.choices[0].message.content == complete(client, prompt).choices[0].text
             assert answer.usage.prompt_tokens == len(tokenizer.encode(prompt))
 

@@ -122,11 +122,4 @@ def test_a_real_model_in_every_script(smollm2: Path) -> None:
             whole, streamed = whole_and_streamed(client, prompt, max_tokens=12, temperature=0)
             assert whole == streamed
             split += sum("\ufffd" in tokenizer.decode([token]) for token in tokenizer.encode(whole[0][0]))
-        messages: Any = [{"role": "user", "content": "Name three colours."}]
-        answer = client.chat.completions.create(model="story", messages=messages, max_tokens=16, temperature=0)
-        stream = client.chat.completions.create(
-            model="story", messages=messages, max_tokens=16, temperature=0, stream=True
-        )
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answer.choices[0].message.content
-        assert any(colour in answer.choices[0].message.content.lower() for colour in ("red", "blue", "green"))
     assert split > 20

@@ -1,14 +1,8 @@
 """Build the site into build/docs/html: `make docs`. No notebook is run, nothing is fetched, and a warning is an error.
 
 Sphinx reads what is put together in build/docs/source: the pages of docs/, the notebooks with their stored outputs, a
-page for each source file of SHOWN and for each other source file that a page names, and the pages and diagrams that are
-made from the code and from what was measured (tools/docs/pages.py). Links to files of the repository become links to
-their pages, and so do names of files in the text.
-
-At last every picture is drawn once more for dark mode. The pictures are drawn on white. Dimming a white picture leaves
-a grey box. Inverting it turns light blue into dark, and the text speaks of light blue. So only what has no colour is
-inverted: white becomes the page, black becomes ink. Strong colours stay, a little lighter. Pale colours stand out as
-little from the dark page as they did from white.
+page for each source file of SHOWN and for each other source file that a page names, and what is made from the code.
+Links to files of the repository become links to their pages, and so do names of files in the text.
 """
 
 from __future__ import annotations
@@ -22,11 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from stages.manifest import load_stages
 from tools import ROOT
-from tools.docs import pages
 
 BUILD = ROOT / "build" / "docs"
 SHOWN = ("stages", "nanovllm", "examples")  # every source file in these folders has a page
@@ -35,15 +26,6 @@ LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
 FORMULA = re.compile(r"(?<![\w`$\\])\$(?=\S)([^$`\n]+?)(?<=\S)\$(?![\w$])")
 SPELLED = {"\\min": "min", "\\max": "max", "\\sum": "Σ", "\\dots": "…", "\\,": "\u2009", "-": "−"}
-MADE = {"states": pages.states_tables, "ladder": pages.ladder, "rooms": pages.rooms}
-MARKER = "# NBVAL_CHECK_OUTPUT\n"
-ABOUT_MARKER = re.compile(r" The mark `# NBVAL_CHECK_OUTPUT`[^.]*\.", re.DOTALL)
-PAGE, INK = np.array([0x12, 0x12, 0x12]) / 255, np.array([0xE6, 0xE9, 0xEF]) / 255  # of the theme
-FULL = 0.5  # a colour with at least this chroma is a strong one
-PALE = 1.9  # exponent: the larger, the weaker pale colours become
-LIGHTER = 0.2  # share of white that is added to a strong colour
-COLOURS = 64  # of the palette of a dark picture
-IMAGE = re.compile(r'<img\b[^>]*\bsrc="([^"]*_images/[^"]+)\.png"[^>]*>')
 
 
 class Site:
@@ -58,8 +40,8 @@ class Site:
         """The address on the site of a file of the repository. Raises ValueError for a file without a page."""
         if not (ROOT / path).is_file():
             raise ValueError(f"a page links to {path}, and there is no such file")
-        if path.startswith("notebooks/"):
-            return f"/{path}"
+        if path.startswith(("notebooks/", "docs/")):
+            return f"/{path.removeprefix('docs/')}"
         if path.endswith(".py") and path.split("/")[0] in NAMED:
             self.sources.add(path)
             return f"/source/{path.removesuffix('.py')}.md"
@@ -73,14 +55,11 @@ class Site:
         return FILE.sub(lambda m: f"[`{m[1]}`]({self.page_of(m[1])})" if (ROOT / m[1]).is_file() else m[0], text)
 
     def notebook(self, notebook: dict[str, Any]) -> dict[str, Any]:
-        """The notebook for the site: with links, without the marks for the tests, with a text for each picture."""
+        """The notebook for the site: with links, and with a text for each picture."""
         for cell in notebook["cells"]:
             source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
-                text = FORMULA.sub(lambda m: formula(m[1]), ABOUT_MARKER.sub("", source))
-                cell["source"] = self.linked(text)
-                continue
-            cell["source"] = source.replace(MARKER, "")
+                cell["source"] = self.linked(FORMULA.sub(lambda m: formula(m[1]), source))
             for output in cell.get("outputs", ()):
                 if "image/png" in output.get("data", {}):
                     about = output.get("metadata", {}).get("image/png", {})
@@ -114,11 +93,53 @@ def write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def ladder() -> str:
+    """The table of the stages, from the manifest: chapter, file, idea, and what still hurts."""
+    rows = ["| stage | the new idea | what still hurts |", "|---|---|---|"]
+    for s in load_stages():
+        chapter = f"**[{s.number}. {s.title}](../notebooks/{s.number}_{s.slug}.ipynb)**"
+        rows.append(f"| {chapter}<br>[source](../stages/{s.module_name}.py) | {s.idea} | {s.costs} |")
+    return "\n".join(rows) + "\n"
+
+
+def rooms() -> str:
+    """How large each room is. The package's rooms are its folders, the others count as one each."""
+    others = [ROOT / name for name in ("stages", "training", "benchmarks", "tools", "tests")]
+    package = ROOT / "nanovllm"
+    rows = ["| room | files | lines |", "|---|--:|--:|"]
+    inner = sorted({path.parent for path in package.glob("*/*.py")})
+    for folder in [package, *inner, *others]:
+        files = list(folder.glob("*.py") if folder == package else folder.rglob("*.py"))
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        rows.append(f"| `{folder.relative_to(ROOT).as_posix()}/` | {len(files)} | {lines:,} |")
+    return "\n".join(rows) + "\n"
+
+
+def commands_page() -> str:
+    """The page of commands: the targets of the Makefile, and the program `nanovllm`."""
+    from nanovllm.cli import parser
+
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z%-]+):.*## (.*)", makefile, re.MULTILINE)
+    rows = [f"| `make {name.replace('%', 'N')}` | {what} |" for name, what in targets]
+    additions = re.findall(r"^#   (\S.*?)  +(.*)", makefile, re.MULTILINE)
+    given = [f"| `{addition}` | {what} |" for addition, what in additions]
+    usage = parser()
+    usage.prog = "nanovllm"
+    return "\n".join(
+        [
+            "# Commands\n\n## make\n\nEvery target does its own set-up into `.venv`. N is the number of a stage.\n",
+            "| command | what it does |\n|---|---|", *rows,
+            "\nWhat can be added, as in `make test JOBS=4`:\n\n| addition | what it does |\n|---|---|", *given,
+            "\n## nanovllm\n\nIn `.venv/bin`; `nanovllm COMMAND --help` says more of each.\n",
+            f"``````text\n{usage.format_help().strip()}\n``````\n",
+        ]
+    )  # fmt: skip
+
+
 def filled(text: str) -> str:
     """A page with tables and diagrams in the place of the comments that name them."""
-    for name, make in MADE.items():
-        if f"<!-- {name} -->" in text:
-            text = text.replace(f"<!-- {name} -->", make())
+    text = text.replace("<!-- ladder -->", ladder()).replace("<!-- rooms -->", rooms())
     return re.sub(r"<!-- diagram: (\w+) -->\n", lambda m: diagram(m[1]), text)
 
 
@@ -132,8 +153,7 @@ def prepare(source: Path) -> None:
     """Write everything that Sphinx reads into `source`. Raises ValueError for a link that leads nowhere."""
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT / "docs", source)
-    write(source / "api.md", pages.api_page())
-    write(source / "commands.md", pages.commands_page())
+    write(source / "commands.md", commands_page())
     site = Site()
     for page in source.glob("*.md"):
         page.write_text(site.linked(filled(page.read_text(encoding="utf-8"))), encoding="utf-8")
@@ -141,44 +161,6 @@ def prepare(source: Path) -> None:
         notebook = site.notebook(json.loads(path.read_text(encoding="utf-8")))
         write(source / "notebooks" / path.name, json.dumps(notebook))
     site.source_pages(source / "source")
-
-
-def darkened(rgb: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """A picture for a dark page: rgb [height, width, 3] from 0 to 1, drawn on white -> the same shape."""
-    high, low = rgb.max(-1, keepdims=True), rgb.min(-1, keepdims=True)  # [height, width, 1]
-    plain = PAGE + (INK - PAGE) * (1 - (high + low) / 2)
-    share = np.clip((high - low) / FULL, 0, 1)  # of colour; the rest of the pixel is white
-    colour = np.clip((rgb - (1 - share)) / np.maximum(share, 1e-3), 0, 1)
-    weight = share**PALE
-    return plain * (1 - weight) + (colour * (1 - LIGHTER) + LIGHTER) * weight
-
-
-def write_darkened(path: Path, target: Path) -> None:
-    from PIL import Image  # here, because only a whole build needs Pillow
-
-    rgb = np.asarray(Image.open(path).convert("RGB"), dtype=np.float64) / 255
-    dark = Image.fromarray((darkened(rgb).clip(0, 1) * 255).round().astype(np.uint8))
-    dark.quantize(COLOURS, dither=Image.Dither.NONE).save(target, optimize=True)
-
-
-def with_class(tag: str, name: str) -> str:
-    if found := re.search(r'\bclass="', tag):
-        return f"{tag[: found.end()]}{name} {tag[found.end() :]}"
-    return tag.replace("<img", f'<img class="{name}"', 1)
-
-
-def add_dark_pictures(html: Path) -> None:
-    """Write a dark picture beside each one of the built site, and put both on every page: the theme hides one."""
-
-    def both(match: re.Match[str]) -> str:
-        dark = match[0].replace(f"{match[1]}.png", f"{match[1]}.dark.png")
-        return with_class(match[0], "only-light") + with_class(dark, "only-dark")
-
-    for path in sorted((html / "_images").glob("*.png")):
-        write_darkened(path, path.with_suffix(".dark.png"))
-    for page in html.rglob("*.html"):
-        if "_static" not in page.parts:
-            page.write_text(IMAGE.sub(both, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -189,7 +171,6 @@ def main(arguments: list[str] | None = None) -> int:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", out / "source", out / "html"]
     code = subprocess.run([str(part) for part in command], cwd=ROOT).returncode
     if code == 0:
-        add_dark_pictures(out / "html")
         print(out / "html" / "index.html")
     return code
 

@@ -20,7 +20,6 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from stages.manifest import Stage, load_stage
 from tools import ROOT
@@ -29,7 +28,6 @@ LECTURES = ROOT / "lectures"
 SHOWN = ("code", "hole", "picture", "output", "printed", "table", "run", "exercises")
 SCRIPT = ("say", "type", "see")
 KINDS = ("title", "plain", "question", "answer", "live")
-SLACK = 2.0  # minutes by which all slides together may be shorter or longer than the lecture
 
 HEADING = re.compile(r"(##?) (?P<title>.+?) \{(?P<minutes>\d+(?:\.5)?) min(?:, (?P<kind>\w+))?\}")
 MARK = re.compile(r"@(?P<name>[a-z]+)(?: (?P<rest>.*))?|\|\|\||##? .*")  # what no text goes on through
@@ -93,7 +91,7 @@ def lecture_path(number: int) -> Path:
 
 
 def read_lecture(path: Path) -> Lecture:
-    """The lecture in that file. Raises LectureError for a mistake in a heading, a directive or the order of slides."""
+    """The lecture in that file. Raises LectureError for a mistake in a heading or a directive."""
     stage = load_stage(int(path.stem.split("_")[1]))
     minutes = 0.0
     slides: list[Slide] = []
@@ -110,9 +108,7 @@ def read_lecture(path: Path) -> Lecture:
             raise LectureError(path, piece.line, "what the slide shows comes before the script (@say, @type, @see)")
         else:
             slides[-1].body.append(piece)
-    lecture = Lecture(path, stage, minutes, slides)
-    check(lecture)
-    return lecture
+    return Lecture(path, stage, minutes, slides)
 
 
 def slide_of(path: Path, piece: Piece, *, first: bool) -> Slide:
@@ -164,30 +160,3 @@ def pieces(path: Path) -> Iterator[Piece]:
             yield Piece("|||" if line == "|||" else "heading", line, number)
     if fence:
         raise LectureError(path, start, f"a fence {fence} is opened and never closed")
-
-
-def check(lecture: Lecture) -> None:
-    """Raise LectureError unless the minutes add up, every slide has something to say, and every question an answer."""
-
-    def complain(line: int, complaint: str) -> NoReturn:
-        raise LectureError(lecture.path, line, complaint)
-
-    slides, promised = lecture.slides, lecture.minutes
-    total = sum(slide.minutes for slide in slides)
-    if abs(total - promised) > SLACK:
-        complain(1, f"the slides take {total:g} minutes, and '@minutes {promised:g}' is promised")
-    for slide, after in zip(slides, [*slides[1:], None], strict=True):
-        if not any(piece.kind == "say" and piece.text for piece in slide.script):
-            complain(slide.line, f"nothing to say (@say) about {slide.title!r}")
-        for piece in slide.script:
-            if not piece.text:
-                complain(piece.line, f"@{piece.kind} with nothing under it")
-        if (slide.kind == "question") != (after is not None and after.kind == "answer"):
-            complain(slide.line, "a question slide is followed by its answer slide, and no other slide is")
-        if slide.kind == "answer" and not measured(slide):
-            complain(slide.line, "an answer shows what was measured: @table, @output, @printed, @picture or {{...}}")
-
-
-def measured(slide: Slide) -> bool:
-    kinds = {piece.kind for piece in slide.body}
-    return bool(kinds & {"table", "output", "printed", "picture"}) or any("{{" in piece.text for piece in slide.body)

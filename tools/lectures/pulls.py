@@ -27,11 +27,6 @@ from tools.exercises.exercises import Hole, definitions, docstrings, find_holes
 
 EXPERIMENTS = ROOT / "lectures" / "experiments"  # each program is beside what it printed: NAME.py and NAME.txt
 HINT_WIDTH = 100  # characters of a line of a hint, where a slide shows the hint instead of the solution
-SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 @dataclass(frozen=True)
@@ -211,31 +206,6 @@ def pull_found(path: str, text: str, pattern: str) -> str:
     return found[found.re.groups and 1]
 
 
-def pull_spoken(path: str, text: str, pattern: str) -> str:
-    """The number that `pull_found` finds, rounded to a whole number and in words."""
-    found = pull_found(path, text, pattern).replace(",", "")
-    if not re.fullmatch(r"\d+(\.\d+)?", found):
-        raise ValueError(f"{found!r} is no number, and only numbers are spoken")
-    return in_words(round(float(found)))
-
-
-def in_words(number: int) -> str:
-    """A number as one says it: 113 -> "a hundred and thirteen". Raises ValueError for a million and more."""
-    if not 0 <= number < 1_000_000:
-        raise ValueError(f"{number:,} is no number to be spoken; show it on the slide")
-    if number < 20:
-        return SMALL[number]
-    if number < 100:
-        tens, ones = divmod(number, 10)
-        return TENS[tens - 2] + (f"-{SMALL[ones]}" if ones else "")
-    size, name = (1000, "thousand") if number >= 1000 else (100, "hundred")
-    many, rest = divmod(number, size)
-    first = f"{'a' if many == 1 else in_words(many)} {name}"
-    if not rest:
-        return first
-    return f"{first} {'and ' if rest < 100 else ''}{in_words(rest)}"
-
-
 def pull_model(key: str) -> str:
     """A whole number from the configuration of the embedded model: "4,096" for "vocab_size"."""
     value = json.loads(read("assets/story_model/config.json")).get(key)
@@ -246,7 +216,7 @@ def pull_model(key: str) -> str:
 
 def pull_inline(words: Sequence[str]) -> str:
     """What stands between {{ and }}: `value stage_4 turns "stage 3"`, `gain stage_4 turns`, `stage 4 idea`, `found`
-    and `spoken` with NOTEBOOK CELL PATTERN, or `model vocab_size`."""
+    with NOTEBOOK CELL PATTERN, or `model vocab_size`."""
     match list(words):
         case ["value", name, key, contender]:
             return pull_value(name, key, contender)
@@ -254,12 +224,8 @@ def pull_inline(words: Sequence[str]) -> str:
             return pull_gain(name, key)
         case ["found", path, text, pattern]:
             return pull_found(path, text, pattern)
-        case ["spoken", path, text, pattern]:
-            return pull_spoken(path, text, pattern)
         case ["model", key]:
             return pull_model(key)
         case ["stage", number, ("title" | "idea" | "removes" | "costs" | "showcase") as what]:
             return str(getattr(load_stage(int(number)), what))
-    raise ValueError(
-        f"{' '.join(words)!r} is none of value, gain, found, spoken, model and stage with what belongs to them"
-    )
+    raise ValueError(f"{' '.join(words)!r} is none of value, gain, found, model and stage with what belongs to them")

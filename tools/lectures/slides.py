@@ -46,7 +46,6 @@ TAGS = {"question": "Guess first", "answer": "Measured", "live": "Live"}
 LARGEST, SMALLEST = 23.0, 14.0  # pixels of a letter of code, on a slide of 1280 x 720 pixels
 WIDE, NARROW, TALL = 1110, 505, 540  # pixels for code: the width on a whole slide, in one of two columns; the height
 INLINE = re.compile(r"\{\{(.+?)\}\}")
-TARGET = re.compile(r"\bmake ([a-z][\w-]*)")
 
 
 class Renderer:
@@ -55,7 +54,6 @@ class Renderer:
     def __init__(self, lecture: Lecture) -> None:
         self.lecture = lecture
         self.markdown = MarkdownIt("commonmark", {"html": True, "highlight": coloured}).enable("table")
-        self.targets = re.findall(r"^([a-z][\w%-]*):(?!=)", read(ROOT / "Makefile"), re.MULTILINE)
 
     def at(self, piece: Piece, make: Callable[[], str]) -> str:
         try:
@@ -69,14 +67,6 @@ class Renderer:
     def fill(self, piece: Piece) -> str:
         """The text of a piece, with the measured figures in the place of {{...}}."""
         return self.at(piece, lambda: INLINE.sub(lambda m: pulls.pull_inline(split_words(m[1])), piece.text))
-
-    def commands(self, piece: Piece) -> str:
-        """What is to be typed. Raises LectureError for a make target that the Makefile does not have."""
-        text = self.fill(piece)
-        for name in TARGET.findall(text):
-            if re.sub(r"\d+", "%", name) not in self.targets:
-                raise LectureError(self.lecture.path, piece.line, f"the Makefile has no target {name}")
-        return text
 
     def slide(self, slide: Slide, starts: float) -> str:
         columns: list[list[str]] = [[]]
@@ -102,7 +92,7 @@ class Renderer:
 
     def said(self, piece: Piece) -> str:
         if piece.kind == "type":
-            return f'<pre style="white-space: pre-wrap">{lined(self.commands(piece))}</pre>'
+            return f'<pre style="white-space: pre-wrap">{lined(self.fill(piece))}</pre>'
         text = self.fill(piece)
         return self.markdown.render(f"*They see:* {text}" if piece.kind == "see" else text)
 
@@ -132,7 +122,7 @@ class Renderer:
                 source = html.escape(pulls.pull_source(name))
                 return f'<div class="scroll measured">{measured}</div><p class="source">{source}</p>'
             case "run", [_, *_]:
-                command = f"$ {self.commands(piece)}"
+                command = f"$ {self.fill(piece)}"
                 return f'<pre class="terminal" {fitted([command], width)}>{lined(command)}</pre>'
             case "exercises", []:
                 mine = [e for e in lecture_exercises().values() if e.stage == self.lecture.stage.number]
@@ -243,7 +233,7 @@ def run_sheet(lecture: Lecture) -> Iterator[str]:
         yield f"\n{clock(starts)}  {number}. {renderer.title(slide)}{kind}, {slide.minutes:g} min"
         for piece in slide.script:
             if piece.kind == "type":
-                lines = renderer.commands(piece).splitlines()
+                lines = renderer.fill(piece).splitlines()
             else:
                 paragraphs = renderer.fill(piece).split("\n\n")
                 lines = [line for p in paragraphs for line in textwrap.wrap(p, SHEET, break_on_hyphens=False)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -23,10 +23,11 @@ from tools.pictures.plots import (
     legend_below,
     new_picture,
 )
-from tools.pictures.timeline import SlotUse, held_tokens, read_events, slot_use
+from tools.pictures.timeline import SlotUse, held_tokens, read_events
 
 COUNT_COLOURS = ("#F4F4F4", "#9ECAE9", "#3182BD", "#08306B")  # nobody, one, two, three and more
 COUNT_WORDS = ("0: free", "1", "2: shared", "3 or more")
+Beginning = tuple[tuple[int, ...], ...]  # of a prompt, in blocks
 
 
 def block_map(
@@ -152,29 +153,22 @@ def draw_slots(axes: Axes, holding: Holding, index: int, block_size: int) -> Non
 
 
 def cache_growth(
-    events: Sequence[Event],
-    *,
-    block_size: int | None = None,
-    reserved: int | None = None,
-    names: Sequence[str] | None = None,
-    title: str = "What the cache holds",
+    events: Sequence[Event], *, reserved: int, names: Sequence[str] | None = None, title: str = "What the cache holds"
 ) -> Picture:
-    """Tokens with keys and values in the cache, step by step, stacked by request.
+    """Tokens with keys and values in the cache, step by step, stacked by request, below the slots set aside for them.
 
-    With `block_size` (stages 3 and up), or `reserved` slots (stage 2's rectangle), also what was set aside for them.
+    reserved: the slots of stage 2's rectangle, rows x columns.
     """
     timeline = read_events(events)
     picture, axes = new_picture(3.3, title)
-    held = [held_tokens(timeline, step, block_size) for step in timeline.steps]
+    held = [held_tokens(timeline, step) for step in timeline.steps]
     edges = list(range(len(timeline.steps) + 1))
     bottom = [0] * len(timeline.steps)
     for i, label in enumerate(timeline.state.labels(names)):
         top = [low + at.get(i, 0) for low, at in zip(bottom, held, strict=True)]
         axes.stairs(top, edges, baseline=bottom, fill=True, facecolor=colour_of(i), label=f"request {label}")
         bottom = top
-    if block_size is not None or reserved is not None:
-        use = slot_use(events, block_size=block_size, reserved=reserved)
-        axes.stairs([u.reserved for u in use], edges, color=BLACK, linewidth=2, label="set aside")
+    axes.stairs([reserved] * len(timeline.steps), edges, color=BLACK, linewidth=2, label="set aside")
     axes.set(ylabel="KV cache [tokens]", ylim=(0, None))
     label_steps(axes, len(timeline.steps))
     legend_below(axes, columns=4)
@@ -208,62 +202,41 @@ def prefix_tree(
     title: str = "Which beginnings are the same",
 ) -> Picture:
     """The prompts cut into blocks, equal beginnings drawn once. Only full blocks (solid frames) can be shared."""
-    root = Node(())
+    owners: dict[Beginning, list[int]] = {}  # prompts that begin so
     for i, prompt in enumerate(prompts):
-        node = root
+        beginning: Beginning = ()
         for start in range(0, len(prompt), block_size):
             tokens = tuple(prompt[start : start + block_size])
-            key = tokens if len(tokens) == block_size else (*tokens, -1 - i)  # a partly filled block has one owner
-            node = node.children.setdefault(key, Node(tokens, depth=start // block_size))
-            node.owners.append(i)
-    num_rows = place(root, 0)
-    nodes = list(descendants(root))
-    picture, axes = new_picture(0.5 + 0.95 * num_rows, title)
-    for node in nodes:
-        for child in node.children.values():
-            axes.plot([node.depth + 0.92, child.depth], [node.row, child.row], color="#707070", linewidth=1.5, zorder=0)
-        draw_block(axes, node, block_size, decode, [names[i] for i in node.owners])
-    axes.set(xlim=(-0.05, 1 + max(node.depth for node in nodes)), ylim=(num_rows - 0.45, -0.6))
+            beginning += (tokens if len(tokens) == block_size else (*tokens, -1 - i),)  # partly filled: of one owner
+            owners.setdefault(beginning, []).append(i)
+    order = {beginning: i for i, beginning in enumerate(owners)}
+    inner = {beginning[:-1] for beginning in owners}
+    # Each beginning that goes no further has a row of its own, beside those with which it has most in common
+    ends = sorted(owners.keys() - inner, key=lambda end: [order[end[:n]] for n in range(1, len(end) + 1)])
+    rows: dict[Beginning, float] = {}
+    for beginning in owners:
+        mine = [row for row, end in enumerate(ends) if end[: len(beginning)] == beginning]
+        rows[beginning] = (mine[0] + mine[-1]) / 2
+    picture, axes = new_picture(0.5 + 0.95 * len(ends), title)
+    for beginning, row in rows.items():
+        if before := beginning[:-1]:
+            x = len(before)
+            axes.plot([x - 0.08, x], [rows[before], row], color="#707070", linewidth=1.5, zorder=0)
+        block = [token for token in beginning[-1] if token >= 0]
+        draw_block(axes, len(before), row, decode(block), len(block), block_size, [names[i] for i in owners[beginning]])
+    axes.set(xlim=(-0.05, max(map(len, owners))), ylim=(len(ends) - 0.45, -0.6))
     axes.axis("off")
     return picture
 
 
-@dataclass
-class Node:
-    """One block of tokens and the blocks that follow it in some prompt."""
-
-    tokens: tuple[int, ...]
-    owners: list[int] = field(default_factory=list)  # prompts that pass through it
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
-    depth: int = 0
-    row: float = 0.0
-
-
-def place(node: Node, row: int) -> int:
-    """Give every leaf a row of its own, and a parent the middle of its children; returns the next free row."""
-    first = row
-    for child in node.children.values():
-        row = place(child, row)
-    row = max(row, first + 1)
-    node.row = (first + row - 1) / 2
-    return row
-
-
-def descendants(node: Node) -> Iterator[Node]:
-    for child in node.children.values():
-        yield child
-        yield from descendants(child)
-
-
 def draw_block(
-    axes: Axes, node: Node, block_size: int, decode: Callable[[list[int]], str], owners: Sequence[str]
+    axes: Axes, left: float, row: float, text: str, num_tokens: int, block_size: int, owners: Sequence[str]
 ) -> None:
-    full = len(node.tokens) == block_size
-    line: dict[str, Any] = {"edgecolor": BLACK} if full else {"edgecolor": "#707070", "ls": "--"}
+    line: dict[str, Any] = {"edgecolor": BLACK} if num_tokens == block_size else {"edgecolor": "#707070", "ls": "--"}
     line |= {"facecolor": "#FFF3D6", "lw": 2.4} if len(owners) > 1 else {"facecolor": "white", "lw": 1.2}
     corners = "round,pad=0,rounding_size=0.04"
-    axes.add_patch(FancyBboxPatch((node.depth, node.row - 0.4), 0.92, 0.8, boxstyle=corners, **line))
-    text = textwrap.wrap(decode(list(node.tokens)).replace("\n", "¶ "), 18, max_lines=3, placeholder=" …")
-    axes.text(node.depth + 0.04, node.row - 0.31, "\n".join(text), fontsize=9, va="top")
-    label = f"{', '.join(owners)}: {len(node.tokens)} tokens"
-    axes.text(node.depth + 0.04, node.row + 0.29, label, fontsize=9, va="center", fontweight="bold")
+    axes.add_patch(FancyBboxPatch((left, row - 0.4), 0.92, 0.8, boxstyle=corners, **line))
+    lines = textwrap.wrap(text.replace("\n", "¶ "), 18, max_lines=3, placeholder=" …")
+    axes.text(left + 0.04, row - 0.31, "\n".join(lines), fontsize=9, va="top")
+    label = f"{', '.join(owners)}: {num_tokens} tokens"
+    axes.text(left + 0.04, row + 0.29, label, fontsize=9, va="center", fontweight="bold")

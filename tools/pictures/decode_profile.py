@@ -1,23 +1,24 @@
 """What the CPU and the GPU do during one decode step, recorded on a GPU for notebook 6; and a graph without a GPU.
 
-    python -m tools.pictures.decode_profile --out DIRECTORY
+    python -m tools.pictures.decode_profile [DIRECTORY]
 
-Writes decode_profile.CARD.json: stage 5, stage 6 and stage 6 compiled on the same model and batch. A track is "cpu"
-(operations of torch), "launch" (calls of the CUDA driver) or "gpu" (kernels and copies). The profiler makes a step with
-many operations slower, so the time of a step without the profiler is recorded too.
+Writes decode_profile.CARD.json.gz, into notebooks/recordings or that directory: stage 5, stage 6 and stage 6 compiled
+on the same model and batch. A track is "cpu" (operations of torch), "launch" (calls of the CUDA driver) or "gpu"
+(kernels and copies). The profiler makes a step with many operations slower, so the time of a step without the profiler
+is recorded too.
 """
 
 from __future__ import annotations
 
-import argparse
+import gzip
 import json
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def profiled_step(engine: ContinuousBatchingEngine) -> list[Operation]:
             track = "cpu"
         else:
             continue  # the inner workings of an operation
-        events.append((track, e.name[:60], e.time_range.start - whole.time_range.start, e.time_range.elapsed_us()))
+        began = e.time_range.start - whole.time_range.start
+        events.append((track, e.name[:60], round(began, 1), round(e.time_range.elapsed_us(), 1)))
     return sorted(events, key=lambda event: event[2])
 
 
@@ -132,37 +134,24 @@ def timed_step(engine: ContinuousBatchingEngine) -> list[Operation]:
     return [(track, name, start - begin, us) for track, name, start, us in timer.events]
 
 
-def record(engine: ContinuousBatchingEngine, batch: int) -> dict[str, Any]:
-    """The step time, and the trace packed so that its JSON is small (`read` undoes it).
-
-    kinds: (track, name). events: number of the kind, start after the start of the event before, duration; both times
-    are in tenths of a microsecond.
-    """
-    events = trace(engine, batch)
-    kinds = sorted({(track, name) for track, name, _, _ in events})
-    number = {kind: i for i, kind in enumerate(kinds)}
-    starts = [0, *(round(10 * start) for _, _, start, _ in events)]
-    rows = [
-        [number[track, name], start - before, round(10 * us)]
-        for (track, name, _, us), before, start in zip(events, starts, starts[1:], strict=False)
-    ]
-    return {
-        "step_ms": step_ms(engine, batch),
-        "graph_bytes": getattr(engine, "graph_bytes", None),
-        "kinds": kinds,
-        "events": rows,
-    }
+def record(model: Path, contenders: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """The step of each contender (name -> class of its engine) with one sequence: its time, and its trace."""
+    stages: dict[str, Any] = {}
+    for name, engine_class in contenders.items():
+        start = time.perf_counter()
+        engine = engine_class(model, device=device, max_num_seqs=1)
+        stages[name] = {
+            "seconds_to_build": time.perf_counter() - start,
+            "events": trace(engine, batch=1),
+            "step_ms": step_ms(engine, batch=1),
+            "graph_bytes": getattr(engine, "graph_bytes", None),
+        }
+        print(f"{name}: {stages[name]['step_ms']:.2f} ms a step")
+    return {"torch": torch.__version__, "model": model.name, "batch": 1, "stages": stages}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A recording, with its events unpacked."""
-    recording: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for stage in recording["stages"].values():
-        kinds, rows = stage["kinds"], stage["events"]
-        starts = accumulate(start for _, start, _ in rows)
-        stage["events"] = [
-            (*kinds[kind], start / 10, us / 10) for (kind, _, us), start in zip(rows, starts, strict=True)
-        ]
+    recording: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     return recording
 
 
@@ -195,7 +184,7 @@ def busy_us(events: Sequence[Operation], track: str) -> float:
 
 def load_recording(directory: Path = RECORDINGS) -> dict[str, Any] | None:
     """The recording for the notebook, or None. Prints where it is from, or how to make it."""
-    path = next(iter(sorted(directory.glob("decode_profile.*.json"))), None)
+    path = next(iter(sorted(directory.glob("decode_profile.*.json.gz"))), None)
     if path is None:
         print("there is no recording of a GPU yet, and the cells that draw from it stay empty;")
         print("on a machine with a GPU, `python -m tools.pictures.decode_profile` makes it")
@@ -247,43 +236,18 @@ class TapeGraph:
         return self.output
 
 
-def main() -> None:
+def main(out: Path) -> None:
     from benchmarks.lib.harness import card_slug
     from benchmarks.lib.workloads import random_checkpoint
     from benchmarks.stages.runners import CompiledEngine
 
-    parser = argparse.ArgumentParser(description="Record one decode step of stage 5 and of stage 6.")
-    parser.add_argument("--model", type=Path, help=f"checkpoint directory (default: {SHAPE} with random weights)")
-    parser.add_argument("--device", default="cuda", help="cpu only tries the code out")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RECORDINGS, help="directory for the JSON")
-    options = parser.parse_args()
-    model = options.model or random_checkpoint(SHAPE)
-    contenders: dict[str, Any] = {"stage 5": ContinuousBatchingEngine, "stage 6": CUDAGraphEngine}
-    if options.device != "cpu":
-        contenders["stage 6 compiled"] = CompiledEngine
-    stages = {}
-    for name, engine_class in contenders.items():
-        start = time.perf_counter()
-        engine = engine_class(model, device=options.device, max_num_seqs=options.batch)
-        ready = time.perf_counter() - start
-        stages[name] = {"seconds_to_build": ready, **record(engine, options.batch)}
-        print(f"{name}: built in {ready:.1f} s, {stages[name]['step_ms']:.2f} ms a step")
-        del engine
-    on_cpu = options.device == "cpu"
-    card = "cpu" if on_cpu else torch.cuda.get_device_name()
-    recording = {
-        "card": card,
-        "torch": torch.__version__,
-        "model": SHAPE if options.model is None else model.name,
-        "batch": options.batch,
-        "stages": stages,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"decode_profile.{'cpu' if on_cpu else card_slug(card)}.json"
-    path.write_text(json.dumps(recording, separators=(",", ":")) + "\n", encoding="utf-8")
+    card = torch.cuda.get_device_name()
+    contenders = {"stage 5": ContinuousBatchingEngine, "stage 6": CUDAGraphEngine, "stage 6 compiled": CompiledEngine}
+    recording = {"card": card, **record(random_checkpoint(SHAPE), contenders, "cuda"), "model": SHAPE}
+    path = out / f"decode_profile.{card_slug(card)}.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(recording, separators=(",", ":")).encode(), mtime=0))
     print(f"written to {path} ({path.stat().st_size / 1e3:.0f} kB)")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDINGS)

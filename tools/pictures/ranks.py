@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from stages.core import Event, SamplingParams
-from stages.model import ModelConfig
+from stages.model import ModelConfig, Transformer
 from stages.stage_7_tensor_parallel import cut, share_of
 from tools.pictures.plots import BLACK, BLUE, ORANGE, VERMILION, Picture, colour_of, legend_below, new_picture
 
@@ -27,16 +27,9 @@ COPY_GAP = 24  # between a matrix and its copy
 
 def matrices(c: ModelConfig) -> dict[str, tuple[int, int]]:
     """The matrices of one layer: name -> outputs, inputs."""
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    return {
-        "q_proj": (q, c.hidden_size),
-        "k_proj": (kv, c.hidden_size),
-        "v_proj": (kv, c.hidden_size),
-        "o_proj": (c.hidden_size, q),
-        "gate_proj": (c.intermediate_size, c.hidden_size),
-        "up_proj": (c.intermediate_size, c.hidden_size),
-        "down_proj": (c.hidden_size, c.intermediate_size),
-    }
+    with torch.device("meta"):  # shapes, without memory
+        layer = Transformer(c).layers[0]
+    return {name.split(".")[-2]: (p.shape[0], p.shape[1]) for name, p in layer.named_parameters() if p.dim() == 2}
 
 
 def held_by(name: str, c: ModelConfig, rank: int, ranks: int) -> tuple[range, range]:

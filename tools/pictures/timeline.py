@@ -169,15 +169,9 @@ def slot_use(events: Sequence[Event], *, block_size: int | None = None, reserved
     return [SlotUse(step, reserved, sum(held_tokens(timeline, step).values())) for step in timeline.steps]
 
 
-def held_tokens(timeline: Timeline, step: int, block_size: int | None = None) -> dict[int, int]:
-    """Tokens stored while `step` runs, by life. With a block size, a shared block counts for its first holder."""
+def held_tokens(timeline: Timeline, step: int) -> dict[int, int]:
+    """Tokens stored while `step` runs, by life; of blocks that are shared, for each of their holders."""
     held: dict[int, int] = {}
-    blocks = next((blocks for blocks in timeline.blocks if blocks.step == step), None)
-    if block_size is not None and blocks is not None and blocks.tables:
-        filled = blocks.filled(block_size)
-        for block, holders in blocks.holders.items():
-            held[holders[0]] = held.get(holders[0], 0) + filled[block]
-        return held
     for i, life in enumerate(timeline.lives):
         length = 0
         for span in itertools.takewhile(lambda s: s.step <= step, life.spans):

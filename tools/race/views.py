@@ -33,7 +33,6 @@ WINDOW = 1.0  # seconds over which "now" looks back
 LETTERS = ascii_uppercase + ascii_lowercase + digits
 BLOCKS_A_ROW = 32
 COUNTERS = 52  # columns for the counters
-FEW = 16  # so many letters have room between them
 
 
 class Moment(NamedTuple):
@@ -204,7 +203,6 @@ class EngineView:
             Request(LETTERS[i % len(LETTERS)], f"bold {COLOURS[i % len(COLOURS)]}", n)
             for i, n in enumerate(workload.max_tokens)
         ]
-        self.gap = " " * (len(self.requests) <= FEW)  # between the letters of a queue
         self.num_blocks = num_blocks
         self.state = EngineState()
         self.keeps = False  # whether free blocks are found again; known by the first that was
@@ -258,7 +256,7 @@ class EngineView:
             letters = Text(overflow="fold")
             for request, status in zip(self.requests, statuses, strict=False):
                 if status == queue:
-                    letters.append(request.letter + self.gap, request.colour)
+                    letters.append(request.letter, request.colour)
             table.add_row(queue, letters)
         return table
 
@@ -303,7 +301,7 @@ class EngineView:
         counters = self.counters()
         columns = max(1, width - COUNTERS - 4 - len("finished "))  # for the letters of a queue
         # Room for the three queues even when the letters of one need more lines
-        rows = max(counters.row_count, 3 + (len(self.requests) * (1 + len(self.gap)) - 1) // columns)
+        rows = max(counters.row_count, 3 + (len(self.requests) - 1) // columns)
         panels = (("queues", self.queues()), ("counters", counters))
         above.add_row(*(Panel(content, title=title, height=rows + 2) for title, content in panels))
         blocks, legend = Text("it has no blocks", "dim"), "blocks"

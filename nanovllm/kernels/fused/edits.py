@@ -254,18 +254,6 @@ def _restore_kernel(  # type: ignore[no-untyped-def]
         tl.store(logits_ptr + n * ROW + local, raw, mask=entry < count)
 
 
-def longest_list(state: EditState, num_ids: int) -> int:
-    """E: as many tokens as a row can name, of `num_ids`."""
-    named = state.token_ids, state.stop_ids, state.biased_ids, state.bad_ends
-    return min(num_ids, sum(tensor.shape[1] for tensor in named))
-
-
-def scratch_bytes(state: EditState, num_logits: int, num_ids: int) -> int:
-    """What `edit_logits` allocates for `num_logits` rows of logits of `num_ids` tokens: the lists, and two words for
-    each 32 tokens."""
-    return 4 * num_logits * (3 * longest_list(state, num_ids) + 1 + 2 * triton.cdiv(num_ids, 32))
-
-
 def edit_logits(
     logits: Tensor, rows: Tensor, positions: Tensor, state: EditState, first_id: int = 0, num_ids: int | None = None
 ) -> Edits:
@@ -285,7 +273,9 @@ def edit_logits(
     """
     num_rows, width = logits.shape
     num_ids = width if num_ids is None else num_ids
-    longest, num_words = longest_list(state, num_ids), triton.cdiv(num_ids, 32)
+    # E: as many tokens as a row can name. `sampling_bytes` in `runner/memory.py` counts what is taken here.
+    named = state.token_ids, state.stop_ids, state.biased_ids, state.bad_ends
+    longest, num_words = min(num_ids, sum(ids.shape[1] for ids in named)), triton.cdiv(num_ids, 32)
     words = torch.empty(2, num_rows, num_words, dtype=torch.int32, device=logits.device)
     lists = torch.empty(3, num_rows, longest, dtype=torch.int32, device=logits.device)
     counts = torch.empty(num_rows, dtype=torch.int32, device=logits.device)

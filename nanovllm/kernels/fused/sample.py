@@ -18,7 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.fused.edits import Edits
 from nanovllm.kernels.fused.gumbel import fold, gumbel, hash_bits, log2, row_key, uniform_of
-from nanovllm.kernels.fused.threshold import Draw, only_allowed, thresholds
+from nanovllm.kernels.fused.search import only_allowed
+from nanovllm.kernels.fused.threshold import Draw, thresholds
 from nanovllm.kernels.launch import overlaps_launches
 
 TILE = 512  # logits that a program, a single warp, looks at together

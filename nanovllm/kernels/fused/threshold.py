@@ -7,14 +7,8 @@ What reaches it are the row's candidates. The program searches them, and draws f
 many (thousands of equal logits, a large top_k, a flat row with top_p alone), it searches the row itself, and
 `sample.py` draws. No row can change what is found in another.
 
-A search is a bisection over the bits of a score, which as an integer has the order of the scores ("radix select"); its
-number of steps depends on the row alone. Probabilities are summed in fixed point, in units of 2**-40 of the likeliest
-token's, so that neither order nor batch can change a sum. To do without a sort is the idea of FlashInfer ("Sorting-Free
-GPU Kernels for LLM Sampling", 2025), which draws again until a token is allowed. With a threshold one draw is enough.
-Of equal scores the lowest ids are kept, as by a stable sort.
-
-What limits a single row is its code: a GPU fetches instructions that it has not run before from memory. So loops over
-bits are kept as loops: their number of steps is an argument, which the compiler cannot unroll.
+To do without a sort is the idea of FlashInfer ("Sorting-Free GPU Kernels for LLM Sampling", 2025), which draws again
+until a token is allowed. With a threshold one draw is enough. `search.py` has the searches.
 """
 
 from typing import NamedTuple
@@ -27,6 +21,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.fused.edits import Edits
 from nanovllm.kernels.fused.gumbel import fold, gumbel, hash_bits, row_key, uniform_of
+from nanovllm.kernels.fused.search import (
+    EVERY_ID,
+    SMALLEST,
+    bit_of,
+    find_threshold,
+    key_of,
+    mass_of,
+    only_allowed,
+    read_tile,
+    score_of,
+    sharpness_of,
+)
 from nanovllm.kernels.launch import overlaps_launches
 
 CELL = 32  # neighbouring logits
@@ -34,8 +40,6 @@ CELLS = 128  # per program of the first kernel
 ROOM = 4096  # for candidates of a row, and for cells that have any
 CHUNK = 64  # cells that the second kernel looks into together
 TILE = 1024  # candidates that it looks at together; if it searches the row, eight times as many logits
-SMALLEST = tl.constexpr(-(2**31))
-EVERY_ID = tl.constexpr(2**31 - 1)
 
 
 class Draw(NamedTuple):
@@ -46,166 +50,6 @@ class Draw(NamedTuple):
     num_prompt_tokens: Tensor  # [R] int32
     score: Tensor  # [N, parts] float32, written in column 0: the best score
     token_ids: Tensor  # [N, parts] int32, likewise: its token
-
-
-@triton.jit
-def _key(score, unit):  # type: ignore[no-untyped-def]
-    """float32 -> int32 in the same order, a multiple of unit: 2**16 for scores that were bfloat16, else 1."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -unit
-
-
-@triton.jit
-def _score(key, unit):  # type: ignore[no-untyped-def]
-    """The score that has this key; that of the lowest keys, which no number has, is -inf."""
-    bits = tl.where(key < 0, (key | (unit - 1)) ^ 0x7FFFFFFF, key)
-    score = bits.to(tl.float32, bitcast=True)
-    return tl.where(score != score, float("-inf"), score)
-
-
-@triton.jit
-def _bit(step):  # type: ignore[no-untyped-def]
-    """What to change in a key next, from the sign on down: first SMALLEST to 0."""
-    return (tl.full([], 1, tl.uint32) << (31 - step)).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def only_allowed(scores, mask_ptr, ids, there):  # type: ignore[no-untyped-def]
-    """-inf where a row's mask does not allow a token. NaN and infinity stay, so that a bad row still shows."""
-    allowed = (tl.load(mask_ptr + ids // 32, mask=there, other=0) >> (ids % 32)) & 1 == 1
-    return tl.where(allowed | (scores != scores) | (scores == float("inf")), scores, float("-inf"))
-
-
-@triton.jit
-def _tile(source, start, size, unit, TILE: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys, ids, and which of them exist, of a list (scores, ids) or of a row: its logits, where the id of a logit is
-    its place, up to a multiple of TILE, and behind them the list of its edited scores. What a mask rules out is -inf.
-    """
-    place = start + tl.arange(0, TILE)
-    there = place < size
-    if IN_ROW:
-        logits_ptr, width, mask_ptr, masked, edits_ptr, edited_ids_ptr = source
-        edits_at = tl.cdiv(width, TILE) * TILE
-        ids = place
-        if start < edits_at:
-            there = place < width
-            scores = tl.load(logits_ptr + place, mask=there, other=0.0).to(tl.float32)
-            if masked:
-                scores = only_allowed(scores, mask_ptr, place, there)
-        else:
-            scores = tl.load(edits_ptr + place - edits_at, mask=there, other=0.0)
-            ids = tl.load(edited_ids_ptr + place - edits_at, mask=there, other=0)
-    else:
-        scores_ptr, ids_ptr = source
-        scores = tl.load(scores_ptr + place, mask=there, other=0.0)
-        ids = tl.load(ids_ptr + place, mask=there, other=0)
-    return _key(scores, unit), ids, there
-
-
-@triton.jit
-def _sharpness(temperature):  # type: ignore[no-untyped-def]
-    """What a difference of scores is multiplied with to be a power of 2, finite."""
-    return tl.minimum(1.4426950408889634 / temperature, 3e38)
-
-
-@triton.jit
-def _mass(score, largest, sharpness):  # type: ignore[no-untyped-def]
-    """Probability relative to the likeliest token's, int64 in units of 2**-40."""
-    return (tl.exp2((score - largest) * sharpness) * 1099511627776.0).to(tl.int64)
-
-
-@triton.jit
-def _count(source, size, lowest, unit, TILE: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many scores have a key of at least `lowest`."""
-    count = 0
-    for start in range(0, size, TILE):
-        keys, _, there = _tile(source, start, size, unit, TILE, IN_ROW)
-        count += tl.sum((there & (keys >= lowest)).to(tl.int32))
-    return count
-
-
-@triton.jit
-def _sum(  # type: ignore[no-untyped-def]
-    source, size, lowest, border, last_id, largest, sharpness, unit, TILE: tl.constexpr, IN_ROW: tl.constexpr
-):
-    """The mass of the scores with a key of at least `lowest` that are inside `border` and `last_id`, float64."""
-    mass = tl.zeros([], tl.int64)
-    for start in range(0, size, TILE):
-        keys, ids, there = _tile(source, start, size, unit, TILE, IN_ROW)
-        inside = (keys > border) | ((keys == border) & (ids <= last_id))
-        counts = there & (keys >= lowest) & inside
-        mass += tl.sum(tl.where(counts, _mass(_score(keys, unit), largest, sharpness), 0))
-    return mass.to(tl.float64)
-
-
-@triton.jit
-def _nth_id(source, size, key, n, unit, id_bits, TILE: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The n-th lowest id of the scores with this key; EVERY_ID if there are no more than n."""
-    nth = 0  # fewer than n have an id below this
-    for bit in range(id_bits):
-        middle = nth + (1 << (id_bits - 1 - bit))
-        below = 0
-        for start in range(0, size, TILE):
-            keys, ids, there = _tile(source, start, size, unit, TILE, IN_ROW)
-            below += tl.sum((there & (keys == key) & (ids < middle)).to(tl.int32))
-        if below < n:
-            nth = middle
-    return nth
-
-
-@triton.jit
-def _search(  # type: ignore[no-untyped-def]
-    source, size, low, lowest, top_k, top_p, total, largest, sharpness, unit, steps, id_bits,
-    SIZE: tl.constexpr, TILE: tl.constexpr, IN_ROW: tl.constexpr,
-):  # fmt: skip
-    """What top_k and then top_p leave of the keys from `lowest` on: all above a border, and at the border ids up to the
-    last; and whether these scores are enough to say so.
-
-    low: a key that is at most the k-th largest. total: what top_p is a part of; 0: the mass of what top_k leaves.
-    """
-    border, last_id, high = lowest, EVERY_ID, _key(largest, unit)
-    if top_k < SIZE:
-        kth = SMALLEST
-        for step in range(steps):
-            key = kth ^ _bit(step)
-            if key <= low:
-                kth = key
-            elif key <= high:  # noqa: SIM102 (Triton would compute both sides of an `and`)
-                if _count(source, size, key, unit, TILE, IN_ROW) >= top_k:
-                    kth = key
-        if kth >= lowest:
-            border = kth
-            if _count(source, size, kth, unit, TILE, IN_ROW) > top_k:
-                above = _count(source, size, kth + 1, unit, TILE, IN_ROW)
-                last_id = _nth_id(source, size, kth, top_k - above, unit, id_bits, TILE, IN_ROW)
-    enough = True
-    if top_p < 1:
-        held = _sum(source, size, lowest, border, last_id, largest, sharpness, unit, TILE, IN_ROW)
-        target = top_p.to(tl.float64) * tl.where(total > 0, total, held)
-        enough = held >= target
-        if enough:
-            nucleus = SMALLEST
-            for step in range(steps):
-                key = nucleus ^ _bit(step)
-                if key <= border:
-                    nucleus = key
-                elif key <= high:
-                    part = _sum(source, size, key, border, last_id, largest, sharpness, unit, TILE, IN_ROW)
-                    if part >= target:
-                        nucleus = key
-            above = _sum(source, size, nucleus + 1, border, last_id, largest, sharpness, unit, TILE, IN_ROW)
-            each = _mass(_score(nucleus, unit), largest, sharpness).to(tl.float64)
-            room = tl.maximum(tl.ceil((target - above) / each), 1.0).to(tl.int32)
-            reach = _count(source, size, nucleus, unit, TILE, IN_ROW) - _count(
-                source, size, nucleus + 1, unit, TILE, IN_ROW
-            )
-            if room < reach:
-                nth = _nth_id(source, size, nucleus, room, unit, id_bits, TILE, IN_ROW)
-                last_id = tl.where(nucleus > border, nth, tl.minimum(nth, last_id))
-            elif nucleus > border:
-                last_id = EVERY_ID
-            border = nucleus
-    return border, last_id, enough
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
@@ -238,7 +82,7 @@ def _cells_kernel(  # type: ignore[no-untyped-def]
             here = n * tl.num_programs(1) + part
             tl.store(maxima_ptr + here, largest)
             if (largest > float("-inf")) & (largest < float("inf")):
-                tl.store(masses_ptr + here, tl.sum(_mass(scores, largest, _sharpness(temperature))))
+                tl.store(masses_ptr + here, tl.sum(mass_of(scores, largest, sharpness_of(temperature))))
 
 
 @triton.jit(
@@ -283,24 +127,24 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
             masked = tl.load(masked_ptr + row) != 0
             mask_ptr += row.to(tl.int64) * MASK
         if (largest < float("inf")) & (largest > float("-inf")):  # otherwise the row samples -1, filtered or not
-            sharpness = _sharpness(temperature)
+            sharpness = sharpness_of(temperature)
             whole = logits_ptr, SIZE, mask_ptr, masked, edits_ptr, edited_ids_ptr
-            lowest = _key(tl.full([], float("-inf"), tl.float32), unit) + unit
+            lowest = key_of(tl.full([], float("-inf"), tl.float32), unit) + unit
             if log_min_p > float("-inf"):
                 # The largest key that min_p rules out: it rules out all that are smaller.
                 lowest = SMALLEST
                 for step in range(steps):
-                    higher = lowest ^ _bit(step)
-                    if tl.div_rn(tl.minimum(_score(higher, unit), largest) - largest, temperature) < log_min_p:
+                    higher = lowest ^ bit_of(step)
+                    if tl.div_rn(tl.minimum(score_of(higher, unit), largest) - largest, temperature) < log_min_p:
                         lowest = higher
                 lowest += unit
             border = lowest
             if ranked:
-                keys, high = _key(cells, unit), _key(largest, unit)
+                keys, high = key_of(cells, unit), key_of(largest, unit)
                 bound, total = SMALLEST, tl.zeros([], tl.float64)
                 if top_k < SIZE:
                     for step in range(tl.minimum(steps, 16)):  # the upper half of the bits: it need only be near
-                        higher = bound ^ _bit(step)
+                        higher = bound ^ bit_of(step)
                         if higher <= high:  # noqa: SIM102 (Triton would compute both sides of an `and`)
                             if tl.sum((keys >= higher).to(tl.int32)) >= top_k:
                                 bound = higher
@@ -314,11 +158,11 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                     for start in range(0, num_edits, TILE):
                         place = start + tl.arange(0, TILE)
                         edited = tl.load(edits_ptr + place, mask=place < num_edits, other=float("-inf"))
-                        total += tl.sum(_mass(edited, largest, sharpness)).to(tl.float64)
+                        total += tl.sum(mass_of(edited, largest, sharpness)).to(tl.float64)
                     for step in range(tl.minimum(steps, 16)):
-                        higher = bound ^ _bit(step)
+                        higher = bound ^ bit_of(step)
                         if higher <= high:
-                            mass = tl.where(keys >= higher, _mass(cells, largest, sharpness), 0)
+                            mass = tl.where(keys >= higher, mass_of(cells, largest, sharpness), 0)
                             if tl.sum(mass).to(tl.float64) >= top_p.to(tl.float64) * total:
                                 bound = higher
                 first = tl.maximum(bound, lowest)  # from there on the candidates are complete
@@ -337,7 +181,7 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                         scores = tl.load(logits_ptr + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
                         if masked:
                             scores = only_allowed(scores, mask_ptr, ids, ids < SIZE)
-                        inside = _key(scores, unit) >= first
+                        inside = key_of(scores, unit) >= first
                         in_cell = tl.sum(inside.to(tl.int32), 1)
                         before = found + tl.cumsum(in_cell, 0) - in_cell  # [CHUNK]
                         slot = before[:, None] + tl.cumsum(inside.to(tl.int32), 1) - 1
@@ -348,7 +192,7 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                         place = start + tl.arange(0, TILE)
                         edited = tl.load(edits_ptr + place, mask=place < num_edits, other=float("-inf"))
                         token = tl.load(edited_ids_ptr + place, mask=place < num_edits, other=0)
-                        inside = _key(edited, unit) >= first
+                        inside = key_of(edited, unit) >= first
                         slot = found + tl.cumsum(inside.to(tl.int32), 0) - 1
                         tl.store(scores_ptr + slot, edited, mask=inside & (slot < ROOM))
                         tl.store(ids_ptr + slot, token, mask=inside & (slot < ROOM))
@@ -358,7 +202,7 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                 enough = (found <= ROOM) & ((top_k >= SIZE) | (top_k <= NUM_CELLS) | (first == lowest))
                 candidates = scores_ptr, ids_ptr
                 if enough:
-                    border, last_id, enough = _search(
+                    border, last_id, enough = find_threshold(
                         candidates, found, bound, first, top_k, top_p, total, largest, sharpness, unit, steps, id_bits,
                         SIZE, TILE, False,
                     )  # fmt: skip
@@ -368,10 +212,10 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                         key_low, key_high = row_key(tl.load(seed_ptr + row), index)
                         best, winner = float("-inf"), EVERY_ID
                         for start in range(0, found, TILE):
-                            key, token, left = _tile(candidates, start, found, unit, TILE, False)
+                            key, token, left = read_tile(candidates, start, found, unit, TILE, False)
                             left &= (key > border) | ((key == border) & (token <= last_id))
                             noise = gumbel(uniform_of(hash_bits(fold(token.to(tl.uint32) ^ key_low), key_high)), FAST)
-                            score = tl.where(left, _score(key, unit) + temperature * noise, float("-inf"))
+                            score = tl.where(left, score_of(key, unit) + temperature * noise, float("-inf"))
                             top = tl.max(score)
                             lowest_id = tl.min(tl.where(score == top, token, EVERY_ID))
                             if (top > best) | ((top == best) & (lowest_id < winner)):
@@ -382,11 +226,11 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                         drawn = 1
                 else:
                     size = tl.cdiv(SIZE, 8 * TILE) * 8 * TILE + num_edits
-                    border, last_id, enough = _search(
+                    border, last_id, enough = find_threshold(
                         whole, size, SMALLEST, lowest, top_k, top_p, tl.zeros([], tl.float64), largest, sharpness, unit,
                         steps, id_bits, SIZE, 8 * TILE, True,
                     )  # fmt: skip
-            border_score = _score(border, unit)
+            border_score = score_of(border, unit)
     tl.store(border_ptr + n, border_score)
     tl.store(last_id_ptr + n, last_id)
     tl.store(drawn_ptr + n, drawn)

@@ -1,4 +1,4 @@
-"""What becomes of a sequence and of a KV block, found out from the code: `docs/architecture.md` shows it.
+"""What becomes of a sequence and of a KV block, found out from the code: the drawings in docs are held to it.
 
 The engine runs without a model on a few requests that share, wait, are preempted and end in every way there is.
 Whatever state then follows another is an arrow. The states of a sequence are those of `SequenceStatus`; those of a
@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -43,6 +43,11 @@ class Tokens:
             {i.key: ([ends.get(self.first[i.key], PLAIN)], None) for i in plan.scheduled if i.sample}
         )
         return self
+
+    def guesses(self) -> dict[int, list[int]]:
+        return {}
+
+    def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:
         return self.step

@@ -1,0 +1,214 @@
+"""How fast the engine is, beside vLLM: the headline workload, small batches, and the start.
+
+- `throughput`: output tokens a second of the headline workload, beside what the card could do. A process runs the
+  workload several times with fresh token ids.
+- `latency`: small batches, where reading the weights and launching kernels decide. Greedy, 128 tokens in, 512 out. The
+  time per token is the difference between generating 512 tokens and generating one, over the 511 steps between: so
+  neither prefill nor the cost of a call is in it.
+- `startup`: from starting Python to the first token, with empty compile caches, and once more with what that left in
+  them. Imports, loading, compilation, capture of CUDA graphs: all of it counts. The weights are random, so that nothing
+  is read from a disk for them; Python's own files are in the page cache, because each library is imported once
+  beforehand.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import ours, vllm
+from benchmarks.lib import harness, roofline, tables, workloads
+from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, lower, metric
+from benchmarks.lib.process import Engine, random_prompts
+from benchmarks.lib.tables import Result
+
+SMALL: dict[str, Any] = {"batches": [1, 8, 32], "prompt_len": 128, "num_tokens": 512, "highest_id": 10_000}
+QUICK_SMALL: dict[str, Any] = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 5, "highest_id": 500}
+# Where compilers keep what they made: Triton, Inductor, CUDA's own, vLLM
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
+SHORT = (  # benchmark, key of its figure, what the README calls the figure
+    ("throughput", "throughput", "output tokens per second, 256 requests at once"),
+    ("latency", "ms_per_token_1", "milliseconds per token, 1 request"),
+    ("latency", "ms_per_token_8", "milliseconds per token, 8 requests"),
+    ("latency", "ms_per_token_32", "milliseconds per token, 32 requests"),
+    ("latency", "first_token_ms_1", "milliseconds to the first token, 1 request"),
+)
+
+
+# --- the headline workload --------------------------------------------------------------------------------------------
+
+
+def measure_headline(engine: Engine, repeats: int, sizes: dict[str, int]) -> list[Measured]:
+    """In the process of one contender."""
+    chosen = workloads.Sizes(**sizes)
+    prompts, _ = workloads.headline(-1, chosen)
+    engine.warm_up(prompts, num_tokens=16)  # all of them: kernels are compiled for a step's size as well
+    repetitions = []
+    for number in range(repeats):
+        prompts, max_tokens = workloads.headline(number, chosen)
+        seconds = engine.timed(prompts, max_tokens, workloads.TEMPERATURE)
+        tokens = sum(max_tokens)
+        measured = {"seconds": seconds, "output_tokens": tokens, "tokens_per_second": tokens / seconds}
+        repetitions.append({"headline": measured})
+    return repetitions
+
+
+def describe_headline(limit: dict[str, Any]) -> str:
+    sizes, costs = limit["workload"], limit["costs"]
+    length = f"{sizes['shortest']} to {sizes['longest']}"
+    return (
+        f"{sizes['num_requests']} requests at once, {length} tokens in and {length} out "
+        f"({costs['prompt_tokens']:,} and {costs['output_tokens']:,} in all), temperature {workloads.TEMPERATURE}"
+    )
+
+
+def throughput(options: Namespace) -> Showcase:
+    limit = roofline.roofline(options)
+    tokens_per_second = metric("headline", "tokens_per_second")
+
+    def share(measured: Measured) -> float:
+        return 100 * (tokens_per_second(measured) or 0) / limit["tokens_per_second"]
+
+    return Showcase(
+        name="throughput",
+        title="The headline workload",
+        workload=describe_headline(limit),
+        contenders=[ours(options), *vllm(options)],
+        figures=[
+            Figure("throughput", "throughput", "tokens/s", "higher", tokens_per_second),
+            Figure("share", "share of the limit", "%", "higher", share),
+        ],
+        notes=[roofline.describe(limit)],
+        measure=measure_headline,
+        arguments={"sizes": limit["workload"]},
+        rounds=2,
+        repeats=3,
+        extra={"roofline": limit},
+    )
+
+
+# --- small batches ----------------------------------------------------------------------------------------------------
+
+
+def measure_small(
+    engine: Engine, repeats: int, batches: list[int], prompt_len: int, num_tokens: int, highest_id: int
+) -> list[Measured]:
+    """In the process of one contender."""
+    for batch in batches:
+        engine.warm_up(random_prompts([prompt_len] * batch, 10**6 + batch, highest_id))
+    repetitions = []
+    for repeat in range(repeats):
+        scenarios = {}
+        for batch in batches:
+            times = []
+            for n in (1, num_tokens):
+                # Ids of their own for every call, so that a prefix cache finds nothing
+                prompts = random_prompts([prompt_len] * batch, 10_000 * repeat + 10 * batch + (n > 1), highest_id)
+                times.append(engine.timed(prompts, [n] * batch))
+            step = (times[1] - times[0]) / (num_tokens - 1)
+            scenarios[f"batch {batch}"] = {"first_token_ms": 1e3 * times[0], "ms_per_token": 1e3 * step}
+        repetitions.append(scenarios)
+    return repetitions
+
+
+def of_small_batches(
+    name: str,
+    title: str,
+    contenders: list[Contender],
+    sizes: dict[str, Any],
+    token: str = "time per token",
+    **more: Any,
+) -> Showcase:
+    figures = by_batch("ms_per_token", token, sizes["batches"])
+    figures += by_batch("first_token_ms", "time to first token", sizes["batches"])
+    workload = f"greedy, {sizes['prompt_len']} tokens in, {sizes['num_tokens']} out, all requests of a batch at once"
+    more = {"measure": measure_small, "arguments": sizes, "repeats": 3, **more}
+    return Showcase(name, title, workload, contenders, figures, **more)
+
+
+def latency(options: Namespace) -> Showcase:
+    sizes = QUICK_SMALL if options.quick else SMALL
+    return of_small_batches("latency", "Small batches", [ours(options), *vllm(options)], sizes, rounds=2)
+
+
+# --- the start --------------------------------------------------------------------------------------------------------
+
+
+def measure_start(engine: Engine) -> list[Measured]:
+    """In the process of one contender: the time since it was started."""
+    engine.generate([[1, 2, 3]], [1])
+    return [{"start": {"seconds": time.time() - engine.started, "ready_seconds": engine.ready_seconds}}]
+
+
+def cold_and_warm(contender: Contender, options: Namespace) -> dict[str, Any]:
+    """Two processes in turn, on caches that are empty at first."""
+    import_once(contender)
+    with tempfile.TemporaryDirectory() as scratch:
+        caches = {name: str(Path(scratch) / name.lower()) for name in CACHES}
+        cold, warm = (harness.run_process(contender, measure_start, {}, options, caches) for _ in range(2))
+    scenarios = {"cold": cold["repetitions"][0]["start"], "warm": warm["repetitions"][0]["start"]}
+    return {**warm, "repetitions": [scenarios]}
+
+
+def import_once(contender: Contender) -> None:
+    command = [sys.executable, "-c", f"from {contender.spec['package']} import LLM"]
+    subprocess.run(command, cwd=harness.ROOT, env=harness.python_path(contender), capture_output=True)
+
+
+def startup(options: Namespace) -> Showcase:
+    return Showcase(
+        name="startup",
+        title="From starting Python to the first token",
+        workload="a prompt of 3 tokens; random weights",
+        contenders=[ours(options), *vllm(options)],
+        figures=[
+            lower(kind, f"start to first token, {caches} compile caches", "s", kind, "seconds")
+            for kind, caches in (("cold", "empty"), ("warm", "warm"))
+        ],
+        headline="warm",
+        run=cold_and_warm,
+    )
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def table(results: dict[str, Result]) -> list[str]:
+    """Throughput, share of the limit, small batches, start-up and idle time, beside vLLM."""
+    lines = tables.head("", "nanovllm", "vLLM", "gain")
+    for result in results.values():
+        for figure in result["figures"]:
+            if figure["key"] in result["shown"]:
+                cells = [tables.cell(figure, name) for name in ("nanovllm", "vLLM")]
+                lines.append(tables.row(tables.label(figure), *cells, tables.ratio(figure, "nanovllm", "vLLM")))
+    lines += ["", f"Workloads: {'; '.join(r['workload'] for r in results.values())}."]
+    lines += [f"The {note}." for r in results.values() for note in r["notes"]]
+    if {"throughput", "latency"} <= results.keys():
+        weights = results["throughput"]["roofline"]["weights_ms"]
+        alone = results["latency"]["figures"][0]["values"]["nanovllm"]["median"]
+        lines.append(
+            f"Reading the weights once takes {weights:.2f} ms, a token at batch 1 {alone / weights:.1f} times that."
+        )
+    return [*lines, "", tables.origin(results)]
+
+
+def short_table(results: dict[str, Result]) -> list[str]:
+    """Medians of nanovllm and vLLM, for the README. `results` are those of throughput and latency."""
+    lines = tables.head("", "nanovllm", "vLLM", "gain")
+    for name, key, title in SHORT:
+        figure = tables.figures(results[name])[key]
+        cells = (tables.cell(figure, who, "{}") for who in ("nanovllm", "vLLM"))
+        lines.append(tables.row(title, *cells, tables.ratio(figure, "nanovllm", "vLLM")))
+    result = results["throughput"]
+    share = tables.figures(result)["share"]["values"]
+    where = [result["machine"]["device"], tables.versions(result, "torch"), *tables.rivals([result])]
+    return [
+        *lines,
+        "",
+        f"The shape of {Path(result['model']['name']).name} with random weights; {result['workload']}. "
+        f"The throughput is {share['nanovllm']['median']:.0f}% of what the card's memory and matrix products allow "
+        f"(vLLM's: {share['vLLM']['median']:.0f}%). Measured on {', '.join(where)}.",
+    ]

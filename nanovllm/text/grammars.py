@@ -1,0 +1,198 @@
+"""Structured outputs: which tokens may come next, as bit masks for the sampler.
+
+llguidance does the work: it compiles a schema or a grammar, follows the output with an Earley parser over lexemes, and
+finds the allowed tokens in a trie of the vocabulary. What is here are the rules: what is accepted, and how large it may
+be. EOS is allowed exactly where the grammar may end.
+
+llguidance is imported, and its view of the vocabulary made, by the first request that needs them: at 150,000 tokens
+this takes a second.
+"""
+
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_COMPILED = 64  # grammars that are kept for the next request with the same one
+MAX_THREADS = 8  # that fill the masks of a step
+# Between the parts of JSON: a line break, blanks, or both. JSON allows any amount, in which small models get lost.
+WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,20}"
+# What one grammar may cost, in llguidance's units. The comments are for a core of 2024.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,  # compiling: 20 ms
+    "step_lexer_fuel": 200_000,  # a mask: 14 ms
+    "step_max_items": 50_000,  # a mask: 3 ms
+    "max_items_in_row": 20_000,  # rules that may be going on at once, as for an object with many optional properties
+    "max_lexer_states": 20_000,  # 40 MB
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,  # which would show the grammar in messages and logs
+}
+# Where only one text can follow, llguidance would tokenize all of it in every step, to allow only the tokens that the
+# tokenizer would take. A regular expression like a{150000} makes this cost 0.1 s a step.
+NO_FORCING = '%llguidance {"no_forcing": true}'
+OF_REGEX = r"\.+*?()|[]{}^$#&-~"  # characters that mean something in a regular expression
+
+
+class TokenMatcher:
+    """Where one output is in its grammar: see `engine/grammars.py`."""
+
+    def __init__(self, ll: "LLMatcher") -> None:
+        self.ll = ll
+
+    def copy(self) -> "TokenMatcher":
+        return TokenMatcher(self.ll.deep_copy())
+
+    def accept(self, token_id: int) -> str | None:
+        # In a state of error, which llguidance never leaves, it would still take EOS.
+        if not self.ll.is_error() and self.ll.consume_token(token_id):
+            return None
+        return f"structured_outputs: the output cannot go on here ({reason(self.ll.get_error())})"
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        return self.ll.validate_tokens(list(token_ids))
+
+
+class TokenGrammars:
+    """Compiles grammars and fills masks, for one vocabulary.
+
+    vocab_size: of the model, which may have more ids than the tokenizer: they are padding, and never allowed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
+        self._lock = Lock()  # guards what follows
+        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._ll: LLTokenizer | None = None
+        # Made together with `_ll`
+        self._limits: LLParserLimits
+        self._threads: LLExecutor
+        self._width = 0  # words of a mask
+        self._known: np.ndarray[Any, np.dtype[np.int32]]  # [W] the mask of all ids but the padding
+
+    def compile(self, params: StructuredOutputsParams) -> TokenMatcher:
+        """A matcher at the start of an output. Any thread may call this.
+
+        Raises ValueError, with the keyword or the place that is to blame, for what llguidance cannot enforce, what
+        costs too much, and what allows no output but the empty one.
+        """
+        with self._lock:
+            if self._ll is None:
+                self._start()
+            if (found := self._compiled.get(params)) is not None:
+                self._compiled.move_to_end(params)
+                return TokenMatcher(found.deep_copy())
+        matcher = self._compile(params)
+        copy = TokenMatcher(matcher.deep_copy())
+        with self._lock:
+            self._compiled[params] = matcher
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return copy
+
+    def fill(self, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]]) -> bytearray:
+        """The masks of what may come next in each output, and after each of the guesses that go with it: see
+        `StepMasks`. Several threads share the work, without Python's lock."""
+        num_masks = sum(len(guesses) + 1 for _, guesses in wanted)
+        words = bytearray(b"\xff") * (4 * num_masks * self._width)
+        masks = np.frombuffer(words, dtype=np.int32).reshape(num_masks, self._width)
+        place, plain, guessed = 0, [], []
+        for matcher, guesses in wanted:
+            if guesses:
+                guessed.append((matcher.ll, place, list(guesses)))
+            else:
+                plain.append((matcher.ll, place))
+            place += len(guesses) + 1
+        where = masks.ctypes.data, 4 * self._width, num_masks
+        if plain:
+            self._threads.unsafe_compute_mask_ptr(plain, *where)
+        if guessed:
+            self._threads.unsafe_compute_mask_ptr_with_draft_token(guessed, *where)
+        if self._padded < self._width:
+            masks[:, self._padded :] &= self._known[self._padded :]
+        return words
+
+    def _start(self) -> None:
+        from llguidance import LLExecutor, LLParserLimits, LLTokenizer
+
+        if not self.eos_token_ids:
+            raise ValueError(
+                "structured_outputs needs an EOS token to end with, and neither model nor tokenizer names one"
+            )
+        fast = self.tokenizer.fast
+        num_known = max(fast.get_vocab(with_added_tokens=True).values()) + 1
+        num_ids = max(self.vocab_size, num_known)
+        self._width = -(-num_ids // 32)
+        known = np.arange(32 * self._width) < min(self.vocab_size, num_known)
+        self._known = np.packbits(known, bitorder="little").view(np.int32)
+        self._padded = int(np.argmin(self._known == -1)) if (self._known != -1).any() else self._width
+        self._limits = LLParserLimits(**LIMITS)
+        self._threads = LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+        self._ll = LLTokenizer(fast.to_str(), n_vocab=num_ids, eos_token=self.eos_token_ids)
+
+    def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        name = f"structured_outputs.{params.kind}"
+        assert self._ll is not None
+        try:
+            text = grammar_text(params)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        matcher = LLMatcher(self._ll, text, log_level=0, limits=self._limits)
+        first = TokenMatcher(matcher)
+        # The first mask takes longest, so it belongs to compiling; it also shows what cannot even begin.
+        allowed = np.frombuffer(self.fill([(first, ())]), dtype=np.uint8) if not matcher.is_error() else None
+        if allowed is None or matcher.is_error():
+            raise ValueError(
+                f"{name} cannot be enforced: {reason(matcher.get_error())}; leave that out, or simplify it"
+            )
+        ids = set(np.flatnonzero(np.unpackbits(allowed, bitorder="little")).tolist())
+        if not ids - set(self.eos_token_ids):
+            raise ValueError(f"{name} allows no output but the empty one; got {getattr(params, params.kind)!r:.100}")
+        return matcher
+
+
+def grammar_text(params: StructuredOutputsParams) -> str:
+    """The grammar as llguidance reads it. Raises ValueError for what cannot be translated."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if params.grammar is not None:
+        if "%llguidance" in params.grammar:
+            raise ValueError("%llguidance, which sets options, is not allowed; leave it out")
+        try:
+            rules = any_to_lark(params.grammar)
+        except Exception as error:  # of its own kind, or a RecursionError
+            raise ValueError(
+                f"no rule 'start:', as in Lark, so it was read as GBNF, but: {reason(str(error))}"
+            ) from None
+    elif params.kind in ("regex", "choice"):
+        # Choices are not made rules, for their parser takes seconds for thousands of them.
+        texts = ["".join("\\" + c if c in OF_REGEX else c for c in text) for text in params.choice or ()]
+        made = LLMatcher.grammar_from_regex(params.regex or "|".join(texts))
+        rules = json.loads(made)["grammars"][0]["lark_grammar"]  # where it stands between slashes
+    else:
+        options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+        if params.disable_any_whitespace:
+            options = {"whitespace_flexible": False}
+        schema = {"type": "object"} if params.json_object else json.loads(str(params.json))
+        rules = f"start: %json {json.dumps(schema | {'x-guidance': options})}"  # and not a client's own options
+    return LLMatcher.grammar_from_lark(f"{rules}\n{NO_FORCING}\n")
+
+
+def reason(error: str) -> str:
+    """What llguidance says, in one line, without the place in the text that it shows in several."""
+    said = re.sub(r"\n *\d+ \|.*", "", error, flags=re.DOTALL).replace("<non-verbose/>", "")
+    said = " ".join(re.sub(r"^at [\d()]+: failed to compile JSON schema:", "", said).split())
+    return {"": "the grammar has ended", "NoExtensionBias": "no output matches it"}.get(said, said[:500])

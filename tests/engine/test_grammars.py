@@ -1,0 +1,304 @@
+"""Structured outputs without a model: what is refused and with which words, and which tokens may come next."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.text import grammars as module
+from nanovllm.text.grammars import TokenGrammars, TokenMatcher
+from nanovllm.text.tokenizer import Tokenizer
+
+STORY_MODEL = Path(__file__).parents[2] / "assets" / "story_model"
+EOS, OTHER_EOS, SIZE = 0, 5, 4096
+PADDED = SIZE + 40  # ids of the model; the tokenizer has 4096
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(STORY_MODEL)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> TokenGrammars:
+    return TokenGrammars(tokenizer, PADDED, {EOS, OTHER_EOS})
+
+
+def compiled(grammars: TokenGrammars, **params: Any) -> TokenMatcher:
+    return grammars.compile(StructuredOutputsParams(**params))
+
+
+def allowed(grammars: TokenGrammars, matcher: TokenMatcher, *guesses: int) -> list[set[int]]:
+    """The ids of each mask."""
+    words = np.frombuffer(grammars.fill([(matcher, guesses)]), dtype=np.uint8)
+    bits = np.unpackbits(words, bitorder="little").reshape(len(guesses) + 1, -1)
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def accept(grammars: TokenGrammars, matcher: TokenMatcher, text: str) -> None:
+    for token in grammars.tokenizer.encode(text):
+        assert token in allowed(grammars, matcher)[0], (text, token)
+        assert matcher.accept(token) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({}, ValueError, "exactly one of json, regex, choice, grammar, json_object; got none"),
+        ({"json_object": False}, ValueError, "exactly one"),
+        ({"json": {}, "regex": "a"}, ValueError, "exactly one"),
+        ({"choice": []}, ValueError, "choice must not be empty"),
+        ({"choice": ["a", ""]}, ValueError, "choice must not be empty"),
+        ({"choice": "ab"}, TypeError, "choice must be a list of strings; got 'ab'"),
+        ({"choice": ["a", 1]}, TypeError, "choice must be a list of strings"),
+        ({"regex": ""}, ValueError, "regex must not be empty"),
+        ({"grammar": ""}, ValueError, "grammar must not be empty"),
+        ({"regex": 3}, TypeError, "regex must be a string; got 3"),
+        ({"json": 3}, TypeError, "json must be a string; got 3"),
+        ({"json": "{"}, ValueError, "json must be a JSON schema"),
+        ({"json": "3"}, ValueError, "json must be a JSON schema, which is an object"),
+        ({"json": {"a": object()}}, ValueError, "json must be a JSON schema"),
+        ({"json_object": 1}, TypeError, "json_object must be true or false; got 1"),
+        ({"regex": "a" * 200_000}, ValueError, "200000 characters, more than 131072"),
+        ({"choice": ["a" * 1000] * 200}, ValueError, "200000 characters"),
+        ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, ValueError, "not both"),
+        ({"json_object": True, "whitespace_pattern": ""}, ValueError, "use disable_any_whitespace"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_when_made(params: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match="structured_outputs") as caught:
+        StructuredOutputsParams(**params)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"ignore_eos": True}, "ignore_eos must be False with structured_outputs"),
+        ({"min_tokens": 2}, "min_tokens must be 0 with structured_outputs"),
+    ],
+)
+def test_parameters_that_contradict_a_grammar(params: Any, message: str) -> None:
+    structure = StructuredOutputsParams(regex="a+")
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(structured_outputs=structure, **params)
+    with pytest.raises(TypeError, match="structured_outputs must be StructuredOutputsParams or None"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+def test_parameters_can_be_hashed_and_a_schema_keeps_its_order() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    one, other = StructuredOutputsParams(json=schema), StructuredOutputsParams(json=json.dumps(schema))
+    assert one == other and len({one, other, StructuredOutputsParams(choice=["a"])}) == 2
+    assert list(json.loads(str(one.json))["properties"]) == ["b", "a"] and one.kind == "json"
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"json": {"properties": {"a": {"not": {}}}}}, 'json cannot be enforced: Unimplemented keys: ["not"]'),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "not"),
+        ({"json": {"type": "sting"}}, "Invalid type: sting"),
+        ({"json": {"type": "string", "format": "colour"}}, "Unknown format: colour"),
+        ({"json": {"$ref": "#/nowhere"}}, "/nowhere"),
+        ({"json": {"$ref": "https://example.org/schema"}}, "https://example.org/schema"),
+        ({"json": {"enum": []}}, "anyOf is empty"),
+        ({"json": {"$ref": "#"}}, "json cannot be enforced: no output matches it"),
+        ({"json": {"type": "object"}, "whitespace_pattern": "("}, "unclosed group"),
+        ({"regex": "(a|b"}, "regex cannot be enforced"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"\bfoo"}, "lookarounds not supported"),
+        ({"regex": "()"}, "regex allows no output but the empty one"),
+        ({"grammar": 'start: "a" | thing'}, 'unknown name: "thing"'),
+        ({"grammar": 'begin: "a"'}, "no rule 'start:', as in Lark, so it was read as GBNF"),
+        ({"grammar": "root ::= (("}, "read as GBNF, but: Expected ')'"),
+        ({"grammar": "root ::= " + "(" * 20_000}, "recursion"),
+        ({"grammar": '%llguidance {"no_forcing": false}\nstart: "a"'}, "%llguidance, which sets options"),
+        ({"grammar": f"start: <[{SIZE + 1}]>"}, "allows no output but the empty one"),
+    ],
+)
+def test_what_cannot_be_enforced_is_named(grammars: TokenGrammars, params: Any, message: str) -> None:
+    with pytest.raises(ValueError, match="structured_outputs") as caught:
+        compiled(grammars, **params)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_model_without_an_end_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="structured_outputs needs an EOS token"):
+        compiled(TokenGrammars(tokenizer, SIZE, ()), regex="a")
+
+
+CHOICES = ["a/b", "new\nline", "q\"uo'te", "é😀", "a.b*c", "^x$", "\\d", "a b", "{}[]", "#&-~", "%", "a", "a\\"]
+
+
+@pytest.mark.parametrize("text", CHOICES)
+def test_choices_are_texts_and_not_expressions(grammars: TokenGrammars, text: str) -> None:
+    matcher = compiled(grammars, choice=CHOICES)
+    accept(grammars, matcher, text)
+    assert EOS in allowed(grammars, matcher)[0]
+
+
+def test_eos_is_allowed_exactly_where_the_grammar_may_end(grammars: TokenGrammars) -> None:
+    ends = {EOS, OTHER_EOS}
+    matcher = compiled(grammars, regex="Tom(my)?|Anna")
+    assert not allowed(grammars, matcher)[0] & ends
+    accept(grammars, matcher, "Tom")
+    assert allowed(grammars, matcher)[0] > ends, "both, and what may follow"
+    accept(grammars, matcher, "my")
+    assert allowed(grammars, matcher)[0] == ends
+    assert matcher.accept(EOS) is None
+
+
+def test_padding_is_never_allowed(grammars: TokenGrammars) -> None:
+    matcher = compiled(grammars, grammar=f'start: "a" | <[{SIZE + 1}]> | <[7]>')
+    [ids] = allowed(grammars, matcher)
+    assert 7 in ids and max(ids) < SIZE
+
+
+def test_lark_and_gbnf_are_told_apart(grammars: TokenGrammars) -> None:
+    for grammar in ('start: "(" start ")" | "x"', 'root ::= "(" root ")" | "x"'):
+        matcher = compiled(grammars, grammar=grammar)
+        accept(grammars, matcher, "((x))")
+        assert allowed(grammars, matcher)[0] == {EOS, OTHER_EOS}
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "good", "bad"),
+    [
+        ({}, ['{"a":1}', '{\n    "a": 1\n}', '{"a"\t:1}'], ['{\n\n"a":1}', '{"a":' + " " * 21 + "1}"]),
+        ({"disable_any_whitespace": True}, ['{"a":1}'], ['{"a": 1}', '{\n"a":1}']),
+        ({"whitespace_pattern": " {2}"}, ['{"a":  1}'], ['{"a": 1}']),
+    ],
+)
+def test_whitespace_of_json_is_bounded(
+    grammars: TokenGrammars, options: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    for text, right in [(text, True) for text in good] + [(text, False) for text in bad]:
+        tokens = grammars.tokenizer.encode(text)
+        matcher = compiled(grammars, json=SCHEMA, **options)
+        assert (matcher.num_valid([*tokens, EOS]) == len(tokens) + 1) == right, text
+
+
+def test_masks_after_guesses(grammars: TokenGrammars) -> None:
+    matcher = compiled(grammars, regex="(Tom|Anna) went home")
+    text = grammars.tokenizer.encode("Tom went home")
+    expected = []
+    follower = matcher.copy()
+    for token in [*text, EOS]:
+        expected += allowed(grammars, follower)
+        assert follower.accept(token) is None
+    assert allowed(grammars, matcher, *text) == expected and matcher.num_valid(text) == len(text)
+    # Behind a guess that is not possible nothing is ruled out, and nothing of the guesses is left behind.
+    first, _, *rest = text
+    assert allowed(grammars, matcher, first, first, *rest)[:2] == expected[:2]
+    assert len(allowed(grammars, matcher, first, first, *rest)[-1]) == SIZE
+    assert matcher.num_valid([first, first]) == 1
+    assert allowed(grammars, matcher) == expected[:1]
+
+
+def test_masks_of_many_outputs_are_those_of_each(grammars: TokenGrammars) -> None:
+    kinds: list[dict[str, Any]] = [{"regex": "[a-c]+x"}, {"choice": ["Tom", "Anna"]}, {"json_object": True}]
+    matchers = [compiled(grammars, **kind) for kind in kinds] * 5
+    guesses: list[list[int]] = [[], [], list(grammars.tokenizer.encode("{"))] * 5
+    alone = b"".join(grammars.fill([one]) for one in zip(matchers, guesses, strict=True))
+    assert grammars.fill([*zip(matchers[:3], guesses[:3], strict=True)]) == alone[: len(alone) // 5]
+    copies = [matcher.copy() for matcher in matchers]
+    assert grammars.fill([*zip(copies, guesses, strict=True)]) == alone
+
+
+def test_a_copy_goes_its_own_way(grammars: TokenGrammars) -> None:
+    matcher = compiled(grammars, choice=["Tom", "Anna"])
+    accept(grammars, other := matcher.copy(), "Anna")
+    accept(grammars, matcher, "Tom")
+    assert allowed(grammars, other)[0] == {EOS, OTHER_EOS}
+    for name in ("Anna", "Tom"):  # nor is what is kept moved on
+        accept(grammars, compiled(grammars, choice=["Tom", "Anna"]), name)
+
+
+def test_a_token_that_cannot_follow_is_an_error_for_good(grammars: TokenGrammars) -> None:
+    matcher = compiled(grammars, regex="abc")
+    refused = matcher.accept(EOS)
+    assert refused is not None and refused.startswith("structured_outputs: the output cannot go on")
+    assert matcher.accept(grammars.tokenizer.encode("a")[0]), "not taken for alive again"
+
+
+def test_a_grammar_that_grows_too_complex_is_an_error(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the token that follows, where llguidance allows EOS alone, and would take it for the end."""
+    monkeypatch.setitem(module.LIMITS, "max_lexer_states", 100)
+    grammars = TokenGrammars(tokenizer, SIZE, {EOS})
+    matcher = compiled(grammars, regex="(a|b)*a(a|b){20}c")
+    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+    for token in [a, a, b, a, b, b, a, b] * 5:
+        if allowed(grammars, matcher)[0] == {EOS}:
+            break
+        assert matcher.accept(token) is None
+    else:
+        pytest.fail("there is no limit")
+    assert "too many states" in str(matcher.accept(EOS)) and "too many states" in str(matcher.accept(a))
+
+
+def test_a_long_text_that_must_follow_costs_no_time_per_step(grammars: TokenGrammars) -> None:
+    """llguidance would tokenize all of it for every mask: 5 s here."""
+    matcher = compiled(grammars, regex="a{100000}")
+    a, start = grammars.tokenizer.encode("a")[0], time.thread_time()
+    for _ in range(50):
+        grammars.fill([(matcher, ())])
+        assert matcher.accept(a) is None
+    assert time.thread_time() - start < 1
+
+
+def test_the_same_grammar_is_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = TokenGrammars(tokenizer, SIZE, {EOS})
+    compiling: list[StructuredOutputsParams] = []
+    really = TokenGrammars._compile
+
+    def spy(self: TokenGrammars, params: StructuredOutputsParams) -> Any:
+        compiling.append(params)
+        return really(self, params)
+
+    monkeypatch.setattr(TokenGrammars, "_compile", spy)
+    monkeypatch.setattr(module, "MAX_COMPILED", 3)
+    for word in ("u", "v", "u", "w", "x", "u", "v"):
+        compiled(grammars, regex=f"{word}+")
+    assert [params.regex for params in compiling] == ["u+", "v+", "w+", "x+", "v+"], (
+        "the one not asked for longest goes"
+    )
+    assert len(grammars._compiled) == 3
+
+
+def test_many_threads_compile_at_once(tokenizer: Tokenizer) -> None:
+    """The same ones and different ones, from the first call on."""
+    fresh = TokenGrammars(tokenizer, SIZE, {EOS})
+
+    def ask(i: int) -> set[int]:
+        matcher = compiled(fresh, regex=f"{'abcd'[i % 4]}+")
+        return allowed(fresh, matcher)[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(64)))
+    assert all(found[i] == found[i % 4] and tokenizer.encode("abcd"[i % 4])[0] in found[i] for i in range(64))
+    assert len({frozenset(ids) for ids in found}) == 4
+
+
+@pytest.fixture(params=["threads", "one thread"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4 if request.param == "threads" else None)
+    yield
+
+
+def test_any_number_of_threads_fills(threads: None, tokenizer: Tokenizer) -> None:
+    fresh = TokenGrammars(tokenizer, SIZE, {EOS})
+    matchers = [compiled(fresh, regex=f"{letter}b*") for letter in "abcdefgh"]
+    words = fresh.fill([(matcher, ()) for matcher in matchers])
+    assert words == b"".join(fresh.fill([(matcher, ())]) for matcher in matchers)

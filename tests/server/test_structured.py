@@ -1,0 +1,87 @@
+"""Structured outputs over HTTP: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from nanovllm.text.grammars import TokenMatcher
+from tests.server.harness import STORY, Served
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Tom", "Anna"]}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+
+
+def is_person(text: str) -> bool:
+    return json.loads(text) in ({"name": "Tom"}, {"name": "Anna"})
+
+
+def chat(client: openai.OpenAI, **more: Any) -> Any:
+    values: dict[str, Any] = {"messages": [{"role": "user", "content": STORY}], "max_tokens": 100, "seed": 1} | more
+    return client.chat.completions.create(model="story", **values)
+
+
+def test_response_format_json_schema_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = chat(client, response_format=FORMAT, n=2)
+    assert all(is_person(c.message.content) and c.finish_reason == "stop" for c in whole.choices)
+    chunks = [c.choices[0] for c in chat(client, response_format=FORMAT, stream=True)]
+    assert is_person("".join(c.delta.content or "" for c in chunks)) and chunks[-1].finish_reason == "stop"
+
+
+def test_structured_outputs_of_completions(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"choice": ["Tom", "the dog"]}
+    for structure, good in ((body, body["choice"].__contains__), ({"json": SCHEMA}, is_person)):
+        answer = client.completions.create(
+            model="story", prompt=[STORY, "Otto"], max_tokens=100, seed=2, extra_body={"structured_outputs": structure}
+        )
+        assert all(good(choice.text) for choice in answer.choices)
+
+
+def test_json_object_and_text(client: openai.OpenAI) -> None:
+    answer = chat(client, response_format={"type": "json_object"}, max_tokens=8)
+    assert answer.choices[0].message.content.startswith("{")
+    free = chat(client, max_tokens=8)
+    assert chat(client, response_format={"type": "text"}, max_tokens=8).choices[0].message == free.choices[0].message
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, None, "leave one out"),
+        ({"structured_outputs": {}}, None, "exactly one of json, regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "exactly one of json, regex"),
+        ({"structured_outputs": {"choice": []}}, None, "choice must not be empty"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "string"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "neither"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
+        ({"structured_outputs": {"json": {"x-guidance": {"lenient": True}, "not": {}}}}, None, '"not"'),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, None, "look-around"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, None, "ignore_eos must be False"),
+    ],
+)
+def test_what_cannot_be_done_is_a_400(served: Served, body: Any, param: str | None, message: str) -> None:
+    answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": STORY} | body, timeout=30)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and message in error["message"]
+
+
+def test_a_grammar_that_fails_is_a_500_that_says_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenMatcher, "accept", lambda self, token_id: "structured_outputs: too complex")
+    body = {"prompt": STORY, "structured_outputs": {"regex": "a+"}}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 500
+    assert answer.json()["error"] == {
+        "message": "structured_outputs: too complex",
+        "type": "server_error",
+        "param": None,
+        "code": "structured_outputs",
+    }
