@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 from uuid import uuid4
 
+from nanovllm.engine.grammars import Matcher
 from nanovllm.engine.trace import OnEvent
 from nanovllm.llm import LLM, Prompt, as_list
 from nanovllm.outputs import RequestOutput
@@ -38,7 +39,7 @@ class Checked:
     params: SamplingParams
     cache_salt: str | None = None
     prompt: str | None = None  # the text, where there is one; for the output only
-    matcher: Any = None  # of structured outputs: see `LLMEngine.compile`
+    matcher: Matcher | None = None  # of structured outputs: see `LLMEngine.compile`
 
 
 class AsyncLLM:

@@ -96,6 +96,8 @@ def bad_request(request: Request, error: Exception) -> JSONResponse:
         fields, message = [*fields, first["ctx"]["field"]], first["ctx"]["what"]
     elif not path and kind != "value_error":
         message = "the body must be a JSON object, sent with Content-Type: application/json"
+    elif kind == "extra_forbidden":
+        message = "not supported here; leave it out"
     elif kind.endswith("_type") and len(fields) < len(path):
         message = "neither this type nor what is in it is accepted here"
     param = ".".join(map(str, fields)) or None

@@ -72,7 +72,8 @@ class Fields(BaseModel):
             return data
         if len(data) > MAX_FIELDS:
             raise ValueError(f"an object has {len(data)} fields, more than there are; leave out what is not supported")
-        return settle(data, cls.model_fields, cls.harmless, cls.no_matter)
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        return settle(data, known, cls.harmless, cls.no_matter)
 
 
 class StreamOptions(Fields):
@@ -81,7 +82,9 @@ class StreamOptions(Fields):
 
 
 class StructuredOutputs(Fields):
-    """vLLM's field; what it may hold is checked by `StructuredOutputsParams`."""
+    """vLLM's field; what it may hold is checked by `StructuredOutputsParams`. Nothing of it may be ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     json_: Json | Text | None = Field(None, alias="json")
     regex: Text | None = None

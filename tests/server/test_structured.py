@@ -57,15 +57,15 @@ def test_json_object_and_text(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, None, "leave one out"),
-        ({"structured_outputs": {}}, None, "exactly one of json, regex"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "exactly one of json, regex"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of json, regex"),
         ({"structured_outputs": {"choice": []}}, None, "choice must not be empty"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "string"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "neither"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
         ({"structured_outputs": {"json": {"x-guidance": {"lenient": True}, "not": {}}}}, None, '"not"'),
         ({"structured_outputs": {"regex": "(?=a)b"}}, None, "look-around"),
-        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, None, "ignore_eos must be False"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "ignore_eos must be False"),
     ],
 )
 def test_what_cannot_be_done_is_a_400(served: Served, body: Any, param: str | None, message: str) -> None:
