@@ -10,10 +10,11 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.plan import StepPlan, TokenLogprobs
+from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.request import without_text
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Content, Sequence, SequenceStatus
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, derive_seed
 from tests.engine.shadow import (
     EOS,
@@ -38,7 +39,7 @@ class Expected:
 
     limit: int
     logprobs: bool
-    prompt_logprobs: list[TokenLogprobs | None] | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     alone: list[tuple[list[int], str]]  # what each choice gets by itself
     seen: list[list[int]]
     over: bool = False  # finished or aborted: nothing may follow
@@ -92,11 +93,11 @@ class World:
         limit = min(len(prompt) + sampling.max_tokens, self.config.max_model_len)
         choices = [replace(sampling, seed=derive_seed(sampling.seed or 0, i)) for i in range(sampling.n)]
         alone = [solo(prompt, choice, limit, cache_salt) for choice in choices]
-        scored: list[TokenLogprobs | None] | None = None
+        scored: list[dict[int, Logprob] | None] | None = None
         if sampling.prompt_logprobs is not None:
             prefixes = accumulate(prompt, extend, initial=root(cache_salt))
-            scored = [prompt_logprob(prefix, token) for prefix, token in zip(prefixes, prompt, strict=False)]
-            scored[0] = None
+            entries = [prompt_logprob(prefix, token) for prefix, token in zip(prefixes, prompt, strict=False)]
+            scored = [None, *map(without_text, entries[1:])]
         self.requests[request_id] = Expected(limit, sampling.logprobs is not None, scored, alone, [[] for _ in choices])
         return request_id
 
@@ -141,11 +142,7 @@ class World:
         expected.over = output.finished
         self.outputs[output.request_id] = output
         if output.prompt_logprobs is not None or output.outputs[0].token_ids or output.finished:
-            plain = output.prompt_logprobs and [
-                None if entry is None else {token: (p.logprob, p.rank) for token, p in entry.items()}
-                for entry in output.prompt_logprobs
-            ]
-            assert plain == expected.prompt_logprobs, "each token of the prompt once"
+            assert output.prompt_logprobs == expected.prompt_logprobs, "each token of the prompt once"
         assert expected.prompt_logprobs is None or output.num_cached_tokens == 0
         for choice in output.outputs:
             seen = expected.seen[choice.index]
