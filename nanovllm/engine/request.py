@@ -63,24 +63,47 @@ class Request:
     choices: list[Choice] = field(default_factory=list)
     held: list[Sequence] = field(default_factory=list)  # choices that wait for the first one to compute the prompt
     first_token_time: float | None = None
+    finished_time: float | None = None
 
     @property
     def finished(self) -> bool:
         return all(choice.seq.finish_reason is not None for choice in self.choices)
 
-    def output(self, now: float) -> RequestOutput:
+    def metrics(self) -> RequestMetrics:
         first = self.choices[0].seq
-        metrics = RequestMetrics(
+        return RequestMetrics(
             arrival_time=self.arrival_time,
             first_scheduled_time=first.first_scheduled_time,
             first_token_time=self.first_token_time,
-            finished_time=now if self.finished else None,
+            finished_time=self.finished_time,
             num_cached_tokens=first.num_cached_tokens,
             num_preemptions=sum(choice.seq.num_preemptions for choice in self.choices),
             speculation=SpeculationStats.total(choice.seq.speculation for choice in self.choices),
         )
+
+    def output(self) -> RequestOutput:
         outputs = [choice.output() for choice in self.choices]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics)
+        prompt = self.prompt, self.prompt_token_ids
+        return RequestOutput(self.request_id, *prompt, outputs, self.finished, self.metrics())
+
+
+def check_request(
+    prompt_token_ids: SequenceOf[int],
+    params: SamplingParams,
+    vocab_size: int,
+    eos_token_ids: frozenset[int],
+    config: EngineConfig,
+) -> tuple[list[int], int]:
+    """The prompt as a list of plain integers, and the number of tokens at which the request ends with "length".
+
+    Raises ValueError for a request that could never run, and TypeError for ids that are not integers. The server's API
+    processes ask here, too: they have no engine.
+    """
+    prompt = check_token_ids(prompt_token_ids, params, vocab_size)
+    if params.bad_words and not params.bad_words_ids:
+        raise ValueError(f"bad_words={params.bad_words!r} has no token ids here; see nanovllm/text/bad_words.py")
+    check_something_is_left(params, eos_token_ids)
+    return prompt, length_limit(len(prompt), params, config)
 
 
 def check_token_ids(prompt_token_ids: SequenceOf[int], params: SamplingParams, vocab_size: int) -> list[int]:
