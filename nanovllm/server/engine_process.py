@@ -182,8 +182,7 @@ class EngineServer:
             if logprobs is not None:
                 served.outbox.add_logprobs(stream, logprobs)
             if seq.finish_reason is not None:
-                stop_token = seq.stop_reason if isinstance(seq.stop_reason, int) else None
-                served.outbox.ends.append(End(stream, seq.finish_reason, stop_token))
+                served.outbox.ends.append(End(stream, seq.finish_reason, seq.stop_reason))
                 if seq.finish_reason == "error" or (request.finished and not served.has_stops):
                     served.count()
                 if request.finished:

@@ -175,7 +175,7 @@ class End(Struct, array_like=True):
 
     stream: int
     finish_reason: FinishReason
-    stop_reason: int | None  # a token id: stop strings are the reader's
+    stop_reason: int | str | None  # never a stop string: those are the reader's
 
 
 class Logprobs(Struct, array_like=True):
