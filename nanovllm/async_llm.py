@@ -12,7 +12,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import index
@@ -21,25 +20,16 @@ from queue import SimpleQueue
 from typing import Any
 from uuid import uuid4
 
-from nanovllm.engine.grammars import Matcher
+from nanovllm.admission import Checked, check_queue
+from nanovllm.config import EngineConfig
 from nanovllm.engine.trace import OnEvent
 from nanovllm.llm import LLM, Prompt, as_list
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.stream import EngineDead, NeverFits, Pending, QueueFull, RequestAborted, Stream
+from nanovllm.stream import EngineDead, Pending, RequestAborted, Stream
+from nanovllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A request that can run: what `AsyncLLM.check` returns, and `submit` takes."""
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    cache_salt: str | None = None
-    prompt: str | None = None  # the text, where there is one; for the output only
-    matcher: Matcher | None = None  # of structured outputs: see `LLMEngine.compile`
 
 
 class AsyncLLM:
@@ -210,6 +200,18 @@ class AsyncLLM:
         await self.shutdown(drain=exception[0] is None)
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.llm.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.llm.config
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        return self.llm.sampling_defaults
+
+    @property
     def num_waiting(self) -> int:
         """Sequences that have no seat in the batch, each choice of a request counted."""
         with self._lock:
@@ -217,16 +219,9 @@ class AsyncLLM:
 
     def _check_queue(self, num_sequences: int) -> None:
         """Raises QueueFull if more than `max_queue` sequences would wait once the free seats were taken."""
-        if self.max_queue is None:
-            return
-        if num_sequences > self.max_queue + self.llm.config.max_num_seqs:
-            raise NeverFits(
-                f"these are {num_sequences} sequences (prompts x n), more than max_queue={self.max_queue} and "
-                f"max_num_seqs={self.llm.config.max_num_seqs} can ever hold together; send fewer at once"
-            )
         waiting, free_seats = self._load
-        if self._num_arriving + waiting + num_sequences - free_seats > self.max_queue:
-            raise QueueFull(f"max_queue={self.max_queue} sequences are waiting already; try again later")
+        seats = self.llm.config.max_num_seqs
+        check_queue(num_sequences, self._num_arriving + waiting, free_seats, seats, self.max_queue)
 
     def _publish(self) -> None:
         self._load = self.llm.engine.num_waiting, self.llm.engine.num_free_seats

@@ -34,6 +34,7 @@ from nanovllm.text.bad_words import with_spellings
 from nanovllm.text.chat import Message
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.grammars import TokenGrammars
+from nanovllm.text.prompts import encode_prompt
 from nanovllm.text.token_ids import as_lists, is_token_id, prompts_of
 from nanovllm.text.token_texts import TokenTexts
 from nanovllm.text.tokenizer import Tokenizer, tokenizer_eos
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 # A text; {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt"; or just the ids: a list, an
 # array or a tensor; or what `apply_chat_template` of transformers returns.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
-PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 EMBEDDED_MODEL = Path(__file__).parent.parent / "assets" / "story_model"
 
 
@@ -177,20 +177,7 @@ class LLM:
 
         Raises TypeError for what is no prompt, and ValueError for a text that cannot be encoded.
         """
-        if unknown := sorted(prompt.keys() - PROMPT_KEYS):
-            raise TypeError(f"a prompt has no key {unknown[0]!r}; supported are {', '.join(sorted(PROMPT_KEYS))}")
-        for key in ("prompt", "cache_salt"):
-            if not isinstance(prompt.get(key), str | None):
-                raise TypeError(f"{key} must be a string; got {prompt[key]!r}")
-        if any("\ud800" <= c <= "\udfff" for c in prompt.get("prompt") or ""):
-            raise ValueError(f"prompt has half a surrogate pair, which is no character; got {prompt['prompt']!r}")
-        if "prompt_token_ids" in prompt:
-            return prompt["prompt_token_ids"]
-        if prompt.get("prompt") is None:
-            raise ValueError(f"a prompt needs the key 'prompt' or 'prompt_token_ids'; got {sorted(prompt)}")
-        if self.tokenizer is None:
-            raise ValueError("a text prompt needs the tokenizer; pass token ids, or leave skip_tokenizer_init out")
-        return self.tokenizer.encode(prompt["prompt"])
+        return encode_prompt(prompt, self.tokenizer)
 
     def prepare(self, params: SamplingParams) -> SamplingParams:
         """The parameters as the engine wants them: with token ids for their texts. Any thread may call this.

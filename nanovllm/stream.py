@@ -17,14 +17,6 @@ class EngineDead(RuntimeError):
     """No step loop serves requests any more: it was shut down, or an exception ended it, which is the `__cause__`."""
 
 
-class QueueFull(RuntimeError):
-    """As many sequences wait as `max_queue` allows."""
-
-
-class NeverFits(QueueFull):
-    """So many sequences at once that even an empty queue could not take them."""
-
-
 class RequestAborted(RuntimeError):
     """The request was ended before it was finished, by `abort` or by a shutdown."""
 
@@ -73,6 +65,9 @@ class Stream:
 
     def __aiter__(self) -> "Stream":
         return self
+
+    async def accepted(self) -> None:
+        """Wait until the engine has taken the request: here `submit` has seen to that."""
 
     async def __anext__(self) -> RequestOutput:
         request = self._request

@@ -77,6 +77,17 @@ def text_has_no_torch(sources: Sources) -> list[str]:
     return _reached(sources, "nanovllm.text", lambda name: inside(name, "torch", "triton"))
 
 
+def the_server_has_no_torch(sources: Sources) -> list[str]:
+    """But in the engine's process, which imports it when it makes the engine."""
+    return [
+        f"{module} loads {via}"
+        for module in sources.trees
+        if inside(module, "nanovllm.server")
+        for name, via in sources.loads(module).items()
+        if via is not None and inside(name, "torch", "triton")
+    ]
+
+
 def _reached(sources: Sources, package: str, forbidden: Callable[[str], bool]) -> list[str]:
     """What the modules of a package reach of what is forbidden, by any import."""
     return [
@@ -139,6 +150,7 @@ RULES: list[Rule] = [
     no_import_goes_round_in_a_circle,
     the_control_plane_is_pure_python,
     text_has_no_torch,
+    the_server_has_no_torch,
     the_data_plane_knows_no_requests,
     sampling_and_graphs_know_no_runner,
     collectives_lie_below_the_layers,
@@ -165,6 +177,7 @@ CLASSES = a_reader_holds_two_classes_at_most
 CIRCLE = no_import_goes_round_in_a_circle
 CONTROL = the_control_plane_is_pure_python
 TEXT = text_has_no_torch
+SERVER = the_server_has_no_torch
 BELOW = sampling_and_graphs_know_no_runner
 COLLECTIVES = collectives_lie_below_the_layers
 HOPPER = only_a_choice_names_hopper
@@ -212,6 +225,7 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
         "tools.a",
     ),
     (TEXT, {"nanovllm.text.a": "def f():\n    from nanovllm.b import B", "nanovllm.b": "import torch"}, "torch"),
+    (SERVER, {"nanovllm.server.a": "from nanovllm.b import B", "nanovllm.b": "import torch"}, "torch"),
     (BELOW, {"nanovllm.sampling.a": "from nanovllm.runner.rows import Rows"}, "runner.rows"),
     (BELOW, {"nanovllm.graphs.a": "if TYPE_CHECKING:\n    from nanovllm.runner import model_runner"}, "runner"),
     (COLLECTIVES, {"nanovllm.distributed.a": "from nanovllm.layers.linear import Linear"}, "layers.linear"),

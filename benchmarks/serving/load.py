@@ -57,13 +57,17 @@ class ServerProcess:
         return {name: float(value) for name, value in re.findall(r"^([^#{]+)\S* (\S+)$", text, re.MULTILINE)}
 
     def process_status(self) -> dict[str, float]:
-        """Memory in MiB and the number of threads; empty where there is no /proc."""
-        path = Path(f"/proc/{self.popen.pid}/status")
-        if not path.exists():
+        """Memory in MiB and the number of threads of all its processes; empty where there is no /proc."""
+        parent = self.popen.pid
+        if not Path(f"/proc/{parent}/status").exists():
             return {}
-        text = path.read_text()
-        numbers = {key: int(value) for key, value in re.findall(r"^(VmRSS|Threads):\s+(\d+)", text, re.MULTILINE)}
-        return {"memory_mib": numbers["VmRSS"] / 1024, "threads": numbers["Threads"]}
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        memory, threads = 0, 0
+        for pid in [parent, *children]:
+            text = Path(f"/proc/{pid}/status").read_text()
+            numbers = {key: int(value) for key, value in re.findall(r"^(VmRSS|Threads):\s+(\d+)", text, re.MULTILINE)}
+            memory, threads = memory + numbers["VmRSS"], threads + numbers["Threads"]
+        return {"memory_mib": memory / 1024, "threads": threads}
 
     def wait_idle(self, seconds: float = 60) -> dict[str, float]:
         """The metrics once nothing runs or waits. Raises TimeoutError if it does not come to that."""

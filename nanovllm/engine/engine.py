@@ -14,14 +14,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.grammars import Grammars, Matcher
 from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.engine.plan import Executor, StepHandle, StepMasks, StepPlan
-from nanovllm.engine.request import (
-    Choice,
-    MakeDetokenizer,
-    Request,
-    check_something_is_left,
-    check_token_ids,
-    length_limit,
-)
+from nanovllm.engine.request import Choice, MakeDetokenizer, Request, check_request
 from nanovllm.engine.scheduler import Committed, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.trace import OnEvent, Trace
@@ -72,13 +65,9 @@ class LLMEngine:
         Raises ValueError for a request that could never run, and TypeError for ids that are not integers. Any thread
         may call this.
         """
-        prompt = check_token_ids(prompt_token_ids, params, self.vocab_size)
         if params.stop and self.make_detokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer, and there is none; use stop_token_ids")
-        if params.bad_words and not params.bad_words_ids:
-            raise ValueError(f"bad_words={params.bad_words!r} has no token ids here; see nanovllm/text/bad_words.py")
-        check_something_is_left(params, self.eos_token_ids)
-        return prompt, length_limit(len(prompt), params, self.config)
+        return check_request(prompt_token_ids, params, self.vocab_size, self.eos_token_ids, self.config)
 
     def compile(self, params: SamplingParams) -> Matcher | None:
         """What follows the structured outputs of a request, for `add_request`; None if there are none.
@@ -168,6 +157,16 @@ class LLMEngine:
                 self.scheduler.finish(choice.seq, "abort")
                 self.executor.remove(choice.seq.key)
 
+    @one_at_a_time(wait=False)
+    def stop_choice(self, request_id: str, choice: int) -> None:
+        """End one choice of a request whose reader has met a stop string in it; the other choices go on. A request that
+        is over is no error."""
+        request = self._requests.get(request_id)
+        seq = None if request is None else request.choices[choice].seq
+        if request is not None and seq is not None and seq.key in self.scheduler.sequences:
+            self.scheduler.finish(seq, "stop")
+            self._choice_is_over(request, seq, time.perf_counter())
+
     def has_unfinished(self) -> bool:
         """Whether `step` has something left to do: a request, or a step in flight whose requests have all ended."""
         return bool(self._requests or self._in_flight)
@@ -191,6 +190,15 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Submit the next step, and take in the oldest step that should be finished: the same one, or with asynchronous
         scheduling the step before. Returns an output for every request that got something new."""
+        return self._report(self._advance())
+
+    @one_at_a_time(wait=False)
+    def advance(self) -> list[tuple[Request, Committed]]:
+        """As `step`, but returns what the step brought instead of outputs made of all that there is so far: for each
+        sequence its request, and its new tokens. Nobody is shown text or log-probabilities here."""
+        return self._advance()
+
+    def _advance(self) -> list[tuple[Request, Committed]]:
         plan = self.scheduler.schedule()
         self._someone_waits = len(self.scheduler.waiting) > 0
         handle = self.executor.submit(plan) if plan.scheduled else None
@@ -201,7 +209,19 @@ class LLMEngine:
             self._in_flight.append((plan, handle))
             if not self.config.async_scheduling:
                 committed = self._commit_oldest()
-        return self._report(committed)
+        now = time.perf_counter()
+        news = [(self._requests[one.seq.request_id], one) for one in committed]
+        for request, (seq, token_ids, _) in news:
+            if request.first_token_time is None and token_ids:
+                request.first_token_time = now
+            if request.held:  # the first choice has computed the prompt, or failed
+                for other in request.held:
+                    self._start(other)
+                self._num_held -= len(request.held)
+                request.held = []
+            if seq.finish_reason is not None:
+                self._choice_is_over(request, seq, now)
+        return news
 
     def _commit_oldest(self) -> list[Committed]:
         plan, handle = self._in_flight.popleft()
@@ -219,31 +239,24 @@ class LLMEngine:
                 wanted.append((seq.matcher, guesses.get(key, ())))
         return StepMasks(keys, self.grammars.fill(wanted))
 
-    def _report(self, committed: list[Committed]) -> list[RequestOutput]:
-        now, cumulative = time.perf_counter(), RequestOutputKind.CUMULATIVE
+    def _choice_is_over(self, request: Request, seq: Sequence, now: float) -> None:
+        self.executor.remove(seq.key)
+        if request.finished:
+            request.finished_time = now
+            self._requests.pop(request.request_id, None)  # two choices may end in one step
+
+    def _report(self, news: list[tuple[Request, Committed]]) -> list[RequestOutput]:
+        cumulative = RequestOutputKind.CUMULATIVE
         changed: dict[str, Request] = {}
-        for seq, token_ids, logprobs in committed:
-            request = self._requests[seq.request_id]
+        for request, (seq, token_ids, logprobs) in news:
             choice = request.choices[seq.choice]
             if logprobs is not None:
                 choice.add_logprobs(token_ids, logprobs)
-            if request.first_token_time is None and token_ids:
-                request.first_token_time = now
-            if request.held:  # the first choice has computed the prompt, or failed
-                for other in request.held:
-                    self._start(other)
-                self._num_held -= len(request.held)
-                request.held = []
-            if seq.finish_reason is not None:
-                if choice.detokenizer is not None:
-                    choice.detokenizer.finish()
-                self.executor.remove(seq.key)
+            if seq.finish_reason is not None and choice.detokenizer is not None:
+                choice.detokenizer.finish()
             if seq.finish_reason is not None or request.params.output_kind is cumulative:
                 changed[request.request_id] = request
-        for request in changed.values():
-            if request.finished:
-                del self._requests[request.request_id]
-        return [r.output(now) for r in changed.values() if r.finished or r.params.output_kind is cumulative]
+        return [r.output() for r in changed.values() if r.finished or r.params.output_kind is cumulative]
 
     @one_at_a_time(wait=False)
     def abort_all(self) -> None:

@@ -64,22 +64,26 @@ class Request:
     held: list[Sequence] = field(default_factory=list)  # choices that wait for the first one to compute the prompt
     first_token_time: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # once all are known
+    finished_time: float | None = None
 
     @property
     def finished(self) -> bool:
         return all(choice.seq.finish_reason is not None for choice in self.choices)
 
-    def output(self, now: float) -> RequestOutput:
+    def metrics(self) -> RequestMetrics:
         first = self.choices[0].seq
-        metrics = RequestMetrics(
+        return RequestMetrics(
             arrival_time=self.arrival_time,
             first_scheduled_time=first.first_scheduled_time,
             first_token_time=self.first_token_time,
-            finished_time=now if self.finished else None,
+            finished_time=self.finished_time,
             num_cached_tokens=first.num_cached_tokens,
             num_preemptions=sum(choice.seq.num_preemptions for choice in self.choices),
             speculation=SpeculationStats.total(choice.seq.speculation for choice in self.choices),
         )
+
+    def output(self) -> RequestOutput:
+        first = self.choices[0].seq
         if self.params.prompt_logprobs is not None and len(first.prompt_logprobs) == first.num_to_score:
             self.prompt_logprobs = self.prompt_logprobs or self._with_text(first.prompt_logprobs)
         return RequestOutput(
@@ -89,7 +93,7 @@ class Request:
             prompt_logprobs=self.prompt_logprobs,
             outputs=[choice.output() for choice in self.choices],
             finished=self.finished,
-            metrics=metrics,
+            metrics=self.metrics(),
         )
 
     def _with_text(self, found: list[TokenLogprobs]) -> list[dict[int, Logprob] | None]:
@@ -101,6 +105,25 @@ class Request:
 
 def without_text(found: TokenLogprobs) -> dict[int, Logprob]:
     return {id: Logprob(value, rank) for id, (value, rank) in found.items()}
+
+
+def check_request(
+    prompt_token_ids: SequenceOf[int],
+    params: SamplingParams,
+    vocab_size: int,
+    eos_token_ids: frozenset[int],
+    config: EngineConfig,
+) -> tuple[list[int], int]:
+    """The prompt as a list of plain integers, and the number of tokens at which the request ends with "length".
+
+    Raises ValueError for a request that could never run, and TypeError for ids that are not integers. The server's API
+    processes ask here, too: they have no engine.
+    """
+    prompt = check_token_ids(prompt_token_ids, params, vocab_size)
+    if params.bad_words and not params.bad_words_ids:
+        raise ValueError(f"bad_words={params.bad_words!r} has no token ids here; see nanovllm/text/bad_words.py")
+    check_something_is_left(params, eos_token_ids)
+    return prompt, length_limit(len(prompt), params, config)
 
 
 def check_token_ids(prompt_token_ids: SequenceOf[int], params: SamplingParams, vocab_size: int) -> list[int]:

@@ -5,18 +5,18 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm import __version__
-from nanovllm.async_llm import AsyncLLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import errors
 from nanovllm.server.errors import ApiError, answering, refusing
 from nanovllm.server.generation import Generation, add_all, respond
+from nanovllm.server.interface import Counted, Engine, Meters
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Guard, Watch
 from nanovllm.server.options import AppOptions
@@ -38,17 +38,24 @@ from nanovllm.text.render import Renderer
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 
-def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOptions()) -> FastAPI:  # noqa: B008 (frozen)
+def build_app(
+    llm: Engine,
+    *,
+    model_name: str,
+    options: AppOptions = AppOptions(),  # noqa: B008 (frozen)
+    meters: Meters | None = None,
+) -> FastAPI:
     """The server as an ASGI application. It owns `llm`, and shuts it down when it is shut down itself.
 
+    meters: who counts the requests; None, for an AsyncLLM: this application.
     `app.state.refused(reason)` counts a connection that was closed before it was a request.
     """
-    if llm.llm.tokenizer is None:
+    if llm.tokenizer is None:
         raise ValueError("a server needs the tokenizer; leave skip_tokenizer_init out")
-    tokenizer, config, defaults = llm.llm.tokenizer, llm.llm.config, llm.llm.sampling_defaults
+    tokenizer, config, defaults = llm.tokenizer, llm.config, llm.sampling_defaults
     assert config.max_model_len
     most_characters = config.max_model_len * max(map(len, tokenizer.fast.get_vocab()))
-    metrics, ignored = Metrics(llm, model_name), Unknown()
+    meters, ignored = meters or Metrics(cast(Counted, llm), model_name), Unknown()
     if options.chat_template is not None:
         tokenizer.hf.chat_template = options.chat_template
     tokenizer.renderer = renderer = Renderer()  # whoever made the checkpoint may be no friend
@@ -121,8 +128,8 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
         body: GenerationRequest, request: Request, prompts: list[list[int]], params: SamplingParams, reply: Reply
     ) -> Response:
         salt, field = salt_of(body, request), "prompt" if reply.prompts_in_choices else "messages"
-        queued = await asyncio.to_thread(add_all, llm, prompts, params, salt, body.priority, field)
-        generation = Generation(body, queued, reply, metrics.figures, options.tells_cached_tokens)
+        queued = await add_all(llm, prompts, params, salt, body.priority, field)
+        generation = Generation(body, queued, reply, meters, options.tells_cached_tokens)
         return await respond(generation, request)
 
     @app.post("/v1/completions")
@@ -206,7 +213,9 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        with answering():
+            text = await meters.scrape()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     # The last one is the outermost. Answers to pages of other origins, which may hold no key, need no key.
     app.add_middleware(Guard, options=options)
@@ -214,6 +223,6 @@ def build_app(llm: AsyncLLM, *, model_name: str, options: AppOptions = AppOption
         more: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
         app.add_middleware(CORSMiddleware, allow_origins=options.allowed_origins, **more)
     paths = {path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))}
-    app.add_middleware(Watch, figures=metrics.figures, paths=paths, access_log=options.access_log)
-    app.state.refused = partial(metrics.figures.count, "http_connections_refused")
+    app.add_middleware(Watch, meters=meters, paths=paths, access_log=options.access_log)
+    app.state.refused = partial(meters.count, "http_connections_refused")
     return app

@@ -11,9 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from nanovllm.admission import NeverFits, QueueFull
 from nanovllm.engine.request import ContextLengthExceeded
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.stream import EngineDead, NeverFits, QueueFull, RequestAborted
+from nanovllm.stream import EngineDead, RequestAborted
 
 TYPES = {
     401: "authentication_error",

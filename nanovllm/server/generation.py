@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -10,13 +11,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.async_llm import AsyncLLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, answering, error_body, refusing
-from nanovllm.server.metrics import Figures, RequestObserver
+from nanovllm.server.interface import Engine, Meters, OutputStream
 from nanovllm.server.protocol import GenerationRequest, Json, Reply, Usage
-from nanovllm.stream import Stream
 
 T = TypeVar("T")
 
@@ -27,9 +26,9 @@ class Generation:
     def __init__(
         self,
         body: GenerationRequest,
-        queued: Sequence[tuple[list[int], Stream]],
+        queued: Sequence[tuple[list[int], OutputStream]],
         reply: Reply,
-        figures: Figures,
+        meters: Meters,
         tells_cached_tokens: bool,
     ) -> None:
         """`queued`: the token ids of each prompt, and the stream of its output."""
@@ -37,21 +36,25 @@ class Generation:
         self.prompts = [token_ids for token_ids, _ in queued]
         self.streams = [stream for _, stream in queued]
         self.usage = Usage(sum(map(len, self.prompts)), tells_cached_tokens)
-        self.observers = [RequestObserver(figures) for _ in queued]
+        self.observers = [meters.observe() for _ in queued]
 
     async def whole(self) -> Json:
         """The answer in one piece."""
         choices = []
         for prompt, stream in enumerate(self.streams):
             async for output in stream:  # FINAL_ONLY: there is one
-                choices += self._choices(prompt, output, streamed=False)
+                self._saw(prompt, output)
+                choices += [self._said(prompt, choice, streamed=False) for choice in output.outputs]
         return self.reply.envelope(choices, False) | {"usage": self.usage.json()} | self._prompt_ids()
 
-    async def chunks(self) -> AsyncIterator[Json]:
-        """The answer as the chunks of a stream, each with the choices that went on."""
+    async def stream_to(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+        """The answer as server-sent events, which are handed to `send` as they come.
+
+        Nearly every chunk says nothing but a text, so everything around the text is written once per choice.
+        """
         options, begun = self.body.stream_options, False
 
-        def chunk(choices: list[Json]) -> Json:
+        def chunk(choices: list[Json]) -> bytes:
             nonlocal begun
             more = {} if begun else self._prompt_ids()
             begun = True
@@ -59,34 +62,49 @@ class Generation:
                 more |= {"usage": self.usage.json()}
             elif options.include_usage:
                 more |= {"usage": None}
-            return self.reply.envelope(choices, True) | more
+            return event(self.reply.envelope(choices, True) | more)
 
         total = len(self.streams) * self.body.n
-        openings = [opening for i in range(total) if (opening := self.reply.opening(i)) is not None]
-        if openings:
-            yield chunk(openings)
+        if openings := [opening for i in range(total) if (opening := self.reply.opening(i)) is not None]:
+            await send(chunk(openings))
+        frames: dict[int, tuple[str, str]] = {}  # by choice
+        always_more = self.body.return_token_ids or options.continuous_usage_stats
         async for prompt, output in merged(self.streams):
-            for choice in self._choices(prompt, output, streamed=True):
-                yield chunk([choice])
+            self._saw(prompt, output)
+            pieces = []
+            for choice in output.outputs:
+                i = prompt * self.body.n + choice.index
+                if i in frames and choice.finish_reason is None:
+                    # Text that is held back, for a stop string or an unfinished character, is no news to a client.
+                    if choice.text:
+                        before, after = frames[i]
+                        pieces.append(f"{before}{quoted(choice.text)}{after}".encode())
+                elif self._is_news(choice):
+                    pieces.append(chunk([self._said(prompt, choice, streamed=True)]))
+                    if choice.logprobs is None and not (always_more or choice.finished()):
+                        frames[i] = frame(chunk([self.reply.choice(i, replace(choice, text="\0"), True)]))
+            if pieces:
+                await send(b"".join(pieces))
         if options.include_usage:
-            yield self.reply.envelope([], True) | {"usage": self.usage.json()}
+            await send(event(self.reply.envelope([], True) | {"usage": self.usage.json()}))
 
-    def _choices(self, prompt: int, output: RequestOutput, streamed: bool) -> list[Json]:
+    def _saw(self, prompt: int, output: RequestOutput) -> None:
         self.observers[prompt].saw(output)
         self.usage.add(prompt, output)
-        choices = []
         for choice in output.outputs:
             if choice.finish_reason == "error":
                 numbers = "the logits of this request are not finite, or rule out every token", "bad_logits"
                 grammar = str(choice.stop_reason), "structured_outputs"
                 message, code = numbers if choice.stop_reason is None else grammar
                 raise ApiError(500, message, code=code)
-            # Text that is held back, for a stop string or an unfinished character, is no news to a client.
-            ids = self.body.return_token_ids and choice.token_ids
-            if not streamed or choice.text or choice.logprobs or choice.finished() or ids:
-                said = self.reply.choice(prompt * self.body.n + choice.index, choice, streamed)
-                choices.append(said | self._token_ids(prompt, choice) if self.body.return_token_ids else said)
-        return choices
+
+    def _is_news(self, choice: CompletionOutput) -> bool:
+        ids = self.body.return_token_ids and choice.token_ids
+        return bool(choice.text or choice.logprobs or choice.finished() or ids)
+
+    def _said(self, prompt: int, choice: CompletionOutput, streamed: bool) -> Json:
+        said = self.reply.choice(prompt * self.body.n + choice.index, choice, streamed)
+        return said | self._token_ids(prompt, choice) if self.body.return_token_ids else said
 
     def _token_ids(self, prompt: int, choice: CompletionOutput) -> Json:
         ids: Json = {"token_ids": choice.token_ids}
@@ -108,17 +126,22 @@ class EventStream(StreamingResponse):
     """Server-sent events. Whatever ends it, a client that leaves above all, ends its generation at once."""
 
     def __init__(self, generation: Generation) -> None:
+        super().__init__((), media_type="text/event-stream")
         self.generation = generation
-        super().__init__(self._events(), media_type="text/event-stream")
 
-    async def _events(self) -> AsyncIterator[str]:
+    async def stream_response(self, send: Send) -> None:
+        """All that there is to send, which Starlette would ask of an iterator."""
+
+        async def send_piece(piece: bytes) -> None:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             with answering():
-                async for chunk in self.generation.chunks():
-                    yield event(chunk)
+                await self.generation.stream_to(send_piece)
         except HTTPException as error:  # too late for a status
-            yield event(error_body(error))
-        yield "data: [DONE]\n\n"
+            await send_piece(event(error_body(error)))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -127,11 +150,21 @@ class EventStream(StreamingResponse):
             await self.generation.close()
 
 
-def event(data: Json) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+quoted = json.encoder.encode_basestring  # what it makes of a text
 
 
-async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+def event(data: Json) -> bytes:
+    return f"data: {as_json(data)}\n\n".encode()
+
+
+def frame(chunk: bytes) -> tuple[str, str]:
+    """What stands before and after the text in a chunk whose text is a NUL, and that has nothing else to say."""
+    before, _, after = chunk.decode().partition(quoted("\0"))
+    return before, after
+
+
+async def merged(streams: Sequence[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """The outputs of all streams as they come, each with the index of its stream."""
     if len(streams) == 1:
         async for output in streams[0]:
@@ -154,15 +187,18 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestO
             task.cancel()
 
 
-def add_all(
-    llm: AsyncLLM, prompts: Sequence[list[int]], params: SamplingParams, salt: str | None, priority: int, field: str
-) -> list[tuple[list[int], Stream]]:
+async def add_all(
+    llm: Engine, prompts: Sequence[list[int]], params: SamplingParams, salt: str | None, priority: int, field: str
+) -> list[tuple[list[int], OutputStream]]:
     """Queue every prompt, given by its token ids, or none of them. Raises ApiError, which names the `field` that the
     prompts come from."""
-    with refusing(field):
-        checked = [llm.check({"prompt_token_ids": prompt, "cache_salt": salt}, params) for prompt in prompts]
+    given = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
+    with refusing(field):  # in a thread, as long prompts take their time
+        checked = await asyncio.to_thread(lambda: [llm.check(prompt, params) for prompt in given])
     with answering():
-        streams = llm.submit(checked, priority=priority)
+        streams = llm.submit(checked, priority=priority)  # dropped, they abort
+        for stream in streams:
+            await stream.accepted()
     return [(request.prompt_token_ids, stream) for request, stream in zip(checked, streams, strict=True)]
 
 

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import RequestOutput
+from nanovllm.server.interface import Counted
 from nanovllm.stream import EngineDead
 
 # Upper bounds of buckets: vLLM's, and for gaps some that are smaller.
@@ -87,7 +87,7 @@ class Figures:
 class Metrics(Collector):
     """What /metrics says: the figures, and the state of the engine at the time of asking."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, llm: Counted, model_name: str) -> None:
         self.figures = Figures()
         self._llm = llm
         self._labels = {"model_name": model_name, "engine": "0"}
@@ -96,6 +96,15 @@ class Metrics(Collector):
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+    async def scrape(self) -> bytes:
+        return self.text()
+
+    def count(self, name: str, *labels: str) -> None:
+        self.figures.count(name, *labels)
+
+    def observe(self) -> "RequestObserver":
+        return RequestObserver(self.figures)
 
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
@@ -141,7 +150,7 @@ class Metrics(Collector):
         yield by_position
 
 
-def engine_state(llm: AsyncLLM) -> Iterator[tuple[str, str, float]]:
+def engine_state(llm: Counted) -> Iterator[tuple[str, str, float]]:
     """Name, help text and value of each gauge."""
     scheduler: Scheduler = llm.llm.engine.scheduler
     try:
@@ -157,10 +166,11 @@ def engine_state(llm: AsyncLLM) -> Iterator[tuple[str, str, float]]:
 
 
 class RequestObserver:
-    """Counts what becomes of one request."""
+    """Counts what becomes of one request. `counts_gaps`: the times between tokens, too, as they are seen here."""
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, figures: Figures, counts_gaps: bool = True) -> None:
         self._figures = figures
+        self._counts_gaps = counts_gaps
         self._last_token_time: float | None = None
         self._num_tokens: Counter[int] = Counter()  # by choice
         self._reason: str | None = None  # what ended the first choice
@@ -194,7 +204,7 @@ class RequestObserver:
             figures.count("vllm:prefix_cache_hits", by=delta.num_cached_tokens)
             number -= 1
         now = times.finished_time or time.perf_counter()
-        if number and self._last_token_time is not None:
+        if number and self._last_token_time is not None and self._counts_gaps:
             # Of tokens that come together, each counts with its share of the time since those before.
             figures.observe("vllm:inter_token_latency_seconds", (now - self._last_token_time) / number, number)
             self._last_token_time = now

@@ -13,7 +13,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import ApiError, error_response
-from nanovllm.server.metrics import Figures
+from nanovllm.server.interface import Meters
 from nanovllm.server.options import AppOptions, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ class Watch:
     counts the answer by its status; writes the access log, without queries and bodies. An exception that nobody foresaw
     becomes a 500, and a traceback in the log under the same id."""
 
-    def __init__(self, app: ASGIApp, figures: Figures, paths: Collection[str], access_log: bool) -> None:
+    def __init__(self, app: ASGIApp, meters: Meters, paths: Collection[str], access_log: bool) -> None:
         """`paths`: those that are told apart in the figures, beside the routes with parameters."""
-        self.app, self.figures, self.paths, self.access_log = app, figures, paths, access_log
+        self.app, self.meters, self.paths, self.access_log = app, meters, paths, access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,7 +66,7 @@ class Watch:
         path = path_of(scope)
         route = getattr(scope.get("route"), "path", "other")
         method = scope["method"] if scope["method"] in METHODS else "other"
-        self.figures.count("http_requests", path if path in self.paths else route, method, str(status))
+        self.meters.count("http_requests", path if path in self.paths else route, method, str(status))
         if self.access_log:
             probe = path in OPEN_PATHS and status == 200  # of which there is one every few seconds
             client = (scope.get("client") or ["-"])[0]

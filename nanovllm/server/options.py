@@ -103,6 +103,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--config", help="a TOML file with options: max-queue = 100")
     for name, kind in ENGINE.items():
         add(f"--{name.replace('_', '-')}", type=kind, help="as in nanovllm.config")
+    add("--api-servers", type=int, help="processes for HTTP and text before the engine's (default: by the cores)")
     add("--max-queue", type=int, default=512, help="sequences that may wait (default %(default)s)")
     add("--served-model-name", help="what clients call the model (default: the last part of its path)")
     add("--chat-template", help="a file with another chat template than the checkpoint's")
@@ -223,6 +224,8 @@ def check(args: argparse.Namespace) -> None:
         )
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be from 0 to 65535; got {args.port}")
+    if args.api_servers is not None and not 1 <= args.api_servers <= 64:
+        raise ValueError(f"--api-servers must be from 1 to 64; got {args.api_servers}")
     for name in "max_queue", "max_connections", "max_body_mib", "receive_timeout", "drain_timeout":
         if not 0 < getattr(args, name) < 2**31:
             raise ValueError(f"--{name.replace('_', '-')} must be positive; got {getattr(args, name)}")

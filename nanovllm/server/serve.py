@@ -1,98 +1,301 @@
-"""The life of the server: bind, load, serve; on SIGTERM finish what runs, refuse what comes, exit with 0."""
+"""The life of the server: one process for the engine and some for HTTP, started, watched and ended by their parent."""
 
 import argparse
-import asyncio
-import gc
 import logging
+import os
 import signal
 import socket
 import sys
-from contextlib import suppress
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
 
-import uvicorn
+import zmq
 
-from nanovllm.async_llm import AsyncLLM
-from nanovllm.server.app import build_app
-from nanovllm.server.connections import uvicorn_config
-from nanovllm.server.options import AppOptions, engine_options
-from nanovllm.stream import EngineDead
+from nanovllm.server import api_process, messages
+from nanovllm.server.api_process import DEAD, DRAIN, NOW, READY
+from nanovllm.server.child import SIGNALS
+from nanovllm.server.engine_process import ServedLLM, make_llm, run_engine
+from nanovllm.server.messages import EngineInfo, Gone, Quit
+from nanovllm.server.options import engine_options
+from nanovllm.server.wires import Wires, wires
 
+logger = logging.getLogger(__name__)
 
-class Server(uvicorn.Server):
-    """Prints its address once it answers, ends what outlasts the drain, and ends itself when its engine is dead."""
-
-    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, drain_timeout: float) -> None:
-        super().__init__(config)
-        self.llm, self.drain_timeout = llm, drain_timeout
-        self.engine_died = False
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for sock in sockets or []:
-            host, port = sock.getsockname()[:2]
-            address = f"[{host}]" if ":" in host else host
-            scheme = "https" if self.config.is_ssl else "http"
-            print(f"nanovllm is serving at {scheme}://{address}:{port}{self.config.root_path}", flush=True)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; True ends the server."""
-        try:
-            self.llm.check_health()
-        except EngineDead:
-            self.engine_died = True  # before any order: whoever waits has been told by the engine
-        return bool(await super().on_tick(counter)) or self.engine_died
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        cut = asyncio.create_task(self._cut_the_drain())
-        await super().shutdown(sockets)
-        cut.cancel()
-        if self.force_exit:  # a second Ctrl-C ends the wait for answers; the step loop must end in order all the same
-            await self.lifespan.shutdown()
-
-    async def _cut_the_drain(self) -> None:
-        """After `drain_timeout`, abort what is not answered, so that clients are told: uvicorn would cut them off."""
-        await asyncio.sleep(self.drain_timeout)
-        await self.llm.shutdown(drain=False)
+GRACE = 5  # seconds in which a process that was told to end must have ended
+MOST_RESTARTS = 3  # of API processes within
+RESTART_PERIOD = 60  # seconds; more are no accident
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Run until SIGTERM or Ctrl-C. `args` are checked. Raises ValueError or OSError for what can be known before that,
-    and SystemExit with a status that is not 0 when the engine has died."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also what uvicorn ends with, once it has drained
-    logging.getLogger("uvicorn.error").addFilter(is_news)
-    with bind(args.host, args.port) as sock:  # a port that is taken shows before a model is loaded
-        llm = AsyncLLM(args.model, max_queue=args.max_queue, **engine_options(args))
-        assert llm.llm.tokenizer is not None
-        name = args.served_model_name or model_name(args.model, llm.llm.path)
-        app = build_app(llm, model_name=name, options=AppOptions.chosen(args))
-        with suppress(ValueError):  # no chat template; otherwise the first chat need not wait for it to be compiled
-            llm.llm.tokenizer.encode_chat([{"role": "user", "content": "?"}])
-        server = Server(uvicorn_config(app, args, app.state.refused), llm, args.drain_timeout)
-        gc.collect()
-        gc.freeze()  # what is loaded stays: a full collection would look at all of it, and no token come meanwhile
-        server.run(sockets=[sock])
-        if server.engine_died:
-            raise SystemExit("nanovllm: the engine has died, see above")
+    """Run until SIGTERM or Ctrl-C. `args` are checked.
+
+    Raises ValueError or OSError for what can be known before that, ChildProcessError if a process ended without being
+    told, and KeyboardInterrupt after Ctrl-C.
+    """
+    with bind(args.host, args.port, num_api_servers(args.api_servers)) as sockets, wires() as used:
+        Family(used, sockets, args).run(make_llm, (args.model, engine_options(args)))
 
 
-def is_news(record: logging.LogRecord) -> bool:
-    """False for the traceback of a request that a shutdown cuts short: uvicorn tells of it in a line of its own."""
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+def num_api_servers(wanted: int | None) -> int:
+    """Raises ValueError for several where the system does not spread connections over them."""
+    if sys.platform != "linux":
+        if (wanted or 1) > 1:
+            raise ValueError(f"--api-servers {wanted} needs Linux, which spreads connections over processes; use 1")
+        return 1
+    return wanted or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
-def bind(host: str, port: int) -> socket.socket:
+@contextmanager
+def bind(host: str, port: int, num: int) -> Iterator[list[socket.socket]]:
+    """So many sockets at one port. Nobody else can have it: it shows before a model is loaded that a port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise OSError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port") from None
-    return sock
+    with ExitStack() as stack:
+
+        def bound(*options: int, port: int) -> socket.socket:
+            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            for option in options:
+                sock.setsockopt(socket.SOL_SOCKET, option, 1)
+            sock.bind((host, port))
+            return sock
+
+        try:
+            alone = bound(socket.SO_REUSEADDR, port=port)
+            if sys.platform != "linux":
+                sockets = [alone]
+            else:
+                # Ours share the port (SO_REUSEPORT), and the system spreads connections over them. A second server's
+                # `alone` finds it taken, also before ours listen: that is why they have SO_REUSEADDR only then.
+                port = alone.getsockname()[1]
+                alone.close()
+                sockets = [bound(socket.SO_REUSEPORT, port=port) for _ in range(num)]
+        except OSError as error:
+            raise OSError(
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
+            ) from None
+        yield sockets
 
 
-def model_name(model: str | None, path: Path) -> str:
-    """What clients call the model: the hub id, or of a directory the last part, as the rest is nobody's business."""
-    return model if model and not Path(model).exists() else path.resolve().name
+@dataclass(eq=False)
+class Api:
+    """An API process."""
+
+    place: int  # which of the sockets is its own
+    sender: int
+    process: BaseProcess
+    control: Connection
+    ready: bool = False
+
+    def tell(self, order: bytes) -> None:
+        with suppress(OSError):  # it is gone, which its sentinel tells
+            self.control.send_bytes(order)
+
+
+class Family:
+    """The parent's view of the processes. Orders go down: nobody else decides when to end."""
+
+    def __init__(self, wires: Wires, sockets: Sequence[socket.socket], options: argparse.Namespace) -> None:
+        self.wires = wires
+        self.sockets = sockets
+        self.options = argparse.Namespace(**{k: v for k, v in vars(options).items() if not callable(v)})
+        self.context = get_context("spawn")
+        self.apis: list[Api] = []
+        self.engine: BaseProcess
+        self.engine_is_over = False
+        self._processes: list[BaseProcess] = []  # all there ever were
+        self.info: bytes | None = None
+        self.first_signal: int | None = None
+        self.failure: str | None = None
+        self.ending = False
+        self.deadline = float("inf")
+        self.announced = False
+        self._num_started = 0
+        self._restarts: list[float] = []
+        self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._signals, self._signal_writer = self.context.Pipe(duplex=False)
+
+    def run(self, make: Callable[..., ServedLLM], arguments: tuple[Any, ...]) -> None:
+        """Start all processes, the engine's with `make(*arguments)` in it, and watch them to the end."""
+        previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        try:
+            self.report, theirs = self.context.Pipe(duplex=False)
+            self.engine = self._start("engine", run_engine, (self.wires, make, arguments, self.options, theirs))
+            theirs.close()
+            for place in range(len(self.sockets)):
+                self._start_api(place)
+            while not self.ending or self.apis:
+                self._wait()
+            self._end_engine()
+        finally:
+            self._end_all()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if self.failure is not None:
+            raise ChildProcessError(self.failure)
+        if self.first_signal == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal_writer.send_bytes(bytes([number]))
+
+    # --- starting ---
+
+    def _start(self, name: str, target: Any, arguments: tuple[Any, ...]) -> BaseProcess:
+        process = self.context.Process(target=target, args=arguments, name=name)
+        if hasattr(signal, "pthread_sigmask"):  # a signal waits until the new process can tell what it means
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            process.start()
+        finally:
+            if hasattr(signal, "pthread_sigmask"):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        self._processes.append(process)
+        return process
+
+    def _start_api(self, place: int) -> None:
+        ours, theirs = self.context.Pipe()
+        self._num_started += 1
+        sender = self._num_started
+        arguments = self.wires, sender, self.sockets[place], self.options, theirs
+        process = self._start(f"API process {place}", api_process.run_api, arguments)
+        theirs.close()
+        self.apis.append(api := Api(place, sender, process, ours))
+        if self.info is not None:
+            api.tell(self.info)
+
+    # --- watching ---
+
+    def _wait(self) -> None:
+        """Until something happens, and see to it."""
+        by_pipe = {api.control: api for api in self.apis}
+        by_sentinel = {api.process.sentinel: api for api in self.apis}
+        waited: list[Any] = [self._signals, *by_pipe, *by_sentinel]
+        if not self.engine_is_over:
+            waited += [self.engine.sentinel] if self.info else [self.engine.sentinel, self.report]
+        timeout = None if self.deadline == float("inf") else max(0.0, self.deadline - time.monotonic())
+        ready = connection.wait(waited, timeout)
+        if not ready:  # the deadline
+            for api in self.apis:
+                api.process.kill()
+            self.deadline = float("inf")
+        for found in ready:
+            if found is self._signals:
+                self._on_signal(self._signals.recv_bytes()[0])
+            elif found == self.engine.sentinel:
+                self._on_engine_death()
+            elif found is self.report:
+                self._on_report()
+            elif found in by_pipe:
+                self._hear(by_pipe[found])
+            elif found in by_sentinel:
+                self._on_api_death(by_sentinel[found])
+
+    def _on_report(self) -> None:
+        """The engine is ready, or could not be."""
+        try:
+            raw = self.report.recv_bytes()
+        except EOFError:  # it died
+            self._on_engine_death()
+            return
+        found = messages.decode_start(raw)
+        if not isinstance(found, EngineInfo):
+            raise {"TypeError": TypeError, "ValueError": ValueError}.get(found.kind, OSError)(found.message)
+        self.info = raw
+        self.to_engine = self.wires.connect(self._zmq, found.address)
+        for api in self.apis:
+            api.tell(raw)
+
+    def _hear(self, api: Api) -> None:
+        try:
+            api.ready = api.control.recv_bytes() == READY
+        except (EOFError, OSError):
+            api.process.join(GRACE)
+            self._on_api_death(api)
+        if not self.announced and all(api.ready for api in self.apis):
+            self.announced = True
+            host, port = self.sockets[0].getsockname()[:2]
+            address = f"[{host}]" if ":" in host else host
+            scheme = "https" if self.options.ssl_certfile else "http"
+            print(f"nanovllm is serving at {scheme}://{address}:{port}{self.options.root_path}", flush=True)
+
+    def _on_api_death(self, api: Api) -> None:
+        """Its clients are lost, and their requests with them. Another process takes its place and its socket, where
+        connections wait meanwhile."""
+        if api not in self.apis:
+            return
+        self.apis.remove(api)
+        api.process.join()
+        api.control.close()
+        if self.info is not None:
+            self.to_engine.send(messages.encode(Gone(api.sender)), zmq.NOBLOCK)
+        if self.ending:
+            return
+        now = time.monotonic()
+        self._restarts = [then for then in self._restarts if now - then < RESTART_PERIOD]
+        if not api.ready or len(self._restarts) >= MOST_RESTARTS:
+            self._end(f"an API process {how_it_ended(api.process)}" + ("" if api.ready else " before it was ready"))
+            return
+        logger.warning("an API process %s; another one takes its place", how_it_ended(api.process))
+        self._restarts.append(now)
+        self._start_api(api.place)
+
+    def _on_engine_death(self) -> None:
+        if self.engine_is_over:
+            return
+        self.engine_is_over = True
+        if self.report.poll():
+            self._on_report()  # why it could not start
+        self.engine.join()
+        launched = self.info is None and self.engine.exitcode == 0  # a rank that torchrun started, and that has served
+        reason = None if launched else f"the engine's process {how_it_ended(self.engine)}"
+        for api in self.apis:
+            api.tell(DEAD + (reason or "").encode())
+        self._end(reason)
+
+    def _on_signal(self, number: int) -> None:
+        if not self.ending:
+            self.first_signal = number
+            self._end(None)
+        elif number == signal.SIGINT:  # again: nobody wants to wait for answers
+            self.deadline = time.monotonic() + GRACE
+            for api in self.apis:
+                api.tell(NOW)
+
+    # --- ending ---
+
+    def _end(self, failure: str | None) -> None:
+        """Let the API processes finish their answers, if they can have any."""
+        self.failure = self.failure or failure
+        if self.ending:
+            return
+        self.ending = True
+        self.deadline = time.monotonic() + 2 * GRACE + (self.options.drain_timeout if failure is None else 0)
+        for api in self.apis:
+            if self.info is None:
+                api.process.kill()
+            else:
+                api.tell(DRAIN)
+
+    def _end_engine(self) -> None:
+        """When no API process is left."""
+        if self.info is not None and not self.engine_is_over:
+            self.to_engine.send(messages.encode(Quit()), zmq.NOBLOCK)
+            self.engine.join(2 * GRACE)
+
+    def _end_all(self) -> None:
+        """Whatever happened, nobody stays."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._zmq.destroy(linger=0)
+
+
+def how_it_ended(process: BaseProcess) -> str:
+    code = process.exitcode or 0
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has ended with status {code}"

@@ -33,6 +33,7 @@ class Detokenizer:
         self._num_tokens = 0
         self._unread: list[int] = []  # not decoded before somebody asks, unless there are stop strings to look for
         self._shown: list[str] = []
+        self._taken = ""  # the end of what was taken, as long as a stop string may reach back
         self._held = ""  # the end of the text, which waits in the stream or may become a stop string
         self._pending = ""  # the part of it that waits in the stream
         self._cursor = (
@@ -50,6 +51,14 @@ class Detokenizer:
             self._shown = ["".join(self._shown)]
         return self._shown[0] if self._shown else ""
 
+    def take(self) -> str:
+        """The part of `text` that was not taken before. From then on `text` is without it."""
+        text = self.text
+        self._shown = []
+        if self._stops is not None:
+            self._taken = (self._taken + text)[-len(self._stops.stops[0]) :]
+        return text
+
     def append(self, token_id: int) -> str | None:
         """Take in the next token; returns the stop string that has been met. A stop string counts only if it ends
         after the first `min_tokens` tokens."""
@@ -59,7 +68,7 @@ class Detokenizer:
             self._num_tokens += 1
             if self._skip_special_tokens and self._texts.tokens[token_id].is_special:
                 if self._across is None:
-                    self._across = StopsAcrossHidden(self._stops.stops, self.text + self._held)
+                    self._across = StopsAcrossHidden(self._stops.stops, self._taken + self.text + self._held)
                 self._go_on("", self._stops, hidden=self._texts.after(None, token_id).decode(errors="replace"))
             else:
                 self._read(self._stream.feed([token_id]), self._stops)

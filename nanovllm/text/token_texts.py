@@ -123,18 +123,21 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now and was not before."""
-        texts, new = self._texts, []
-        for token_id in token_ids:
-            token = texts.tokens[token_id]
-            if not token.exists or (token.is_special and self._skip_special_tokens):
-                continue
+        texts, tokens, skip = self._texts, self._texts.tokens, self._skip_special_tokens
+        read = [i for i in token_ids if tokens[i].exists and not (skip and tokens[i].is_special)]
+        if not texts.has_byte_tokens:
+            pieces = []
+            for token_id in read:
+                pieces.append(texts.after(self._previous, token_id))
+                self._previous = token_id
+            return self._characters.decode(b"".join(pieces))
+        new = []
+        for token_id in read:
             raw = texts.after(self._previous, token_id)
             self._previous = token_id
-            if not texts.has_byte_tokens:
-                new.append(self._characters.decode(raw))
-            elif token.byte:
+            if byte := tokens[token_id].byte:
                 self._num_dropped += not raw
-                new.append(self._go_on(token.byte))
+                new.append(self._go_on(byte))
             else:
                 new += self.flush(), raw.decode()
         return "".join(new)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams
+from nanovllm.admission import QueueFull
 from nanovllm.sampling_params import RequestOutputKind
-from nanovllm.stream import QueueFull, RequestAborted
+from nanovllm.stream import RequestAborted
 from tests.server.harness import STORY, greedy, idle, read, serving, tokens
 from tests.server.shadow import SMALL, Gate
 from tests.server.waiting import until

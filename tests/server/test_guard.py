@@ -10,10 +10,10 @@ import httpx
 import openai
 import pytest
 
+from nanovllm.admission import NeverFits, QueueFull
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.server.middleware import is_allowed_host
 from nanovllm.server.options import AppOptions
-from nanovllm.stream import NeverFits, QueueFull
 from tests.server.harness import Served, greedy, read, server, serving
 from tests.server.shadow import Gate
 from tests.server.test_errors import CHAT, COMPLETIONS, ask, error_of

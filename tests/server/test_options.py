@@ -41,7 +41,7 @@ def test_every_option_may_come_from_everywhere(tmp_path: Path) -> None:
         "max_num_seqs": 6, "max_num_batched_tokens": 7, "num_kv_blocks": 8, "gpu_memory_utilization": 0.5,
         "kv_cache_gib": 0.25, "tensor_parallel_size": 2, "speculative": {"method": "ngram", "k": 2},
         "generation_config": "vllm", "max_queue": 9, "served_model_name": "m", "host": "::1", "port": 10,
-        "chat_template": "t", "root_path": "/llm",
+        "chat_template": "t", "root_path": "/llm", "api_servers": 3,
         "ssl_certfile": "c", "ssl_keyfile": "k", "api_key": ["x", "y"], "isolate_keys": True,
         "insecure": True, "allowed_hosts": ["h", "i"], "allowed_origins": ["o"], "allow_priority": True,
         "enable_prompt_tokens_details": True, "max_connections": 11, "max_body_mib": 1.5, "receive_timeout": 2.5,

@@ -1,0 +1,258 @@
+"""What serving costs, without a model: fake tokens through the real engine loop, real messages and real HTTP.
+
+    python -m benchmarks.serving.mock [--api-servers 1] [--streams 256] [--rate 50000] [--seconds 10]
+
+An executor that computes nothing gives every sequence a random token of the story model's vocabulary at each step, and
+takes as long for it as a GPU would that makes `--rate` tokens a second. Everything else is what `nanovllm serve` runs.
+The clients read streams, one after the other each. So a machine without a GPU shows
+
+- the CPU time that a token costs each process (the engine's own share is measured apart, without any server),
+- how many tokens a chunk has: more than one where an API process could not take all in time and deltas were merged,
+- fairness: how many tokens the worst and the best of all streams got in the same time.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
+from nanovllm.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parents[2]  # not from `benchmarks.lib`, which imports torch
+EMBEDDED_MODEL = ROOT / "assets" / "story_model"
+VOCAB_SIZE = 4096
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
+CONFIG = EngineConfig(
+    num_kv_blocks=8192,
+    kvcache_block_size=256,
+    max_model_len=4096,
+    max_num_seqs=512,
+    async_scheduling=True,
+    enable_prefix_caching=False,
+)
+
+
+# --- a model that is none ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeStep:
+    result_of_step: StepResult
+    due: float  # seconds of time.perf_counter()
+
+    def guesses(self) -> dict[int, list[int]]:
+        return {}
+
+    def draw(self, masks: StepMasks) -> None: ...
+
+    def result(self) -> StepResult:
+        time.sleep(max(0.0, self.due - time.perf_counter()))
+        return self.result_of_step
+
+
+class FakeExecutor:
+    """Steps take their time one after the other, as on a GPU."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._free = 0.0
+        draw = random.Random(0)
+        self._tokens = [draw.randrange(300, VOCAB_SIZE) for _ in range(4096)]
+        self._next = 0
+
+    def add(self, key: int, token_ids: Sequence[int], params: SamplingParams) -> None: ...
+    def remove(self, key: int) -> None: ...
+    def close(self) -> None: ...
+
+    def submit(self, plan: StepPlan) -> FakeStep:
+        keys = [item.key for item in plan.scheduled if item.sample]
+        self._next += len(keys)
+        tokens = {key: ([self._tokens[(self._next + i) % 4096]], None) for i, key in enumerate(keys)}
+        now = time.perf_counter()
+        self._free = max(self._free, now) + len(keys) / self.rate
+        return FakeStep(StepResult(tokens), self._free)  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeLLM:
+    """As much of `LLM` as the engine's process uses."""
+
+    rate: float
+    path: Path = EMBEDDED_MODEL
+    config: EngineConfig = CONFIG
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.engine = LLMEngine(FakeExecutor(self.rate), self.config, vocab_size=VOCAB_SIZE)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def engine_alone(num_streams: int, num_steps: int = 400) -> float:
+    """CPU time of a token in the engine itself, in us: scheduling and committing, as offline."""
+    engine = FakeLLM(1e12).engine
+    for i in range(num_streams):
+        engine.add_request(str(i), [1] * 16, SamplingParams(max_tokens=4000, ignore_eos=True))
+    for _ in range(10):
+        engine.advance()
+    start = time.process_time()
+    for _ in range(num_steps):
+        engine.advance()
+    return 1e6 * (time.process_time() - start) / (num_steps * num_streams)
+
+
+def run_server(options: argparse.Namespace) -> None:
+    """What `nanovllm serve` does, with the fake in place of a model."""
+    from nanovllm.cli import parser
+    from nanovllm.server.serve import Family, bind
+    from nanovllm.server.wires import wires
+
+    args = parser().parse_args(["serve", "--no-access-log", "--drain-timeout", "1", "--max-queue", "10000"])
+    args.settle(args)
+    with bind("127.0.0.1", 0, options.api_servers) as sockets, wires() as used:
+        Family(used, sockets, args).run(FakeLLM, (options.rate,))
+
+
+# --- clients ----------------------------------------------------------------------------------------------------------
+
+
+class Reader(asyncio.Protocol):
+    """One stream after the other, over one connection each; looks at as little as possible of what it reads."""
+
+    def __init__(self, max_tokens: int) -> None:
+        body = {"prompt": "Once upon a time", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        body["stream_options"] = {"include_usage": True}
+        content = json.dumps(body).encode()
+        head = f"{HEAD}\r\nContent-Length: {len(content)}\r\n\r\n"
+        self.request = head.encode() + content
+        self.num_chunks = 0
+        self.tail = b""
+        self.ended = 0
+        self.gaps: list[float] = []
+        self._last = 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self._last:
+            self.gaps.append(now - self._last)
+        self._last = now
+        self.num_chunks += data.count(b'"text":')
+        if b"[DONE]" in data:
+            self.ended += 1
+            self._last = 0.0
+            self.transport.write(self.request)
+
+
+def children(pid: int) -> list[int]:
+    """The engine's process first, then the API processes."""
+    tasks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(p) for p in tasks if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """In Python and libraries, and in the kernel: the second is mostly sending and waking, which virtual machines make
+    dear."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    tick = os.sysconf("SC_CLK_TCK")
+    return int(fields[11]) / tick, int(fields[12]) / tick
+
+
+def memory_mib(pid: int) -> float:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    return int(fields["Pss"].split()[0]) / 1024
+
+
+def generated(port: int) -> float:
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+    [line] = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
+    return float(line.rpartition(" ")[2])
+
+
+async def measure(port: int, pids: list[int], options: argparse.Namespace) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
+    readers = [Reader(options.max_tokens) for _ in range(options.streams)]
+    for reader in readers:
+        await loop.create_connection(lambda reader=reader: reader, "127.0.0.1", port)  # type: ignore[misc]
+    await asyncio.sleep(2)
+    for reader in readers:
+        reader.gaps.clear()
+    tokens, chunks = await asyncio.to_thread(generated, port), [reader.num_chunks for reader in readers]
+    cpu, own, start = [cpu_seconds(pid) for pid in pids], time.process_time(), time.perf_counter()
+    await asyncio.sleep(options.seconds)
+    after, own, seconds = [cpu_seconds(pid) for pid in pids], time.process_time() - own, time.perf_counter() - start
+    counts = [reader.num_chunks - before for reader, before in zip(readers, chunks, strict=True)]
+    tokens = await asyncio.to_thread(generated, port) - tokens
+    gaps = sorted(gap for reader in readers for gap in reader.gaps)
+    for reader in readers:
+        reader.transport.abort()
+    used = [(now[0] - before[0], now[1] - before[1]) for now, before in zip(after, cpu, strict=True)]
+    user, kernel = sum(u for u, _ in used[1:]), sum(k for _, k in used[1:])
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_chunk": tokens / sum(counts),
+        "engine_us_per_token": (1e6 * used[0][0] / tokens, 1e6 * used[0][1] / tokens),
+        "api_us_per_token": (1e6 * user / tokens, 1e6 * kernel / tokens),
+        "api_us_per_chunk": (1e6 * user / sum(counts), 1e6 * kernel / sum(counts)),
+        "busy": [sum(u) / seconds for u in used],
+        "client_busy": own / seconds,
+        "fairness": (min(counts), max(counts)),
+        "gap_ms": [1e3 * gaps[int(len(gaps) * q)] for q in (0.5, 0.99)],
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.serving.mock", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--api-servers", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--rate", type=float, default=50_000, help="tokens a second of the fake GPU")
+    parser.add_argument("--max-tokens", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.server:
+        run_server(options)
+        return 0
+    print(f"engine alone: {engine_alone(options.streams):.2f} us a token")
+    command = [sys.executable, "-m", "benchmarks.serving.mock", "--server", "--rate", str(options.rate)]
+    popen = subprocess.Popen(
+        [*command, "--api-servers", str(options.api_servers)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert popen.stdout is not None
+        port = int(popen.stdout.readline().rpartition(":")[2])
+        pids = children(popen.pid)
+        idle = [cpu_seconds(pid) for pid in [popen.pid, *pids]]
+        time.sleep(5)
+        print(
+            "idle:",
+            [f"{100 * (sum(cpu_seconds(p)) - sum(b)) / 5:.2f}%" for p, b in zip([popen.pid, *pids], idle, strict=True)],
+        )
+        print("MiB:", [round(memory_mib(pid)) for pid in [popen.pid, *pids]])
+        for name, value in asyncio.run(measure(port, pids, options)).items():
+            print(f"{name}: {value}")
+        popen.terminate()
+        return popen.wait(30)
+    finally:
+        popen.kill()
+        popen.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""What the processes of a server tell each other: typed, in MessagePack, and never a pickle.
+
+To the engine's process goes one message for whatever happens to a request. From there comes one message a step to each
+API process, the `Update`. It has only what is new: tokens as deltas, in arrays, and no text.
+
+A *stream* is one choice of a request. The API process numbers its streams: a request has the number `key`, and its
+n choices are the streams `key` to `key + n - 1`.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields
+from itertools import chain
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from nanovllm.engine.plan import TokenLogprobs
+from nanovllm.outputs import FinishReason, RequestMetrics
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
+
+# --- sampling parameters: one struct, made from the fields of the dataclass -------------------------------------------
+
+
+def wire_type(hint: Any) -> Any:
+    """The type in which a parameter arrives: `SamplingParams` takes any iterable, and has made a tuple of it."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Iterable:
+        return tuple[wire_type(arguments[0]), ...]  # type: ignore[misc]
+    if origin in (Union, UnionType):
+        return Union[tuple(map(wire_type, arguments))]  # noqa: UP007 (a union of types that are known only now)
+    return dict[str, Any] if hint is StructuredOutputsParams else hint
+
+
+def _fields() -> Iterable[tuple[str, Any, Any]]:
+    hints = get_type_hints(SamplingParams)
+    for field in fields(SamplingParams):
+        made = field.default_factory
+        default = field.default if made is MISSING else msgspec.field(default_factory=made)
+        yield field.name, wire_type(hints[field.name]), default
+
+
+# Parameters with their default are left out of the message.
+_Params = msgspec.defstruct("Params", _fields(), omit_defaults=True)
+_encode, _decode_params = Encoder().encode, Decoder(_Params).decode
+_NAMES = [field.name for field in fields(SamplingParams)]
+
+
+def encode_params(params: SamplingParams) -> msgspec.Raw:
+    values = dict(vars(params))
+    if params.structured_outputs is not None:
+        values["structured_outputs"] = vars(params.structured_outputs)
+    return msgspec.Raw(_encode(_Params(**values)))
+
+
+def decode_params(raw: msgspec.Raw) -> SamplingParams:
+    """Not checked again: they were when they were made, in the API process."""
+    found: Any = _decode_params(raw)
+    values = {name: getattr(found, name) for name in _NAMES}
+    if found.structured_outputs is not None:
+        values["structured_outputs"] = StructuredOutputsParams(**found.structured_outputs)
+    return SamplingParams().changed(**values)
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def pack(kind: str, values: Iterable[Any]) -> bytes:
+    """`kind` as in `array`: "i" is int32, "q" int64, "d" float64."""
+    return array(kind, values).tobytes()
+
+
+def unpack(kind: str, raw: bytes) -> list[Any]:
+    values = array(kind)
+    values.frombytes(raw)
+    return values.tolist()
+
+
+# --- to the engine ----------------------------------------------------------------------------------------------------
+
+
+class FromApi(Struct, array_like=True, tag=True):
+    sender: int  # the number of the API process; never used twice
+
+
+class Hello(FromApi):
+    """The first message of an API process: where it listens."""
+
+    address: str
+
+
+class Prompt(Struct, array_like=True):
+    key: int
+    token_ids: bytes  # int32
+    params: msgspec.Raw  # see `encode_params`
+    cache_salt: str | None
+
+
+class Add(FromApi):
+    """Prompts that are queued together, or refused together."""
+
+    prompts: list[Prompt]
+    priority: int
+    arrival_time: float  # seconds of time.perf_counter(), which all processes of a machine share
+
+
+class Compiled(Struct, tag=True):
+    """From a thread of the engine's own process: the grammars of an `Add` are compiled."""
+
+
+class Abort(FromApi):
+    key: int
+
+
+class Stop(FromApi):
+    """A stop string was met in the text of one choice. Whatever the engine has of it behind that does not count."""
+
+    key: int
+    choice: int
+    num_tokens: int  # up to the one that completed the stop string
+
+
+class Finished(FromApi):
+    """The reader has all of a request that had stop strings: no `Stop` will come any more."""
+
+    key: int
+
+
+class Taken(FromApi):
+    """An `Update` was worked through."""
+
+
+class Counted(FromApi):
+    """Something that the API process alone has seen, such as an answer with its status."""
+
+    name: str  # of a counter of `Metrics`
+    labels: list[str]
+
+
+class Scrape(FromApi):
+    number: int
+
+
+class Gone(Struct, array_like=True, tag=True):
+    """From the parent: this API process has ended, and nobody waits for its answers."""
+
+    sender: int
+
+
+class Quit(Struct, array_like=True, tag=True):
+    """From the parent: end in order."""
+
+
+ToEngine = Hello | Add | Compiled | Abort | Stop | Finished | Taken | Counted | Scrape | Gone | Quit
+encode = _encode
+decode_to_engine = Decoder(ToEngine).decode
+
+# --- to an API process ------------------------------------------------------------------------------------------------
+
+
+class EngineInfo(Struct, tag=True):
+    """What an API process has to know of the engine."""
+
+    address: str  # where the engine listens
+    path: str  # of the checkpoint's directory
+    model_name: str  # what clients call the model
+    config: dict[str, Any]  # the fields of EngineConfig, resolved
+    vocab_size: int
+    eos_token_ids: list[int]
+    sampling_defaults: dict[str, Any]
+
+
+class Failed(Struct, tag=True):
+    """Instead of it: why there is no engine."""
+
+    kind: str
+    message: str
+
+
+class End(Struct, array_like=True):
+    """Comes with the last tokens of a stream."""
+
+    stream: int
+    finish_reason: FinishReason
+    stop_reason: int | str | None  # never a stop string: those are the reader's
+
+
+class Logprobs(Struct, array_like=True):
+    """Of the new tokens of a stream."""
+
+    stream: int
+    counts: bytes  # int32: for each token, how many others are listed with it, and itself
+    token_ids: bytes  # int32, of all these
+    values: bytes  # float64
+    ranks: bytes  # int32
+
+    @classmethod
+    def of(cls, stream: int, found: Sequence[TokenLogprobs]) -> "Logprobs":
+        pairs = list(chain.from_iterable(entry.values() for entry in found))
+        return cls(
+            stream,
+            pack("i", map(len, found)),
+            pack("i", chain.from_iterable(found)),
+            pack("d", (value for value, _ in pairs)),
+            pack("i", (rank for _, rank in pairs)),
+        )
+
+    def entries(self) -> list[TokenLogprobs]:
+        pairs = zip(unpack("d", self.values), unpack("i", self.ranks), strict=True)
+        items = zip(unpack("i", self.token_ids), pairs, strict=True)
+        return [{token: pair for _, (token, pair) in zip(range(n), items)} for n in unpack("i", self.counts)]  # noqa: B905
+
+
+class Refused(Struct, array_like=True):
+    key: int
+    kind: str  # the name of the exception's class
+    message: str
+
+
+class Update(Struct, array_like=True):
+    """What a step brought to the streams of one API process, or several steps, where it could not take them in time."""
+
+    # Column by column, since nearly all of the streams have a token each and nothing else to say.
+    streams: bytes  # int64
+    counts: bytes  # int32: how many new tokens each of these has
+    token_ids: bytes  # int32, of all of them
+    logprobs: list[Logprobs]
+    ends: list[End]
+    metrics: list[tuple[int, RequestMetrics]]  # by request: with its first token, and at its end
+    accepted: list[int]  # requests
+    refused: list[Refused]
+    scrapes: list[tuple[int, bytes]]
+    failure: str | None  # why the engine has ended: nothing comes after that
+
+    def deltas(self) -> Iterable[tuple[int, list[int]]]:
+        """The new tokens by stream."""
+        tokens, start = unpack("i", self.token_ids), 0
+        for stream, count in zip(unpack("q", self.streams), unpack("i", self.counts), strict=True):
+            yield stream, tokens[start : (start := start + count)]
+
+
+decode_update = Decoder(Update).decode
+decode_start = Decoder(EngineInfo | Failed).decode

@@ -1,0 +1,77 @@
+"""Where the processes of one server meet: sockets that no other server, and no other user of the machine, can reach."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import zmq
+
+LONGEST_PATH = 107  # bytes of the path of a Unix socket; Linux allows this many, and macOS 103
+LONGEST_NAME = len("/4294967295")
+LINGER = 500  # ms in which the last messages may still leave a process that ends
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Unix sockets in a fresh directory of mode 0700. Where there are none (Windows, too long a path): TCP on loopback,
+    encrypted with keys of this run (CurveZMQ), so that who does not know them can neither read nor send.
+
+    Every process listens at one socket, and sends to each other one at a socket of its own. So nobody's full queue
+    holds up what others get. All sockets are non-blocking, and without a limit on their queues: what is in them is
+    bounded by the senders (see `Outbox`).
+    """
+
+    directory: str | None
+    public_key: bytes = b""
+    secret_key: bytes = field(default=b"", repr=False)
+
+    def listen(self, context: zmq.Context[zmq.Socket[bytes]], name: str) -> tuple[zmq.Socket[bytes], str]:
+        """The socket to hear from, and the address for those that send."""
+        socket = self._socket(context, zmq.PULL)
+        if self.directory is not None:
+            socket.bind(f"ipc://{self.directory}/{name}")
+        else:
+            socket.curve_server = True
+            socket.bind("tcp://127.0.0.1:*")
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+        socket = self._socket(context, zmq.PUSH)
+        if self.directory is None:
+            socket.curve_serverkey = self.public_key
+        socket.connect(address)
+        return socket
+
+    def _socket(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+        socket = context.socket(kind)
+        socket.linger = LINGER
+        socket.sndhwm = socket.rcvhwm = 0
+        if self.directory is None:
+            socket.curve_publickey, socket.curve_secretkey = self.public_key, self.secret_key
+        return socket
+
+    def clear(self) -> None:
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@contextmanager
+def wires() -> Iterator[Wires]:
+    """For one run of a server. Raises ValueError where ZeroMQ can do neither."""
+    if zmq.has("ipc"):
+        directory = tempfile.mkdtemp(prefix="nanovllm-")
+        if len(os.fsencode(directory)) + LONGEST_NAME <= LONGEST_PATH - 4 * (os.uname().sysname == "Darwin"):
+            made = Wires(directory)
+            try:
+                yield made
+            finally:
+                made.clear()
+            return
+        os.rmdir(directory)
+    if not zmq.has("curve"):
+        raise ValueError("this build of pyzmq has no CURVE, which keeps others out; install pyzmq's own wheel")
+    public, secret = zmq.curve_keypair()
+    yield Wires(None, public, secret)
