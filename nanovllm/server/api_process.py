@@ -15,12 +15,11 @@ import uvicorn
 
 from nanovllm.server import messages
 from nanovllm.server.app import build_app
-from nanovllm.server.child import obey_the_parent
 from nanovllm.server.client import EngineClient
 from nanovllm.server.connections import uvicorn_config
 from nanovllm.server.messages import EngineInfo
 from nanovllm.server.options import AppOptions
-from nanovllm.server.wires import Wires
+from nanovllm.server.wires import Wires, obey_the_parent
 
 FAREWELL = 1  # seconds in which clients are told that the engine is gone
 

@@ -22,15 +22,13 @@ from nanovllm.server.middleware import Guard, Watch
 from nanovllm.server.options import AppOptions
 from nanovllm.server.protocol import (
     ChatMessage,
-    ChatReply,
     ChatRequest,
-    CompletionReply,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    Reply,
     TokenizeRequest,
 )
+from nanovllm.server.replies import ChatReply, CompletionReply, Reply
 from nanovllm.server.tolerance import Unknown
 from nanovllm.text.chat import num_characters
 from nanovllm.text.render import Renderer

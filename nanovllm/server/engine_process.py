@@ -29,7 +29,6 @@ from nanovllm.engine.scheduler import Committed
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.server import messages
-from nanovllm.server.child import obey_the_parent
 from nanovllm.server.messages import (
     Abort,
     Add,
@@ -50,7 +49,7 @@ from nanovllm.server.messages import (
 )
 from nanovllm.server.metrics import Figures, Metrics, RequestObserver
 from nanovllm.server.outbox import Outbox
-from nanovllm.server.wires import Wires
+from nanovllm.server.wires import Wires, obey_the_parent
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +170,7 @@ class EngineServer:
 
     def _hand_out(self, news: list[tuple[Request, Committed]]) -> None:
         now = time.perf_counter()
+        over: dict[str, Served] = {}
         gaps: dict[tuple[float, int], int] = {}  # times of the tokens before, numbers of new tokens: how many of these
         for request, (seq, token_ids, logprobs) in news:
             served = self._served[request.request_id]
@@ -192,12 +192,16 @@ class EngineServer:
                 served.outbox.add_logprobs(stream, logprobs)
             if seq.finish_reason is not None:
                 served.outbox.ends.append(End(stream, seq.finish_reason, seq.stop_reason))
-                if seq.finish_reason == "error" or (request.finished and not served.has_stops):
+                if seq.finish_reason == "error":
                     served.count()
-                if request.finished:
-                    served.outbox.metrics[served.key] = request.metrics()
-                    if not served.has_stops:
-                        del self._served[request.request_id]
+                if request.finished:  # maybe with several choices in this step
+                    over[request.request_id] = served
+        for request_id, served in over.items():
+            assert served.request is not None
+            served.outbox.metrics[served.key] = served.request.metrics()
+            if not served.has_stops:
+                served.count()
+                del self._served[request_id]
         for (last, number), times in gaps.items():  # hardly more than one: nearly all had a token in the step before
             if number:
                 self.figures.observe("vllm:inter_token_latency_seconds", (now - last) / number, number * times)

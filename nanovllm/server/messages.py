@@ -108,7 +108,7 @@ class Add(FromApi):
     arrival_time: float  # seconds of time.perf_counter(), which all processes of a machine share
 
 
-class Compiled(Struct, tag=True):
+class Compiled(Struct, array_like=True, tag=True):
     """From a thread of the engine's own process: the grammars of an `Add` are compiled."""
 
 

@@ -20,11 +20,10 @@ import zmq
 
 from nanovllm.server import api_process, messages
 from nanovllm.server.api_process import DEAD, DRAIN, NOW, READY
-from nanovllm.server.child import SIGNALS
 from nanovllm.server.engine_process import ServedLLM, make_llm, run_engine
 from nanovllm.server.messages import EngineInfo, Gone, Quit
 from nanovllm.server.options import engine_options
-from nanovllm.server.wires import Wires, wires
+from nanovllm.server.wires import SIGNALS, Wires, wires
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,23 @@
-"""Where the processes of one server meet: sockets that no other server, and no other user of the machine, can reach."""
+"""What joins the processes of one server: sockets that nobody else can reach, no other server and no other user of the
+machine; and that all of them do what the parent says, and end when it does."""
 
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import connection, parent_process
 
 import zmq
 
+from nanovllm.server.logs import set_up
+
 LONGEST_PATH = 107  # bytes of the path of a Unix socket; Linux allows this many, and macOS 103
 LONGEST_NAME = len("/4294967295")
+SIGNALS = signal.SIGINT, signal.SIGTERM
 LINGER = 500  # ms in which the last messages may still leave a process that ends
 
 
@@ -75,3 +82,22 @@ def wires() -> Iterator[Wires]:
         raise ValueError("this build of pyzmq has no CURVE, which keeps others out; install pyzmq's own wheel")
     public, secret = zmq.curve_keypair()
     yield Wires(None, public, secret)
+
+
+def obey_the_parent(wires: Wires, log_level: str) -> None:
+    """Ctrl-C and some service managers signal every process of a server. Only the parent decides, and tells the others
+    what to do in which order. When the parent is gone, so is this process, and what it leaves is removed."""
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs started from here would inherit
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the parent blocks them for the start of a process
+    set_up(log_level)
+    threading.Thread(target=_end_with_the_parent, args=(wires,), name="nanovllm-parent", daemon=True).start()
+
+
+def _end_with_the_parent(wires: Wires) -> None:
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    wires.clear()
+    os._exit(1)  # at once, also in the middle of a step

@@ -18,6 +18,7 @@ from nanovllm.server.messages import Abort, Add, End, Logprobs, Stop
 from nanovllm.server.outbox import WINDOW, Outbox
 from nanovllm.server.wires import Wires
 from nanovllm.stream import EngineDead
+from nanovllm.structured_outputs import StructuredOutputsParams
 from tests.server.pair import figures, one, pair, several, slow, whole
 from tests.server.pure import WORDS, PureLLM
 
@@ -33,7 +34,7 @@ OTHER: dict[str, Any] = {
     "presence_penalty": -0.5, "frequency_penalty": 0.125, "seed": 2**63 - 1, "stop": ("a", "\n\U0001f600"),
     "stop_token_ids": (5, 2**31), "ignore_eos": True, "max_tokens": None, "min_tokens": 3, "logprobs": 0,
     "skip_special_tokens": False, "include_stop_str_in_output": True, "output_kind": FINAL,
-    "logit_bias": {7: -1.5}, "bad_words": ("a", "b c"), "allowed_token_ids": (5, 9),
+    "prompt_logprobs": 2, "logit_bias": {7: -1.5}, "bad_words": ("a", "b c"), "allowed_token_ids": (5, 9),
 }  # fmt: skip
 
 
@@ -47,6 +48,23 @@ def test_sampling_parameters_cross_the_border_as_they_are() -> None:
     everything = SamplingParams(**OTHER).changed(bad_words_ids=((1, 2), (3,)))
     assert messages.decode_params(messages.encode_params(everything)) == everything
     assert set(messages._NAMES) == {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    "given", [{"json": {"type": "object"}}, {"choice": ["a", "b"]}, {"json_object": True}], ids=str
+)
+def test_structured_outputs_cross_the_border(given: dict[str, Any]) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**given, disable_any_whitespace=True))
+    assert messages.decode_params(messages.encode_params(params)) == params
+
+
+def test_choices_may_end_in_one_step() -> None:
+    async def main() -> None:
+        async with pair(PureLLM()) as (server, [client]):
+            choices, _ = await whole(await one(client, {"prompt": "Once"}, SamplingParams(n=3, max_tokens=2)))
+            assert [len(choice.token_ids) for choice in choices] == [2, 2, 2] and not server._served
+
+    asyncio.run(main())
 
 
 def test_log_probabilities_arrive_bit_by_bit() -> None:

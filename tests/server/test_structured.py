@@ -1,6 +1,8 @@
 """Structured outputs over HTTP: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -9,6 +11,7 @@ import pytest
 
 from nanovllm.text.grammars import TokenMatcher
 from tests.server.harness import STORY, Served
+from tests.server.test_process import started
 
 SCHEMA = {
     "type": "object",
@@ -85,3 +88,31 @@ def test_a_grammar_that_fails_is_a_500_that_says_so(served: Served, monkeypatch:
         "param": None,
         "code": "structured_outputs",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="several API processes")
+def test_grammars_are_compiled_in_the_process_of_the_engine() -> None:
+    """And in the API process, which refuses. Several at once, beside plain requests."""
+    serve = [sys.executable, "-m", "nanovllm.cli", "serve", "--port", "0", "--device", "cpu", "--api-servers", "2"]
+    colours = ["red", "green", "blue"]
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+    def ask(url: str, **fields: Any) -> httpx.Response:
+        body = {"prompt": "Once", "max_tokens": 60, "temperature": 1.0} | fields
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=90)
+
+    with started(serve) as process, ThreadPoolExecutor(8) as pool:
+        url = process.url()
+        chosen = [pool.submit(ask, url, structured_outputs={"choice": colours}, n=2) for _ in range(4)]
+        plain = [pool.submit(ask, url, seed=1) for _ in range(2)]
+        for asked in chosen:
+            assert {choice["text"] for choice in asked.result().json()["choices"]} <= set(colours)
+        assert plain[0].result().json()["choices"] == plain[1].result().json()["choices"]
+        for _ in range(3):
+            answer = ask(url, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
+            choice = answer.json()["choices"][0]
+            assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["text"])["age"], int)
+        refused = ask(url, structured_outputs={"json": {"not": {}}})
+        assert refused.status_code == 400 and "not" in refused.json()["error"]["message"]
+        assert process.end() == 0

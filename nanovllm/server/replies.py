@@ -1,0 +1,125 @@
+"""What an answer looks like in the JSON of OpenAI's two text endpoints, whole or streamed, and its usage."""
+
+import time
+from typing import Protocol
+
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprob
+from nanovllm.server.protocol import Json
+
+
+class Usage:
+    """Tokens of all outputs of a request, added up from deltas or taken from whole outputs."""
+
+    def __init__(self, num_prompt_tokens: int, tells_cached_tokens: bool) -> None:
+        self.num_prompt_tokens, self.tells_cached_tokens = num_prompt_tokens, tells_cached_tokens
+        self.cached: dict[int, int] = {}  # of each prompt, by its index in the request
+        self.completion = 0
+
+    def add(self, prompt: int, output: RequestOutput) -> None:
+        self.cached[prompt] = output.num_cached_tokens
+        self.completion += sum(len(choice.token_ids) for choice in output.outputs)
+
+    def json(self) -> Json:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.completion,
+            "total_tokens": self.num_prompt_tokens + self.completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())} if self.tells_cached_tokens else None,
+        }
+
+
+class Reply(Protocol):
+    """One endpoint's way to say things. `index` numbers the choices of all prompts.
+
+    prompts_in_choices: whether each choice says which token ids its prompt has, or the whole answer does.
+    """
+
+    prompts_in_choices: bool
+
+    def opening(self, index: int) -> Json | None:
+        """What a stream says of a choice before its first text."""
+        ...
+
+    def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json: ...
+    def envelope(self, choices: list[Json], streamed: bool) -> Json: ...
+
+
+def likeliest(entry: dict[int, Logprob], n: int) -> list[tuple[int, Logprob]]:
+    """The n likeliest tokens of a position with their ids, best first; `entry` has the chosen one as well, wherever it
+    ranks."""
+    ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
+    return [(token_id, item) for token_id, item in ranked if (item.rank or 0) <= n][:n]
+
+
+class CompletionReply:
+    prompts_in_choices = True
+
+    def __init__(self, model: str, num_logprobs: int | None, request_id: str) -> None:
+        self.model, self.num_logprobs = model, num_logprobs
+        self.id, self.created = f"cmpl-{request_id}", int(time.time())
+
+    def opening(self, index: int) -> Json | None:
+        return None
+
+    def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json:
+        logprobs = None if choice.logprobs is None else self._logprobs(choice.token_ids, choice.logprobs)
+        ended = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return {"index": index, "text": choice.text, "logprobs": logprobs} | ended
+
+    def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> Json:
+        columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            chosen = entry[token_id]
+            offset = chosen.text_offset if isinstance(chosen, TokenLogprob) else 0
+            values = chosen.decoded_token or "", chosen.logprob, self._top(entry), offset
+            for column, value in zip(columns.values(), values, strict=True):
+                column.append(value)
+        return columns
+
+    def _top(self, entry: dict[int, Logprob]) -> dict[str, float]:
+        """OpenAI's map from texts to log-probabilities. No token is missing: one that has no text here, as it is a part
+        of a character, or has the text of a likelier one, gets the key "token_id:N" (vLLM's notation)."""
+        top: dict[str, float] = {}
+        for token_id, item in likeliest(entry, self.num_logprobs or 0):
+            text = item.decoded_token
+            top[f"token_id:{token_id}" if not text or text in top else text] = item.logprob
+        return top
+
+    def envelope(self, choices: list[Json], streamed: bool) -> Json:
+        kind = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        return kind | {"choices": choices}
+
+
+class ChatReply:
+    prompts_in_choices = False
+
+    def __init__(self, model: str, num_logprobs: int | None, request_id: str) -> None:
+        self.model, self.num_logprobs = model, num_logprobs
+        self.id, self.created = f"chatcmpl-{request_id}", int(time.time())
+
+    def opening(self, index: int) -> Json | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json:
+        said = {"delta": {"content": choice.text}} if streamed else {"message": self._message(choice.text)}
+        logprobs = None if choice.logprobs is None else {"content": self._logprobs(choice.token_ids, choice.logprobs)}
+        ended = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return {"index": index, "logprobs": logprobs} | said | ended
+
+    def _message(self, text: str) -> Json:
+        return {"role": "assistant", "content": text, "refusal": None}
+
+    def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> list[Json]:
+        return [
+            self._token(entry[token_id])
+            | {"top_logprobs": [self._token(item) for _, item in likeliest(entry, self.num_logprobs or 0)]}
+            for token_id, entry in zip(token_ids, entries, strict=True)
+        ]
+
+    def _token(self, item: Logprob) -> Json:
+        raw = list(item.raw) if isinstance(item, TokenLogprob) else None
+        return {"token": item.decoded_token or "", "logprob": item.logprob, "bytes": raw}
+
+    def envelope(self, choices: list[Json], streamed: bool) -> Json:
+        kind = "chat.completion.chunk" if streamed else "chat.completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
