@@ -18,6 +18,7 @@ from benchmarks.kernels import attention, linears
 from benchmarks.lib import tables
 from benchmarks.lib.harness import RESULTS, ROOT, make_parser
 from benchmarks.serving import load as serving
+from benchmarks.serving import speed as serving_speed
 from benchmarks.stages import stage_bench
 from benchmarks.stages.showcases import SHOWCASES
 
@@ -35,6 +36,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], li
     "gpu_tests": (("gpu_tests",), gpu_tests.table),
     "tensor_parallel": (("tensor_parallel",), tensor_parallel.table),
     "serving": (("serving",), serving.table),
+    "serving_speed": (("serving_speed",), serving_speed.table),
     "speed": (("throughput", "latency"), speed.short_table),
     "speed_cpu": (("engine_cpu",), stage_bench.engine_cpu_sentence),
     "kernels": (("kernels",), attention.table),

@@ -186,7 +186,7 @@ def table(results: dict[str, Result]) -> list[str]:
     return [*lines, "", f"Measured on {', '.join(measured)}; commit {tables.commit(result)}."]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = harness.make_parser("serving.speed", __doc__)
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--model", type=Path, help="a checkpoint (default: made, see above)")
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20, help="how long each rate is kept up (default 20)")
     parser.add_argument("--api-servers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--vllm-path", type=Path, help="where vLLM can be imported from")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     result = {
         "name": "serving_speed",
         "machine": facts(options.device),
