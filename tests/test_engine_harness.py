@@ -14,6 +14,7 @@ from benchmarks.engine.__main__ import parse
 from benchmarks.lib import harness
 from benchmarks.lib.harness import Comparison, Contender, Figure, Showcase, metric
 from benchmarks.lib.process import Engine
+from nanovllm import __version__
 
 
 def options_of(out: Path, **changes: Any) -> argparse.Namespace:
@@ -117,7 +118,10 @@ def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     result = Comparison(speed.latency(options), options).run()
     assert result["failures"] == {}
-    assert {name: e["engine"] for name, e in result["engines"].items()} == {"nanovllm": "nanovllm", "vLLM": "vllm 9.9"}
+    assert {name: e["engine"] for name, e in result["engines"].items()} == {
+        "nanovllm": f"nanovllm {__version__}",
+        "vLLM": "vllm 9.9",
+    }
     assert len({r["pid"] for r in result["rounds"]}) == 2
 
 

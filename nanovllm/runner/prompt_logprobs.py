@@ -14,8 +14,7 @@ from torch import Tensor
 from nanovllm.engine.plan import Scored, StepPlan, TokenLogprobs
 from nanovllm.pinned import to_device
 from nanovllm.runner.rows import Rows
-from nanovllm.sampling.logprobs import TopLogprobs
-from nanovllm.sampling.sampler import log_probabilities
+from nanovllm.sampling.logprobs import TopLogprobs, log_probabilities
 
 PIECE = 2**25  # logits
 

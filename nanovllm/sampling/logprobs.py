@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.plan import TokenLogprobs
+from nanovllm.kernels import fused_kernels
 
 
 class TopLogprobs(NamedTuple):
@@ -59,3 +60,9 @@ def of_row(logits: Tensor, sampled: Tensor, n: int) -> tuple[Tensor, Tensor, Ten
     ids = torch.cat((sampled[None], reaching[order]))
     # For the rank logits are compared: close ones may have the same log-probability.
     return ids, logits.log_softmax(-1)[ids], (logits > logits[sampled]).sum() + 1
+
+
+def log_probabilities(logits: Tensor, token_ids: Tensor, n: int) -> TopLogprobs:
+    """Of the sampled tokens [N] and of the n likeliest, from raw logits [N, V]."""
+    find = fused_kernels(logits.device).top_logprobs or top_logprobs
+    return TopLogprobs(*find(logits, token_ids, n))

@@ -24,7 +24,7 @@ from nanovllm.kernels import fused_kernels
 from nanovllm.pinned import to_device
 from nanovllm.sampling.acceptance import accept_or_resample
 from nanovllm.sampling.filters import constrain
-from nanovllm.sampling.logprobs import TopLogprobs, top_logprobs
+from nanovllm.sampling.logprobs import TopLogprobs, log_probabilities
 from nanovllm.sampling.noise import add_noise, choose
 from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState, packed
 
@@ -165,7 +165,8 @@ def sample_full(
     drafted: guesses [N], and the distributions [N, V] that a draft sampled them from. They are accepted or replaced.
     masks: see `constrain`.
     """
-    parts = pieces(logits)
+    at_once = max(1, MAX_SCORES // logits.shape[1])  # rows
+    parts = [slice(first, first + at_once) for first in range(0, max(1, len(logits)), at_once)]
     scores = (
         constrain(logits[p].float(), metadata[p], rows[p], state, needs, None if masks is None else masks[p])
         for p in parts
@@ -176,18 +177,6 @@ def sample_full(
         tokens = accept_or_resample(torch.cat(list(scores)), metadata, *drafted)
     # The value that was not finite may have been ruled out, so the logits decide.
     return torch.where(logits.amax(-1).isfinite(), tokens, -1)
-
-
-def log_probabilities(logits: Tensor, token_ids: Tensor, n: int) -> TopLogprobs:
-    """Of the sampled tokens [N] and of the n likeliest, from raw logits [N, V]."""
-    find = fused_kernels(logits.device).top_logprobs or top_logprobs
-    return TopLogprobs(*find(logits, token_ids, n))
-
-
-def pieces(logits: Tensor) -> list[slice]:
-    """As many rows at a time as `MAX_SCORES` allows."""
-    at_once = max(1, MAX_SCORES // logits.shape[1])
-    return [slice(first, first + at_once) for first in range(0, max(1, len(logits)), at_once)]
 
 
 def sample_sharded(logits: Tensor, metadata: SamplingMetadata, group: Group, vocab_size: int) -> Tensor:

@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 # Parameters of vLLM 0.25.1 that a script may give by name (those for images, LoRA and the like left out), in order.
 VLLM_CALLS = {
     "generate": ("prompts", "sampling_params", "*", "use_tqdm", "priority"),
-    "chat": ("messages", "sampling_params", "use_tqdm"),
+    "chat": ("messages", "sampling_params", "use_tqdm", "*", "add_generation_prompt"),
 }
 VLLM_SAMPLING_DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,

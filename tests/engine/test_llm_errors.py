@@ -247,7 +247,7 @@ def failure() -> None:
 
 @BOTH
 @pytest.mark.parametrize("at", ["added", "admitted", "scheduled", "token", "blocks", "finished", "preempted"])
-@pytest.mark.parametrize(("error", "kind"), [(control_c, KeyboardInterrupt), (failure, ValueError)])
+@pytest.mark.parametrize(("error", "kind"), [(control_c, KeyboardInterrupt), (failure, RuntimeError)])
 def test_after_an_interruption_all_is_free_and_the_llm_works(
     tiny: Path,
     undisturbed: list[list[int]],

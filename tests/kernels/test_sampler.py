@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.sampling import sampler
-from nanovllm.sampling.sampler import log_probabilities, sample_full, sample_plain
+from nanovllm.sampling.logprobs import log_probabilities
+from nanovllm.sampling.sampler import sample_full, sample_plain
 from nanovllm.sampling.state import SamplingMetadata
 from nanovllm.sampling_params import SamplingParams
 from tests.kernels.sampling import VOCAB, Rows, literal_edits, lively_logits

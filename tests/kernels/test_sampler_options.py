@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanovllm.sampling.filters import constrain
-from nanovllm.sampling.sampler import log_probabilities, sample_full
+from nanovllm.sampling.logprobs import log_probabilities
+from nanovllm.sampling.sampler import sample_full
 from nanovllm.sampling_params import SamplingParams
 from tests.kernels.sampling import VOCAB, Rows, literal_edits, lively_logits, random_edits
 
