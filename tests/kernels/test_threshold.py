@@ -81,20 +81,30 @@ def test_as_a_sort_has_it(vocab_size: int, dtype: torch.dtype, filters: dict[str
 SMALL = {"CELL": 4, "CELLS": 8, "ROOM": 8, "CHUNK": 4, "TILE": 4}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_cells_and_candidates_are_only_sizes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+FEW: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_k": 17, "top_p": 0.9, "min_p": 0.01},
+    {"top_k": 65},
+    {"top_k": 16},
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "filters"),
+    [
+        pytest.param(dtype, filters, marks=() if dtype == torch.bfloat16 and i < 2 else pytest.mark.slow)
+        for dtype in DTYPES
+        for i, filters in enumerate(FEW)
+    ],
+    ids=str,
+)
+def test_tiles_cells_and_candidates_are_only_sizes(
+    dtype: torch.dtype, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With small cells and little room the row itself is searched, over several tiles."""
     for name, size in SMALL.items():
         monkeypatch.setattr(threshold, name, size)
-    logits = random_logits(1, 150, dtype=dtype)
-    few: list[dict[str, Any]] = [
-        {"top_k": 17, "top_p": 0.9, "min_p": 0.01},
-        {"top_p": 0.9},
-        {"top_k": 65},
-        {"top_k": 16},
-    ]
-    for filters in few:
-        check(logits, **filters)
+    check(random_logits(1, 100, dtype=dtype), **filters)
 
 
 ADVERSARIAL = {
@@ -176,7 +186,7 @@ def test_the_kernels_draw_what_the_full_tail_draws() -> None:
         SamplingParams(),
         SamplingParams(temperature=0.0, top_k=2),
     ]
-    assert len(draws_alike(Rows([p.changed(seed=i) for i, p in enumerate(params)]), 40, range(8))) > 10
+    assert len(draws_alike(Rows([p.changed(seed=i) for i, p in enumerate(params)]), 40, range(3))) > 6
 
 
 FILTER_CHOICES: list[dict[str, Any]] = [

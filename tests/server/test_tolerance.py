@@ -229,6 +229,7 @@ def prompt_text(served: Served, messages: list[dict[str, Any]], **more: Any) -> 
     return str(said.json()["prompt"])
 
 
+@pytest.mark.slow
 def test_another_template_and_what_clients_may_tell_it(thinking: Served) -> None:
     messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": "a"}]
     begin = "system: be\nuser: a\n"
