@@ -43,7 +43,8 @@ def refused(served: Served) -> dict[str, int]:
 
 
 async def conversation(served: Served, *pieces: bytes, pause: float = 0) -> tuple[bytes, float]:
-    """What a server says to these pieces until it closes the connection, and how many seconds that takes."""
+    """What a server says to these pieces until it closes the connection, and how many seconds that takes. Nothing if it
+    closed while a piece was on its way: the reset that follows may take the answer along."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     began = time.perf_counter()
     answer = asyncio.ensure_future(reader.read())
@@ -51,7 +52,10 @@ async def conversation(served: Served, *pieces: bytes, pause: float = 0) -> tupl
         if not answer.done():
             writer.write(piece)
             await asyncio.sleep(pause)
-    said = await asyncio.wait_for(answer, 20)
+    try:
+        said = await asyncio.wait_for(answer, 20)
+    except ConnectionResetError:
+        said = b""
     writer.close()
     return said, time.perf_counter() - began
 
@@ -73,11 +77,9 @@ def test_a_request_that_does_not_come_is_not_waited_for(impatient: Served, kind:
 
 def test_a_byte_now_and_then_does_not_stop_the_clock(impatient: Served) -> None:
     drops = [HEAD[i : i + 1] for i in range(30)]
-    said, seconds = asyncio.run(conversation(impatient, *drops, pause=SOON / 6))
-    assert said.startswith(b"HTTP/1.1 408 ") and seconds < SOON * 3
-    body = HALVES["half a body"]
-    said, seconds = asyncio.run(conversation(impatient, body, *[b" "] * 30, pause=SOON / 6))
-    assert said.startswith(b"HTTP/1.1 408 ") and seconds < SOON * 3
+    for pieces in drops, [HALVES["half a body"], *[b" "] * 30]:
+        said, seconds = asyncio.run(conversation(impatient, *pieces, pause=SOON / 6))
+        assert (said.startswith(b"HTTP/1.1 408 ") or not said) and seconds < SOON * 3
 
 
 def test_between_two_requests_a_client_may_think(impatient: Served) -> None:
