@@ -36,7 +36,7 @@ python_maximum_signature_line_length = 100
 
 
 def as_written(app: object, what: str, name: str, thing: Any, options: object, lines: list[str]) -> None:
-    """A docstring is shown as it stands in the code, since it is text and no markup."""
+    """Show a docstring exactly as it stands in the code: it is plain text, not markup."""
     lines[:] = [".. code-block:: text", "", *(f"   {line}" for line in lines)]
 
 
