@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's own tokens, in bounded memory.
 
-The logits of 16,384 positions would be 10 GB. So a step keeps its last hidden states, and makes logits of a piece of
-them at a time. What is found in a piece is copied to the host at once, and the next piece takes over its memory.
+The logits of 16,384 positions would take 10 GB. So a step keeps its last hidden states, and computes the logits of one
+piece of them at a time. The results of a piece are copied to the host at once, and the next piece reuses its memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ Head = Callable[[Tensor], Tensor]  # from hidden states [N, H] to the logits of 
 
 
 class PromptLogprobs(NamedTuple):
-    """What a step found of prompts, on its way to the host. Whoever reads it waits for the step first."""
+    """The log-probabilities of prompts that a step found, on their way to the host. A reader must wait for the step."""
 
     scored: list[Scored]
-    wanted: list[int]  # how many of the likeliest tokens, of each of these
+    wanted: list[int]  # for each entry of `scored`, how many of the likeliest tokens
     pieces: list[TopLogprobs]  # on the host, once the step is done
 
     def read(self) -> dict[int, list[TokenLogprobs]]:
-        """By sequence, for each of its scored tokens what may follow."""
+        """By the key of a sequence: for each of its scored positions, the log-probabilities of what follows."""
         lengths = [s.end - s.start for s in self.scored]
         columns = TopLogprobs(*map(torch.cat, zip(*self.pieces, strict=True)))
         rows = columns.per_row([n for n, length in zip(self.wanted, lengths, strict=True) for _ in range(length)])
@@ -40,7 +40,11 @@ class PromptLogprobs(NamedTuple):
 def score_prompts(
     hidden: Tensor, plan: StepPlan, wanted: Sequence[int], rows: Rows, head: Head, vocab_size: int
 ) -> PromptLogprobs:
-    """hidden [T, H]: of all tokens of the plan. wanted: how many of the likeliest tokens, for each of `plan.scored`."""
+    """Find the log-probabilities of the prompts of a step, piece by piece.
+
+    hidden [T, H]: the hidden states of all tokens of the plan. wanted: for each entry of `plan.scored`, how many of the
+    likeliest tokens.
+    """
     before = np.cumsum([0, *(s.num_tokens for s in plan.scheduled)])
     place = {s.key: (s.row, before[i] - s.start) for i, s in enumerate(plan.scheduled)}
     numbers = []  # of each scored token: which of the T it is, its row, and the position that follows
@@ -59,10 +63,10 @@ def score_prompts(
 
 
 def piece_size(vocab_size: int, n: int) -> int:
-    """Rows of a piece. An id and its log-probability take as much memory as three to six logits."""
+    """The number of rows of a piece. An id and its log-probability take as much memory as three to six logits."""
     return max(1, PIECE // (vocab_size + 6 * n))
 
 
 def score_piece(hidden: Tensor, following: Tensor, n: int, head: Head) -> TopLogprobs:
-    """hidden [N, H], the tokens that follow [N] -> log-probabilities of these and of the n likeliest tokens."""
+    """hidden [N, H], following [N] -> log-probabilities of the tokens that follow and of the n likeliest tokens."""
     return log_probabilities(head(hidden), following, n)

@@ -5,13 +5,14 @@ max(p - q, 0), normalised. Together the two give p, whatever q was (Leviathan et
 via Speculative Decoding", 2023; Chen et al., 2023). p is the target's distribution after penalties and filters, and q
 the distribution that the guess was in fact sampled from.
 
-Guesses may also be deterministic (n-grams): q is a single token then, and none of this is needed. A token sampled from
-p as usual is the guess with probability p(guess), and otherwise distributed as p without the guess: the same rule.
+Guesses may also be deterministic (n-grams): then q has all its probability on a single token, and none of this is
+needed. A token that is sampled from p as usual is the guess with probability p(guess). Otherwise the token is
+distributed as p without the guess: the same rule.
 
-Either way a step samples a token after every guess. `runner/step_output.py` keeps them up to the first that is not
-the guess, and `Scheduler._roll_back` takes back what was computed after it.
+Either way, a step samples a token after every guess. `runner/step_output.py` keeps these tokens up to the first that is
+not the guess, and `Scheduler._roll_back` takes back what was computed after that token.
 
-All randomness is a function of (seed, output index), in a stream for each purpose. The last position of a step has no
+All randomness is a function of (seed, output index), with one stream per purpose. The last position of a step has no
 guess to verify. Its token is sampled in the same way, from a guess that was never shown to the target. So the token at
 an output index does not depend on where steps begin, on k, or on preemptions.
 """
@@ -28,7 +29,7 @@ GUESS = -(2**63)  # added to a seed (from 0 to 2**63 - 1) gives one that no requ
 
 
 def sample_guesses(scores: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
-    """scores [N, V] of the draft, after penalties and filters -> guesses [N] int64, and q [N, V] (None: all greedy)."""
+    """scores [N, V] of the draft, after penalties and filters -> guesses [N] int64 and q [N, V] (None: all greedy)."""
     token_ids = choose(add_noise(scores, replace(metadata, seeds=metadata.seeds + GUESS)))
     guesses = token_ids.clamp(min=0)
     if metadata.all_greedy:
@@ -42,13 +43,13 @@ def sample_guesses(scores: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, 
 def accept_or_resample(scores: Tensor, metadata: SamplingMetadata, guesses: Tensor, q: Tensor) -> Tensor:
     """scores [N, V] of the target, guesses [N] sampled from q [N, V] -> token ids [N] int64, -1 in a bad row.
 
-    A guess was accepted where it comes out again: what replaces it is always another token.
+    A guess was accepted where the result is the guess: a replacement is always another token.
     """
     p = probabilities(scores, metadata.temperature)  # [N, V]
     at_guess = guesses[:, None]
     accepted = uniform(metadata.seeds, metadata.indices) * q.gather(1, at_guess)[:, 0] < p.gather(1, at_guess)[:, 0]
     residual = (p - q).clamp_(min=0)  # [N, V]
-    # Nothing is left where p and q are the same but for rounding.
+    # Nothing is left where p and q differ by no more than rounding.
     weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
     token_ids = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
     resampled = choose(weights.log_().add_(gumbel(metadata.seeds, metadata.indices, token_ids)))
@@ -57,12 +58,12 @@ def accept_or_resample(scores: Tensor, metadata: SamplingMetadata, guesses: Tens
 
 
 def probabilities(scores: Tensor, temperature: Tensor) -> Tensor:
-    """scores [N, V], temperature [N] -> the distribution that is sampled from [N, V]; for greedy rows at 1."""
+    """scores [N, V], temperature [N] -> the distribution that is sampled from [N, V]; greedy rows get temperature 1."""
     relative = scores - scores.amax(-1, keepdim=True)  # so that no temperature can overflow
     return relative.div_(torch.where(temperature > 0, temperature, 1)[:, None]).softmax(-1)
 
 
 def uniform(seeds: Tensor, indices: Tensor) -> Tensor:
-    """seeds [N] int64, indices [N] -> [N] float32 strictly between 0 and 1: noise of id -1, which no token has."""
+    """seeds [N] int64, indices [N] -> [N] float32 strictly between 0 and 1: the noise of id -1, which no token has."""
     bits = random_bits(row_keys(seeds, indices), torch.full((1,), -1, dtype=torch.int32, device=seeds.device))[:, 0]
     return (((bits >> 1) & 0x7FFFFFFF).float().add_(0.5) * 2.0**-31).clamp_(max=LARGEST_BELOW_1)

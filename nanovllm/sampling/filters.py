@@ -1,10 +1,10 @@
-"""What a request does to the scores before a token is sampled: it edits single scores, then it filters all of them.
+"""Change the scores of a row before a token is sampled: first edit the scores of single tokens, then filter all scores.
 
-In vLLM's order: structured outputs, `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties; then, at
-the row's temperature, min_p, top_k and top_p. The first four rule single tokens out, and so do the filters. What is
-ruled out has the score -inf, which neither a bias nor a penalty changes; of the edits only the bias has to come before
-the penalties. `kernels/fused/edits.py` and `kernels/fused/threshold.py` do the same in a recorded step, without work
-for tokens that are not named and without a sort.
+The order is vLLM's: structured outputs, `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties; then,
+at the row's temperature, min_p, top_k and top_p. The first four rule tokens out, and so do the filters. A token that is
+ruled out has the score -inf, which neither a bias nor a penalty changes. So among the edits, only the bias has to come
+before the penalties. `kernels/fused/edits.py` and `kernels/fused/threshold.py` do the same in a recorded step, without
+work for tokens that are not named and without a sort.
 """
 
 import torch
@@ -21,10 +21,10 @@ def constrain(
     needs: Needs,
     masks: Tensor | None = None,
 ) -> Tensor:
-    """scores [N, V] float32 with bias and penalties, and -inf for what is ruled out.
+    """scores [N, V] float32 -> the scores with bias and penalties, and with -inf for tokens that are ruled out.
 
-    rows: [N], of `state`, which has their parameters. needs: what some row asks for; nothing else is computed. masks
-    [N, W] int32: what the grammars of this step leave; None if there are none.
+    rows [N]: rows of `state`, which has their parameters. needs: what some row asks for; nothing else is computed.
+    masks [N, W] int32: the tokens that the grammars of this step allow; None if there are no grammars.
     """
     if masks is not None:
         scores = scores.masked_fill(~unpacked(masks, scores.shape[1]), -torch.inf)
@@ -48,18 +48,18 @@ def constrain(
 
 
 def first_of(lists: Tensor, lengths: Tensor, rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The first entries [N, width] of lists [R, L], and which of them `lengths` [R] covers: others are left over."""
+    """The first entries [N, width] of lists [R, L], and which of them `lengths` [R] covers; the rest is left over."""
     return lists[rows, :width], torch.arange(width, device=rows.device) < lengths[rows, None]
 
 
 def rule_out(scores: Tensor, token_ids: Tensor, where: Tensor) -> Tensor:
-    """scores [N, V] with -inf for those of token_ids [N, L] for which `where` [N, L] is true; an id may stand twice."""
+    """scores [N, V] with -inf for those of token_ids [N, L] for which `where` [N, L] is true. An id may come twice."""
     limits = torch.where(where, -torch.inf, torch.inf)  # [N, L]
     return scores.scatter_reduce(1, token_ids.long(), limits, "amin")
 
 
 def allowed(rows: Tensor, state: SamplingState, vocab_size: int) -> Tensor:
-    """What the masks of rows [N] leave [N, V]: all where a row has none."""
+    """Which tokens the masks of rows [N] allow, [N, V] bool; all tokens where a row has no mask."""
     return unpacked(state.mask[rows], vocab_size) | (state.masked[rows] == 0)[:, None]
 
 
@@ -70,9 +70,9 @@ def unpacked(masks: Tensor, vocab_size: int) -> Tensor:
 
 
 def last_tokens(metadata: SamplingMetadata, rows: Tensor, state: SamplingState, needs: Needs) -> tuple[Tensor, Tensor]:
-    """The last token of each spelling of a bad word [N, W], and whether the output ends with all tokens before [N, W].
+    """The last token of each spelling of a bad word [N, W], and whether the output ends with all its others [N, W].
 
-    The prompt counts for nothing, as in vLLM.
+    The prompt does not count, as in vLLM.
     """
     ends, listed = first_of(state.bad_ends, state.num_bad_words, rows, needs.num_bad_words)
     ends = ends.long().where(listed, 1)  # [N, W]
@@ -95,10 +95,10 @@ def penalize(scores: Tensor, metadata: SamplingMetadata, rows: Tensor, state: Sa
     frequency is subtracted once per occurrence in the output, presence once for any. A row whose penalties are 1, 0 and
     0 keeps its scores exactly.
 
-    Counted anew each time: nothing has to be kept, undone for a token that is dropped, or rebuilt after a preemption.
+    Tokens are counted anew each time: no count is kept, undone for a dropped token, or rebuilt after a preemption.
     """
     num_prompt = state.num_prompt_tokens[rows]  # [N]
-    num_known = num_prompt + metadata.indices  # [N]; nothing of a row is read after so many tokens
+    num_known = num_prompt + metadata.indices  # [N] tokens of a row that are known; nothing behind them is read
     ids = state.token_ids[rows].long()  # [N, L]
     columns = torch.arange(ids.shape[1], device=ids.device)
     known = columns < num_known[:, None]  # [N, L]
@@ -117,10 +117,10 @@ def filter_scores(
 ) -> Tensor:
     """scores [N, V] -> [N, V] with -inf where a token is ruled out; the others keep their scores exactly.
 
-    In vLLM's order, on the probabilities at the row's temperature: min_p keeps tokens at least that many times as
-    likely as the likeliest. Of these top_k keeps the k likeliest (V: off). Of these, renormalised, top_p keeps the
-    fewest that reach that probability (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020; 1: off).
-    Among equal scores the lower ids are kept, so the result is the same on every device.
+    The order is vLLM's, on the probabilities at the row's temperature. First, min_p keeps the tokens that have at least
+    that fraction of the likeliest token's probability. Of these, top_k keeps the k likeliest (V: off). Of these,
+    renormalised, top_p keeps the fewest that reach that probability (Holtzman et al., "The Curious Case of Neural Text
+    Degeneration", 2020; 1: off). Among equal scores the lower ids are kept, so the result is the same on every device.
 
     Only needs.num_candidates = V costs a full sort of the vocabulary.
     """
@@ -152,7 +152,7 @@ def count_kept(largest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def keep_largest(scaled: Tensor, largest: Tensor, count: Tensor) -> Tensor:
-    """Mask [N, V] of the `count` [N] largest per row, lower ids first among equals. `largest`: see `count_kept`."""
+    """The mask [N, V] of the `count` [N] largest per row, lower ids first among equals. `largest`: see `count_kept`."""
     border = largest.gather(1, count[:, None] - 1)  # [N, 1]
     above, at_border = scaled > border, scaled == border  # [N, V]
     room = count - above.sum(-1)  # [N]

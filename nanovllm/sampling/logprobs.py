@@ -1,4 +1,4 @@
-"""Log-probabilities of the sampled and of the likeliest tokens, under the model itself."""
+"""Log-probabilities of the sampled token and of the likeliest tokens, under the model's own distribution."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,12 +21,12 @@ class TopLogprobs(NamedTuple):
         return TopLogprobs(*(column.to(device, non_blocking=non_blocking) for column in self))
 
     def spread(self, index: Tensor, n: int) -> "TopLogprobs":
-        """These rows at the places `index` of n rows. What the other rows hold means nothing."""
+        """These rows, put at the places `index` of n rows. The values of the other rows mean nothing."""
         return TopLogprobs(*(c.new_zeros(n, *c.shape[1:]).index_copy_(0, index, c) for c in self))
 
     def per_row(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
         """token id -> (log-probability, rank) per row, for as many of the likeliest tokens as the row wants. Waits for
-        the device if it must."""
+        the device if the values are still there."""
         rows: list[TokenLogprobs | None] = []
         for n, ids, logprobs, rank in zip(wanted, *(column.tolist() for column in self), strict=True):
             if n is None:
@@ -40,10 +40,10 @@ class TopLogprobs(NamedTuple):
 
 
 def top_logprobs(logits: Tensor, sampled: Tensor, n: int) -> TopLogprobs:
-    """Under the model's own distribution: before temperature, penalties and filters, as vLLM reports by default.
+    """Log-probabilities before temperature, penalties and filters, as vLLM reports by default.
 
-    logits [N, V] of any float dtype, sampled [N] int64 (-1 in a bad row, whose numbers mean nothing), the n likeliest
-    tokens. The reference of `kernels/fused/top_logprobs.py`.
+    logits: [N, V] of any float dtype. sampled: [N] int64; -1 in a bad row, whose numbers mean nothing. n: how many of
+    the likeliest tokens. This is the reference for `kernels/fused/top_logprobs.py`.
     """
     rows = [of_row(row.float(), token, n) for row, token in zip(logits, sampled.clamp(min=0), strict=True)]
     return TopLogprobs(*map(torch.stack, zip(*rows, strict=True)))
@@ -52,17 +52,17 @@ def top_logprobs(logits: Tensor, sampled: Tensor, n: int) -> TopLogprobs:
 def of_row(logits: Tensor, sampled: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """One row of `top_logprobs`: logits [V] float32, sampled [] -> [1 + n], [1 + n], []
 
-    Of equal logits the lowest ids are first, as for a greedy row. `topk` leaves their order open.
+    Among equal logits, the lowest ids come first, as for a greedy row. `topk` leaves their order open.
     """
     nth = logits.topk(min(max(n, 1), len(logits))).values[-1]
     reaching = (~(logits < nth)).nonzero()[:, 0]  # n ids or more, also beside a NaN
     order = logits[reaching].argsort(descending=True, stable=True)[:n]
     ids = torch.cat((sampled[None], reaching[order]))
-    # For the rank logits are compared: close ones may have the same log-probability.
+    # The rank compares logits, because close logits may have the same log-probability.
     return ids, logits.log_softmax(-1)[ids], (logits > logits[sampled]).sum() + 1
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, n: int) -> TopLogprobs:
-    """Of the sampled tokens [N] and of the n likeliest, from raw logits [N, V]."""
+    """Log-probabilities of the sampled tokens [N] and of the n likeliest tokens, from raw logits [N, V]."""
     find = fused_kernels(logits.device).top_logprobs or top_logprobs
     return TopLogprobs(*find(logits, token_ids, n))

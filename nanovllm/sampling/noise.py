@@ -35,14 +35,15 @@ def choose(scores: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Tensor, indices: Tensor) -> Tensor:
-    """seeds [N] int64, indices [N] (how many output tokens came before) -> keys [N] int64: 64 well-mixed bits."""
+    """seeds [N] int64, indices [N] (the number of output tokens before) -> keys [N] int64: 64 well-mixed bits."""
     return _mix64(_mix64(seeds) + (indices.long() + 1) * GOLDEN)
 
 
 def random_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
     """keys [N] int64, token_ids [V] -> [N, V] int32: 32 random bits for each pair.
 
-    Two rounds, each with half of the key: after one, the rows of two keys would hold the same numbers in another order.
+    There are two rounds, each with half of the key. After one round, the rows of two keys would have the same numbers
+    in another order.
     """
     low, high = keys & 0xFFFFFFFF, _shift(keys, 32, 64)
     bits = _mix32_(token_ids.int() ^ _as_int32(low)[:, None])  # [N, V]
@@ -52,8 +53,8 @@ def random_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
 def gumbel(seeds: Tensor, indices: Tensor, token_ids: Tensor) -> Tensor:
     """seeds [N] int64, indices [N], token_ids [V] -> standard Gumbel noise [N, V] float32, always finite.
 
-    With U uniform in (0, 1) it is -log(-log(1 - U)). Which tokens win is decided where U is small, and there float32 is
-    fine-grained: 2**-31 apart, so that the noise reaches up to 22.2.
+    With U uniform in (0, 1), the noise is -log(-log(1 - U)). Winners have a small U, and there float32 is fine-grained:
+    values of U are 2**-31 apart, so that the noise reaches up to 22.2.
     """
     bits = random_bits(row_keys(seeds, indices), token_ids)
     uniform = bits.bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)  # [N, V]
@@ -61,7 +62,7 @@ def gumbel(seeds: Tensor, indices: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, by: int, width: int) -> Tensor:
-    """Logical shift to the right: torch's own copies the sign bit."""
+    """Logical shift to the right. (torch's own shift copies the sign bit.)"""
     return (x >> by) & (2 ** (width - by) - 1)
 
 

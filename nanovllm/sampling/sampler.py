@@ -1,13 +1,14 @@
 """From logits to tokens: argmax(logit + temperature * noise(seed, output index, token id)).
 
-Two tails read the same logits. The *plain* tail is part of a recorded step. On one GPU it does all that a row may ask
-for, in a few kernels, and rows that ask for nothing pay for nothing. Elsewhere it knows temperature alone. Then the
-*full* tail runs after it for the rows that need edits, filters or the acceptance of a draft's guesses. A row that needs
-none of this gets the same token from both tails. Log-probabilities come last, from raw logits. Every row is computed by
-itself, so batch and order cannot matter. Nothing here waits for the device.
+Two tails read the same logits. The *plain* tail is part of a recorded step. On one GPU the plain tail does all that a
+row may ask for, in a few kernels, and rows that ask for nothing pay for nothing. Elsewhere the plain tail knows
+temperature alone. There the *full* tail runs after the plain tail, for the rows that need edits, filters or the
+acceptance of a draft's guesses. A row that needs none of this gets the same token from both tails. Log-probabilities
+come last, from raw logits. Every row is computed by itself, so batch and order cannot matter. Nothing here waits for
+the device.
 
-Temperature 0 is exact: the noise is multiplied by it. Among equal scores the lowest id wins. A row whose largest logit
-is not a finite number (torch's max gives NaN if there is any) samples -1.
+Temperature 0 is exact, because the noise is multiplied by 0. Among equal scores the lowest id wins. A row whose largest
+logit is not a finite number (torch's max gives NaN if there is any) samples -1.
 """
 
 from collections.abc import Sequence
@@ -28,20 +29,20 @@ from nanovllm.sampling.logprobs import TopLogprobs, log_probabilities
 from nanovllm.sampling.noise import add_noise, choose
 from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState, packed
 
-# Scores that the full tail works on at once, 32 MiB of them. A sort of the vocabulary holds ten tensors of their size:
-# for all rows of a large batch at once, these would be gigabytes that nobody set aside.
+# The most scores that the full tail works on at once: 32 MiB. A sort of the vocabulary holds ten tensors of this size.
+# For all rows of a large batch at once, these would be gigabytes that nobody set aside.
 MAX_SCORES = 2**23
 
 
 class Sampled(NamedTuple):
-    """What the plain tail of a step sampled, N tokens: for each sequence that samples, after the last known token and
-    after every guess. The next replay of a recorded step overwrites the tensors."""
+    """What the plain tail of a step sampled: N tokens. Each sequence that samples has a token after its last known
+    token and a token after every guess. The next replay of a recorded step overwrites the tensors."""
 
     rows: Tensor  # [N] int32
     positions: Tensor  # [N] int32, where in its row each token went
     token_ids: Tensor  # [N] int64
     logits: Tensor  # [N, V], of several ranks [N, V / R]
-    guesses: Tensor | None  # [N] int64: what stood there before; None if nobody guesses
+    guesses: Tensor | None  # [N] int64: the guess that was at each position before; None if nobody guesses
 
     def at(self, index: slice | Tensor) -> "Sampled":
         """Some of the tokens."""
@@ -57,7 +58,7 @@ class Sampler:
         self.state, self.group = state, group
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, all_greedy: bool = False) -> Tensor:
-        """The plain tail: logits [N, V] for the tokens that go to `positions` [N] of `rows` [N] -> ids [N] int64."""
+        """Run the plain tail: logits [N, V] for the tokens at `positions` [N] of `rows` [N] -> token ids [N] int64."""
         state, group, vocab_size = self.state, self.group, self.state.vocab_size
         sample_rows = fused_kernels(state.device).sample_rows
         if state.in_kernels:
@@ -76,7 +77,7 @@ class Sampler:
         return token_ids
 
     def _sample_in_kernels(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Edits, filters and the draw. logits [N, V] of the whole vocabulary, which are as before in the end."""
+        """Run edits, filters and the draw. logits [N, V], of the whole vocabulary, are restored at the end."""
         state, kernels = self.state, fused_kernels(self.state.device)
         assert kernels.edit_logits and kernels.restore_logits and kernels.sample_rows
         edits = kernels.edit_logits(logits, rows, positions, state)
@@ -95,16 +96,17 @@ class Sampler:
         q: Tensor | None,
         masks: StepMasks | None = None,
     ) -> tuple[Tensor, TopLogprobs | None]:
-        """What is left to do, where a row needs it: the step's token ids [N] int64, and log-probabilities if needed.
+        """Run the full tail for the rows that need it. Returns the step's token ids [N] int64, and log-probabilities.
 
         sampling: the sequences that sample. q [N, V]: the distributions of a draft's guesses, which are accepted or
-        replaced; None if there are none. masks: what the grammars of rows with structured outputs leave.
+        replaced; None if there are no such guesses. masks: which tokens the grammars of rows with structured outputs
+        allow. The log-probabilities are None if no row wants them.
         """
         token_ids = step.token_ids
         if needs is None and q is None:
             return token_ids, None
         state, needs = self.state, needs or Needs()
-        # Only the rows that need it: nothing is sampled again or sorted for the others.
+        # Only the rows that need the full tail: nothing is sampled again or sorted for the others.
         rows = [s.row for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
         special = np.isin(rows, list(state.special)) | (q is not None)
         index = to_device(np.flatnonzero(special), state.device)
@@ -115,10 +117,11 @@ class Sampler:
         if masks is not None and masks.keys:
             allowed = to_device(self._masks_of(masks, sampling)[special], state.device)  # [N, W]
         if not state.in_kernels or allowed is not None:
-            if step.guesses is not None:  # the plain tail wrote over them, and penalties after a guess count the guess
+            # The plain tail wrote over the guesses, and penalties after a guess count the guess.
+            if step.guesses is not None:
                 state.token_ids[step.rows, step.positions] = step.guesses.int()
             some = step.at(index)
-            of_rows = step.guesses is None or allowed is None  # not of each guess
+            of_rows = step.guesses is None or allowed is None  # a mask belongs to a row, not to each guess
             if q is None and of_rows and fused_kernels(state.device).sample_rows is not None:
                 if allowed is not None:
                     state.mask[some.rows] = allowed
@@ -135,7 +138,7 @@ class Sampler:
         return token_ids, log_probabilities(logits, found, needs.num_logprobs).spread(index, len(token_ids))
 
     def _masks_of(self, masks: StepMasks, sampling: Sequence[Scheduled]) -> npt.NDArray[np.int32]:
-        """A mask [W] for each of the N tokens of a step, `allowed_token_ids` included."""
+        """One mask [W] for each of the N tokens of a step. `allowed_token_ids` are included."""
         places = np.repeat([s.key for s in sampling], [len(s.guesses) + 1 for s in sampling])  # [N]
         words = np.frombuffer(masks.words, dtype=np.int32).reshape(int(np.isin(places, masks.keys).sum()), -1)
         spread = np.full((len(places), self.state.mask.shape[1]), -1, dtype=np.int32)
@@ -180,7 +183,7 @@ def sample_full(
 
 
 def sample_sharded(logits: Tensor, metadata: SamplingMetadata, group: Group, vocab_size: int) -> Tensor:
-    """`sample_plain` where each rank has the logits [N, V / R] of its own tokens: the best of the ranks' best."""
+    """`sample_plain` for several ranks: each has the logits [N, V / R] of its own tokens, and the best of all wins."""
     first, own = ids_of_shard(logits, group, vocab_size)
     scores = add_noise(logits.float(), metadata, first)
     scores[:, own:] = float("-inf")
@@ -192,7 +195,7 @@ def sample_sharded(logits: Tensor, metadata: SamplingMetadata, group: Group, voc
 
 
 def ids_of_shard(logits: Tensor, group: Group, vocab_size: int) -> tuple[int, int]:
-    """Logits [N, V / R] -> this rank's first token id, and how many ids the rank has: the rest is padding."""
+    """Logits [N, V / R] -> this rank's first token id, and how many ids the rank has. The rest is padding."""
     first = group.rank * logits.shape[1]
     return first, max(0, min(logits.shape[1], vocab_size - first))
 

@@ -32,10 +32,10 @@ class SamplingMetadata:
 class Needs:
     """What some row of a step asks for beyond its temperature. Known on the host, so that nothing else is launched.
 
-    num_candidates: how many of the largest logits settle top_k and top_p: the largest top_k where each row that is
-                    ranked has a top_k, else the whole vocabulary; 0 if no row is ranked.
-    num_bad_words, num_stop_ids, num_biased:  as many as the row with the longest such list has.
-    longest_bad_word:  its number of tokens.
+    num_candidates: how many of the largest logits decide top_k and top_p. A row is ranked if it has top_k or top_p. If
+                    every ranked row has a top_k, the largest top_k; else the size of the vocabulary. 0: none is ranked.
+    num_bad_words, num_stop_ids, num_biased:  the length of the longest such list.
+    longest_bad_word:  the number of tokens of the longest spelling.
     num_logprobs:   the largest number of likeliest tokens to report; None if no row wants log-probabilities.
     """
 
@@ -51,13 +51,14 @@ class Needs:
 
 
 class SamplingState:
-    """Parameters of R rows. `install` writes them when a sequence moves into a row; nothing else changes them.
+    """Sampling parameters of R rows. `install` writes them when a sequence moves into a row; nothing else changes them.
 
-    All tensors stay where they are and as wide as they are, so that recorded steps may read them. A list has room for
-    as many entries as `SamplingParams` allows, and its length beside it; what is behind is left over from others.
+    All tensors keep their addresses and widths, so that recorded steps may read them. A list has room for as many
+    entries as `SamplingParams` allows. Its length is in a tensor of its own; entries behind the length are left over
+    from other sequences.
 
     token_ids [R, L] int32 belongs to the caller, who keeps it up to date: penalties count prompt and output so far.
-    in_kernels: the plain tail does all that a row may ask for, but for log-probabilities.
+    in_kernels: the plain tail does all that a row may ask for, except log-probabilities.
     """
 
     def __init__(
@@ -73,21 +74,21 @@ class SamplingState:
         self.num_prompt_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)  # [R]
         self.temperature = torch.zeros(num_rows, device=device)  # [R] float32
         self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [R]
-        # What only special rows need. One tensor of each dtype, so that a new row takes two transfers; the names below
-        # are rows of them.
+        # What only special rows need. There is one tensor per dtype, so that a new row takes two transfers. The names
+        # below are rows of these tensors.
         self._floats = torch.zeros(5, num_rows, device=device)
         self._ints = torch.zeros(7, num_rows, dtype=torch.int64, device=device)
         self.top_p, self.log_min_p = self._floats[:2]  # [R] each; log_min_p of a row without one is -inf
         self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._floats[2:]  # [R] each
         self.top_k, self.min_tokens = self._ints[:2]  # [R] each; top_k of a row without one is V
-        # Scores of single tokens that change: the number of entries in each list, whether the mask counts, and whether
-        # there is any of it or a penalty [R] each
+        # [R] each, about the edits of single tokens: the number of entries in each list, whether the mask counts, and
+        # whether there is any edit at all, penalties included
         self.num_stop_ids, self.num_biased, self.num_bad_words, self.masked, self.edited = self._ints[2:]
 
         def ids(width: int) -> Tensor:
             return torch.zeros(num_rows, width, dtype=torch.int32, device=device)
 
-        self.stop_ids = ids(MAX_STOP_IDS + len(self.eos_token_ids))  # [R, S], where min_tokens holds them back
+        self.stop_ids = ids(MAX_STOP_IDS + len(self.eos_token_ids))  # [R, S], the ids that min_tokens holds back
         self.biased_ids = ids(MAX_LOGIT_BIAS)  # [R, B]
         self.bias = torch.zeros(num_rows, MAX_LOGIT_BIAS, device=device)  # [R, B] float32
         self.bad_tokens = ids(MAX_BAD_TOKENS)  # [R, T], one spelling after another
@@ -143,7 +144,7 @@ class SamplingState:
         return SamplingMetadata(self.temperature[rows], self.seed[rows], indices, all_greedy)
 
     def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """Put sampled tokens [N] where the next step reads them; the -1 of a bad row as 0, which has an embedding."""
+        """Put sampled tokens [N] where the next step reads them. A bad row's -1 becomes 0, which has an embedding."""
         self.token_ids[rows, positions] = token_ids.clamp(min=0).int()
 
     def _top_k(self, p: SamplingParams) -> int:
@@ -157,17 +158,17 @@ class SamplingState:
         return (filtered and p.temperature > 0) or self._is_edited(p)
 
     def _is_edited(self, p: SamplingParams) -> bool:
-        """Whether scores of single tokens change: temperature and filters look at all scores alike."""
+        """Whether scores of single tokens change. (Temperature and filters look at all scores alike.)"""
         listed = bool(p.logit_bias or p.bad_words_ids or self._stop_ids(p))
         return listed or has_penalties(p) or p.allowed_token_ids is not None
 
     def _stop_ids(self, p: SamplingParams) -> list[int]:
-        """What min_tokens holds back."""
+        """The token ids that min_tokens holds back."""
         ids = self.eos_token_ids.union(p.stop_token_ids) if p.min_tokens else ()
         return [i for i in ids if i < self.vocab_size]
 
     def _install_lists(self, row: int, p: SamplingParams) -> tuple[int, int, int, int, int]:
-        """Write what an edited row has of each kind; returns the rest of its `_ints`."""
+        """Write the lists of an edited row. Returns the values of its `_ints` from `num_stop_ids` on."""
 
         def write(tensor: Tensor, values: Sequence[float] | NDArray[Any]) -> int:
             array = np.asarray(values, dtype=np.float32 if tensor.is_floating_point() else np.int32)

@@ -1,14 +1,17 @@
-"""What a request does to the scores of single tokens, in a recorded step: allowed tokens, bad words, min_tokens, biases
-and penalties. `constrain` in `sampling/filters.py` is the reference.
+"""Edit the scores of single tokens in a recorded step: allowed tokens, bad words, min_tokens, biases and penalties.
 
-A row names few of 151,936 tokens: those it knows, and those in its lists. So a program, which has a row to itself,
-makes a list of the tokens whose score changes, in the order of their ids, and puts -inf in their places in the row.
-What follows takes "the row without these, and the list" for the row's scores. A row that asks for nothing costs a load.
+`constrain` in `sampling/filters.py` is the reference.
 
-The list is made in two passes over the tokens that the row names, which may name a token many times. The first sets a
-bit for each token. The number of bits before a token's own is its place in the list. There the second pass notes what
-happens to the token: it was in the output so often, so much is added, it is ruled out. This is linear, and only
-integers are summed, so that no order can matter. (Counts for the whole vocabulary are 311 MB for 512 rows.)
+A row names few of 151,936 tokens: the tokens of its prompt and output, and those in its lists. One program per row
+makes a list of the tokens whose score changes, in the order of their ids. It writes -inf in the places of these tokens
+in the row. The kernels that follow take the row without these tokens, and the list, as the scores of the row. A row
+that asks for nothing costs a single load.
+
+The list is made in two passes over the tokens that the row names. A row may name a token many times. The first pass
+sets a bit for each token. The number of bits before a token's own bit is its place in the list. At that place the
+second pass notes what happens to the token: how often it was in the output, what is added, whether it is ruled out. The
+time is linear. Only integers are summed, so that the order cannot matter. (Counts for the whole vocabulary would take
+311 MB for 512 rows.)
 
 Nothing is kept from step to step: there is nothing to undo for a rejected guess, or to rebuild after a preemption.
 """
@@ -23,15 +26,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches
 
-TILE = 1024  # tokens, or words of bits, that a program looks at together
-# What is noted of a token: how often it was in the output, and these.
+TILE = 1024  # tokens, or words of bits, that a program reads together
+# The note of a token is how often it was in the output, plus these bits.
 IN_PROMPT = tl.constexpr(1 << 30)
 RULED_OUT = tl.constexpr(1 << 29)
 MARK, NOTE = tl.constexpr(0), tl.constexpr(1)  # the two passes
 
 
 class Edits(NamedTuple):
-    """The tokens whose score is edited, for N rows of logits: of row n the first counts[n], in ascending order."""
+    """The tokens whose score is edited, for N rows of logits: the first counts[n] of row n, in ascending order."""
 
     ids: Tensor  # [N, E] int32
     raw: Tensor  # [N, E] float32, the model's logits
@@ -40,7 +43,7 @@ class Edits(NamedTuple):
 
 
 class EditState(Protocol):
-    """What R rows ask for, as `SamplingState` has it. All are contiguous; a list's rest is left over from others."""
+    """What R rows ask for, as `SamplingState` has it. All are contiguous. Behind a list's end, values are left over."""
 
     token_ids: Tensor  # [R, L] int32: prompt and output, and guesses
     num_prompt_tokens: Tensor  # [R] int32
@@ -55,15 +58,15 @@ class EditState(Protocol):
     biased_ids: Tensor  # [R, B] int32, each once
     bias: Tensor  # [R, B] float32
     num_bad_words: Tensor  # [R] int64
-    bad_ends: Tensor  # [R, W] int32: where each ends in
-    bad_tokens: Tensor  # [R, T] int32
+    bad_ends: Tensor  # [R, W] int32: where each spelling ends in `bad_tokens`
+    bad_tokens: Tensor  # [R, T] int32: one spelling after another
     masked: Tensor  # [R] int64: 0 where the mask does not count
     mask: Tensor  # [R, ceil(V / 32)] int32: a set bit for each token that is allowed
 
 
 @triton.jit
 def _popcount(bits):  # type: ignore[no-untyped-def]
-    """uint32 -> how many bits are set, int32."""
+    """uint32 -> the number of bits that are set, int32."""
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F
@@ -79,7 +82,7 @@ def _bit(local):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _visit(words_ptr, places_ptr, ids_ptr, local, there, PASS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tokens that are named, as places in the row of logits. The second pass returns their places in the list."""
+    """Visit named tokens, given as places in the row of logits. The second pass returns their places in the list."""
     word = tl.where(there, local // 32, 0)
     if PASS == MARK:
         tl.atomic_or(words_ptr + word, _bit(local).to(tl.int32, bitcast=True), mask=there, sem="relaxed")
@@ -99,7 +102,7 @@ def _visit_all(  # type: ignore[no-untyped-def]
     KNOWN: tl.constexpr, STOP_IDS: tl.constexpr, BIASED: tl.constexpr, BAD_WORDS: tl.constexpr,
     BAD_TOKENS: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    """All tokens that the row names. Of several ranks, each has those whose logits it has."""
+    """Visit all tokens that the row names. With several ranks, each rank visits the tokens whose logits it has."""
     lane = tl.arange(0, TILE)
     token_ids_ptr += row * KNOWN
     if penalized:
@@ -228,8 +231,8 @@ def _edit_kernel(  # type: ignore[no-untyped-def]
                 allowed = tl.load(mask_ptr + row * MASK + token // 32, mask=there, other=0) >> (token % 32)
                 ruled_out |= (allowed & 1) == 0
             score = tl.where(ruled_out, float("-inf"), score)
-            score = tl.where((raw != raw) | (raw == float("inf")), raw, score)  # ruled out or not
-            tl.debug_barrier()  # what is overwritten may have been read by another thread
+            score = tl.where((raw != raw) | (raw == float("inf")), raw, score)  # even if the token is ruled out
+            tl.debug_barrier()  # other threads must have read what is overwritten now
             tl.store(ids_ptr + entry, first_id + local, mask=there)
             tl.store(raw_ptr + entry, raw, mask=there)
             tl.store(scores_ptr + entry, score, mask=there)
@@ -257,30 +260,30 @@ def _restore_kernel(  # type: ignore[no-untyped-def]
 def edit_logits(
     logits: Tensor, rows: Tensor, positions: Tensor, state: EditState, first_id: int = 0, num_ids: int | None = None
 ) -> Edits:
-    """Edit the scores of the tokens that go to `positions` of `rows`. Nothing waits for the device.
+    """Edit the scores that decide the tokens for `positions` of `rows`. Nothing waits for the device.
 
     Args:
         logits: [N, V] of any float dtype, contiguous. Written: -inf for each token in the result.
         rows: [N] integers: the row of persistent state that each row of logits belongs to.
-        positions: [N] integers: where in its row the new token goes; what stands before counts.
+        positions: [N] integers: where in its row the new token goes; the tokens before this position count.
         state: what the rows ask for.
         first_id: the token of the first logit. num_ids: how many of the V are logits; None: all. The rest is padding.
 
     Returns:
-        The edited tokens of these logits, with -inf also for those of them that the row's mask does not allow; a token
-        is not in the list for the mask alone. A raw logit that is NaN or infinity is its own score, even if the token
-        is ruled out, so that a bad row still shows.
+        The edited tokens of these logits. Those of them that the row's mask forbids have the score -inf, too; no token
+        is in the list for the mask alone. A raw logit that is NaN or infinity is its own score, even if the token is
+        ruled out, so that a bad row still shows.
     """
     num_rows, width = logits.shape
     num_ids = width if num_ids is None else num_ids
-    # E: as many tokens as a row can name. `sampling_bytes` in `runner/memory.py` counts what is taken here.
+    # E: as many tokens as a row can name. `sampling_bytes` in `runner/memory.py` counts the memory taken here.
     named = state.token_ids, state.stop_ids, state.biased_ids, state.bad_ends
     longest, num_words = min(num_ids, sum(ids.shape[1] for ids in named)), triton.cdiv(num_ids, 32)
     words = torch.empty(2, num_rows, num_words, dtype=torch.int32, device=logits.device)
     lists = torch.empty(3, num_rows, longest, dtype=torch.int32, device=logits.device)
     counts = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     ids, notes, scores = lists[0], lists[1], lists[2].view(torch.float32)
-    edits = Edits(ids, notes.view(torch.float32), scores, counts)  # the notes are gone when the raw logits come
+    edits = Edits(ids, notes.view(torch.float32), scores, counts)  # the raw logits replace the notes in the end
     pdl = overlaps_launches(logits.device)
     _edit_kernel[(num_rows,)](
         logits, rows, positions, first_id, state.token_ids, state.num_prompt_tokens, state.edited,
@@ -297,7 +300,7 @@ def edit_logits(
 
 
 def restore_logits(logits: Tensor, edits: Edits, first_id: int = 0) -> None:
-    """Put the raw logits back, for log-probabilities. logits [N, V] and first_id as `edit_logits` had them."""
+    """Put the raw logits back, for log-probabilities. logits [N, V] and first_id: as for `edit_logits`."""
     pdl = overlaps_launches(logits.device)
     _restore_kernel[(len(logits),)](
         logits, edits.ids, edits.raw, edits.counts, first_id,

@@ -1,11 +1,12 @@
-"""Plain sampling in one pass over the logits: argmax(logit + temperature * noise), the noise made where it is used.
+"""Plain sampling in one pass over the logits: argmax(logit + temperature * noise), with noise made where it is used.
 
-In separate operations the noise alone is read and written a dozen times, 156 MB each time at 256 rows of 151,936. Here
-the logits are read once, in the dtype they have, and nothing else is read or written. A row of temperature 0 computes
-no noise. The noise is that of `sampling/noise.py`, bit for bit in its integers; logarithms differ by some 1e-6.
+With separate operations, the noise alone is read and written a dozen times, 156 MB each time for 256 rows of 151,936.
+Here the logits are read once, in the dtype they have, and nothing else is read or written. A row with temperature 0
+computes no noise. The noise is that of `sampling/noise.py`: the same bit for bit in its integers, while logarithms
+differ by some 1e-6.
 
-The limit here is arithmetic. So a program goes through its part of a row tile by tile, and computes a tile's scores
-only if one of them can be the best so far. A bound that takes a single logarithm tells.
+The limit here is arithmetic. So a program goes through its part of a row tile by tile. It computes the scores of a tile
+only if one of them can be the best so far. A bound, which takes a single logarithm, decides this.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from nanovllm.kernels.fused.search import only_allowed
 from nanovllm.kernels.fused.threshold import Draw, thresholds
 from nanovllm.kernels.launch import overlaps_launches
 
-TILE = 512  # logits that a program, a single warp, looks at together
+TILE = 512  # logits that a program, a single warp, reads together
 PROGRAMS = 32 * 132  # as many as an H100 or H200 runs at once; the same on all GPUs, so that ranks cut rows equally
 EXPONENT = tl.constexpr(32.001)
 
@@ -42,18 +43,18 @@ def _best_of_part(  # type: ignore[no-untyped-def]
     logits_ptr, first, end, first_id, low, high, temperature, border, last_id, mask_ptr, masked,
     TILE: tl.constexpr, VECTOR: tl.constexpr, NOISE: tl.constexpr, FILTERED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The best score of logits [first, end) of a row and its token; among equal scores the lowest token.
+    """The best score of logits [first, end) of a row, and its token. Among equal scores the lowest token wins.
 
-    A bound decides whether a tile's scores are computed. For a uniform number u the noise, -log(-log(1 - u)), is at
-    most -log(u). So a score is at most logit + temperature * log(2) * (32 - log2(x)), where x = u * 2**32. The bound
-    leaves out the hash's last step, which changes x by at most its 65,536th part; that the number is then made odd only
-    lowers the score. `scale` is at least temperature * log(2), and EXPONENT exceeds 32 by more than all errors of
+    A bound decides whether a tile's scores are computed. For a uniform number u, the noise -log(-log(1 - u)) is at most
+    -log(u). So a score is at most logit + temperature * log(2) * (32 - log2(x)), where x = u * 2**32. The bound leaves
+    out the hash's last step. That step changes x by at most one part in 65,536. The number is then made odd, which can
+    only lower the score. `scale` is at least temperature * log(2), and EXPONENT exceeds 32 by more than all errors of
     logarithms and products. So where a score is above `best`, logit - scale * log2(x) is above best - scale * EXPONENT.
-    Rounding both, once each, keeps their order or makes them equal, however large the logits are. So only what is
-    `below` cannot win. Nothing is below or above a NaN.
+    Each side is rounded once, which keeps their order or makes them equal, however large the logits are. So only what
+    is `below` cannot win. Nothing is below or above a NaN.
     """
     best = float("-inf")
-    winner = 0  # of no meaning as long as nothing is finite
+    winner = 0  # means nothing as long as no score is finite
     scale = temperature * 0.69314790 + 1e-37
     lanes = tl.arange(0, VECTOR)[None, :]
     place = first + VECTOR * tl.arange(0, TILE // VECTOR)[:, None] + lanes
@@ -66,9 +67,9 @@ def _best_of_part(  # type: ignore[no-untyped-def]
                 logits = only_allowed(logits, mask_ptr, vectors + lanes, vectors + lanes < end)
             at_border = (logits == border) & (first_id + vectors + lanes <= last_id)
             logits = tl.where((logits > border) | at_border, logits, float("-inf"))
-        following = _tile(logits_ptr, vectors + lanes + TILE, end)  # asked for a turn early
+        following = _tile(logits_ptr, vectors + lanes + TILE, end)  # requested one turn early
         if NOISE:
-            # VECTOR divides all of these token ids: the ids up to the next vector differ in the lowest bits alone
+            # VECTOR divides all of these token ids: the ids within a vector differ in the lowest bits alone
             folded = fold((first_id + vectors).to(tl.uint32)) ^ fold(low)
             x = hash_bits(folded ^ lanes.to(tl.uint32), high)
             at_most = tl.fma(-scale, log2(x.to(tl.float32), FAST), logits)
@@ -76,7 +77,7 @@ def _best_of_part(  # type: ignore[no-untyped-def]
         else:
             at_most = logits
             needed = best
-        below = tl.reduce(at_most, 1, _larger) < needed  # in 16 bits a thread has whole vectors
+        below = tl.reduce(at_most, 1, _larger) < needed  # with logits of 16 bits, each thread has whole vectors
         needless = tl.min(below.to(tl.int32), 0) == 1
         if FILTERED:
             needless |= tl.max(logits) == float("-inf")
@@ -96,7 +97,7 @@ def _best_of_part(  # type: ignore[no-untyped-def]
 def _best_of_list(  # type: ignore[no-untyped-def]
     scores_ptr, ids_ptr, count, low, high, temperature, border, last_id, TILE: tl.constexpr, FAST: tl.constexpr
 ):
-    """The best score of a row's edited tokens, and its token; among equal scores the lowest token."""
+    """The best score of a row's edited tokens, and its token. Among equal scores the lowest token wins."""
     best = float("-inf")
     winner = 0
     for start in range(0, count, TILE):
@@ -125,7 +126,7 @@ def _best_of_part_kernel(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, MASK: tl.constexpr,
     EDITS: tl.constexpr, FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best of a part of a row, or in the last program of its edited tokens."""
+    """Find the best score of a part of a row. If there are edits, the last program takes the row's edited tokens."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -139,7 +140,7 @@ def _best_of_part_kernel(  # type: ignore[no-untyped-def]
     low, high = row_key(tl.load(seed_ptr + row), tl.load(positions_ptr + n) - tl.load(num_prompt_ptr + row))
     border, last_id, masked, listed = float("-inf"), 2147483647, False, False
     if FILTERS:
-        drawn = tl.load(drawn_ptr + n) > 0  # then the best of the row stands in the first part's place
+        drawn = tl.load(drawn_ptr + n) > 0  # then the best of the row is already in the first part's place
         border, last_id = tl.load(border_ptr + n), tl.load(last_id_ptr + n)
     if MASK > 0:
         masked = tl.load(masked_ptr + row) != 0
@@ -223,21 +224,21 @@ def sample_rows(
 ) -> Tensor:
     """Draw a token for each row of logits, and write it where the next step looks for it.
 
-    Of several ranks each has the logits of some tokens. They exchange the best score of each part of a row.
+    With several ranks, each has the logits of some tokens. The ranks exchange the best score of each part of a row.
 
     Args:
         logits: [N, V] of any float dtype, contiguous.
         rows: [N] integers: the row of persistent state that each row of logits belongs to.
         next_positions: [N] integers: where in its row the new token goes.
         temperature: [R] float32. seeds: [R] int64. num_prompt_tokens: [R] int32.
-        token_ids: [R, L] int32, written: the new token, or 0 where it is -1.
+        token_ids: [R, L] int32, written: the new token, or 0 where the token is -1.
         first_id: the token of the first logit. num_ids: how many of the V are logits; None: all. The rest is padding.
-        all_gather: from a rank's tensor [...] to those of all ranks [ranks, ...]; None: there is one rank.
-        filters: top_k, top_p and log_min_p [R], as of `thresholds`; None: no row has any. They need all V logits here.
-        masks, edits: likewise.
+        all_gather: from a rank's tensor [...] to the tensors of all ranks [ranks, ...]; None: there is one rank.
+        filters: top_k, top_p and log_min_p [R], as for `thresholds`; None: no row has any. They need all V logits here.
+        masks, edits: as for `thresholds`. They need all V logits, too.
 
     Returns:
-        [N] int64: the tokens; -1 for a row whose largest score is not finite.
+        [N] int64: the tokens, or -1 for a row whose largest score is not finite.
     """
     num_rows, width = logits.shape
     num_tiles = triton.cdiv(width, TILE)

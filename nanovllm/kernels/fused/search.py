@@ -1,12 +1,12 @@
-"""Searches among scores by their bits: the threshold of top_k and top_p in a row of logits, or in a list of candidates.
+"""Find the threshold of top_k and top_p in a row of logits, or in a list of candidates, bit by bit ("radix select").
 
-The bits of a score, taken as an integer, have the order of the scores ("radix select"). A search bisects them, and
-its number of steps depends on the row alone. Probabilities are summed in fixed point, in units of 2**-40 of the
-likeliest token's, so that neither order nor batch can change a sum. Of equal scores the lowest ids are kept, as by a
-stable sort.
+The bits of a score, taken as an integer (its *key*), have the order of the scores. A search sets the bits of a key from
+the highest to the lowest. So the number of its steps depends on the row alone. Probabilities are summed in fixed point,
+in units of 2**-40 of the likeliest token's probability, so that neither order nor batch can change a sum. Among equal
+scores the lowest ids are kept, as by a stable sort.
 
-What limits a single row is its code: a GPU fetches instructions that it has not run before from memory. So loops over
-bits are kept as loops: their number of steps is an argument, which the compiler cannot unroll.
+The time of a single row is limited by its code: a GPU fetches instructions that it has not run before from memory. So
+loops over bits stay loops: their number of steps is an argument, so the compiler cannot unroll them.
 """
 
 import triton
@@ -18,14 +18,14 @@ EVERY_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def key_of(score, unit):  # type: ignore[no-untyped-def]
-    """float32 -> int32 in the same order, a multiple of unit: 2**16 for scores that were bfloat16, else 1."""
+    """float32 -> int32 in the same order, a multiple of `unit`: 2**16 for scores that were bfloat16, else 1."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -unit
 
 
 @triton.jit
 def score_of(key, unit):  # type: ignore[no-untyped-def]
-    """The score that has this key; that of the lowest keys, which no number has, is -inf."""
+    """The score that has this key. The lowest keys, which belong to no number, give -inf."""
     bits = tl.where(key < 0, (key | (unit - 1)) ^ 0x7FFFFFFF, key)
     score = bits.to(tl.float32, bitcast=True)
     return tl.where(score != score, float("-inf"), score)
@@ -33,21 +33,23 @@ def score_of(key, unit):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def bit_of(step):  # type: ignore[no-untyped-def]
-    """What to change in a key next, from the sign on down: first SMALLEST to 0."""
+    """The bit of a key that a search tries in this step, from the sign on down. Step 0 takes SMALLEST to 0."""
     return (tl.full([], 1, tl.uint32) << (31 - step)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def only_allowed(scores, mask_ptr, ids, there):  # type: ignore[no-untyped-def]
-    """-inf where a row's mask does not allow a token. NaN and infinity stay, so that a bad row still shows."""
+    """The scores, with -inf for tokens that the row's mask forbids. NaN and infinity stay, to show a bad row."""
     allowed = (tl.load(mask_ptr + ids // 32, mask=there, other=0) >> (ids % 32)) & 1 == 1
     return tl.where(allowed | (scores != scores) | (scores == float("inf")), scores, float("-inf"))
 
 
 @triton.jit
 def read_tile(source, start, size, unit, TILE: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys, ids, and which of them exist, of a list (scores, ids) or of a row: its logits, where the id of a logit is
-    its place, up to a multiple of TILE, and behind them the list of its edited scores. What a mask rules out is -inf.
+    """Read a tile of a list or of a row: keys, ids, and which of them exist.
+
+    A list has scores and ids. A row has its logits, padded to a multiple of TILE, and behind them the list of its
+    edited scores. The id of a logit is its place. What a mask rules out is -inf.
     """
     place = start + tl.arange(0, TILE)
     there = place < size
@@ -72,13 +74,13 @@ def read_tile(source, start, size, unit, TILE: tl.constexpr, IN_ROW: tl.constexp
 
 @triton.jit
 def sharpness_of(temperature):  # type: ignore[no-untyped-def]
-    """What a difference of scores is multiplied with to be a power of 2, finite."""
+    """The factor from a difference of scores to an exponent of 2: log2(e) / temperature, bounded to be finite."""
     return tl.minimum(1.4426950408889634 / temperature, 3e38)
 
 
 @triton.jit
 def mass_of(score, largest, sharpness):  # type: ignore[no-untyped-def]
-    """Probability relative to the likeliest token's, int64 in units of 2**-40."""
+    """The probability relative to the likeliest token's, int64 in units of 2**-40."""
     return (tl.exp2((score - largest) * sharpness) * 1099511627776.0).to(tl.int64)
 
 
@@ -96,7 +98,7 @@ def count_from(source, size, lowest, unit, TILE: tl.constexpr, IN_ROW: tl.conste
 def mass_from(  # type: ignore[no-untyped-def]
     source, size, lowest, border, last_id, largest, sharpness, unit, TILE: tl.constexpr, IN_ROW: tl.constexpr
 ):
-    """The mass of the scores with a key of at least `lowest` that are inside `border` and `last_id`, float64."""
+    """The mass of the scores with a key of at least `lowest` that `border` and `last_id` keep, float64."""
     mass = tl.zeros([], tl.int64)
     for start in range(0, size, TILE):
         keys, ids, there = read_tile(source, start, size, unit, TILE, IN_ROW)
@@ -126,10 +128,12 @@ def find_threshold(  # type: ignore[no-untyped-def]
     source, size, low, lowest, top_k, top_p, total, largest, sharpness, unit, steps, id_bits,
     SIZE: tl.constexpr, TILE: tl.constexpr, IN_ROW: tl.constexpr,
 ):  # fmt: skip
-    """What top_k and then top_p leave of the keys from `lowest` on: all above a border, and at the border ids up to the
-    last; and whether these scores are enough to say so.
+    """Find what top_k and then top_p keep of the keys from `lowest` on.
 
-    low: a key that is at most the k-th largest. total: what top_p is a part of; 0: the mass of what top_k leaves.
+    low: a key that is at most the k-th largest. total: the mass that top_p is a part of; 0: the mass that top_k leaves.
+
+    Returns a border and a last id: kept are all keys above the border, and at the border the ids up to the last id. The
+    third result says whether the scores of `source` are enough to find them.
     """
     border, last_id, high = lowest, EVERY_ID, key_of(largest, unit)
     if top_k < SIZE:

@@ -1,14 +1,15 @@
 """min_p, top_k and top_p without a sort: finds, per row, the lowest score whose tokens may be drawn, and draws.
 
-Two kernels. The first reads all logits once and keeps the largest of each cell of 32. In the second a program per row
-looks at the cells: the k-th largest of them is a lower bound of the k-th largest logit, and only cells that reach it
-have logits that do, few more than k. For top_p alone the bound is where the cells' maxima add up to that probability.
-What reaches it are the row's candidates. The program searches them, and draws from what is left. Where they are too
-many (thousands of equal logits, a large top_k, a flat row with top_p alone), it searches the row itself, and
-`sample.py` draws. No row can change what is found in another.
+There are two kernels. The first reads all logits once, and keeps the maximum of each cell of 32 logits. In the second,
+one program per row finds a bound. With top_k, the bound is the k-th largest maximum of a cell, which is at most the
+k-th largest logit. With top_p alone, the bound is where the maxima of the cells add up to that probability. Only cells
+whose maximum reaches the bound have logits that reach the bound, few more than k. These logits are the candidates of
+the row. The program searches the candidates, and draws from what is left. If there are too many candidates (thousands
+of equal logits, a large top_k, a flat row with top_p alone), the program searches the row itself, and `sample.py`
+draws. No row can change what is found in another row.
 
-To do without a sort is the idea of FlashInfer ("Sorting-Free GPU Kernels for LLM Sampling", 2025), which draws again
-until a token is allowed. With a threshold one draw is enough. `search.py` has the searches.
+The idea of sampling without a sort is FlashInfer's ("Sorting-Free GPU Kernels for LLM Sampling", 2025). FlashInfer
+draws again until a token is allowed. With a threshold, one draw is enough. The searches are in `search.py`.
 """
 
 from typing import NamedTuple
@@ -37,19 +38,19 @@ from nanovllm.kernels.launch import overlaps_launches
 
 CELL = 32  # neighbouring logits
 CELLS = 128  # per program of the first kernel
-ROOM = 4096  # for candidates of a row, and for cells that have any
-CHUNK = 64  # cells that the second kernel looks into together
-TILE = 1024  # candidates that it looks at together; if it searches the row, eight times as many logits
+ROOM = 4096  # the most candidates of a row, and the most cells that have any
+CHUNK = 64  # cells that the second kernel reads together
+TILE = 1024  # candidates that the second kernel reads together; when it searches a row, eight times as many logits
 
 
 class Draw(NamedTuple):
-    """What it takes to draw from the candidates, and where the result goes."""
+    """What the second kernel needs to draw from the candidates, and where it writes the result."""
 
     positions: Tensor  # [N]
     seeds: Tensor  # [R] int64
     num_prompt_tokens: Tensor  # [R] int32
     score: Tensor  # [N, parts] float32, written in column 0: the best score
-    token_ids: Tensor  # [N, parts] int32, likewise: its token
+    token_ids: Tensor  # [N, parts] int32, written in column 0: the token with the best score
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
@@ -59,7 +60,7 @@ def _cells_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, NUM_CELLS: tl.constexpr, CELL: tl.constexpr, CELLS: tl.constexpr, MASK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of each cell. For top_p alone also a program's largest, and the mass relative to that."""
+    """Find the maximum of each cell. For top_p alone, also find each program's maximum and the mass relative to it."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -112,7 +113,7 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
         cell = tl.arange(0, ALL_CELLS)
         cells = tl.load(cells_ptr + n * NUM_CELLS + cell, mask=cell < NUM_CELLS, other=float("-inf"))
         largest = tl.max(cells)
-        # The scores of edited tokens are float32, whatever the logits are.
+        # The scores of edited tokens are float32, whatever the dtype of the logits.
         num_edits, unit, masked = 0, tl.where(steps < 32, 65536, 1), False
         if EDITS > 0:
             num_edits = tl.load(num_edits_ptr + n)
@@ -131,7 +132,7 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
             whole = logits_ptr, SIZE, mask_ptr, masked, edits_ptr, edited_ids_ptr
             lowest = key_of(tl.full([], float("-inf"), tl.float32), unit) + unit
             if log_min_p > float("-inf"):
-                # The largest key that min_p rules out: it rules out all that are smaller.
+                # Find the largest key that min_p rules out. All smaller keys are ruled out as well.
                 lowest = SMALLEST
                 for step in range(steps):
                     higher = lowest ^ bit_of(step)
@@ -143,12 +144,12 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                 keys, high = key_of(cells, unit), key_of(largest, unit)
                 bound, total = SMALLEST, tl.zeros([], tl.float64)
                 if top_k < SIZE:
-                    for step in range(tl.minimum(steps, 16)):  # the upper half of the bits: it need only be near
+                    for step in range(tl.minimum(steps, 16)):  # the upper half of the bits: a near bound is enough
                         higher = bound ^ bit_of(step)
                         if higher <= high:  # noqa: SIM102 (Triton would compute both sides of an `and`)
                             if tl.sum((keys >= higher).to(tl.int32)) >= top_k:
                                 bound = higher
-                elif log_min_p == float("-inf"):  # else what min_p leaves, whose sum is not known yet
+                elif log_min_p == float("-inf"):  # with min_p, top_p is a part of what min_p leaves: not summed yet
                     part = tl.arange(0, PARTS)
                     exists, here = part < num_parts, n * num_parts + part
                     maxima = tl.load(maxima_ptr + here, mask=exists, other=float("-inf"))
@@ -165,7 +166,7 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                             mass = tl.where(keys >= higher, mass_of(cells, largest, sharpness), 0)
                             if tl.sum(mass).to(tl.float64) >= top_p.to(tl.float64) * total:
                                 bound = higher
-                first = tl.maximum(bound, lowest)  # from there on the candidates are complete
+                first = tl.maximum(bound, lowest)  # all keys from here on are candidates
                 reaches = keys >= first
                 count = tl.sum(reaches.to(tl.int32))
                 found = ROOM + 1
@@ -198,7 +199,7 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                         tl.store(ids_ptr + slot, token, mask=inside & (slot < ROOM))
                         found += tl.sum(inside.to(tl.int32))
                     tl.debug_barrier()
-                # The k largest cells bound no more logits than there are cells.
+                # The maxima of cells give a bound only for a k up to the number of cells.
                 enough = (found <= ROOM) & ((top_k >= SIZE) | (top_k <= NUM_CELLS) | (first == lowest))
                 candidates = scores_ptr, ids_ptr
                 if enough:
@@ -247,21 +248,24 @@ def thresholds(
     edits: Edits | None = None,
     draw: Draw | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What min_p, top_k and top_p leave of each row, in vLLM's order (see `sampling/filters.py`, the reference).
+    """Find the lowest score that min_p, top_k and top_p keep in each row, in vLLM's order.
+
+    `filter_scores` in `sampling/filters.py` is the reference.
 
     Args:
         logits: [N, V] of any float dtype, contiguous.
-        rows: [N] integers: the row of persistent state that each belongs to.
-        temperature: [R] float32; a row of 0 keeps every token.
+        rows: [N] integers: the row of persistent state that each row of logits belongs to.
+        temperature: [R] float32; a row with temperature 0 keeps every token.
         top_k: [R] integers, V for none. top_p: [R] float32, 1 for none. log_min_p: [R] float32, -inf for none.
         masks: [R] int64, whether a row has a mask, and [R, ceil(V / 32)] int32, a set bit for each token that is
-            allowed; None: no row has one.
-        edits: tokens with scores of their own, in whose places the logits are -inf; None: there are none.
-        draw: where to put the tokens that can be drawn at once; None: none are.
+            allowed. None: no row has a mask.
+        edits: the edited tokens with their scores; the logits of these tokens are -inf. None: there are none.
+        draw: where to put the tokens that can be drawn at once. None: no token is drawn here.
 
     Returns:
-        [N] float32 and [N] int32: a token may be drawn if its logit is above the first, or equal to it and its id is
-        at most the second. -inf and 2**31 - 1 where nothing is ruled out, or where a row has no finite maximum.
+        [N] float32 and [N] int32, a border and a last id: a token may be drawn if its logit is above the border, or if
+        its logit is at the border and its id is at most the last id. They are -inf and 2**31 - 1 where nothing is ruled
+        out, and where a row has no finite maximum.
         [N] int32: whether the row's token was drawn.
     """
     num_rows, width = logits.shape

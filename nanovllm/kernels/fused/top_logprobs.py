@@ -1,13 +1,15 @@
-"""The likeliest tokens of each row with their log-probabilities, without a sort: raw logits, which are read once.
+"""Find the likeliest tokens of each row and their log-probabilities, without a sort: the raw logits are read once.
 
-Two kernels. In the first, many programs for each row look at parts of 512 logits. Of each part they keep the best, the
-sum of exponentials relative to that, and how many logits are above the sampled token's. In the second a single warp per
-row adds these up, and plays a tournament: the best of the parts' best is the row's, and only the part that it came from
-must be looked at again, for its next best. So the n-th turn finds the n-th likeliest token, whatever the logits are.
+There are two kernels. In the first, many programs per row read parts of 512 logits. Of each part they keep the best
+logit, the sum of exponentials relative to the best, and the number of logits above the sampled token's. In the second,
+a single warp per row adds these up, and runs a tournament. The best of the parts' best is the best of the row. Only the
+part that it came from must be read again, for its next best. So the n-th turn finds the n-th likeliest token, whatever
+the logits are.
 
-Of equal logits the lowest id comes first, as for a greedy row, whose token so has rank 1 and stands first. For this a
-logit and its id are compared as a single integer. (PyTorch's topk leaves the order of equals open. In bfloat16 there
-are many.) Parts are cut in the same way whatever the batch, so no row can change what is found in another.
+Among equal logits, the lowest id comes first, as for a greedy row. So the token of a greedy row has rank 1 and comes
+first. For this, a logit and its id are compared as a single integer. (PyTorch's topk leaves the order of equals open.
+In bfloat16 there are many equals.) Parts are cut in the same way whatever the batch, so no row can change what is found
+in another row.
 """
 
 import torch
@@ -28,7 +30,7 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _place(score, token):  # type: ignore[no-untyped-def]
-    """int64 that is larger for a larger score, and among equal scores for a lower token id."""
+    """The place of a score and its token, int64: larger for a larger score, and among equal scores for a lower id."""
     return (key_of(score, 1).to(tl.int64) << 32) | (token ^ EVERY_ID).to(tl.int64)
 
 
@@ -40,15 +42,15 @@ def _placed(place):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load(logits_ptr, token, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits in float32. A NaN is -inf, so that every logit has a place; so is what is behind the end, whose ids come
-    after all others."""
+    """Load logits as float32. A NaN becomes -inf, so that every logit has a place. What lies behind the end is -inf,
+    too; its ids come after all others."""
     score = tl.load(logits_ptr + token, mask=token < SIZE, other=float("-inf")).to(tl.float32)
     return tl.where(score == score, score, float("-inf"))
 
 
 @triton.jit
 def _exp_of_difference(score, largest):  # type: ignore[no-untyped-def]
-    """0 for a score of -inf, also where nothing is larger."""
+    """exp(score - largest); 0 for a score of -inf, even if `largest` is -inf as well."""
     return tl.exp2((score - tl.where(largest > float("-inf"), largest, 0.0)) * LOG2_E)
 
 
@@ -66,7 +68,7 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     SOME_ASK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of each part the place of its best, the sum of exp(logit - best), and the number of logits above the sampled."""
+    """Find, for each part, the place of its best, the sum of exp(logit - best), and how many are above the sampled."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -130,18 +132,19 @@ def _tournament_kernel(  # type: ignore[no-untyped-def]
 def top_logprobs(
     logits: Tensor, sampled: Tensor, n: int, asking: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sampling.logprobs.top_logprobs` in two launches, from which nothing waits: fit for a recorded step.
+    """`sampling.logprobs.top_logprobs` in two launches. The host never waits, so a recorded step can contain it.
 
     Args:
         logits: [N, V] of any float dtype. Rows may lie apart, so that padding can be cut off by a view.
         sampled: [N] int64, contiguous; -1 in a bad row, whose numbers mean nothing.
         n: how many of the likeliest tokens, at most V. Each of them takes a turn of somewhat less than a microsecond.
-        asking: rows [N] of some state, and how many tokens each of these wants [R]: where that is negative, nothing is
-            computed, and what is returned is left over from other uses of the memory. None: all rows ask.
+        asking: rows [N] of some state, and how many tokens each row of the state wants [R]. Where that number is
+            negative, nothing is computed, and the result is left over from other uses of the memory. None: all rows
+            ask.
 
     Returns:
-        Token ids [N, 1 + n] int64 and log-probabilities [N, 1 + n] float32, the sampled token's first; and its rank
-        [N] int64, from 1. Accurate to 1e-5 or better, as long as logits are below 100.
+        Token ids [N, 1 + n] int64 and log-probabilities [N, 1 + n] float32, the sampled token's first; and the rank of
+        the sampled token [N] int64, from 1. Accurate to 1e-5 or better, as long as logits are below 100.
     """
     num_rows, width = logits.shape
     num_top = min(n, width)
