@@ -1,8 +1,8 @@
-"""The engine as an API process sees it: requests go out, and what comes back becomes text.
+"""The engine as an API process sees it: requests go out as messages, and the tokens that come back become text.
 
-All of it runs in the event loop of the process, but for tokenizing. The engine's messages are read straight from the
-socket's file descriptor. What is read is told to the engine once the readers have had their turn: a process that is
-behind with its clients gets fewer and larger deltas.
+Everything but tokenizing runs in the event loop of the process. The event loop watches the file descriptor of the
+socket with the engine's messages. The process tells the engine what it has read only after its readers have had their
+turn. So a process that is behind with its clients gets fewer and larger deltas.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ REFUSALS = {kind.__name__: kind for kind in (QueueFull, NeverFits, TypeError, Va
 
 
 class RemoteChoice:
-    """One choice of a request, and what its reader has not read of it."""
+    """One choice of a request, with the part that its reader has not read yet."""
 
     def __init__(self, index: int, params: SamplingParams, detokenizer: Detokenizer) -> None:
         self.index = index
@@ -53,11 +53,11 @@ class RemoteChoice:
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
 
     def take(self, token_ids: list[int], found: list[TokenLogprobs] | None, end: End | None) -> bool:
-        """New tokens, and how they end the choice if they do. Returns whether a stop string did, which the engine does
-        not know."""
+        """Take new tokens, and the end of the choice if this is the end. Returns whether a stop string ended the choice,
+        which the engine does not know yet."""
         detokenizer, stopped = self._detokenizer, False
         self.has_news = True
-        # A token that ends the output stays in its ids, but is not text, unless that is asked for.
+        # A token that ends the output stays in the ids. It becomes text only if the request asks for that.
         hidden = end is not None and end.finish_reason == "stop" and not self._params.include_stop_str_in_output
         for i, token in enumerate(token_ids[:-1] if hidden else token_ids, start=1):
             if (stop := detokenizer.append(token)) is not None:
@@ -77,7 +77,7 @@ class RemoteChoice:
         return stopped
 
     def delta(self) -> CompletionOutput:
-        """What was not read before; it counts as read then."""
+        """What the reader has not read yet. It counts as read from now on."""
         ids, logprobs = self._token_ids, self._logprobs
         self._token_ids, self.has_news = [], False
         if logprobs is not None:
@@ -95,7 +95,7 @@ class RemoteChoice:
 
 @dataclass(eq=False)
 class RemoteRequest:
-    """A request that is not over, and what its reader has not read of it."""
+    """A request that is not over, with the part that its reader has not read yet."""
 
     key: int
     prompt: str | None
@@ -104,8 +104,8 @@ class RemoteRequest:
     choices: list[RemoteChoice]
     metrics: RequestMetrics
     accepted: asyncio.Future[None]
-    waiter: asyncio.Future[None] | None = None  # the reader's, while it waits for news
-    error: Exception | None = None  # what the reader gets after that
+    waiter: asyncio.Future[None] | None = None  # set while the reader waits for news
+    error: Exception | None = None  # what the reader gets after the last news
 
     def __post_init__(self) -> None:
         self.num_open = len(self.choices)
@@ -122,13 +122,13 @@ class RemoteRequest:
         self.error = error
         if not self.accepted.done():
             self.accepted.set_exception(error)
-            self.accepted.exception()  # seen, also where nobody waits any more
+            self.accepted.exception()  # marked as seen, even if nobody waits any more
         self.wake()
 
 
 class RemoteStream:
     """The outputs of one request as an asynchronous iterator of deltas, like `stream.Stream`. With FINAL_ONLY
-    parameters its only delta is the whole. Closing or dropping the stream aborts its request."""
+    parameters, the only delta is the whole output. Closing or dropping the stream aborts its request."""
 
     def __init__(self, request: RemoteRequest, abort: Callable[[RemoteRequest], None]) -> None:
         self.request_id = str(request.key)
@@ -138,7 +138,7 @@ class RemoteStream:
         self._over = False
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken the request. Raises QueueFull and what else it may say."""
+        """Wait until the engine has accepted the request. Raises QueueFull, or any other reason for a refusal."""
         await self._request.accepted
 
     def __aiter__(self) -> "RemoteStream":
@@ -166,7 +166,7 @@ class RemoteStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Abort the request, if it is not over. Nothing can be read afterwards."""
+        """Abort the request if it is not over. Nothing can be read afterwards."""
         self._over = True
         self._abort()
 
@@ -175,7 +175,7 @@ class RemoteStream:
 
 
 class Uncounted:
-    """An observer of a request that is counted in the engine's process."""
+    """An observer that does nothing, since the engine's process counts the request."""
 
     def saw(self, delta: RequestOutput) -> None: ...
     def close(self, reason: str = "abort") -> None: ...
@@ -205,7 +205,7 @@ class EngineClient:
         self._send(Hello(sender, address))
         self._fd = int(self._inbox.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
-        self._loop.call_soon(self._read)  # the descriptor tells of what comes, not of what is there already
+        self._loop.call_soon(self._read)  # the descriptor tells of what comes, not of what has come already
 
     # --- interface.Engine ---
 
@@ -241,7 +241,7 @@ class EngineClient:
             raise EngineDead(self._refusal)
 
     async def shutdown(self, drain: bool = True) -> None:
-        """The engine goes on, for others. Draining is the server's: it calls this when all answers are complete."""
+        """Leave the engine, which goes on for others. The server drains: it calls this when all answers are complete."""
         self.give_up("the server was shut down")
         self._loop.remove_reader(self._fd)
         self._context.destroy()
@@ -273,14 +273,14 @@ class EngineClient:
             self._send(Abort(self._sender, request.key))
 
     def give_up(self, reason: str) -> None:
-        """Abort what is not answered, and tell those who wait."""
+        """Abort all requests that are not over, and tell their readers."""
         for request in list(self._requests.values()):
             self.abort(request)
             request.fail(RequestAborted(f"request {request.key} was aborted: {reason}"))
         self._refusal = self._refusal or reason
 
     def fail(self, reason: str) -> None:
-        """There is no engine any more: say so to everybody who waits."""
+        """There is no engine any more: tell everybody who waits."""
         self._refusal = self._refusal or reason
         for request in list(self._requests.values()):
             self._forget(request)
@@ -290,7 +290,7 @@ class EngineClient:
                 answer.set_exception(EngineDead(self._refusal))
 
     def _forget(self, request: RemoteRequest) -> bool:
-        """Returns False if that was done before."""
+        """Drop a request. Returns False if that was done before."""
         if self._requests.pop(request.key, None) is None:
             return False
         for choice in request.choices:
@@ -332,7 +332,7 @@ class EngineClient:
         logprobs = {found.stream: found.entries() for found in update.logprobs}
         for number, token_ids in update.deltas():
             if (found := self._choices.get(number)) is None:
-                continue  # it is over here, and this was on its way
+                continue  # the choice is over here, and its tokens were on their way
             request, choice = found
             stopped = choice.take(token_ids, logprobs.get(number), ends.get(number))
             if stopped:

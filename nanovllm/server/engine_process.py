@@ -1,7 +1,7 @@
-"""The process of the engine: takes requests from the API processes, steps, and sends each its news once a step.
+"""The engine's process: takes requests from the API processes, runs steps, and sends each process one message per step.
 
-Limits, the queue, aborts, priorities and all counters are here, so that it does not matter which API process a client
-meets. Text is not: tokenizing, detokenizing and stop strings are the API processes' work.
+Limits, the queue, aborts, priorities and all counters are here, so that it does not matter which API process serves a
+client. Text is not here: tokenizing, detokenizing and stop strings are the API processes' work.
 """
 
 import argparse
@@ -53,11 +53,11 @@ from nanovllm.server.wires import Wires, obey_the_parent
 
 logger = logging.getLogger(__name__)
 
-MOST_AT_ONCE = 256  # messages between two steps: a flood of requests does not hold up those that run
+MOST_AT_ONCE = 256  # messages between two steps: a flood of requests does not delay those that run
 
 
 class ServedLLM(Protocol):
-    """As much of `LLM` as is used here."""
+    """The part of `LLM` that the server uses."""
 
     @property
     def engine(self) -> LLMEngine: ...
@@ -72,28 +72,28 @@ class ServedLLM(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """A request that is not over for its reader."""
+    """A request whose reader, an API process, still waits for news."""
 
     sender: int
     key: int
     outbox: Outbox
     observer: RequestObserver
-    whole: bool  # its only news is the end
-    has_stops: bool  # only its reader knows where it ends
+    whole: bool  # the reader gets nothing before the end
+    has_stops: bool  # it has stop strings, so only the reader knows where it ends
     num_counted: list[int]  # tokens that the observer has seen, of each choice
     last_token_times: list[float]  # of each choice, in seconds of time.perf_counter(); 0 before the first
-    request: Request | None = None  # from its first news on
+    request: Request | None = None  # known once there are the first news
 
     @classmethod
     def of(cls, sender: int, key: int, outbox: Outbox, params: SamplingParams, figures: Figures) -> "Served":
         has_stops, final = bool(params.stop), params.output_kind is RequestOutputKind.FINAL_ONLY
-        # Where the reader decides what counts, the times between tokens are known in the mean only.
+        # With stop strings the reader decides which tokens count, so only the mean time between tokens is known.
         observer = RequestObserver(figures, counts_gaps=has_stops)
         whole = final and not has_stops and params.logprobs is None
         return cls(sender, key, outbox, observer, whole, has_stops, [0] * params.n, [0.0] * params.n)
 
     def count(self) -> None:
-        """Tell the observer what it has not seen. That is done when somebody asks, and at the end: never in a step."""
+        """Tell the observer what it has not seen: when `/metrics` is read, and at the end of a request, not per step."""
         request = self.request
         if request is None:
             return
@@ -108,7 +108,7 @@ class Served:
 
 
 class EngineServer:
-    """The step loop, and what goes in and out of it."""
+    """The step loop, with the messages that it takes in and sends out."""
 
     def __init__(self, llm: ServedLLM, wires: Wires, model_name: str, max_queue: int | None = None) -> None:
         self.llm = llm
@@ -123,7 +123,7 @@ class EngineServer:
         self._gone: set[int] = set()
         self._served: dict[str, Served] = {}  # by the engine's request id
         self._serving = True
-        # Grammars: requests whose grammars are being compiled, and those that are
+        # Requests whose grammars are being compiled, and those whose grammars are compiled
         self._compilers = ThreadPoolExecutor(2, "nanovllm-grammars")
         self._compiling: set[str] = set()
         self._compiled: SimpleQueue[tuple[Add, list[SamplingParams], list[Matcher | None] | ValueError]] = SimpleQueue()
@@ -140,10 +140,10 @@ class EngineServer:
         return self.llm.engine.num_waiting
 
     def check_health(self) -> None:
-        """While it can be asked, it serves."""
+        """Never raises: a process that can be asked is serving."""
 
     def run(self) -> None:
-        """Until a `Quit`. Raises what a step raises, after everybody was told."""
+        """Run until a `Quit`. An error of a step is sent to every API process, and then raised."""
         try:
             self._loop()
         except BaseException as error:
@@ -171,7 +171,8 @@ class EngineServer:
     def _hand_out(self, news: list[tuple[Request, Committed]]) -> None:
         now = time.perf_counter()
         over: dict[str, Served] = {}
-        gaps: dict[tuple[float, int], int] = {}  # times of the tokens before, numbers of new tokens: how many of these
+        # How many streams have the same time of their token before, and the same number of new tokens
+        gaps: dict[tuple[float, int], int] = {}
         for request, (seq, token_ids, logprobs) in news:
             served = self._served[request.request_id]
             if not served.has_stops:
@@ -194,7 +195,7 @@ class EngineServer:
                 served.outbox.ends.append(End(stream, seq.finish_reason, seq.stop_reason))
                 if seq.finish_reason == "error":
                     served.count()
-                if request.finished:  # maybe with several choices in this step
+                if request.finished:  # several of its choices may end in this step
                     over[request.request_id] = served
         for request_id, served in over.items():
             assert served.request is not None
@@ -202,7 +203,7 @@ class EngineServer:
             if not served.has_stops:
                 served.count()
                 del self._served[request_id]
-        for (last, number), times in gaps.items():  # hardly more than one: nearly all had a token in the step before
+        for (last, number), times in gaps.items():  # mostly one: nearly all streams had a token in the step before
             if number:
                 self.figures.observe("vllm:inter_token_latency_seconds", (now - last) / number, number * times)
 
@@ -232,7 +233,7 @@ class EngineServer:
             case Gone(sender):
                 self._forget(sender)
             case _ if message.sender not in self._outboxes:
-                pass  # it is gone, and this was on its way
+                pass  # the sender is gone, and this message was on its way
             case Add():
                 self._add(message)
             case Taken(sender):
@@ -250,7 +251,7 @@ class EngineServer:
                     served.count()
 
     def _add(self, message: Add) -> None:
-        """Queue all of the prompts, or none. Grammars are compiled first, in a thread: the others need not wait."""
+        """Queue all prompts, or none. Grammars are compiled first, in a thread, so that no other request has to wait."""
         all_params = [messages.decode_params(prompt.params) for prompt in message.prompts]
         if any(params.structured_outputs for params in all_params):
             self._compiling |= {f"{message.sender}-{prompt.key}" for prompt in message.prompts}
@@ -259,11 +260,11 @@ class EngineServer:
             self._queue(message, all_params, [None] * len(all_params))
 
     def _compile(self, message: Add, all_params: list[SamplingParams]) -> None:
-        """In a thread of its own."""
+        """Compile the grammars of an `Add`. Runs in a thread of `_compilers`."""
         found: list[Matcher | None] | ValueError
         try:
             found = [self.llm.engine.compile(params) for params in all_params]
-        except ValueError as error:  # the API process has compiled the same, so this is hardly possible
+        except ValueError as error:  # hardly possible: the API process has compiled the same grammar
             found = error
         self._compiled.put((message, all_params, found))
         socket = self._wires.connect(self._context, self.address)
@@ -275,7 +276,7 @@ class EngineServer:
         wanted = {f"{message.sender}-{prompt.key}" for prompt in message.prompts} & self._compiling
         self._compiling -= wanted
         if not wanted or message.sender not in self._outboxes:
-            return  # aborted meanwhile
+            return  # aborted in the meantime
         if isinstance(found, ValueError):
             self._refuse(message, found)
         else:
@@ -318,7 +319,7 @@ class EngineServer:
         outbox.news = True
 
     def _stop(self, request_id: str, choice: int, num_tokens: int) -> None:
-        """End a choice as if the engine itself had met the stop string. It may have ended otherwise, or gone on."""
+        """End a choice as if the engine had met the stop string. By now the choice may have gone on, or have ended."""
         served = self._served.get(request_id)
         if served is None or served.request is None:
             return
@@ -345,8 +346,8 @@ class EngineServer:
         outbox.news = True
 
     def _forget(self, sender: int) -> None:
-        """An API process has ended, and with it all that was asked there."""
-        self._gone.add(sender)  # also if its first message is still on its way
+        """Abort all requests of an API process that has ended."""
+        self._gone.add(sender)  # even if the first message of this process is still on its way
         outbox = self._outboxes.pop(sender, None)
         for request_id in [id for id, served in self._served.items() if served.sender == sender]:
             self._abort(request_id)
@@ -358,7 +359,7 @@ def make_llm(model: str | None, config: dict[str, Any]) -> ServedLLM:
     from nanovllm.llm import LLM  # torch, which only this process loads
 
     llm = LLM(model, **config)
-    llm.engine.make_detokenizer = None  # text is the API processes' work; here the tokenizer serves grammars alone
+    llm.engine.make_detokenizer = None  # text is the API processes' work; the tokenizer here is for grammars only
     return llm
 
 
@@ -369,7 +370,7 @@ def run_engine(
     options: argparse.Namespace,
     report: Connection,
 ) -> None:
-    """The life of the process. `make(*arguments)` loads the model; `report` gets an EngineInfo or why there is none."""
+    """Run the engine's process. `make(*arguments)` loads the model. `report` gets an EngineInfo, or a Failed."""
     obey_the_parent(wires, options.log_level)
     try:
         llm = make(*arguments)
@@ -379,11 +380,11 @@ def run_engine(
     name = options.served_model_name or model_name(options.model, llm.path)
     server = EngineServer(llm, wires, name, options.max_queue)
     gc.collect()
-    gc.freeze()  # what is loaded stays: a full collection would look at all of it, and no token come meanwhile
+    gc.freeze()  # a full collection would look at all that is loaded, and no token would come meanwhile
     report.send_bytes(messages.encode(server.info))
     server.run()
 
 
 def model_name(model: str | None, path: Path) -> str:
-    """What clients call the model: the hub id, or of a directory the last part, as the rest is nobody's business."""
+    """What clients call the model: the hub id, or the last part of a directory's path, as the rest is private."""
     return model if model and not Path(model).exists() else path.resolve().name

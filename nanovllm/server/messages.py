@@ -1,10 +1,11 @@
-"""What the processes of a server tell each other: typed, in MessagePack, and never a pickle.
+"""The messages between the processes of a server: typed, in MessagePack, and never a pickle.
 
-To the engine's process goes one message for whatever happens to a request. From there comes one message a step to each
-API process, the `Update`. It has only what is new: tokens as deltas, in arrays, and no text.
+An API process sends the engine's process one message for each thing that happens to a request. The engine's process
+sends each API process one message per step, the `Update`. An `Update` has only what is new: tokens as deltas, in
+arrays, and no text.
 
-A *stream* is one choice of a request. The API process numbers its streams: a request has the number `key`, and its
-n choices are the streams `key` to `key + n - 1`.
+A *stream* is one choice of a request. Each API process numbers its streams: a request has the number `key`, and its n
+choices are the streams `key` to `key + n - 1`.
 """
 
 from array import array
@@ -27,7 +28,7 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 
 
 def wire_type(hint: Any) -> Any:
-    """The type in which a parameter arrives: `SamplingParams` takes any iterable, and has made a tuple of it."""
+    """The type in which a parameter travels: `SamplingParams` accepts any iterable, and makes a tuple of it."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Iterable:
         return tuple[wire_type(arguments[0]), ...]  # type: ignore[misc]
@@ -58,7 +59,7 @@ def encode_params(params: SamplingParams) -> msgspec.Raw:
 
 
 def decode_params(raw: msgspec.Raw) -> SamplingParams:
-    """Not checked again: they were when they were made, in the API process."""
+    """The parameters. They are not checked again: the API process checked them when it made them."""
     found: Any = _decode_params(raw)
     values = {name: getattr(found, name) for name in _NAMES}
     if found.structured_outputs is not None:
@@ -70,7 +71,7 @@ def decode_params(raw: msgspec.Raw) -> SamplingParams:
 
 
 def pack(kind: str, values: Iterable[Any]) -> bytes:
-    """`kind` as in `array`: "i" is int32, "q" int64, "d" float64."""
+    """The bytes of an array of values. `kind` as in `array`: "i" is int32, "q" int64, "d" float64."""
     return array(kind, values).tobytes()
 
 
@@ -101,7 +102,7 @@ class Prompt(Struct, array_like=True):
 
 
 class Add(FromApi):
-    """Prompts that are queued together, or refused together."""
+    """Prompts to queue: all are queued, or all are refused."""
 
     prompts: list[Prompt]
     priority: int
@@ -117,25 +118,25 @@ class Abort(FromApi):
 
 
 class Stop(FromApi):
-    """A stop string was met in the text of one choice. Whatever the engine has of it behind that does not count."""
+    """A stop string was found in the text of one choice. Tokens that the engine has computed since do not count."""
 
     key: int
     choice: int
-    num_tokens: int  # up to the one that completed the stop string
+    num_tokens: int  # up to the token that completed the stop string
 
 
 class Finished(FromApi):
-    """The reader has all of a request that had stop strings: no `Stop` will come any more."""
+    """The reader has all of a request with stop strings: no `Stop` will follow."""
 
     key: int
 
 
 class Taken(FromApi):
-    """An `Update` was worked through."""
+    """The API process has worked through an `Update`."""
 
 
 class Counted(FromApi):
-    """Something that the API process alone has seen, such as an answer with its status."""
+    """The API process has seen something to count, such as an answer with its status."""
 
     name: str  # of a counter of `Metrics`
     labels: list[str]
@@ -163,7 +164,7 @@ decode_to_engine = Decoder(ToEngine).decode
 
 
 class EngineInfo(Struct, tag=True):
-    """What an API process has to know of the engine."""
+    """What an API process must know about the engine."""
 
     address: str  # where the engine listens
     path: str  # of the checkpoint's directory
@@ -175,26 +176,26 @@ class EngineInfo(Struct, tag=True):
 
 
 class Failed(Struct, tag=True):
-    """Instead of it: why there is no engine."""
+    """Sent instead of an `EngineInfo`: why there is no engine."""
 
     kind: str
     message: str
 
 
 class End(Struct, array_like=True):
-    """Comes with the last tokens of a stream."""
+    """Why a stream has ended. Comes with the last tokens of the stream."""
 
     stream: int
     finish_reason: FinishReason
-    stop_reason: int | str | None  # never a stop string: those are the reader's
+    stop_reason: int | str | None  # never a stop string: the reader finds those
 
 
 class Logprobs(Struct, array_like=True):
-    """Of the new tokens of a stream."""
+    """Log-probabilities of the new tokens of a stream."""
 
     stream: int
-    counts: bytes  # int32: for each token, how many others are listed with it, and itself
-    token_ids: bytes  # int32, of all these
+    counts: bytes  # int32: for each new token, how many tokens are listed at its place, itself included
+    token_ids: bytes  # int32, of all listed tokens
     values: bytes  # float64
     ranks: bytes  # int32
 
@@ -222,19 +223,19 @@ class Refused(Struct, array_like=True):
 
 
 class Update(Struct, array_like=True):
-    """What a step brought to the streams of one API process, or several steps, where it could not take them in time."""
+    """What a step brought to the streams of one API process; if the process was slow, what several steps brought."""
 
-    # Column by column, since nearly all of the streams have a token each and nothing else to say.
+    # In columns, since nearly every stream has one new token and nothing else.
     streams: bytes  # int64
     counts: bytes  # int32: how many new tokens each of these has
     token_ids: bytes  # int32, of all of them
     logprobs: list[Logprobs]
     ends: list[End]
-    metrics: list[tuple[int, RequestMetrics]]  # by request: with its first token, and at its end
-    accepted: list[int]  # requests
+    metrics: list[tuple[int, RequestMetrics]]  # by request: sent with its first token, and at its end
+    accepted: list[int]  # keys of requests
     refused: list[Refused]
     scrapes: list[tuple[int, bytes]]
-    failure: str | None  # why the engine has ended: nothing comes after that
+    failure: str | None  # why the engine has ended; no update follows
 
     def deltas(self) -> Iterable[tuple[int, list[int]]]:
         """The new tokens by stream."""

@@ -1,4 +1,4 @@
-"""What the engine has for one API process, and what it does when that process cannot keep up."""
+"""The news for one API process, which are merged while that process cannot keep up."""
 
 from itertools import chain
 
@@ -8,14 +8,14 @@ from nanovllm.engine.plan import TokenLogprobs
 from nanovllm.outputs import RequestMetrics
 from nanovllm.server.messages import End, Logprobs, Refused, Update, encode, pack
 
-WINDOW = 2  # updates on their way: one is worked on while the next one travels
+WINDOW = 2  # updates on their way: the process works on one while the next one travels
 
 
 class Outbox:
-    """Collects news, and sends them as one `Update` once the API process has taken all but one of those before.
+    """Collects news, and sends them as one `Update` once the API process has taken all but one of the earlier updates.
 
-    Until then the news of a stream are merged: the process gets fewer and larger deltas, which cost it less. So the
-    engine never waits for anybody, and what waits here is no more than the tokens of the process's own requests.
+    Until then the news of each stream are merged: the process gets fewer and larger deltas, which take it less time. So
+    the engine never waits for anybody. What waits here is no more than the tokens of the process's own requests.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -37,7 +37,7 @@ class Outbox:
         self.news = False
 
     def add(self, stream: int, token_ids: list[int]) -> None:
-        """More tokens. The list is the outbox's own from now on."""
+        """Add new tokens of a stream. From now on the list belongs to the outbox."""
         self.news = True
         waiting = self.tokens.get(stream)
         if waiting is None:
@@ -50,7 +50,7 @@ class Outbox:
         self.logprobs.setdefault(stream, []).extend(found)
 
     def flush(self) -> None:
-        """Send what there is, if the process has taken enough of what it got before."""
+        """Send the news, if there are any, and if the process has taken enough of the earlier updates."""
         if not self.news or (self.num_travelling >= WINDOW and self.failure is None):
             return
         update = Update(

@@ -1,5 +1,7 @@
-"""What joins the processes of one server: sockets that nobody else can reach, no other server and no other user of the
-machine; and that all of them do what the parent says, and end when it does."""
+"""What joins the processes of one server: sockets that no other server and no other user of the machine can reach.
+
+All processes do what the parent says, and end when the parent ends.
+"""
 
 import os
 import shutil
@@ -23,12 +25,12 @@ LINGER = 500  # ms in which the last messages may still leave a process that end
 
 @dataclass(frozen=True)
 class Wires:
-    """Unix sockets in a fresh directory of mode 0700. Where there are none (Windows, too long a path): TCP on loopback,
-    encrypted with keys of this run (CurveZMQ), so that who does not know them can neither read nor send.
+    """Unix sockets in a fresh directory of mode 0700. If they cannot be used (Windows, too long a path): TCP on
+    loopback, encrypted with keys of this run (CurveZMQ), so that nobody without the keys can read or send.
 
-    Every process listens at one socket, and sends to each other one at a socket of its own. So nobody's full queue
-    holds up what others get. All sockets are non-blocking, and without a limit on their queues: what is in them is
-    bounded by the senders (see `Outbox`).
+    Every process listens at one socket, and has one more socket for each process that it sends to. So a full queue to
+    one process does not delay what the others get. All sockets are non-blocking, and their queues have no limit: the
+    senders bound what is in them (see `Outbox`).
     """
 
     directory: str | None
@@ -36,7 +38,7 @@ class Wires:
     secret_key: bytes = field(default=b"", repr=False)
 
     def listen(self, context: zmq.Context[zmq.Socket[bytes]], name: str) -> tuple[zmq.Socket[bytes], str]:
-        """The socket to hear from, and the address for those that send."""
+        """Open the socket that this process receives from. Returns the socket, and the address for the senders."""
         socket = self._socket(context, zmq.PULL)
         if self.directory is not None:
             socket.bind(f"ipc://{self.directory}/{name}")
@@ -67,7 +69,7 @@ class Wires:
 
 @contextmanager
 def wires() -> Iterator[Wires]:
-    """For one run of a server. Raises ValueError where ZeroMQ can do neither."""
+    """Make the wires for one run of a server. Raises ValueError if ZeroMQ has neither Unix sockets nor CURVE."""
     if zmq.has("ipc"):
         directory = tempfile.mkdtemp(prefix="nanovllm-")
         if len(os.fsencode(directory)) + LONGEST_NAME <= LONGEST_PATH - 4 * (os.uname().sysname == "Darwin"):
@@ -85,8 +87,11 @@ def wires() -> Iterator[Wires]:
 
 
 def obey_the_parent(wires: Wires, log_level: str) -> None:
-    """Ctrl-C and some service managers signal every process of a server. Only the parent decides, and tells the others
-    what to do in which order. When the parent is gone, so is this process, and what it leaves is removed."""
+    """Make this process ignore signals, and end when the parent ends.
+
+    Ctrl-C and some service managers signal every process of a server. Only the parent decides, and it tells the others
+    what to do in which order. When the parent is gone, this process removes the directory of the sockets, and ends.
+    """
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs started from here would inherit
     if hasattr(signal, "pthread_sigmask"):
