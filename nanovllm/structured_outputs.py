@@ -1,5 +1,7 @@
-"""What shape an output must have: one of JSON, a regular expression, a list of texts, or a grammar. Names and meanings
-are vLLM's."""
+"""Structured outputs, as a request asks for them: JSON, a regular expression, one text from a list, or a grammar.
+
+Names and meanings are vLLM's.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,15 +14,17 @@ MAX_CHARACTERS = 2**17  # of a schema, an expression or a grammar, and of all ch
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """Immutable, validated when made. Whether a grammar can be compiled is found out when a request is added.
+    """What shape an output must have. Give exactly one of the first five fields.
+
+    Immutable, and validated when made. Whether a grammar can be compiled is found out when a request is added.
 
     json:         a JSON schema, as a dict or as its text. Properties come in the order of the schema.
-    regex:        an expression that the whole output matches, in the syntax of Rust's regex crate.
+    regex:        a regular expression that the whole output matches, in the syntax of Rust's regex crate.
     choice:       the output is one of these texts.
     grammar:      a context-free grammar: Lark with a rule `start`, or GBNF with a rule `root`.
     json_object:  any JSON object.
-    disable_any_whitespace:  no whitespace between the parts of JSON; otherwise a line break and 20 blanks at most.
-    whitespace_pattern:      an expression for the whitespace between the parts of JSON, where there is some.
+    disable_any_whitespace:  no whitespace between the parts of JSON. The default allows a line break and 20 blanks.
+    whitespace_pattern:      a regular expression for the whitespace between the parts of JSON, where there is some.
 
     Raises ValueError for a value that makes no sense, and TypeError for one of the wrong type.
     """
@@ -35,11 +39,11 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The name of the one that is given."""
+        """The name of the one field of KINDS that is given."""
         return next(name for name in KINDS if getattr(self, name))
 
     def __post_init__(self) -> None:
-        if isinstance(self.json, Mapping):  # as a text, it can be hashed and sent; its order is kept
+        if isinstance(self.json, Mapping):  # a text can be hashed and sent, and keeps the order of properties
             try:
                 object.__setattr__(self, "json", json.dumps(self.json, ensure_ascii=False))
             except (TypeError, ValueError, RecursionError) as error:

@@ -53,8 +53,8 @@ class RemoteChoice:
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
 
     def take(self, token_ids: list[int], found: list[TokenLogprobs] | None, end: End | None) -> bool:
-        """Take new tokens, and the end of the choice if this is the end. Returns whether a stop string ended the choice,
-        which the engine does not know yet."""
+        """Take new tokens, and how they end the choice if they do. Returns whether a stop string ended the choice: the
+        engine does not know this yet."""
         detokenizer, stopped = self._detokenizer, False
         self.has_news = True
         # A token that ends the output stays in the ids. It becomes text only if the request asks for that.
@@ -241,7 +241,7 @@ class EngineClient:
             raise EngineDead(self._refusal)
 
     async def shutdown(self, drain: bool = True) -> None:
-        """Leave the engine, which goes on for others. The server drains: it calls this when all answers are complete."""
+        """Leave the engine, which goes on for others. The server calls this when all answers are complete."""
         self.give_up("the server was shut down")
         self._loop.remove_reader(self._fd)
         self._context.destroy()

@@ -1,4 +1,4 @@
-"""Connections that cost nobody else anything: a time for each request to come, and room for so many at once.
+"""Limits on connections: a time within which each request must arrive, and a number of connections at once.
 
 uvicorn has no time-out for silent connections and half requests, and lets them use up all file descriptors.
 """
@@ -23,12 +23,12 @@ SPARE = 64  # file descriptors for everything that is no connection
 
 
 class Doors:
-    """All connections of a server whose next request has not come yet in whole, the longest wait first.
+    """The connections of a server whose next request has not arrived completely, the longest wait first.
 
-    receive_timeout:  seconds for the head of a request, and then for its body.
-    max_connections:  beyond that, the one that waits longest is closed for the new one; where all are being served, the
-                      new one is refused.
-    refused:          told the reason of each connection that is closed by that.
+    receive_timeout:  seconds for the head of a request, and then as many for its body.
+    max_connections:  beyond this number, the connection that has waited longest is closed for the new one. If all are
+                      being served, the new one is refused.
+    refused:          called with the reason for each connection that is closed or refused.
     """
 
     def __init__(self, receive_timeout: float, max_connections: int, refused: Callable[[str], None]) -> None:
@@ -36,13 +36,16 @@ class Doors:
         self.waiting: dict[Connection, None] = {}
 
     def protocol(self) -> "type[Connection]":
-        """For uvicorn, which makes one for each connection."""
+        """The class of connections for uvicorn, which makes one object per connection."""
         return type("Connection", (Connection,), {"doors": self})
 
 
 class Connection(H11Protocol):
-    """One connection. Its clock runs from the first byte of a request (of the first request, from the beginning) until
-    its head has come, and from then until its body has, also where that is thrown away."""
+    """One connection, with a clock for the head of each request and then for its body.
+
+    The clock for the head starts at the first byte of a request; for the first request, when the connection is made.
+    The clock for the body runs until the body has arrived, even if the body is thrown away.
+    """
 
     doors: Doors
 
@@ -65,7 +68,7 @@ class Connection(H11Protocol):
                 oldest.transport.close()
             elif len(self.connections) > doors.max_connections + SPARE // 2:
                 transport.close()
-            else:  # closed once it has been listened to: otherwise the client might see a reset, and no answer
+            else:  # closed only after it has sent something: otherwise the client might see a reset, and no answer
                 self.leave()
                 self._turned_away = True
                 self._run_clock(h11.IDLE)
@@ -89,7 +92,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """A request that has not come yet in whole is not waited for."""
+        """Close the connection without waiting for a request that has not arrived completely."""
         if self in self.doors.waiting and self.cycle is not None and not self.cycle.response_started:
             self.transport.close()
         else:
@@ -109,7 +112,7 @@ class Connection(H11Protocol):
         """Follow what the client has sent."""
         state = self.conn.their_state
         if state is h11.IDLE and self.timeout_keep_alive_task is not None:
-            self._run_clock(None)  # nothing of the next request yet
+            self._run_clock(None)  # nothing of the next request has arrived
         elif state is not self._stage or self._clock is None:
             self._run_clock(state if state in (h11.IDLE, h11.SEND_BODY) else None)
         if state in (h11.IDLE, h11.SEND_BODY):
@@ -135,7 +138,7 @@ class Connection(H11Protocol):
 
 
 def last_words(error: ApiError) -> bytes:
-    """An answer to what is no request yet."""
+    """The bytes of an answer on a connection that is closed after it, where there is no complete request."""
     status, body = error.status_code, json.dumps(error_body(error)).encode()
     headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
     lines = [f"{name}: {value}" for name, value in {**headers, **(error.headers or {})}.items()]
@@ -145,8 +148,8 @@ def last_words(error: ApiError) -> bytes:
 def most_connections(wanted: int) -> tuple[int, int]:
     """How many connections the file descriptors of this process allow, up to `wanted`, and how many may queue.
 
-    Raises the process's limit as far as the system lets it. Connections are accepted in bunches as large as the queue
-    before anybody can count them, so they need descriptors, too.
+    Raises the limit of the process as far as the system permits. Connections are accepted in bunches as large as the
+    queue before anybody can count them. So the bunches need descriptors, too.
     """
     try:
         import resource
@@ -167,7 +170,7 @@ def most_connections(wanted: int) -> tuple[int, int]:
 
 
 def uvicorn_config(app: Any, options: Any, refused: Callable[[str], None]) -> uvicorn.Config:
-    """How uvicorn serves the application. `options`: those of the command line, as `settle` leaves them."""
+    """uvicorn's configuration for the application. `options`: those of the command line, as `settle` leaves them."""
     number, backlog = most_connections(options.max_connections)
     return uvicorn.Config(
         app,

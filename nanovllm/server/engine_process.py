@@ -93,7 +93,7 @@ class Served:
         return cls(sender, key, outbox, observer, whole, has_stops, [0] * params.n, [0.0] * params.n)
 
     def count(self) -> None:
-        """Tell the observer what it has not seen: when `/metrics` is read, and at the end of a request, not per step."""
+        """Tell the observer what it has not seen: when `/metrics` is read and when a request ends, not per step."""
         request = self.request
         if request is None:
             return
@@ -251,7 +251,7 @@ class EngineServer:
                     served.count()
 
     def _add(self, message: Add) -> None:
-        """Queue all prompts, or none. Grammars are compiled first, in a thread, so that no other request has to wait."""
+        """Queue all prompts, or none. Grammars are compiled first, in a thread, so that no other request must wait."""
         all_params = [messages.decode_params(prompt.params) for prompt in message.prompts]
         if any(params.structured_outputs for params in all_params):
             self._compiling |= {f"{message.sender}-{prompt.key}" for prompt in message.prompts}

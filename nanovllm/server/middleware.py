@@ -1,4 +1,4 @@
-"""What every request passes: `Watch` names, counts and logs it, `Guard` settles who may ask and reads the body."""
+"""What every request passes: `Watch` gives an id, counts and logs; `Guard` checks who may ask, and reads the body."""
 
 import asyncio
 import logging
@@ -27,12 +27,14 @@ CLOSE = {"Connection": "close"}
 
 
 class Watch:
-    """Gives each request an id (the client's `X-Request-Id`, if it is a plain word) and repeats it in the answer;
-    counts the answer by its status; writes the access log, without queries and bodies. An exception that nobody foresaw
-    becomes a 500, and a traceback in the log under the same id."""
+    """Gives each request an id, counts its answer by status, and writes the access log.
+
+    The id is the client's `X-Request-Id`, if that is a plain word. The answer repeats the id. The access log has no
+    queries and no bodies. An unexpected exception becomes a 500, with a traceback in the log under the same id.
+    """
 
     def __init__(self, app: ASGIApp, meters: Meters, paths: Collection[str], access_log: bool) -> None:
-        """`paths`: those that are told apart in the figures, beside the routes with parameters."""
+        """`paths`: the paths that have counters of their own, beside the routes with parameters."""
         self.app, self.meters, self.paths, self.access_log = app, meters, paths, access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,11 +78,11 @@ class Watch:
 
 
 class Guard:
-    """Settles, before a route sees a request, what has nothing to do with its meaning.
+    """Checks, before a route sees a request, what does not depend on the meaning of the request.
 
-    400 where the length of a body is told in two ways, which is how requests are smuggled past a proxy; 401 without a
-    key; 403 for a name that is not this server's; 408 for a body that does not come in time; 413 for a body of more
-    than `max_body_bytes`, announced or not. Whoever has shown a key has a salt of its own with `isolate_keys`.
+    Answers 400 if a request gives the length of its body in two ways, which is how requests are smuggled past a proxy;
+    401 without a key; 403 for a host name that is not this server's; 408 for a body that does not arrive in time; 413
+    for a body of more than `max_body_bytes`, announced or not. With `isolate_keys`, each key has a salt of its own.
     """
 
     def __init__(self, app: ASGIApp, options: AppOptions) -> None:
@@ -119,9 +121,9 @@ class Guard:
 
     def _check_key(self, authorization: bytes) -> str | None:
         """The salt of the key's owner, if keys are isolated."""
-        scheme, _, key = authorization.partition(b" ")  # its case does not matter: RFC 9110
+        scheme, _, key = authorization.partition(b" ")  # the scheme's case does not matter: RFC 9110
         digest = sha256(key.strip()).digest()
-        matches = [compare_digest(digest, known) for known in self.keys]  # all of them: time tells nothing
+        matches = [compare_digest(digest, known) for known in self.keys]  # all of them, so that the time tells nothing
         if scheme.lower() != b"bearer" or not any(matches):
             message = "no or a wrong API key; send 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -153,7 +155,7 @@ class Guard:
 
 
 def path_of(scope: Scope) -> str:
-    """The path as the routes know it, without the prefix that a proxy in front has."""
+    """The path as the routes know it, without the prefix of a proxy in front."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 

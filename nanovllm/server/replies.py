@@ -1,4 +1,4 @@
-"""What an answer looks like in the JSON of OpenAI's two text endpoints, whole or streamed, and its usage."""
+"""The JSON of answers at OpenAI's two text endpoints, whole or streamed, and the usage in them."""
 
 import time
 from typing import Protocol
@@ -8,7 +8,7 @@ from nanovllm.server.protocol import Json
 
 
 class Usage:
-    """Tokens of all outputs of a request, added up from deltas or taken from whole outputs."""
+    """Counts the tokens of all outputs of a request, from deltas or from whole outputs."""
 
     def __init__(self, num_prompt_tokens: int, tells_cached_tokens: bool) -> None:
         self.num_prompt_tokens, self.tells_cached_tokens = num_prompt_tokens, tells_cached_tokens
@@ -29,15 +29,15 @@ class Usage:
 
 
 class Reply(Protocol):
-    """One endpoint's way to say things. `index` numbers the choices of all prompts.
+    """The form of one endpoint's answers. `index` numbers the choices of all prompts.
 
-    prompts_in_choices: whether each choice says which token ids its prompt has, or the whole answer does.
+    prompts_in_choices: true if each choice has the token ids of its prompt; false if the whole answer has them.
     """
 
     prompts_in_choices: bool
 
     def opening(self, index: int) -> Json | None:
-        """What a stream says of a choice before its first text."""
+        """What a stream sends for a choice before its first text."""
         ...
 
     def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json: ...
@@ -45,8 +45,8 @@ class Reply(Protocol):
 
 
 def likeliest(entry: dict[int, Logprob], n: int) -> list[tuple[int, Logprob]]:
-    """The n likeliest tokens of a position with their ids, best first; `entry` has the chosen one as well, wherever it
-    ranks."""
+    """The n likeliest tokens of a position with their ids, best first. `entry` has the chosen token as well, whatever
+    its rank."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
     return [(token_id, item) for token_id, item in ranked if (item.rank or 0) <= n][:n]
 
@@ -77,8 +77,8 @@ class CompletionReply:
         return columns
 
     def _top(self, entry: dict[int, Logprob]) -> dict[str, float]:
-        """OpenAI's map from texts to log-probabilities. No token is missing: one that has no text here, as it is a part
-        of a character, or has the text of a likelier one, gets the key "token_id:N" (vLLM's notation)."""
+        """OpenAI's map from texts to log-probabilities. No token is missing: a token gets the key "token_id:N" (vLLM's
+        notation) if it has no text, as a part of a character, or if a likelier token has the same text."""
         top: dict[str, float] = {}
         for token_id, item in likeliest(entry, self.num_logprobs or 0):
             text = item.decoded_token

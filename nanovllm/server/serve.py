@@ -28,22 +28,22 @@ from nanovllm.server.wires import SIGNALS, Wires, wires
 logger = logging.getLogger(__name__)
 
 GRACE = 5  # seconds in which a process that was told to end must have ended
-MOST_RESTARTS = 3  # of API processes within
-RESTART_PERIOD = 60  # seconds; more are no accident
+MOST_RESTARTS = 3  # of API processes, within RESTART_PERIOD; more are no accident
+RESTART_PERIOD = 60  # seconds
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Run until SIGTERM or Ctrl-C. `args` are checked.
+    """Run the server until SIGTERM or Ctrl-C. `args` are checked already.
 
-    Raises ValueError or OSError for what can be known before that, ChildProcessError if a process ended without being
-    told, and KeyboardInterrupt after Ctrl-C.
+    Raises ValueError or OSError if the server cannot start, ChildProcessError if a process ended without being told,
+    and KeyboardInterrupt after Ctrl-C.
     """
     with bind(args.host, args.port, num_api_servers(args.api_servers)) as sockets, wires() as used:
         Family(used, sockets, args).run(make_llm, (args.model, engine_options(args)))
 
 
 def num_api_servers(wanted: int | None) -> int:
-    """Raises ValueError for several where the system does not spread connections over them."""
+    """The number of API processes. Raises ValueError for several if the system cannot spread connections over them."""
     if sys.platform != "linux":
         if (wanted or 1) > 1:
             raise ValueError(f"--api-servers {wanted} needs Linux, which spreads connections over processes; use 1")
@@ -53,7 +53,7 @@ def num_api_servers(wanted: int | None) -> int:
 
 @contextmanager
 def bind(host: str, port: int, num: int) -> Iterator[list[socket.socket]]:
-    """So many sockets at one port. Nobody else can have it: it shows before a model is loaded that a port is taken."""
+    """Bind `num` sockets to one port, which nobody else can use then. A taken port shows before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
 
@@ -69,8 +69,9 @@ def bind(host: str, port: int, num: int) -> Iterator[list[socket.socket]]:
             if sys.platform != "linux":
                 sockets = [alone]
             else:
-                # Ours share the port (SO_REUSEPORT), and the system spreads connections over them. A second server's
-                # `alone` finds it taken, also before ours listen: that is why they have SO_REUSEADDR only then.
+                # Our sockets share the port (SO_REUSEPORT), and the system spreads connections over them. They do not
+                # have SO_REUSEADDR: so the socket `alone` of a second server finds the port taken, even before our
+                # sockets listen.
                 port = alone.getsockname()[1]
                 alone.close()
                 sockets = [bound(socket.SO_REUSEPORT, port=port) for _ in range(num)]
@@ -85,19 +86,19 @@ def bind(host: str, port: int, num: int) -> Iterator[list[socket.socket]]:
 class Api:
     """An API process."""
 
-    place: int  # which of the sockets is its own
+    place: int  # the index of its socket
     sender: int
     process: BaseProcess
     control: Connection
     ready: bool = False
 
     def tell(self, order: bytes) -> None:
-        with suppress(OSError):  # it is gone, which its sentinel tells
+        with suppress(OSError):  # the process is gone, which its sentinel tells
             self.control.send_bytes(order)
 
 
 class Family:
-    """The parent's view of the processes. Orders go down: nobody else decides when to end."""
+    """The processes of a server, as their parent sees them. Only the parent decides when a process ends."""
 
     def __init__(self, wires: Wires, sockets: Sequence[socket.socket], options: argparse.Namespace) -> None:
         self.wires = wires
@@ -107,7 +108,7 @@ class Family:
         self.apis: list[Api] = []
         self.engine: BaseProcess
         self.engine_is_over = False
-        self._processes: list[BaseProcess] = []  # all there ever were
+        self._processes: list[BaseProcess] = []  # all that were ever started
         self.info: bytes | None = None
         self.first_signal: int | None = None
         self.failure: str | None = None
@@ -120,7 +121,7 @@ class Family:
         self._signals, self._signal_writer = self.context.Pipe(duplex=False)
 
     def run(self, make: Callable[..., ServedLLM], arguments: tuple[Any, ...]) -> None:
-        """Start all processes, the engine's with `make(*arguments)` in it, and watch them to the end."""
+        """Start all processes and watch them to the end. The engine's process calls `make(*arguments)`."""
         previous = {number: signal.signal(number, self._note) for number in SIGNALS}
         try:
             self.report, theirs = self.context.Pipe(duplex=False)
@@ -147,7 +148,7 @@ class Family:
 
     def _start(self, name: str, target: Any, arguments: tuple[Any, ...]) -> BaseProcess:
         process = self.context.Process(target=target, args=arguments, name=name)
-        if hasattr(signal, "pthread_sigmask"):  # a signal waits until the new process can tell what it means
+        if hasattr(signal, "pthread_sigmask"):  # a signal waits until the new process can handle it
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             process.start()
@@ -171,7 +172,7 @@ class Family:
     # --- watching ---
 
     def _wait(self) -> None:
-        """Until something happens, and see to it."""
+        """Wait until something happens, and handle it."""
         by_pipe = {api.control: api for api in self.apis}
         by_sentinel = {api.process.sentinel: api for api in self.apis}
         waited: list[Any] = [self._signals, *by_pipe, *by_sentinel]
@@ -196,10 +197,10 @@ class Family:
                 self._on_api_death(by_sentinel[found])
 
     def _on_report(self) -> None:
-        """The engine is ready, or could not be."""
+        """The engine is ready, or has failed to start."""
         try:
             raw = self.report.recv_bytes()
-        except EOFError:  # it died
+        except EOFError:  # the engine's process died
             self._on_engine_death()
             return
         found = messages.decode_start(raw)
@@ -224,7 +225,7 @@ class Family:
             print(f"nanovllm is serving at {scheme}://{address}:{port}{self.options.root_path}", flush=True)
 
     def _on_api_death(self, api: Api) -> None:
-        """Its clients are lost, and their requests with them. Another process takes its place and its socket, where
+        """Replace an API process, whose clients and requests are lost. The new process takes over its socket, where
         connections wait meanwhile."""
         if api not in self.apis:
             return
@@ -251,7 +252,7 @@ class Family:
         if self.report.poll():
             self._on_report()  # why it could not start
         self.engine.join()
-        launched = self.info is None and self.engine.exitcode == 0  # a rank that torchrun started, and that has served
+        launched = self.info is None and self.engine.exitcode == 0  # a rank that torchrun started has done its work
         reason = None if launched else f"the engine's process {how_it_ended(self.engine)}"
         for api in self.apis:
             api.tell(DEAD + (reason or "").encode())
@@ -261,7 +262,7 @@ class Family:
         if not self.ending:
             self.first_signal = number
             self._end(None)
-        elif number == signal.SIGINT:  # again: nobody wants to wait for answers
+        elif number == signal.SIGINT:  # a second time: nobody wants to wait for answers
             self.deadline = time.monotonic() + GRACE
             for api in self.apis:
                 api.tell(NOW)
@@ -269,7 +270,7 @@ class Family:
     # --- ending ---
 
     def _end(self, failure: str | None) -> None:
-        """Let the API processes finish their answers, if they can have any."""
+        """Begin to end: let the API processes finish their answers, if there can be any."""
         self.failure = self.failure or failure
         if self.ending:
             return
@@ -282,13 +283,13 @@ class Family:
                 api.tell(DRAIN)
 
     def _end_engine(self) -> None:
-        """When no API process is left."""
+        """End the engine's process, once no API process is left."""
         if self.info is not None and not self.engine_is_over:
             self.to_engine.send(messages.encode(Quit()), zmq.NOBLOCK)
             self.engine.join(2 * GRACE)
 
     def _end_all(self) -> None:
-        """Whatever happened, nobody stays."""
+        """Kill all processes that are left, whatever happened."""
         for process in self._processes:
             process.kill()
             process.join()

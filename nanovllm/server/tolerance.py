@@ -1,7 +1,7 @@
-"""What is done with fields that this server does not use: accepted where they change nothing, refused where they would.
+"""Decide about fields that this server does not use: accept a value that changes nothing, refuse one that would.
 
-A client library sends many fields at their defaults. Refusing those would keep the client out for nothing; ignoring one
-that changes the answer would give a wrong answer without a word.
+A client library sends many fields with their defaults. To refuse these would keep the client out for nothing. To ignore
+a field that changes the answer would give a wrong answer without a word.
 """
 
 import json
@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 logger = logging.getLogger(__name__)
 
-MOST_NAMES = 100  # that the log gets, in all: names are the client's to make up
+MOST_NAMES = 100  # that the log gets in all, since clients can make names up
 Json = dict[str, Any]
 Harmless = Mapping[str, tuple[Any, ...]]  # by the name of a field: the values that change nothing
 
@@ -23,7 +23,7 @@ NO_MATTER = frozenset(
     "user store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
     "prediction length_penalty early_stopping".split()
 )
-# These are asked for in vain with any other value; `None` is harmless in all of them.
+# Any other value of these would change the answer, and is refused. `None` is harmless in all of them.
 HARMLESS: Harmless = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),  # without tools there is nothing to choose
@@ -59,10 +59,10 @@ REMEDIES = {
 
 
 def settle(data: Json, known: Collection[str], harmless: Harmless, no_matter: Collection[str]) -> Json:
-    """The fields of an object of the client's that are not None, without those that change nothing.
+    """The fields of an object from the client, without those that are None and those that change nothing.
 
-    `known`: the names of the fields that are used. Raises an error that names the field for one that would change the
-    answer, and for one that is hardly more than a slip of the pen from a known one.
+    `known`: the names of the fields that are used. Raises an error that names the field, if a field would change the
+    answer, or if its name looks like a typing error for a known name.
     """
     kept: Json = {}
     for name, value in data.items():
@@ -80,7 +80,7 @@ def settle(data: Json, known: Collection[str], harmless: Harmless, no_matter: Co
 
 
 def refused(field: str, what: str) -> PydanticCustomError:
-    """For a validator to raise; `errors.bad_request` makes an answer of it that names the field."""
+    """An error for a validator to raise. `errors.bad_request` turns it into an answer that names the field."""
     return PydanticCustomError("refused", "{what}", {"field": field, "what": what})
 
 
@@ -96,7 +96,7 @@ def refusal(name: str, harmless: tuple[Any, ...]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that differs by one letter, or in nothing but capitals and dashes."""
+    """The known name that differs by one letter at most, capitals, dashes, underscores and blanks aside; else None."""
     plain = squeezed(name[:100])
     return next((one for one in known if len(one) > 3 and one_edit_at_most(plain, squeezed(one))), None)
 
@@ -106,7 +106,7 @@ def squeezed(name: str) -> str:
 
 
 def one_edit_at_most(a: str, b: str) -> bool:
-    """Whether one letter more, less, other, or two that changed places make `a` of `b`."""
+    """Whether `a` is `b` but for one letter: added, left out, replaced, or swapped with the next."""
     same = 0
     while same < min(len(a), len(b)) and a[same] == b[same]:
         same += 1

@@ -1,15 +1,15 @@
-"""From `bad_words` to the token ids that spell them."""
+"""Turn `bad_words` into the token ids that spell them."""
 
 from nanovllm.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 
 
 def with_spellings(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The same parameters, with `bad_words_ids` filled in where there are bad words.
+    """The same parameters, with `bad_words_ids` filled in if there are bad words.
 
-    A word is spelled in one way at the beginning of a text and in another behind a space. Both are ruled out, however
-    the word was given, as in vLLM; unlike there, also where the two differ in length. Raises ValueError for words that
-    cannot be spelled, or have more tokens than there is room for.
+    A word has one spelling at the beginning of a text and another behind a space. Both are ruled out, however the word
+    was given, as in vLLM. Unlike in vLLM, this holds even if the two differ in length. Raises ValueError for words that
+    cannot be spelled, or that have more tokens than there is room for.
     """
     if not params.bad_words:
         return params
@@ -19,7 +19,7 @@ def with_spellings(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
     for word in params.bad_words:
         if any("\ud800" <= c <= "\udfff" for c in word):
             raise ValueError(f"bad_words has half a surrogate pair, which is no character; got {word!r}")
-        bare = word.lstrip() or word  # white space is spelled as it is
+        bare = word.lstrip() or word  # a word of white space alone is spelled as it is
         for text in dict.fromkeys((bare, bare if bare.isspace() else f" {bare}")):
             if ids := tokenizer.encode(text, special_tokens=False):
                 spellings[tuple(ids)] = None

@@ -1,11 +1,11 @@
 """Structured outputs: which tokens may come next, as bit masks for the sampler.
 
 llguidance does the work: it compiles a schema or a grammar, follows the output with an Earley parser over lexemes, and
-finds the allowed tokens in a trie of the vocabulary. What is here are the rules: what is accepted, and how large it may
-be. EOS is allowed exactly where the grammar may end.
+finds the allowed tokens in a trie of the vocabulary. This module has the rules: which grammars are accepted, and what
+they may cost. EOS is allowed exactly where the grammar may end.
 
-llguidance is imported, and its view of the vocabulary made, by the first request that needs them: at 150,000 tokens
-this takes a second.
+The first request that needs llguidance imports it and makes its view of the vocabulary. With 150,000 tokens this takes
+a second.
 """
 
 import json
@@ -24,22 +24,22 @@ from nanovllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_COMPILED = 64  # grammars that are kept for the next request with the same one
+MAX_COMPILED = 64  # grammars that are kept for the next request with the same grammar
 MAX_THREADS = 8  # that fill the masks of a step
-# Between the parts of JSON: a line break, blanks, or both. JSON allows any amount, in which small models get lost.
+# Between the parts of JSON: a line break, blanks, or both. JSON allows any amount, but then small models may not stop.
 WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,20}"
 # What one grammar may cost, in llguidance's units. The comments are for a core of 2024.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # compiling: 20 ms
     "step_lexer_fuel": 200_000,  # a mask: 14 ms
     "step_max_items": 50_000,  # a mask: 3 ms
-    "max_items_in_row": 20_000,  # rules that may be going on at once, as for an object with many optional properties
+    "max_items_in_row": 20_000,  # rules that may be open at once, as for an object with many optional properties
     "max_lexer_states": 20_000,  # 40 MB
     "max_grammar_size": 500_000,
     "verbose_errors": False,  # which would show the grammar in messages and logs
 }
-# Where only one text can follow, llguidance would tokenize all of it in every step, to allow only the tokens that the
-# tokenizer would take. A regular expression like a{150000} makes this cost 0.1 s a step.
+# Where only one text can follow, llguidance would tokenize all of this text in every step, to allow only the tokens
+# that the tokenizer would choose. With a regular expression like a{150000} this would cost 0.1 s per step.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 OF_REGEX = r"\.+*?()|[]{}^$#&-~"  # characters that mean something in a regular expression
 
@@ -54,7 +54,7 @@ class TokenMatcher:
         return TokenMatcher(self.ll.deep_copy())
 
     def accept(self, token_id: int) -> str | None:
-        # In a state of error, which llguidance never leaves, it would still take EOS.
+        # llguidance never leaves a state of error, but would still accept EOS in this state.
         if not self.ll.is_error() and self.ll.consume_token(token_id):
             return None
         return f"structured_outputs: the output cannot go on here ({reason(self.ll.get_error())})"
@@ -66,7 +66,8 @@ class TokenMatcher:
 class TokenGrammars:
     """Compiles grammars and fills masks, for one vocabulary.
 
-    vocab_size: of the model, which may have more ids than the tokenizer: they are padding, and never allowed.
+    vocab_size: the model's, which may be larger than the tokenizer's. The additional ids are padding, and never
+    allowed.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -81,10 +82,10 @@ class TokenGrammars:
         self._known: np.ndarray[Any, np.dtype[np.int32]]  # [W] the mask of all ids but the padding
 
     def compile(self, params: StructuredOutputsParams) -> TokenMatcher:
-        """A matcher at the start of an output. Any thread may call this.
+        """Compile a grammar. Returns a matcher at the start of an output. Any thread may call this.
 
-        Raises ValueError, with the keyword or the place that is to blame, for what llguidance cannot enforce, what
-        costs too much, and what allows no output but the empty one.
+        Raises ValueError for a grammar that llguidance cannot enforce, that costs too much, or that allows no output
+        but the empty one. The message names the keyword or the place that is to blame.
         """
         with self._lock:
             if self._ll is None:
@@ -101,8 +102,10 @@ class TokenGrammars:
         return copy
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]]) -> bytearray:
-        """The masks of what may come next in each output, and after each of the guesses that go with it: see
-        `StepMasks`. Several threads share the work, without Python's lock."""
+        """Fill the masks of the tokens that may come next in each output, and after each of the output's guesses.
+
+        See `StepMasks`. Several threads share the work, without Python's lock.
+        """
         num_masks = sum(len(guesses) + 1 for _, guesses in wanted)
         words = bytearray(b"\xff") * (4 * num_masks * self._width)
         masks = np.frombuffer(words, dtype=np.int32).reshape(num_masks, self._width)
@@ -151,7 +154,7 @@ class TokenGrammars:
             raise ValueError(f"{name}: {error}") from None
         matcher = LLMatcher(self._ll, text, log_level=0, limits=self._limits)
         first = TokenMatcher(matcher)
-        # The first mask takes longest, so it belongs to compiling; it also shows what cannot even begin.
+        # The first mask takes longest, so it is computed here. It also shows whether any first token is allowed.
         allowed = np.frombuffer(self.fill([(first, ())]), dtype=np.uint8) if not matcher.is_error() else None
         if allowed is None or matcher.is_error():
             raise ValueError(
@@ -164,7 +167,7 @@ class TokenGrammars:
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar as llguidance reads it. Raises ValueError for what cannot be translated."""
+    """The grammar in the form that llguidance reads. Raises ValueError for a grammar that cannot be translated."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -173,26 +176,26 @@ def grammar_text(params: StructuredOutputsParams) -> str:
             raise ValueError("%llguidance, which sets options, is not allowed; leave it out")
         try:
             rules = any_to_lark(params.grammar)
-        except Exception as error:  # of its own kind, or a RecursionError
+        except Exception as error:  # an error of llguidance's own, or a RecursionError
             raise ValueError(
                 f"no rule 'start:', as in Lark, so it was read as GBNF, but: {reason(str(error))}"
             ) from None
     elif params.kind in ("regex", "choice"):
-        # Choices are not made rules, for their parser takes seconds for thousands of them.
+        # Choices do not become rules of a grammar: the parser of rules takes seconds for thousands of them.
         texts = ["".join("\\" + c if c in OF_REGEX else c for c in text) for text in params.choice or ()]
         made = LLMatcher.grammar_from_regex(params.regex or "|".join(texts))
-        rules = json.loads(made)["grammars"][0]["lark_grammar"]  # where it stands between slashes
+        rules = json.loads(made)["grammars"][0]["lark_grammar"]  # a rule with the expression between slashes
     else:
         options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
         if params.disable_any_whitespace:
             options = {"whitespace_flexible": False}
         schema = {"type": "object"} if params.json_object else json.loads(str(params.json))
-        rules = f"start: %json {json.dumps(schema | {'x-guidance': options})}"  # and not a client's own options
+        rules = f"start: %json {json.dumps(schema | {'x-guidance': options})}"  # overrides a client's own options
     return LLMatcher.grammar_from_lark(f"{rules}\n{NO_FORCING}\n")
 
 
 def reason(error: str) -> str:
-    """What llguidance says, in one line, without the place in the text that it shows in several."""
+    """llguidance's message in one line, without the lines that show the place in the text."""
     said = re.sub(r"\n *\d+ \|.*", "", error, flags=re.DOTALL).replace("<non-verbose/>", "")
     said = " ".join(re.sub(r"^at [\d()]+: failed to compile JSON schema:", "", said).split())
     return {"": "the grammar has ended", "NoExtensionBias": "no output matches it"}.get(said, said[:500])

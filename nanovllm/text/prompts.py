@@ -1,4 +1,4 @@
-"""What a prompt may be, and its token ids: the same rules offline, in `AsyncLLM` and in the server's API processes."""
+"""Check a prompt and find its token ids, by the same rules offline, in `AsyncLLM` and in the server's API processes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 def encode_prompt(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> Sequence[int]:
     """The token ids of {"prompt": text} or {"prompt_token_ids": ids}, both with an optional "cache_salt".
 
-    The ids themselves are not checked here: `LLMEngine.add_request` does that. Raises TypeError for what is no prompt,
-    and ValueError for a text that cannot be encoded.
+    Token ids are not checked here: `LLMEngine.add_request` does that. Raises TypeError for an unknown key or a value of
+    the wrong type, and ValueError for a text that cannot be encoded and for a prompt that has neither text nor ids.
     """
     if unknown := sorted(prompt.keys() - PROMPT_KEYS):
         raise TypeError(f"a prompt has no key {unknown[0]!r}; supported are {', '.join(sorted(PROMPT_KEYS))}")

@@ -1,8 +1,9 @@
-"""Renders chat templates in a process of its own, with bounds on time and memory.
+"""Renders chat templates in a separate process, with bounds on time and memory.
 
 A template is a program that comes with a checkpoint, and loops over what clients send. The sandbox of `transformers`
-keeps it from files and from Python, but not from running for ever or filling the memory. So a server has it rendered by
-a child: this module, run as a program, which reads one request a line and answers with one line.
+keeps a template from files and from Python, but not from running for ever or filling the memory. So a server renders
+templates in a child process: this module, run as a program. The child reads one request per line, and answers each with
+one line.
 """
 
 import json
@@ -15,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 5.0  # for one conversation
-START_SECONDS = 60.0  # for the child to be there, which imports for a second
-MEMORY = 1 << 29  # bytes that the child may take beside what it has at its start
+START_SECONDS = 60.0  # for the start of the child, whose imports take a second
+MEMORY = 1 << 29  # bytes that the child may take beyond what it has after its start
 CHARACTERS = 1 << 25  # of a rendered conversation
 
 
 class TemplateTooExpensive(ValueError):
-    """A template went beyond its bounds."""
+    """A template took too much time or memory, or made too long a text."""
 
 
 class TemplateSyntax(ValueError):
-    """A template is no template. `lineno`: where."""
+    """A template has a syntax error, in line `lineno`."""
 
     def __init__(self, message: str, lineno: int) -> None:
         super().__init__(message)
@@ -33,7 +34,7 @@ class TemplateSyntax(ValueError):
 
 
 class Renderer:
-    """The child, started when it is first needed and again after it had to be ended. Any thread may call."""
+    """The child process. It starts when it is first needed, and again after it was killed. Any thread may call this."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
@@ -41,10 +42,10 @@ class Renderer:
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
-        """What `apply_chat_template` of the tokenizers of `transformers` makes of messages in plain dicts and lists.
+        """Render messages, in plain dicts and lists, as `apply_chat_template` of `transformers` does.
 
         `arguments`: `chat_template`, `add_generation_prompt`, the names of special tokens, whatever the template takes.
-        Raises TemplateTooExpensive, TemplateSyntax, and ValueError with the reason of a template that refuses.
+        Raises TemplateTooExpensive, TemplateSyntax, and ValueError with the template's reason if it refuses.
         """
         present = [{name: value for name, value in m.items() if value is not None} for m in messages]
         try:
@@ -81,7 +82,7 @@ class Renderer:
         return self._exchange(line, self.seconds)
 
     def _exchange(self, line: bytes, seconds: float) -> dict[str, Any]:
-        """Send a line and read one. A child that takes too long is killed, which ends the reading."""
+        """Send a line and read a line. A child that takes too long is killed, which ends the reading."""
         child = self._child
         assert child is not None and child.stdin is not None and child.stdout is not None
         watchdog = threading.Timer(seconds, child.kill)
@@ -114,12 +115,12 @@ class Renderer:
 
 
 def serve() -> None:
-    """Answer lines until there are no more: the parent is gone then."""
+    """Answer each line of stdin. When there are no more, the parent is gone."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     bound_memory()
-    print("{}", flush=True)  # here
+    print("{}", flush=True)  # tells the parent that the child is ready
     for line in sys.stdin.buffer:
         answer: dict[str, Any]
         try:
@@ -136,7 +137,7 @@ def serve() -> None:
 
 
 def bound_memory() -> None:
-    """Where there is no /proc, only the time is bounded."""
+    """Bound the memory of this process. On a system without /proc, only the time is bounded."""
     usage = Path("/proc/self/statm")
     if usage.exists():
         import resource
