@@ -69,9 +69,9 @@ def bind(host: str, port: int, num: int) -> Iterator[list[socket.socket]]:
             if sys.platform != "linux":
                 sockets = [alone]
             else:
-                # Our sockets share the port (SO_REUSEPORT), and the system spreads connections over them. They do not
-                # have SO_REUSEADDR: so the socket `alone` of a second server finds the port taken, even before our
-                # sockets listen.
+                # Our sockets share the port (SO_REUSEPORT), and the system spreads connections over them. They get
+                # SO_REUSEADDR only when they begin to listen (`api_process`). So the socket `alone` of a second server
+                # finds the port taken, even before that.
                 port = alone.getsockname()[1]
                 alone.close()
                 sockets = [bound(socket.SO_REUSEPORT, port=port) for _ in range(num)]
