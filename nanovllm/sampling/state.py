@@ -58,7 +58,7 @@ class SamplingState:
     from other sequences.
 
     token_ids [R, L] int32 belongs to the caller, who keeps it up to date: penalties count prompt and output so far.
-    in_kernels: the plain tail does all that a row may ask for, except log-probabilities.
+    in_kernels: the plain tail does all that a row may ask for, except log-probabilities and grammars.
     """
 
     def __init__(

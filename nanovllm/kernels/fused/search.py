@@ -110,7 +110,7 @@ def mass_from(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def nth_id(source, size, key, n, unit, id_bits, TILE: tl.constexpr, IN_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The n-th lowest id of the scores with this key; EVERY_ID if there are no more than n."""
+    """The n-th lowest id of the scores with this key; the largest possible id if there are fewer than n."""
     nth = 0  # fewer than n have an id below this
     for bit in range(id_bits):
         middle = nth + (1 << (id_bits - 1 - bit))
