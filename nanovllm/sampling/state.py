@@ -165,7 +165,7 @@ class SamplingState:
     def _stop_ids(self, p: SamplingParams) -> list[int]:
         """The token ids that min_tokens holds back."""
         ids = self.eos_token_ids.union(p.stop_token_ids) if p.min_tokens else ()
-        return [i for i in ids if i < self.vocab_size]
+        return [i for i in ids if 0 <= i < self.vocab_size]  # config.json may name -1, or more than there are
 
     def _install_lists(self, row: int, p: SamplingParams) -> tuple[int, int, int, int, int]:
         """Write the lists of an edited row. Returns the values of its `_ints` from `num_stop_ids` on."""

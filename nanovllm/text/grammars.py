@@ -128,20 +128,23 @@ class TokenGrammars:
     def _start(self) -> None:
         from llguidance import LLExecutor, LLParserLimits, LLTokenizer
 
-        if not self.eos_token_ids:
-            raise ValueError(
-                "structured_outputs needs an EOS token to end with, and neither model nor tokenizer names one"
-            )
         fast = self.tokenizer.fast
         num_known = max(fast.get_vocab(with_added_tokens=True).values()) + 1
         num_ids = max(self.vocab_size, num_known)
+        # Files name ids that the model or the tokenizer does not have, -1 among them.
+        eos_token_ids = [i for i in self.eos_token_ids if 0 <= i < min(self.vocab_size, num_known)]
+        if not eos_token_ids:
+            raise ValueError(
+                "structured_outputs needs an EOS token to end with, and neither model nor tokenizer names one that "
+                "both have"
+            )
         self._width = -(-num_ids // 32)
         known = np.arange(32 * self._width) < min(self.vocab_size, num_known)
         self._known = np.packbits(known, bitorder="little").view(np.int32)
         self._padded = int(np.argmin(self._known == -1)) if (self._known != -1).any() else self._width
         self._limits = LLParserLimits(**LIMITS)
         self._threads = LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
-        self._ll = LLTokenizer(fast.to_str(), n_vocab=num_ids, eos_token=self.eos_token_ids)
+        self._ll = LLTokenizer(fast.to_str(), n_vocab=num_ids, eos_token=eos_token_ids)
 
     def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
         from llguidance import LLMatcher

@@ -136,6 +136,15 @@ def test_a_model_without_an_end_is_refused(tokenizer: Tokenizer) -> None:
         compiled(TokenGrammars(tokenizer, SIZE, ()), regex="a")
 
 
+def test_eos_ids_that_model_or_tokenizer_do_not_have_are_left_out(tokenizer: Tokenizer) -> None:
+    nobodys = {-1, SIZE + 3, 99999}
+    some = TokenGrammars(tokenizer, PADDED, {EOS, *nobodys})
+    assert EOS in allowed(some, compiled(some, regex="a*"))[0]
+    for vocab_size, ids in (PADDED, nobodys), (SIZE - 10, {SIZE - 5}):
+        with pytest.raises(ValueError, match="structured_outputs needs an EOS token"):
+            compiled(TokenGrammars(tokenizer, vocab_size, ids), regex="a")
+
+
 CHOICES = ["a/b", "new\nline", "q\"uo'te", "é😀", "a.b*c", "^x$", "\\d", "a b", "{}[]", "#&-~", "%", "a", "a\\"]
 
 
