@@ -275,12 +275,15 @@ class EngineServer:
         message, all_params, found = self._compiled.get()
         wanted = {f"{message.sender}-{prompt.key}" for prompt in message.prompts} & self._compiling
         self._compiling -= wanted
-        if not wanted or message.sender not in self._outboxes:
-            return  # aborted in the meantime
+        # What was aborted in the meantime is left out.
+        kept = [i for i, prompt in enumerate(message.prompts) if f"{message.sender}-{prompt.key}" in wanted]
+        if not kept or message.sender not in self._outboxes:
+            return
+        message = Add(message.sender, [message.prompts[i] for i in kept], message.priority, message.arrival_time)
         if isinstance(found, ValueError):
             self._refuse(message, found)
         else:
-            self._queue(message, all_params, found)
+            self._queue(message, [all_params[i] for i in kept], [found[i] for i in kept])
 
     def _refuse(self, message: Add, error: Exception) -> None:
         kind = next(kind.__name__ for kind in (NeverFits, QueueFull, TypeError, ValueError) if isinstance(error, kind))

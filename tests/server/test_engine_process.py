@@ -1,6 +1,7 @@
 """The engine behind the process border: what arrives is what `LLM.generate` gives, however it was merged on the way."""
 
 import asyncio
+import threading
 from dataclasses import fields
 from typing import Any
 
@@ -63,6 +64,30 @@ def test_choices_may_end_in_one_step() -> None:
         async with pair(PureLLM()) as (server, [client]):
             choices, _ = await whole(await one(client, {"prompt": "Once"}, SamplingParams(n=3, max_tokens=2)))
             assert [len(choice.token_ids) for choice in choices] == [2, 2, 2] and not server._served
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_is_aborted_while_grammars_are_compiled_is_not_queued() -> None:
+    """The other prompt of the same message is."""
+    compiling = threading.Event()
+
+    def compile(params: SamplingParams) -> None:
+        assert compiling.wait(20)
+
+    async def main() -> None:
+        llm = PureLLM()
+        llm.engine.compile = compile  # type: ignore[method-assign]
+        async with pair(llm) as (server, [client]):
+            params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="[a-z]*"))
+            streams = client.submit([client.check(STORY, params) for _ in range(2)])
+            await streams[0].aclose()
+            await client.scrape()  # the abort has arrived
+            compiling.set()
+            await streams[1].accepted()
+            assert [served.key for served in server._served.values()] in ([1], [])
+            assert "1-0" not in llm.engine._requests
+            await whole(streams[1])
 
     asyncio.run(main())
 
