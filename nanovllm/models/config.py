@@ -29,6 +29,13 @@ SCALINGS: dict[str, type[RopeScaling]] = {
     "dynamic": DynamicScaling,
 }
 Raw = Mapping[str, Any]
+KINDS: dict[str, tuple[type, ...]] = {  # of what may be left out; Hugging Face's config classes refuse others, too
+    "rms_norm_eps": (int, float),
+    "max_window_layers": (int,),
+    "tie_word_embeddings": (bool, type(None)),
+    "rope_parameters": (dict, type(None)),
+    "rope_scaling": (dict, type(None)),
+}
 
 
 class Family(NamedTuple):
@@ -94,6 +101,10 @@ def parse_config(raw: Raw) -> ModelConfig:
     bad = [key for key in NEEDED if not isinstance(raw.get(key), int) or raw[key] < 1]
     if bad:
         raise ValueError(f"lacks a positive number for {', '.join(bad)}")
+    for key, kinds in KINDS.items():
+        if key in raw and not isinstance(raw[key], kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+            raise ValueError(f"{key} must be {expected}; got {raw[key]!r}; mend it, or leave it out")
     family = FAMILIES[raw["model_type"]]
     heads = raw["num_attention_heads"]
     kv_heads = raw.get("num_key_value_heads", family.num_key_value_heads) or heads
