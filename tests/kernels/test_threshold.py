@@ -47,7 +47,7 @@ def check(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float
         order = order[: top_k or None]
         p = ((row.double() - row.max().double()) / float(torch.tensor(temperature))).exp()[order]
         before = (p.cumsum(0) - p) / p.sum()
-        surely = order[before < top_p - NEAR] if top_p < 1 else order
+        surely = order[before < top_p - NEAR] if top_p < 1 else order[row[order] > -math.inf]
         perhaps = order[before < top_p + NEAR] if top_p < 1 else order
         assert found[surely].all() and found[order[0]]
         assert set(found.nonzero()[:, 0].tolist()) <= {*perhaps.tolist(), int(order[0])}
