@@ -110,7 +110,8 @@ class Sampler:
         rows = [s.row for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
         special = np.isin(rows, list(state.special)) | (q is not None)
         index = to_device(np.flatnonzero(special), state.device)
-        logits, found = step.logits[index], token_ids[index]
+        some = step if special.all() else step.at(index)  # for a large batch, logits are too many to copy in vain
+        logits, found = some.logits, some.token_ids
         if self.group.size > 1:
             logits = gather_logits(logits, self.group, state.vocab_size).contiguous()
         allowed: Tensor | None = None
@@ -120,7 +121,6 @@ class Sampler:
             # The plain tail wrote over the guesses, and penalties after a guess count the guess.
             if step.guesses is not None:
                 state.token_ids[step.rows, step.positions] = step.guesses.int()
-            some = step.at(index)
             of_rows = step.guesses is None or allowed is None  # a mask belongs to a row, not to each guess
             if q is None and of_rows and fused_kernels(state.device).sample_rows is not None:
                 if allowed is not None:

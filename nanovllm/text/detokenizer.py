@@ -12,7 +12,8 @@ class Detokenizer:
     """The text of one choice, and the stop string that ends it.
 
     A stop string ends the output where the string appears in the text, with or without the special tokens that
-    `skip_special_tokens` hides: `stop=["<|im_end|>"]` stops there, as `stop_strings` of `transformers` does.
+    `skip_special_tokens` hides: `stop=["<|im_end|>"]` stops there, as `stop_strings` of `transformers` does. Unlike
+    there, a part of a hidden token ("<|im") is never met.
 
     stop_reason: the stop string that was met. From then on `text` is final, and further tokens are ignored.
     tokenizer: a tokenizer, or its `TokenTexts`, which many requests may share.
