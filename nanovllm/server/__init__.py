@@ -1,1 +1,1 @@
-"""`nanovllm serve`: an OpenAI-compatible server over `AsyncLLM`. Needs the extra `serve` (FastAPI, uvicorn)."""
+"""`nanovllm serve`: an OpenAI-compatible server. Needs the extra `serve` (FastAPI, uvicorn)."""

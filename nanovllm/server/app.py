@@ -15,12 +15,11 @@ from nanovllm import __version__
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server import errors
 from nanovllm.server.errors import ApiError, answering, refusing
-from nanovllm.server.generation import Generation, add_all, respond
 from nanovllm.server.interface import Counted, Engine, Meters
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Guard, Watch
-from nanovllm.server.options import AppOptions
-from nanovllm.server.protocol import (
+from nanovllm.server.openai.generation import Generation, add_all, respond
+from nanovllm.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -28,8 +27,9 @@ from nanovllm.server.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from nanovllm.server.replies import ChatReply, CompletionReply, Reply
-from nanovllm.server.tolerance import Unknown
+from nanovllm.server.openai.replies import ChatReply, CompletionReply, Reply
+from nanovllm.server.openai.tolerance import Unknown
+from nanovllm.server.options import AppOptions
 from nanovllm.text.chat import num_characters
 from nanovllm.text.render import Renderer
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nanovllm.server.tolerance import HARMLESS
+from nanovllm.server.openai.tolerance import HARMLESS
 from tests.server.harness import server
 
 SECONDS = 40

@@ -12,8 +12,8 @@ import pytest
 
 from nanovllm import __version__
 from nanovllm.llm import EMBEDDED_MODEL
-from nanovllm.server.protocol import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
-from nanovllm.server.tolerance import HARMLESS, MOST_NAMES, NO_MATTER, nearest
+from nanovllm.server.openai.protocol import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
+from nanovllm.server.openai.tolerance import HARMLESS, MOST_NAMES, NO_MATTER, nearest
 from tests.server.harness import STORY, Served, chat_model, server
 from tests.server.test_errors import CHAT, COMPLETIONS, ask, error_of
 from tests.server.test_openai import MESSAGES, chat, complete
@@ -100,7 +100,7 @@ def test_unknown_names_come_into_the_log_once_and_not_for_ever(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     def named() -> list[str]:
-        return [record.getMessage() for record in caplog.records if record.name == "nanovllm.server.tolerance"]
+        return [record.getMessage() for record in caplog.records if record.name == "nanovllm.server.openai.tolerance"]
 
     with server(shadow=True) as fresh, caplog.at_level(logging.INFO):
         body = {"prompt": [1], "max_tokens": 1, "strange\nfield": 1, "stream_options": {"new": 1}}

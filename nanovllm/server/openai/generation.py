@@ -15,8 +15,8 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, answering, error_body, refusing
 from nanovllm.server.interface import Engine, Meters, OutputStream
-from nanovllm.server.protocol import GenerationRequest, Json
-from nanovllm.server.replies import Reply, Usage
+from nanovllm.server.openai.protocol import GenerationRequest, Json
+from nanovllm.server.openai.replies import Reply, Usage
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ import time
 from typing import Protocol
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprob
-from nanovllm.server.protocol import Json
+from nanovllm.server.openai.protocol import Json
 
 
 class Usage:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
-from nanovllm.server.tolerance import HARMLESS, NO_MATTER, Harmless, refused, settle
+from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused, settle
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128

@@ -1,0 +1,1 @@
+"""OpenAI's protocol: what a request may say, how its answer is made, and the shape of every reply."""
