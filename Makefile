@@ -20,7 +20,7 @@ EXTRAS := $(RUN) tools/setup_env.py --extras
 SHARE = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf %s '-n $(JOBS)')
 # Plugins that take seconds to start, and that the tests of a stage do not need.
 QUICK_START := -p no:nbval -p no:schemathesis
-ENGINE_BENCHMARKS := throughput latency startup prefix mixed idle ablations
+ENGINE_BENCHMARKS := throughput sampling latency startup prefix mixed idle ablations
 LINTED = $(wildcard stages nanovllm tools training benchmarks tests notebooks examples lectures example.py)
 
 unexport VIRTUAL_ENV PYTHONHOME

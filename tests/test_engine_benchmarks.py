@@ -22,7 +22,7 @@ from nanovllm import kernels
 from nanovllm.graphs.sizes import MAX_REPLAYED
 from tests.weights import VOCAB, lively_qwen3
 
-NAMES = ["throughput", "latency", "startup", "prefix", "mixed", "idle", "phases", "ablations", "speculation"]
+NAMES = "throughput sampling latency startup prefix mixed idle phases ablations speculation".split()
 QUICK = ["--quick", "--device", "cpu", "--rounds", "1", "--repeats", "1"]
 
 
@@ -82,6 +82,12 @@ def test_the_share_is_of_the_limit_of_the_same_run(results: Path) -> None:
     figures = figures_of("throughput", results)
     expected = 100 * figures["throughput"]["nanovllm"]["median"] / result["roofline"]["tokens_per_second"]
     assert figures["share"]["nanovllm"]["median"] == pytest.approx(expected)
+
+
+def test_every_kind_of_sampling_is_measured_alone_and_in_small_batches(results: Path) -> None:
+    found = figures_of("sampling", results)
+    assert set(found) == {f"{key}{batch}" for key in speed.KINDS for batch in ("", "_1", "_2")}
+    assert all(values["nanovllm"]["median"] > 0 for values in found.values())
 
 
 def test_every_step_of_the_headline_is_of_one_kind(results: Path) -> None:

@@ -3,8 +3,8 @@
 # Usage: OUT=results tools/gpu_check.sh [PYTHON]
 #   TESTS="tests/engine"          which tests (those of stages, engine and kernels; "" for none), by JOBS=8 processes at once
 #   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
-#   BENCHMARKS="throughput idle"  which of the engine's: throughput latency idle phases startup prefix mixed ablations
-#                                 speculation tensor_parallel
+#   BENCHMARKS="throughput idle"  which of the engine's: throughput sampling latency idle phases startup prefix mixed
+#                                 ablations speculation tensor_parallel
 #   RANKS=4                       the most GPUs for tensor_parallel; with more than one, the tests of several ranks run, too
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
 #   COMMIT=HASH                   what is measured, if git is not there or does not know
@@ -64,7 +64,7 @@ for benchmark in ${BENCHMARKS:-}; do
   options=()
   case $benchmark in
     tensor_parallel) options+=(--ranks "${RANKS:-2}") ;;&
-    throughput|latency|startup|prefix|tensor_parallel) if [ -n "${VLLM:-}" ]; then options+=(--vllm-path "$VLLM"); fi ;;
+    throughput|sampling|latency|startup|prefix|tensor_parallel) if [ -n "${VLLM:-}" ]; then options+=(--vllm-path "$VLLM"); fi ;;
     ablations) if [ -n "${FLASH:-}" ]; then options+=(--flash-path "$FLASH"); fi ;;
   esac
   "$python" -m benchmarks.engine "$benchmark" --out "$out" "${options[@]}" || status=1

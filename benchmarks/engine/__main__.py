@@ -19,6 +19,7 @@ from benchmarks.lib.harness import EMBEDDED_MODEL, Comparison, make_parser
 
 SHOWCASES = {
     "throughput": speed.throughput,
+    "sampling": speed.sampling,
     "latency": speed.latency,
     "startup": speed.startup,
     "prefix": arrivals.prefix,

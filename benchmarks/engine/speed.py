@@ -1,7 +1,9 @@
 """How fast the engine is, beside vLLM: the headline workload, small batches, and the start.
 
-- `throughput`: output tokens a second of the headline workload, beside what the card could do. A process runs the
+- `throughput`: output tokens per second of the headline workload, beside what the card could do. A process runs the
   workload several times with fresh token ids.
+- `sampling`: the same workload and small batches, by the sampling parameters of the requests: those that model cards
+  recommend, and those that cost most.
 - `latency`: small batches, where reading the weights and launching kernels decide. Greedy, 128 tokens in, 512 out. The
   time per token is the difference between generating 512 tokens and generating one, over the 511 steps between: so
   neither prefill nor the cost of a call is in it.
@@ -16,17 +18,29 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import ours, vllm
 from benchmarks.lib import harness, roofline, tables, workloads
-from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, lower, metric
-from benchmarks.lib.process import Engine, random_prompts
+from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, higher, lower, metric
+from benchmarks.lib.process import GREEDY, Engine, random_prompts
 from benchmarks.lib.tables import Result
 
 SMALL: dict[str, Any] = {"batches": [1, 8, 32], "prompt_len": 128, "num_tokens": 512, "highest_id": 10_000}
 QUICK_SMALL: dict[str, Any] = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 5, "highest_id": 500}
+PLAIN = [{"temperature": workloads.TEMPERATURE}]
+RECOMMENDED = [PLAIN[0] | {"top_p": 0.95, "top_k": 20}]
+PENALTY = [{"temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5}]
+KINDS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "plain": ("temperature 0.6", PLAIN),
+    "recommended": ("temperature 0.6, top_p 0.95, top_k 20", RECOMMENDED),  # by Qwen3's card, when it thinks
+    "penalty": ("temperature 0.7, top_p 0.8, top_k 20, presence_penalty 1.5", PENALTY),
+    "min_p": ("temperature 0.6, min_p 0.05", [PLAIN[0] | {"min_p": 0.05}]),
+    "logprobs": ("temperature 0.6, logprobs 5", [PLAIN[0] | {"logprobs": 5}]),
+    "mixed": ("a third each of the first three", PLAIN + RECOMMENDED + PENALTY),
+}
 # Where compilers keep what they made: Triton, Inductor, CUDA's own, vLLM
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
 SHORT = (  # benchmark, key of its figure, what the README calls the figure
@@ -41,18 +55,23 @@ SHORT = (  # benchmark, key of its figure, what the README calls the figure
 # --- the headline workload --------------------------------------------------------------------------------------------
 
 
-def measure_headline(engine: Engine, repeats: int, sizes: dict[str, int]) -> list[Measured]:
-    """In the process of one contender."""
+def measure_headline(
+    engine: Engine, repeats: int, sizes: dict[str, int], kinds: dict[str, Any] | None = None
+) -> list[Measured]:
+    """In the process of one contender. kinds: by scenario, the sampling parameters that the requests get in turn."""
     chosen = workloads.Sizes(**sizes)
+    kinds = kinds or {"headline": PLAIN}
     prompts, _ = workloads.headline(-1, chosen)
-    engine.warm_up(prompts, num_tokens=16)  # all of them: kernels are compiled for a step's size as well
+    for kind in kinds.values():
+        engine.warm_up(prompts, 16, kind)  # all of them: kernels are compiled for a step's size as well
     repetitions = []
     for number in range(repeats):
-        prompts, max_tokens = workloads.headline(number, chosen)
-        seconds = engine.timed(prompts, max_tokens, workloads.TEMPERATURE)
-        tokens = sum(max_tokens)
-        measured = {"seconds": seconds, "output_tokens": tokens, "tokens_per_second": tokens / seconds}
-        repetitions.append({"headline": measured})
+        scenarios = {}
+        for place, (name, kind) in enumerate(kinds.items()):
+            prompts, max_tokens = workloads.headline(number * len(kinds) + place, chosen)
+            seconds, tokens = engine.timed(prompts, max_tokens, kind), sum(max_tokens)
+            scenarios[name] = {"seconds": seconds, "output_tokens": tokens, "tokens_per_second": tokens / seconds}
+        repetitions.append(scenarios)
     return repetitions
 
 
@@ -90,15 +109,55 @@ def throughput(options: Namespace) -> Showcase:
     )
 
 
+def measure_sampling(
+    engine: Engine, repeats: int, sizes: dict[str, int], kinds: dict[str, Any], small: dict[str, Any]
+) -> list[Measured]:
+    """In the process of one contender: the headline workload by `kinds`, and batches of single tokens by the same."""
+    repetitions = measure_headline(engine, repeats, sizes, kinds)
+    for name, kind in kinds.items():
+        for scenarios, batches in zip(repetitions, measure_small(engine, repeats, **small, kinds=kind), strict=True):
+            scenarios[name] |= {batch: measured["ms_per_token"] for batch, measured in batches.items()}
+    return repetitions
+
+
+def sampling(options: Namespace) -> Showcase:
+    limit = roofline.roofline(options)
+    small = QUICK_SMALL if options.quick else SMALL | {"batches": [1, 32]}
+    figures = [higher(key, name, "tokens/s", name, "tokens_per_second") for key, (name, _) in KINDS.items()]
+    figures += [
+        lower(f"{key}_{batch}", f"{name}, batch {batch}", "ms", name, f"batch {batch}")
+        for key, (name, _) in KINDS.items()
+        for batch in small["batches"]
+    ]
+    return Showcase(
+        name="sampling",
+        title="The headline workload by sampling parameters",
+        workload=describe_headline(limit).rpartition(",")[0],
+        contenders=[ours(options), *vllm(options)],
+        figures=figures,
+        headline="recommended",
+        measure=measure_sampling,
+        arguments={"sizes": limit["workload"], "kinds": dict(KINDS.values()), "small": small},
+        rounds=2,
+        repeats=2,
+    )
+
+
 # --- small batches ----------------------------------------------------------------------------------------------------
 
 
 def measure_small(
-    engine: Engine, repeats: int, batches: list[int], prompt_len: int, num_tokens: int, highest_id: int
+    engine: Engine,
+    repeats: int,
+    batches: list[int],
+    prompt_len: int,
+    num_tokens: int,
+    highest_id: int,
+    kinds: Sequence[dict[str, Any]] = GREEDY,
 ) -> list[Measured]:
-    """In the process of one contender."""
+    """In the process of one contender. The requests get the `kinds` of sampling parameters in turn."""
     for batch in batches:
-        engine.warm_up(random_prompts([prompt_len] * batch, 10**6 + batch, highest_id))
+        engine.warm_up(random_prompts([prompt_len] * batch, 10**6 + batch, highest_id), kinds=kinds)
     repetitions = []
     for repeat in range(repeats):
         scenarios = {}
@@ -107,7 +166,7 @@ def measure_small(
             for n in (1, num_tokens):
                 # Ids of their own for every call, so that a prefix cache finds nothing
                 prompts = random_prompts([prompt_len] * batch, 10_000 * repeat + 10 * batch + (n > 1), highest_id)
-                times.append(engine.timed(prompts, [n] * batch))
+                times.append(engine.timed(prompts, [n] * batch, kinds))
             step = (times[1] - times[0]) / (num_tokens - 1)
             scenarios[f"batch {batch}"] = {"first_token_ms": 1e3 * times[0], "ms_per_token": 1e3 * step}
         repetitions.append(scenarios)

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.engine import ours
 from benchmarks.lib import roofline, tables, workloads
 from benchmarks.lib.harness import Measured, Showcase, lower
-from benchmarks.lib.process import Engine, random_prompts
+from benchmarks.lib.process import SAMPLED, Engine, random_prompts
 from benchmarks.lib.roofline import Limits
 from benchmarks.lib.tables import Result
 from nanovllm.engine.plan import Scheduled
@@ -231,7 +231,7 @@ def measure_phases(
         found = {kind: {"steps": 0, "seconds": 0.0, "least_seconds": 0.0} for kind in KINDS}
         reckon = Reckoner(config, Limits(**limits), itemsize)
         begin = time.perf_counter()
-        engine.generate(prompts, max_tokens, workloads.TEMPERATURE)
+        engine.generate(prompts, max_tokens, SAMPLED)
         repetitions.append(found)
     return repetitions
 

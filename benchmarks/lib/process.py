@@ -7,6 +7,7 @@ benchmark: `measure(**arguments)` returns the figures of each repetition by scen
 
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -22,6 +23,8 @@ from typing import Any, Literal
 import torch
 
 ClockName = Literal["cpu", "wall"]
+GREEDY: tuple[dict[str, Any], ...] = ({"temperature": 0.0},)
+SAMPLED: tuple[dict[str, Any], ...] = ({"temperature": 0.6},)
 CLOCKS: dict[ClockName, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
@@ -42,25 +45,33 @@ class Engine:
         self.llm = library.LLM(model, skip_tokenizer_init=True, **options)
         self.ready_seconds = time.time() - started
 
-    def generate(self, prompts: list[list[int]], max_tokens: Sequence[int], temperature: float = 0.0) -> list[Any]:
-        """The outputs. Raises RuntimeError if a request did not get exactly the tokens it was to get."""
-        params = [self.make_params(temperature=temperature, ignore_eos=True, max_tokens=n) for n in max_tokens]
+    def generate(
+        self, prompts: list[list[int]], max_tokens: Sequence[int], kinds: Sequence[dict[str, Any]] = GREEDY
+    ) -> list[Any]:
+        """The outputs. The requests get the `kinds` of sampling parameters in turn.
+
+        Raises RuntimeError if a request did not get exactly the tokens it was to get.
+        """
+        turns = zip(max_tokens, itertools.cycle(kinds), strict=False)
+        params = [self.make_params(ignore_eos=True, max_tokens=n, **kind) for n, kind in turns]
         outputs: list[Any] = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         given = [len(output.outputs[0].token_ids) for output in outputs]
         if given != list(max_tokens):
             raise RuntimeError(f"wrong number of tokens: wanted {list(max_tokens)}, got {given}")
         return outputs
 
-    def timed(self, prompts: list[list[int]], max_tokens: Sequence[int], temperature: float = 0.0) -> float:
+    def timed(
+        self, prompts: list[list[int]], max_tokens: Sequence[int], kinds: Sequence[dict[str, Any]] = GREEDY
+    ) -> float:
         """Seconds that `generate` takes."""
         start = time.perf_counter()
-        self.generate(prompts, max_tokens, temperature)
+        self.generate(prompts, max_tokens, kinds)
         return time.perf_counter() - start
 
-    def warm_up(self, prompts: list[list[int]], num_tokens: int = 8) -> None:
+    def warm_up(self, prompts: list[list[int]], num_tokens: int = 8, kinds: Sequence[dict[str, Any]] = SAMPLED) -> None:
         """Compile what compiles at first use, for these lengths."""
         self.generate([[1, 2, 3]], [num_tokens])
-        self.generate(prompts, [num_tokens] * len(prompts), temperature=0.6)
+        self.generate(prompts, [num_tokens] * len(prompts), kinds)
 
 
 def random_prompts(lengths: Sequence[int], seed: int, highest_id: int) -> list[list[int]]:

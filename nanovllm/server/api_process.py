@@ -23,8 +23,10 @@ from nanovllm.server.wires import Wires, obey_the_parent
 
 FAREWELL = 1  # seconds in which clients are told that the engine is gone
 
-# What the parent may say, and the one thing that it is told. All else is the engine's EngineInfo, which comes first.
-DRAIN, NOW, DEAD, READY = b"drain", b"now", b"dead", b"ready"
+PULSE = 1  # seconds between two signs of life
+# What the parent may say (the engine's EngineInfo comes first), and what it is told.
+DRAIN, NOW, DEAD = b"drain", b"now", b"dead"
+READY, ALIVE = b"ready", b"alive"
 
 
 class Server(uvicorn.Server):
@@ -48,8 +50,10 @@ class Server(uvicorn.Server):
         """uvicorn's looks ten times a second whether it should end; this one is told, and keeps the date."""
         while not self.should_exit:
             await self.on_tick(0)
+            with suppress(OSError):  # no parent any more
+                self._control.send_bytes(ALIVE)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ordered.wait(), 1)
+                await asyncio.wait_for(self._ordered.wait(), PULSE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         cut = asyncio.create_task(self._cut_the_drain())

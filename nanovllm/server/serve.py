@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from nanovllm.server import api_process, messages
-from nanovllm.server.api_process import DEAD, DRAIN, NOW, READY
+from nanovllm.server.api_process import DEAD, DRAIN, NOW, PULSE
 from nanovllm.server.engine_process import ServedLLM, make_llm, run_engine
 from nanovllm.server.messages import EngineInfo, Gone, Quit
 from nanovllm.server.options import engine_options
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 GRACE = 5  # seconds in which a process that was told to end must have ended
 MOST_RESTARTS = 3  # of API processes, within RESTART_PERIOD; more are no accident
 RESTART_PERIOD = 60  # seconds
+MOST_MISSED = 10  # pulses of an API process; whoever misses more is stopped or hangs
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -91,6 +92,7 @@ class Api:
     process: BaseProcess
     control: Connection
     ready: bool = False
+    missed: int = 0  # pulses
 
     def tell(self, order: bytes) -> None:
         with suppress(OSError):  # the process is gone, which its sentinel tells
@@ -117,6 +119,7 @@ class Family:
         self.announced = False
         self._num_started = 0
         self._restarts: list[float] = []
+        self._next_pulse = 0.0
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._signals, self._signal_writer = self.context.Pipe(duplex=False)
 
@@ -178,9 +181,9 @@ class Family:
         waited: list[Any] = [self._signals, *by_pipe, *by_sentinel]
         if not self.engine_is_over:
             waited += [self.engine.sentinel] if self.info else [self.engine.sentinel, self.report]
-        timeout = None if self.deadline == float("inf") else max(0.0, self.deadline - time.monotonic())
+        timeout = max(0.0, min(self.deadline, self._next_pulse) - time.monotonic())
         ready = connection.wait(waited, timeout)
-        if not ready:  # the deadline
+        if time.monotonic() >= self.deadline:
             for api in self.apis:
                 api.process.kill()
             self.deadline = float("inf")
@@ -195,6 +198,19 @@ class Family:
                 self._hear(by_pipe[found])
             elif found in by_sentinel:
                 self._on_api_death(by_sentinel[found])
+        self._feel_the_pulse()
+
+    def _feel_the_pulse(self) -> None:
+        """Kill API processes that are stopped or hang, so that others take their places. Missed pulses are counted one by
+        one, so nobody is killed where the whole server was stopped and goes on."""
+        if time.monotonic() < self._next_pulse:
+            return
+        self._next_pulse = time.monotonic() + PULSE
+        for api in self.apis:
+            api.missed += 1
+            if api.ready and not self.ending and api.missed > MOST_MISSED:
+                logger.warning("an API process has not been heard of for %d seconds", MOST_MISSED * PULSE)
+                api.process.kill()
 
     def _on_report(self) -> None:
         """The engine is ready, or has failed to start."""
@@ -213,7 +229,8 @@ class Family:
 
     def _hear(self, api: Api) -> None:
         try:
-            api.ready = api.control.recv_bytes() == READY
+            api.control.recv_bytes()  # READY first, then ALIVE
+            api.ready, api.missed = True, 0
         except (EOFError, OSError):
             api.process.join(GRACE)
             self._on_api_death(api)

@@ -92,6 +92,22 @@ def test_an_api_process_that_is_killed_is_replaced_and_counters_do_not_fall(tmp_
 
 
 @pytest.mark.slow
+def test_an_api_process_that_is_stopped_is_replaced(tmp_path: Path) -> None:
+    with family(tmp_path, 2) as (process, url, pids):
+        os.kill(pids[1], signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while "another one takes its place" not in process.output and time.monotonic() < deadline:
+            time.sleep(0.1)
+        short = LONG | {"max_tokens": 2, "stream": False}
+        answers = [httpx.post(f"{url}/v1/completions", json=short, timeout=30) for _ in range(20)]
+        assert [answer.status_code for answer in answers] == [200] * 20
+        assert pids[1] not in children(process.popen.pid)
+        assert process.end() == 0
+        gone(pids, tmp_path)
+        assert "an API process has not been heard of for 10 seconds" in process.output
+
+
+@pytest.mark.slow
 def test_api_processes_that_die_again_and_again_end_the_server(tmp_path: Path) -> None:
     with family(tmp_path, 1) as (process, url, _):
         while process.popen.poll() is None:
