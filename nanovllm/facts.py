@@ -94,8 +94,9 @@ def tokenizer_facts(path: Path) -> list[Fact]:
 def template_fact(path: Path, templates: str | dict[str, str] | None) -> Fact:
     files = [name for name in ("chat_template.jinja", "additional_chat_templates") if (path / name).exists()]
     named = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
-    others = ", ".join(sorted(named.keys() - {"default"}))
+    others = ", ".join(sorted(named.keys() - {"default", "tool_use"}))
     value = f"{len(named['default'])} characters" if "default" in named else "none"
+    value += f", with tools {len(named['tool_use'])} characters" if "tool_use" in named else ""
     source = (files or ["tokenizer_config.json: chat_template"])[0] if named else "no file"
     return "chat template", value + (f" (not used: {others})" if others else ""), source
 

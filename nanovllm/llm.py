@@ -31,7 +31,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.bad_words import with_spellings
-from nanovllm.text.chat import Message
+from nanovllm.text.chat import Message, Tool
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.grammars import TokenGrammars
 from nanovllm.text.prompts import encode_prompt
@@ -161,15 +161,22 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Tool] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, in the model's own chat format.
 
         add_generation_prompt: whether the prompt ends with the beginning of an answer, where the format has one.
+        tools: functions that the model may call, as JSON schemas. A call is part of the answer's text, in the model's
+            own format; `messages` may have earlier calls as "tool_calls", and their results as messages of role "tool".
+
+        Raises ValueError for malformed messages, and for what the model's chat template refuses or would leave out.
         """
         if self.tokenizer is None:
             raise ValueError("chat needs the tokenizer; leave skip_tokenizer_init out")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        encoded = [{"prompt_token_ids": self.tokenizer.encode_chat(c, add_generation_prompt)} for c in conversations]
+        encoded = [
+            {"prompt_token_ids": self.tokenizer.encode_chat(c, add_generation_prompt, tools)} for c in conversations
+        ]
         return self.generate(encoded, sampling_params, use_tqdm=use_tqdm)
 
     def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:

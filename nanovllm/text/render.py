@@ -42,14 +42,13 @@ class Renderer:
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
-        """Render messages, in plain dicts and lists, as `apply_chat_template` of `transformers` does.
+        """Render messages, in plain dicts and lists, as `render_jinja_template` of `transformers` does.
 
         `arguments`: `chat_template`, `add_generation_prompt`, the names of special tokens, whatever the template takes.
         Raises TemplateTooExpensive, TemplateSyntax, and ValueError with the template's reason if it refuses.
         """
-        present = [{name: value for name, value in m.items() if value is not None} for m in messages]
         try:
-            line = json.dumps({"conversations": [present], **arguments}).encode() + b"\n"
+            line = json.dumps({"conversations": [messages], **arguments}).encode() + b"\n"
         except RecursionError:
             raise ValueError("what a template is given is nested too deeply") from None
         with self._lock:

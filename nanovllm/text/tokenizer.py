@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanovllm.text.chat import ChatTemplate, Message
+from nanovllm.text.chat import ChatTemplate, Message, Tool
 from nanovllm.text.render import Renderer
 from nanovllm.text.tokenizer_class import read, tokenizer_class
 
@@ -59,14 +59,18 @@ class Tokenizer:
         return ChatTemplate(self.hf, self.renderer)
 
     def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Tool] | None = None,
+        **variables: Any,
     ) -> list[int]:
         """The conversation in the model's own format, with the beginning of its answer unless that is not wanted.
-        `variables` are for the template.
 
-        Raises ValueError if there is no template, or if the messages are malformed or refused by the template.
+        See `ChatTemplate.render`. Raises ValueError if there is no template, or if the messages are malformed or
+        refused by the template.
         """
-        return self.encode(self.chat.render(messages, add_generation_prompt, **variables), special_tokens=False)
+        return self.encode(self.chat.render(messages, add_generation_prompt, tools, **variables), special_tokens=False)
 
 
 def tokenizer_eos(path: Path) -> int | None:

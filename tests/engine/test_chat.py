@@ -62,7 +62,7 @@ TEMPLATES: dict[str, tuple[str, tuple[bool, bool]]] = {
 }  # fmt: skip
 
 
-def hf(template: str | None) -> Any:
+def hf(template: str | dict[str, str] | None) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"?": 0}, unk_token="?")))
     tokenizer.chat_template = template
     return tokenizer

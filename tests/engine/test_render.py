@@ -10,6 +10,7 @@ from nanovllm.text import render
 from nanovllm.text.chat import ChatTemplate
 from nanovllm.text.render import Renderer, TemplateTooExpensive
 from tests.engine.test_chat import PIECES, TEMPLATES, hf, user
+from tests.engine.test_chat_tools import ANSWER, FAMILIES, R1, TOOLS, call
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{{ BODY }}"
 LOOP += "{% endfor %}" * 3
@@ -52,6 +53,14 @@ def test_a_template_makes_the_same_of_messages_in_the_child(renderer: Renderer) 
                 except ValueError as error:
                     results.append(f"refused: {error}")
             assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("template", [*FAMILIES.values(), R1], ids=[*FAMILIES, "R1"])
+def test_tools_and_calls_are_the_same_in_the_child(template: str, renderer: Renderer) -> None:
+    messages, tools = [user("Where?"), call(), ANSWER], None if template == R1 else TOOLS
+    text = ChatTemplate(hf(template), renderer).render(messages, tools=tools)
+    assert text == ChatTemplate(hf(template)).render(messages, tools=tools)
+    assert all(word in text for word in ("find_kite", "röd" if template != R1 else "colour", "in the tree"))
 
 
 def test_special_tokens_are_known_there_too(renderer: Renderer) -> None:
