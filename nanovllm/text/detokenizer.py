@@ -4,16 +4,17 @@ from collections.abc import Mapping, Sequence
 
 from nanovllm.outputs import Logprob, TokenLogprob
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.stop_strings import StopsAcrossHidden, StopStrings
+from nanovllm.text.stop_strings import StopStrings
 from nanovllm.text.token_texts import TextStream, TokenCursor, Tokenizer, TokenTexts
 
 
 class Detokenizer:
     """The text of one choice, and the stop string that ends it.
 
-    A stop string ends the output where the string appears in the text, with or without the special tokens that
-    `skip_special_tokens` hides: `stop=["<|im_end|>"]` stops there, as `stop_strings` of `transformers` does. Unlike
-    there, a part of a hidden token ("<|im") is never met.
+    A stop string ends the output where the string appears in the text together with the special tokens that
+    `skip_special_tokens` hides, as `stop_strings` of `transformers` does: `stop=["<|im_end|>"]` stops at that token,
+    and so does a part of its text, such as "<|im". Unlike there, the string also ends the output where it appears in
+    the shown text with something hidden in the middle, and it never begins in the prompt.
 
     stop_reason: the stop string that was met. From then on `text` is final, and further tokens are ignored.
     tokenizer: a tokenizer, or its `TokenTexts`, which many requests may share.
@@ -28,13 +29,12 @@ class Detokenizer:
         self._skip_special_tokens = params.skip_special_tokens
         self._stream = TextStream(texts, prompt_token_ids, params.skip_special_tokens)
         self._stops = StopStrings(tuple(params.stop)) if params.stop else None
-        self._across: StopsAcrossHidden | None = None  # once a special token is hidden
+        self._before_run: StopStrings | None = None  # as they were before what waits in the stream
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._unread: list[int] = []  # not decoded before somebody asks, unless there are stop strings to look for
         self._shown: list[str] = []
-        self._taken = ""  # the end of what was taken, as long as a stop string may reach back
         self._held = ""  # the end of the text, which waits in the stream or may become a stop string
         self._pending = ""  # the part of it that waits in the stream
         self._cursor = (
@@ -56,8 +56,6 @@ class Detokenizer:
         """The part of `text` that was not taken before. From then on `text` is without it."""
         text = self.text
         self._shown = []
-        if self._stops is not None:
-            self._taken = (self._taken + text)[-len(self._stops.stops[0]) :]
         return text
 
     def append(self, token_id: int) -> str | None:
@@ -68,8 +66,6 @@ class Detokenizer:
         elif self.stop_reason is None:
             self._num_tokens += 1
             if self._skip_special_tokens and self._texts.tokens[token_id].is_special:
-                if self._across is None:
-                    self._across = StopsAcrossHidden(self._stops.stops, self._taken + self.text + self._held)
                 self._go_on("", self._stops, hidden=self._texts.after(None, token_id).decode(errors="replace"))
             else:
                 self._read(self._stream.feed([token_id]), self._stops)
@@ -111,39 +107,27 @@ class Detokenizer:
     def _read(self, certain: str, stops: StopStrings) -> None:
         """Continue with what the stream has given. Stop strings are looked for in what waits in the stream as well."""
         before, self._pending = self._pending, self._stream.pending  # empty, but for byte fallback
-        new = certain + self._pending
-        if new.startswith(before):
-            self._go_on(new[len(before) :], stops)
-        else:  # what waited is no text after all
+        new = certain or self._pending  # never both
+        if self._before_run is not None and not new.startswith(before):  # what waited is no text after all
             self._held = self._held.removesuffix(before)
-            self._across = None
-            stops.begin_with(self._held)
-            self._go_on(new, stops)
+            self._stops = stops = self._before_run
+            before = ""
+        elif self._pending and not before:
+            self._before_run = stops.copy()
+        self._go_on(new[len(before) :], stops)
 
     def _go_on(self, new: str, stops: StopStrings, hidden: str = "") -> None:
         """Continue with shown or with hidden text, up to the end of a stop string."""
         if self.stop_reason is not None:
             return
-        may_stop = self._num_tokens > self._min_tokens
-        text = self._held + new
-        found = stops.feed(new, may_stop)
-        reason, begin, end = None, 0, len(text) - max(stops.held, len(self._pending))
+        text, start = self._held + new, stops.num_shown - len(self._held)
+        found = stops.feed(hidden or new, self._num_tokens > self._min_tokens, bool(hidden))
         if found is not None:
-            position, reason = found
-            end = len(self._held) + position
-            begin = end - len(reason)
-        if self._across is not None:
-            before = self._across.num_shown - len(self._held)  # characters that are out
-            across = self._across.feed(hidden or new, bool(hidden), may_stop)
-            if across is not None and (reason is None or across[1] - before <= end):
-                begin, end, reason = across[0] - before, across[1] - before, across[2]
-            elif reason is None:
-                end = min(end, self._across.settled - before)
-        if reason is not None:
-            self.stop_reason = reason
-            self._shown.append(text[: end if self._keep_stop else begin])
+            begin, end, self.stop_reason = found
+            self._shown.append(text[: (end if self._keep_stop else begin) - start])
             self._held = ""
         else:
+            end = min(stops.settled - start, len(text) - len(self._pending))
             self._shown.append(text[:end])
             self._held = text[end:]
 

@@ -1,38 +1,91 @@
 """Finding stop strings in text that arrives piece by piece."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 
 class StopStrings:
-    """Follows a text character by character, and knows how much of its end may be the beginning of a stop string.
+    """Finds the first stop string in the text of an output: in the text that is shown, or in the text together with the
+    special tokens that are hidden in it. A stop string may begin or end in the middle of a hidden token.
 
-    The first stop string to be complete wins, and the longest of those that are complete at the same character, so that
-    the result does not depend on how the text is cut into tokens. (Knuth, Morris & Pratt, "Fast Pattern Matching in
-    Strings", 1977: each character is looked at once, however long the strings are.)
+    The first stop string to be complete wins. Of those that are complete at the same character, the one that begins
+    first wins. So the result does not depend on how the text is cut into tokens.
+
+    num_shown: number of characters of the shown text so far.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.num_shown = 0
+        self._shown = Matcher(stops)
+        self._whole: Matcher | None = None  # reads hidden tokens as well, once there is one
+        # Of the characters that `_whole` read last: the number of shown characters before each.
+        self._places: deque[int] = deque(maxlen=len(self._shown.stops[0]))
+
+    @property
+    def settled(self) -> int:
+        """No stop string can begin before this character of the shown text."""
+        settled = self.num_shown - self._shown.held
+        if self._whole is not None and (held := self._whole.held):
+            settled = min(settled, self._places[-held])
+        return settled
+
+    def copy(self) -> "StopStrings":
+        other = StopStrings(self._shown.stops)
+        other.num_shown, other._shown, other._places = self.num_shown, self._shown.copy(), self._places.copy()
+        other._whole = None if self._whole is None else self._whole.copy()
+        return other
+
+    def feed(self, text: str, may_stop: bool, hidden: bool = False) -> tuple[int, int, str] | None:
+        """Read on. Returns the stop string that is met first, behind the numbers of shown characters before its
+        beginning and before its end; None if there is none.
+
+        Without `may_stop`, a string that is completed does not count; a string that is only begun may count later.
+        """
+        if hidden and self._whole is None:  # nothing was hidden until now
+            self._whole = self._shown.copy()
+            self._places.extend(range(self.num_shown - (self._places.maxlen or 0), self.num_shown))
+        found: list[tuple[int, int, int, str]] = []  # characters of `text` up to the end; what is returned
+        if not hidden and (met := self._shown.feed(text, may_stop)):
+            end = self.num_shown + met[0]
+            found.append((met[0], end - len(met[1]), end, met[1]))
+        if self._whole is not None:
+            places = [self.num_shown + (0 if hidden else i) for i in range(len(text) + 1)]
+            if met := self._whole.feed(text, may_stop):
+                begin = [*self._places, *places][len(self._places) + met[0] - len(met[1])]
+                found.append((met[0], begin, places[met[0]], met[1]))
+            self._places.extend(places[:-1])
+        if not hidden:
+            self.num_shown += len(text)
+        return min(found, key=lambda met: (met[0], met[1], -len(met[3])))[1:] if found else None
+
+
+class Matcher:
+    """Reads a text character by character, and knows how much of its end may be the beginning of one of some strings.
+
+    Each character is looked at once, however long the strings are (Knuth, Morris & Pratt, "Fast Pattern Matching in
+    Strings", 1977).
+
+    stops: the strings, the longest first.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = sorted(set(stops), key=len, reverse=True)
         self._borders = [borders(stop) for stop in self.stops]
-        self._matched = [0] * len(self.stops)  # length of the text's longest end with which each stop string begins
+        self._matched = [0] * len(self.stops)  # length of the text's longest end with which each string begins
 
     @property
     def held(self) -> int:
-        """How many characters at the end of the text may still become a stop string."""
+        """How many characters at the end of the text may still become one of the strings."""
         return max(self._matched)
 
-    def begin_with(self, text: str) -> None:
-        """Forget what was read, and read a text in which no stop string counts."""
-        self._matched = [0] * len(self.stops)
-        self.feed(text, may_stop=False)
+    def copy(self) -> "Matcher":
+        other = Matcher(())
+        other.stops, other._borders, other._matched = self.stops, self._borders, self._matched.copy()
+        return other
 
     def feed(self, text: str, may_stop: bool) -> tuple[int, str] | None:
-        """Read on. Returns the number of characters of `text` up to the end of the first stop string, and that string.
-
-        Returns None if there is none. Without `may_stop`, a string that is completed does not count; a string that is
-        only begun may count later.
-        """
+        """Read on. Returns the number of characters of `text` up to the end of the first string, and that string; None
+        if there is none, or none that counts. The text behind it is not read."""
         for position, character in enumerate(text):
             found = None
             for i, (stop, border) in enumerate(zip(self.stops, self._borders, strict=True)):
@@ -47,47 +100,6 @@ class StopStrings:
             if found and may_stop:
                 return position + 1, found
         return None
-
-
-class StopsAcrossHidden:
-    """Finds stop strings in a text together with what is hidden in it: special tokens that are not shown.
-
-    Only strings that have a whole hidden token in them are found here; `StopStrings` finds the others. Only as
-    much of the text is remembered as the longest stop string is long.
-
-    num_shown: number of characters of the shown text so far.
-    settled: no stop string that has something hidden in it can begin before this character of the shown text.
-    """
-
-    def __init__(self, stops: Sequence[str], shown: str) -> None:
-        """`stops`: the longest first. `shown`: the text before anything was hidden."""
-        self._stops = stops
-        # What was read last: characters and hidden tokens, each with its place in the shown text.
-        self._recent: deque[tuple[str, int, bool]] = deque(maxlen=len(stops[0]))
-        self.num_shown = self.settled = max(len(shown) - len(stops[0]), 0)
-        self.feed(shown[self.num_shown :], hidden=False, may_stop=False)
-
-    def feed(self, text: str, hidden: bool, may_stop: bool) -> tuple[int, int, str] | None:
-        """Read on: characters, or one hidden token. Returns, for the first stop string that is complete, the numbers of
-        shown characters before its beginning and before its end, and the string."""
-        for part in [text] if hidden else text:
-            self._recent.append((part, self.num_shown, hidden))
-            self.num_shown += not hidden
-            if may_stop and (found := self._find(str.__eq__)):
-                return found[0], self.num_shown, found[1]
-        begun = self._find(str.startswith)
-        self.settled = begun[0] if begun else self.num_shown
-        return None
-
-    def _find(self, fits: Callable[[str, str], bool]) -> tuple[int, str] | None:
-        """Of what was read, the longest end that has something hidden in it and fits a stop string: its place in the
-        shown text, and the stop string."""
-        found, end, has_hidden = None, "", False
-        for part, place, hidden in reversed(self._recent if any(part[2] for part in self._recent) else ()):
-            end, has_hidden = part + end, has_hidden or hidden
-            if has_hidden and (stop := next((stop for stop in self._stops if fits(stop, end)), None)):
-                found = place, stop
-        return found
 
 
 def borders(stop: str) -> list[int]:

@@ -263,27 +263,45 @@ def test_min_tokens_a_stop_string_counts_only_behind_them() -> None:
     assert list(stream(tokenizer, ids, stop="STOP", min_tokens=5))[-1] == "STOPSTOP STOP"
 
 
-@settings(max_examples=150)
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
-def test_search_and_held_text_against_the_literal_definition(text: str, stops: list[str]) -> None:
-    finder = StopStrings(stops)
-    for end in range(1, len(text) + 1):
-        seen = text[:end]
-        complete = [s for s in stops if seen.endswith(s)]
-        found = finder.feed(text[end - 1], may_stop=True)
-        if complete:
-            assert found == (1, max(complete, key=len))
+@settings(max_examples=300)
+@example([("aab", False)], ["ab"])
+@example([("a", False), ("xb", True), ("a", False)], ["ba", "aa"])
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=6), st.booleans()), max_size=6),
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+)
+def test_search_and_settled_text_against_the_literal_definition(
+    pieces: list[tuple[str, bool]], stops: list[str]
+) -> None:
+    """A string is met where the shown text, or the text with what is hidden, first ends with it."""
+    finder, whole, shown, places = StopStrings(stops), "", "", list[int]()  # of each character of the whole
+    for text, hidden in pieces:
+        expected = None
+        for character in text:
+            places.append(len(shown))
+            whole, shown = whole + character, shown + ("" if hidden else character)
+            met = [(places[-len(stop)], stop) for stop in stops if whole.endswith(stop)]
+            met += [(len(shown) - len(stop), stop) for stop in stops if not hidden and shown.endswith(stop)]
+            if met:
+                begin, stop = min(met, key=lambda found: (found[0], -len(found[1])))
+                expected = begin, len(shown), stop
+                break
+        assert finder.feed(text, True, hidden) == expected
+        if expected:
             return
-        assert found is None
-        assert finder.held == max(n for s in stops for n in range(len(s)) if seen.endswith(s[:n]))
+        begun = [len(shown)]
+        for part in (stop[:n] for stop in stops for n in range(1, len(stop))):
+            begun += [places[-len(part)]] if whole.endswith(part) else []
+            begun += [len(shown) - len(part)] if shown.endswith(part) else []
+        assert finder.settled == min(begun)
 
 
 @settings(max_examples=150)
 @given(IDS, st.lists(st.text("the 你🙂\ufffd", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_stop_strings_in_any_ids(ids: list[int], stops: list[str]) -> None:
-    texts = list(stream(BYTE_LEVEL, ids, stop=stops))
+    texts = list(stream(BYTE_LEVEL, ids, stop=stops, skip_special_tokens=False))
     check_never_taken_back(texts)
-    full = BYTE_LEVEL.decode(ids)
+    full = BYTE_LEVEL.decode(ids, skip_special_tokens=False)
     ends = [full.index(s) + len(s) for s in stops if s in full]
     if not ends:
         assert texts[-1] == full
