@@ -12,8 +12,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Logprob:
     """A token's log-probability at one position, its rank there (1 is the likeliest), and what it adds to the text.
 
-    A token that ends within a character adds nothing; the token that completes the character adds all of it. A special
-    token that the text leaves out has its name here. None without a tokenizer.
+    A token that ends within a character adds nothing; the token that completes the character adds all of it. Where the
+    text ends within a character, it has a U+FFFD there that no token adds. A special token that the text leaves out has
+    its name here. None without a tokenizer.
     """
 
     logprob: float

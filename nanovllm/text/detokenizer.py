@@ -40,7 +40,6 @@ class Detokenizer:
         self._cursor = (
             None if params.logprobs is None else TokenCursor(texts, prompt_token_ids, self._skip_special_tokens)
         )
-        self._last: Logprob | None = None  # of the newest token that is part of the text
 
     @property
     def text(self) -> str:
@@ -75,8 +74,6 @@ class Detokenizer:
         """No more tokens will come: release what was held back."""
         if self.stop_reason is not None:
             return
-        if self._cursor is not None and self._last is not None:
-            self._last.decoded_token = (self._last.decoded_token or "") + self._cursor.rest()
         if self._stops is None:
             self._shown = [self.text, self._stream.flush()]
         else:
@@ -89,8 +86,7 @@ class Detokenizer:
         `chosen` is the token that became part of the output. Called only where the parameters ask for logprobs."""
         assert self._cursor is not None
         entry = with_text(self._cursor, found)
-        if self._cursor.go(chosen):
-            self._last = entry[chosen]
+        self._cursor.go(chosen)
         return entry
 
     def prompt_logprobs(

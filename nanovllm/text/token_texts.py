@@ -174,9 +174,10 @@ class TokenCursor:
     """Goes through an output token by token, and says for each position what tokens would add there.
 
     The texts of the chosen tokens joined are the text, and their bytes joined are the text's bytes: a token that only
-    begins a character has no text, and the token that completes it has the character. Special tokens that are not part
-    of the text show their own text all the same. (Not so where the bytes of a tokenizer with byte fallback are no
-    characters: see `TextStream`.)
+    begins a character has no text, and the token that completes it has the character. Where the text ends within a
+    character, its U+FFFD at the end belongs to no token: when a stream sends a token, nobody knows that no other will
+    follow. Special tokens that are not part of the text show their own text all the same. (Not so where the bytes of a
+    tokenizer with byte fallback are no characters: see `TextStream`.)
 
     offset: number of characters of the text before the position.
     """
@@ -199,17 +200,11 @@ class TokenCursor:
         self._characters.setstate(state)
         return text, raw
 
-    def go(self, token_id: int) -> bool:
-        """Take the token that was chosen; returns whether it is part of the text."""
-        if not self._texts.is_text(token_id, self._skip_special_tokens):
-            return False
-        self.offset += len(self._characters.decode(self._texts.after(self._previous, token_id)))
-        self._previous = token_id
-        return True
-
-    def rest(self) -> str:
-        """What an unfinished character at the end becomes."""
-        return self._characters.decode(b"", final=True)
+    def go(self, token_id: int) -> None:
+        """Take the token that was chosen."""
+        if self._texts.is_text(token_id, self._skip_special_tokens):
+            self.offset += len(self._characters.decode(self._texts.after(self._previous, token_id)))
+            self._previous = token_id
 
 
 def decoder_steps(tokenizer: Any) -> Iterator[str]:

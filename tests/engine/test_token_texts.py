@@ -1,6 +1,7 @@
 """What tokens add to a text, for every kind of tokenizer, in every script, however the tokens come (CASES D4 to D6)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -185,6 +186,25 @@ def test_the_prompt_counts_as_what_stands_before(kind: str, before: str, text: s
         shown, _, _ = go(kind, ids, [3], prompt)
         if not tokenizer.decode(prompt).endswith("\ufffd"):
             assert tokenizer.decode(prompt) + shown[-1] == tokenizer.decode([*prompt, *ids])
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "Llama 2", "Gemma"])
+def test_the_logprob_of_a_token_that_was_sent_does_not_change(kind: str) -> None:
+    """Also where the text ends within a character: a stream has sent the token before anybody knows of the end."""
+    special = id_of(kind, SPECIAL)
+    for fox in made(kind).encode("a🦊").ids[:-1], made(kind).encode("a🦊").ids[:-2]:
+        for ids in fox, [*fox, special], [*fox, special, special]:
+            detokenizer = Detokenizer(texts_of(kind), [], SamplingParams(logprobs=0))
+            entries, sent = [], []
+            for token_id in ids:
+                detokenizer.append(token_id)
+                entries.append(detokenizer.logprobs(token_id, {token_id: (0.0, 1)})[token_id])
+                sent.append(replace(entries[-1]))
+            detokenizer.finish()
+            assert entries == sent
+            told = [entry.decoded_token for entry in sent]
+            assert "".join(map(str, told[: len(fox)])) == "a" and set(told[len(fox) :]) <= {SPECIAL}
+            assert detokenizer.text == made(kind).decode(ids) == "a" + "\ufffd" * (len(detokenizer.text) - 1)
 
 
 def id_of(kind: str, token: str) -> int:
