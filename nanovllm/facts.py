@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.models.checkpoint import (
     SAMPLING_DEFAULTS,
+    dtype_of_weights,
     generation_file,
     read_eos_token_ids,
     read_json,
@@ -38,7 +39,11 @@ def checkpoint_facts(path: Path) -> list[Fact]:
     eos = ", ".join(map(str, sorted(read_eos_token_ids(path)))) or "none"
     facts = [
         ("architecture", raw["model_type"], "config.json: model_type"),
-        ("dtype of the weights", str(config.dtype).removeprefix("torch."), said("dtype", "torch_dtype")),
+        (
+            "dtype of the weights",
+            str(config.dtype).removeprefix("torch."),
+            dtype_place(path, said("dtype", "torch_dtype")),
+        ),
         ("vocabulary of the model", f"{config.vocab_size} rows", "config.json: vocab_size"),
         ("positions", str(config.max_position_embeddings), said(*positions)),
         ("RoPE theta", f"{config.rope_theta:g}", theta_place(raw)),
@@ -51,6 +56,11 @@ def checkpoint_facts(path: Path) -> list[Fact]:
     keys = {name: key for key, name in SAMPLING_DEFAULTS.items()}
     facts += [(f"default {name}", str(value), f"{generation}: {keys[name]}") for name, value in defaults.items()]
     return facts if defaults else [*facts, ("sampling defaults", "none", "SamplingParams")]
+
+
+def dtype_place(path: Path, said: str) -> str:
+    by_weights = said == "the default" or read_json(path / "config.json")[said.split(": ")[1]] == "auto"
+    return said if not by_weights or dtype_of_weights(path) is None else "the weights"
 
 
 def theta_place(raw: Mapping[str, Any]) -> str:

@@ -146,7 +146,7 @@ def read_config(path: Path) -> ModelConfig:
 
 def has_own_head(path: Path, dtype: torch.dtype) -> bool:
     """Whether a model that calls itself tied brings another head: as Hugging Face does, the file is then believed."""
-    both = dict(read_tensors(path, {"lm_head.weight", "model.embed_tokens.weight"}))
+    both = dict(read_tensors(path, {"lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"}))
     return len(both) == 2 and not torch.equal(*(tensor.to(dtype) for tensor in both.values()))
 
 

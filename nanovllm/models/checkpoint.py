@@ -12,6 +12,8 @@ GENERATION_CONFIG = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 DESCRIPTION_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors",)
+MAX_HEADER = 100 << 20  # bytes that safetensors allows before the tensors of a file
+DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
 # What is taken of it, with its name in `SamplingParams`; and what is not, and its "off".
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -115,6 +117,19 @@ def weight_files(path: Path) -> dict[str, set[str] | None]:
     if not found:
         raise ValueError(f"{path}: no *.safetensors file; weights in other formats must be converted first")
     return {found[0]: None}
+
+
+def dtype_of_weights(path: Path) -> str | None:
+    """The dtype of the first floating-point tensor, where Hugging Face looks if config.json names no dtype; float32 for
+    float64. None where there are no weights that can be read."""
+    try:
+        with open(path / next(iter(weight_files(path))), "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, MAX_HEADER)))
+        dtypes = [tensor["dtype"] for name, tensor in sorted(header.items()) if name != "__metadata__"]
+        return next((DTYPE_NAMES[dtype] for dtype in dtypes if dtype in DTYPE_NAMES), None)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None  # reading the weights will tell what is wrong with them
 
 
 def generation_file(path: Path) -> Path:

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from nanovllm.models.checkpoint import read_json
+from nanovllm.models.checkpoint import dtype_of_weights, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACTIVATIONS = ("silu", "swish")  # two names of one function
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SCALINGS: dict[str, type[RopeScaling]] = {
     "linear": LinearScaling,
@@ -30,12 +31,23 @@ SCALINGS: dict[str, type[RopeScaling]] = {
 }
 Raw = Mapping[str, Any]
 KINDS: dict[str, tuple[type, ...]] = {  # of what may be left out; Hugging Face's config classes refuse others, too
+    "num_key_value_heads": (int, type(None)),
+    "head_dim": (int, type(None)),
+    "max_position_embeddings": (int,),
     "rms_norm_eps": (int, float),
-    "max_window_layers": (int,),
-    "tie_word_embeddings": (bool, type(None)),
+    "tie_word_embeddings": (bool,),
+    "attention_bias": (bool,),
+    "mlp_bias": (bool,),
+    "layer_types": (list, type(None)),
     "rope_parameters": (dict, type(None)),
     "rope_scaling": (dict, type(None)),
 }
+KINDS_FOR_WINDOWS: dict[str, tuple[type, ...]] = {
+    "use_sliding_window": (bool,),
+    "sliding_window": (int, type(None)),
+    "max_window_layers": (int,),
+}
+POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
 class Family(NamedTuple):
@@ -91,21 +103,23 @@ def read_config(path: Path) -> ModelConfig:
     """
     raw = read_json(path / "config.json")
     try:
-        return parse_config(raw)
+        return parse_config(raw, dtype_of_weights(path) or "float32")
     except ValueError as error:
         raise ValueError(f"{path / 'config.json'}: {error}") from error
 
 
-def parse_config(raw: Raw) -> ModelConfig:
+def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
+    """`dtype_of_weights`: for a config.json that names no dtype."""
     refuse_unsupported(raw)
-    bad = [key for key in NEEDED if not isinstance(raw.get(key), int) or raw[key] < 1]
-    if bad:
-        raise ValueError(f"lacks a positive number for {', '.join(bad)}")
-    for key, kinds in KINDS.items():
+    family = FAMILIES[raw["model_type"]]
+    for key, kinds in (KINDS | KINDS_FOR_WINDOWS if family.sliding_windows else KINDS).items():
         if key in raw and not isinstance(raw[key], kinds):
             expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
             raise ValueError(f"{key} must be {expected}; got {raw[key]!r}; mend it, or leave it out")
-    family = FAMILIES[raw["model_type"]]
+    given = [key for key in POSITIVE if key in NEEDED or raw.get(key) is not None]
+    bad = [key for key in given if not isinstance(raw.get(key), int) or raw[key] < 1]
+    if bad:
+        raise ValueError(f"lacks a positive number for {', '.join(bad)}")
     heads = raw["num_attention_heads"]
     kv_heads = raw.get("num_key_value_heads", family.num_key_value_heads) or heads
     if heads % kv_heads:
@@ -135,7 +149,7 @@ def parse_config(raw: Raw) -> ModelConfig:
         qkv_bias=has_bias(family.qkv_bias),
         o_bias=has_bias(family.o_bias),
         mlp_bias=has_bias(family.mlp_bias),
-        dtype=parse_dtype(raw),
+        dtype=parse_dtype(raw, dtype_of_weights),
     )
 
 
@@ -145,9 +159,9 @@ def refuse_unsupported(raw: Raw) -> None:
         raise ValueError(f"model_type={kind!r} is a mixture of experts, which is not supported; supported are {known}")
     if kind not in FAMILIES:
         raise ValueError(f"model_type={kind!r} is not supported; supported are {known}")
-    if raw.get("quantization_config"):
+    if raw.get("quantization_config") is not None:
         raise ValueError("quantization_config: quantised weights are not supported; use an unquantised checkpoint")
-    if raw.get("hidden_act", "silu") != "silu":
+    if raw.get("hidden_act", "silu") not in ACTIVATIONS:
         raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; supported is 'silu'")
 
 
@@ -157,22 +171,25 @@ def refuse_sliding_windows(raw: Raw, family: Family, max_positions: int) -> None
     A window may be switched on and yet have no effect: without a layer from `max_window_layers` on, or with as many
     positions as the model has.
     """
+    layers, kinds = raw["num_hidden_layers"], raw.get("layer_types")
+    if kinds is not None and len(kinds) != layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers, and num_hidden_layers={layers}; mend one of them")
     if not family.sliding_windows:
         return
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    layers, first = raw["num_hidden_layers"], raw.get("max_window_layers", 28)
-    kinds = raw.get("layer_types")
+    first = raw.get("max_window_layers", 28)
     if kinds is None:
         kinds = ["sliding_attention" if window is not None and i >= first else "full_attention" for i in range(layers)]
-    limited = set(kinds[:layers]) - {"full_attention"}
+    limited = set(map(str, kinds)) - {"full_attention"}
     if limited == {"sliding_attention"} and window is not None and window >= max_positions:
         return
     if limited:
         raise ValueError(f"layers with {', '.join(sorted(limited))} (sliding_window={window!r}) are not supported")
 
 
-def parse_dtype(raw: Raw) -> torch.dtype:
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+def parse_dtype(raw: Raw, dtype_of_weights: str) -> torch.dtype:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "auto").removeprefix("torch.")
+    name = {"auto": dtype_of_weights, "float": "float32", "half": "float16"}.get(name, name)
     if name not in DTYPES:
         raise ValueError(f"dtype={name!r} is not supported; supported are {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -190,16 +207,22 @@ def parse_rope(raw: Raw, max_positions: int) -> tuple[float, RopeScaling | None]
         raise ValueError("rope_parameters that differ between layers are not supported")
     if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1) != 1:
         raise ValueError("partial_rotary_factor is not supported; all of a head must be rotated")
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    said_theta = [value for value in (rope.get("rope_theta"), raw.get("rope_theta")) if value is not None]
+    theta = (said_theta or [10000.0])[0]
+    if not isinstance(theta, int | float) or not theta > 0:
+        raise ValueError(f"rope_theta must be a positive number; got {theta!r}")
+    theta, kind = float(theta), rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind not in SCALINGS:
         known = "default, linear, llama3, yarn, and dynamic up to max_position_embeddings"
         raise ValueError(f"RoPE scaling {kind!r} is not supported; supported are {known}")
     # Where the length before the scaling is not said, or said outside, is as in Hugging Face's config classes.
-    original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    rope = {**rope, "original_max_position_embeddings": original or max_positions}
+    outside = {key: raw[key] for key in ("original_max_position_embeddings",) if key in raw}
+    rope = {"original_max_position_embeddings": max_positions, **rope, **outside}
+    for key in ("factor", "original_max_position_embeddings"):
+        if isinstance(rope.get(key), int | float) and not rope[key] > 0:
+            raise ValueError(f"RoPE scaling {kind!r}: {key} must be positive; got {rope[key]!r}")
     if kind == "yarn":
         rope = complete_yarn(rope, theta, max_positions)
     values: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(SCALINGS[kind])}
@@ -208,6 +231,10 @@ def parse_rope(raw: Raw, max_positions: int) -> tuple[float, RopeScaling | None]
         missing = ["factor"]  # from which others follow
     if missing:
         raise ValueError(f"RoPE scaling {kind!r} lacks a number for {', '.join(missing)}")
+    if kind == "llama3" and not 0 < values["low_freq_factor"] < values["high_freq_factor"]:
+        raise ValueError("RoPE scaling 'llama3': low_freq_factor must be positive and less than high_freq_factor")
+    if kind == "yarn" and not (values["beta_fast"] > 0 and values["beta_slow"] > 0):
+        raise ValueError("RoPE scaling 'yarn': beta_fast and beta_slow must be positive")
     return theta, SCALINGS[kind](**values)
 
 
@@ -216,9 +243,9 @@ def complete_yarn(rope: Raw, theta: float, max_positions: int) -> Raw:
 
     The attention factor is the paper's 0.1 ln(factor) + 1, or DeepSeek's quotient of two such numbers.
     """
-    factor = rope.get("factor", "missing")
-    if factor is None:  # as long as the model is
-        factor = max_positions / rope["original_max_position_embeddings"]
+    factor, original = rope.get("factor", "missing"), rope["original_max_position_embeddings"]
+    if factor is None and isinstance(original, int | float):  # as long as the model is
+        factor = max_positions / original
     if not isinstance(factor, int | float):
         return {**rope, "factor": None}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +26,7 @@ from nanovllm.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PREFIX, HEAD, EMBEDDING = "model.", "lm_head.weight", "model.embed_tokens.weight"
 ROWS = 4096  # of head and embedding that are compared at a time
 FLOATS = ("F32", "F16", "BF16", "F64")
 DUMMY_STD = 0.02
@@ -107,19 +107,33 @@ def fill_from_files(
         wanted = dict(checkpoint_views(Transformer(config, 1)))
     with ExitStack() as stack:
         held = open_tensors(stack, path, files)
-        found = {name: reader for name, reader in held.items() if not is_redundant(name, config)}
+        found = {name: stored for name, stored in held.items() if not is_redundant(name, config)}
         complaints = compare(wanted, found)
         if complaints:
             raise ValueError(f"the weights in {path} do not fit its config.json: {'; '.join(complaints)}")
         with torch.no_grad():
-            for name, reader in found.items():
+            for name, (reader, own_name) in found.items():
                 whole = ranks == 1
-                part = reader.get_tensor(name) if whole else read_shard(name, reader, config, rank, ranks)
+                part = reader.get_tensor(own_name) if whole else read_shard(own_name, reader, config, rank, ranks)
                 views[name].copy_(part)
 
 
-def open_tensors(stack: ExitStack, path: Path, files: dict[str, set[str] | None]) -> dict[str, Any]:
-    """The name of every tensor of `files`, and the open file that holds it. `stack` closes them."""
+class Stored(NamedTuple):
+    """A tensor in an open file."""
+
+    reader: Any
+    name: str  # in the file
+
+    def header(self) -> Any:
+        return self.reader.get_slice(self.name)
+
+
+def open_tensors(stack: ExitStack, path: Path, files: dict[str, set[str] | None]) -> dict[str, Stored]:
+    """The name of every tensor of `files`, and where the tensor is. `stack` closes the files.
+
+    A model that was saved without its head (`Qwen3Model`, and not `Qwen3ForCausalLM`) has names without "model.", which
+    is put before them, as Hugging Face does.
+    """
     found: dict[str, Any] = {}
     for file, names in files.items():
         try:
@@ -128,7 +142,8 @@ def open_tensors(stack: ExitStack, path: Path, files: dict[str, set[str] | None]
             raise ValueError(f"{path / file} is damaged or cut short ({error}); fetch it again") from error
         held = set(reader.keys())
         found.update(dict.fromkeys(held if names is None else held & names, reader))
-    return found
+    prefix = "" if any(name.startswith(PREFIX) for name in found) else PREFIX
+    return {name if name == HEAD else prefix + name: Stored(reader, name) for name, reader in found.items()}
 
 
 def has_own_head(path: Path, files: dict[str, set[str] | None], dtype: torch.dtype) -> bool:
@@ -137,10 +152,10 @@ def has_own_head(path: Path, files: dict[str, set[str] | None], dtype: torch.dty
     Hugging Face ties the two only where they are equal. They are read a few rows at a time.
     """
     with ExitStack() as stack:
-        found = {name: reader for name, reader in open_tensors(stack, path, files).items() if name in (HEAD, EMBEDDING)}
-        if found.keys() != {HEAD, EMBEDDING}:
+        found = open_tensors(stack, path, files)
+        if not {HEAD, EMBEDDING} <= found.keys():
             return False
-        head, embedding = (found[name].get_slice(name) for name in (HEAD, EMBEDDING))
+        head, embedding = found[HEAD].header(), found[EMBEDDING].header()
         if head.get_shape() != embedding.get_shape():
             return True
         starts = range(0, head.get_shape()[0], ROWS)
@@ -154,18 +169,22 @@ def is_redundant(name: str, config: ModelConfig) -> bool:
     return tied_head or name.endswith(".rotary_emb.inv_freq")
 
 
-def compare(wanted: dict[str, Tensor], found: dict[str, Any]) -> list[str]:
+def compare(wanted: dict[str, Tensor], found: dict[str, Stored]) -> list[str]:
     """What does not fit, by kind, told from the headers alone."""
     missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     misshapen, not_floats = [], []
     for name in sorted(wanted.keys() & found.keys()):
-        header = found[name].get_slice(name)
+        header = found[name].header()
         if list(header.get_shape()) != list(wanted[name].shape):
             misshapen.append(f"{name} is {header.get_shape()}, not {list(wanted[name].shape)}")
         if header.get_dtype() not in FLOATS:
             not_floats.append(f"{name} is {header.get_dtype()}")
     kinds = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen, "wrong dtype": not_floats}
-    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+    complaints = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+    if HEAD in missing:
+        remedy = "save the model with its head (...ForCausalLM), or, if its head is the embedding, with"
+        complaints.append(f"{remedy} tie_word_embeddings: true")
+    return complaints
 
 
 def fill_at_random(model: Transformer) -> None:

@@ -52,6 +52,29 @@ def test_untied_without_a_head_is_an_error(checkpoints: Path, edit: Callable[...
         load_model(path)
 
 
+def without_prefix(tensors: dict[str, Tensor]) -> None:
+    """As `Qwen3Model` saves itself, where `Qwen3ForCausalLM` would put "model." before the names."""
+    for name in list(tensors):
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_of_a_model_without_its_head(tied: bool, checkpoints: Path, edit: Callable[..., Path]) -> None:
+    """The names have no prefix. A head that the file has all the same is used; one that is needed is missed by name."""
+    whole = lively_qwen3(checkpoints, tie_word_embeddings=tied)
+    assert torch.equal(logits(edit(whole, without_prefix)), logits(whole))
+    if not tied:
+        path = edit(edit(whole, without_prefix), lambda t: t.pop("lm_head.weight"))
+        with pytest.raises(ValueError, match=r"missing: lm_head\.weight; save the model with its head .*ForCausalLM"):
+            load_model(path)
+
+
+def test_two_spellings_of_names_in_one_file_are_unexpected(checkpoints: Path, edit: Callable[..., Path]) -> None:
+    path = edit(lively_qwen3(checkpoints), lambda t: t.update({"norm.weight": t["model.norm.weight"].clone()}))
+    with pytest.raises(ValueError, match=r"unexpected: norm\.weight"):
+        load_model(path)
+
+
 def test_everything_that_does_not_fit_is_in_one_error(checkpoints: Path, edit: Callable[..., Path]) -> None:
     def spoil(tensors: dict[str, Tensor]) -> None:
         del tensors["model.layers.1.self_attn.k_proj.weight"]

@@ -96,11 +96,12 @@ def check(path: Path, refusal: str | None = None, stages_refuse: bool = False) -
 def check_facts(path: Path) -> None:
     """`nanovllm info` says what Hugging Face has, and where in config.json it stands."""
     theirs: Any = AutoConfig.from_pretrained(path)
+    dtype = theirs.dtype or AutoModelForCausalLM.from_pretrained(path).dtype
     raw = json.loads((path / "config.json").read_text())
     found = {name: (value, source) for name, value, source in checkpoint_facts(path)}
     for name, expected, *places in (
         ("architecture", theirs.model_type, "model_type"),
-        ("dtype of the weights", str(theirs.dtype or torch.float32).removeprefix("torch."), "dtype", "torch_dtype"),
+        ("dtype of the weights", str(dtype).removeprefix("torch."), "dtype", "torch_dtype"),
         ("vocabulary of the model", f"{theirs.vocab_size} rows", "vocab_size"),
         ("RoPE theta", f"{theirs.rope_parameters['rope_theta']:g}", "rope_parameters", "rope_theta"),
         ("RoPE scaling", SCALING_NAMES[theirs.rope_parameters["rope_type"]], "rope_parameters", "rope_scaling"),
@@ -108,7 +109,7 @@ def check_facts(path: Path) -> None:
         value, source = found[name]
         assert value.split(",")[0] == expected, name
         given = [f"config.json: {place}" for place in places if raw.get(place) is not None]
-        assert source in (given or ["the default"]), name
+        assert source in (given or ["the weights" if "dtype" in name else "the default"]), name
     is_tied = load_model(path).config.tie_word_embeddings
     value, source = found["tied embeddings"]
     assert value == ("yes" if is_tied else "no")
@@ -199,6 +200,17 @@ def half(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
 
 
+def base(tensors: dict[str, Tensor]) -> None:
+    """The names that `LlamaModel` has, without its head."""
+    for name in list(tensors):
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
+def headless(tensors: dict[str, Tensor]) -> None:
+    del tensors["lm_head.weight"]
+    base(tensors)
+
+
 def equal_head(tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
@@ -210,6 +222,10 @@ def changed_below(embedding: Tensor) -> Tensor:
 HEADS: dict[str, tuple[dict[str, Any], Callable[..., Any] | None]] = {
     "untied": ({}, None),
     "tied and absent": ({"tie_word_embeddings": True}, lambda t: t.pop("lm_head.weight")),
+    "tied and absent, without prefix": ({"tie_word_embeddings": True}, headless),
+    "tied and another, without prefix": ({"tie_word_embeddings": True}, base),
+    "untied, without prefix": ({}, base),
+    "no dtype, tied and another": ({"dtype": ..., "tie_word_embeddings": True}, lambda t: half(t, torch.bfloat16)),
     "tied and equal": ({"tie_word_embeddings": True}, equal_head),
     "K3: tied and another": ({"tie_word_embeddings": True}, None),
     "K3: tied and another in the last row": (
@@ -231,13 +247,83 @@ def test_heads_and_dtypes(name: str, checkpoints: Path) -> None:
     config, change = HEADS[name]
     path = variant(checkpoints, "llama", config, change)
     check(path)
-    assert load_model(path).config.tie_word_embeddings == (name in ("tied and absent", "tied and equal"))
+    is_tied = name.startswith("tied and absent") or name == "tied and equal"
+    assert load_model(path).config.tie_word_embeddings == is_tied
 
 
 def test_a_head_of_its_own_is_said(checkpoints: Path, caplog: pytest.LogCaptureFixture) -> None:
     """K3"""
     load_model(variant(checkpoints, "llama", {"tie_word_embeddings": True}))
     assert "lm_head.weight differs from the embedding; it is used" in caplog.text
+
+
+def test_another_name_of_the_activation(checkpoints: Path) -> None:
+    check(variant(checkpoints, "qwen3", {"hidden_act": "swish"}), stages_refuse=True)
+
+
+def test_a_config_may_leave_the_dtype_to_the_weights(checkpoints: Path) -> None:
+    """As `from_pretrained` does where there is no dtype; "auto" in config.json is what vLLM makes of it."""
+    path = variant(checkpoints, "llama", {"dtype": ...}, lambda t: half(t, torch.bfloat16))
+    assert read_config(path).dtype == AutoModelForCausalLM.from_pretrained(path).dtype == torch.bfloat16
+    path = variant(checkpoints, "llama", {"dtype": "auto"}, lambda t: half(t, torch.float16))
+    assert read_config(path).dtype == torch.float16
+    assert ("dtype of the weights", "float16", "the weights") in checkpoint_facts(path)
+    (path / "model.safetensors").unlink()
+    assert read_config(path).dtype == torch.float32
+
+
+NOT_EVEN_THERE: dict[str, dict[str, Any]] = {
+    r"layer_types names 1 layers, and num_hidden_layers=3": {"layer_types": [FULL]},
+    r"layer_types names 5 layers": {"layer_types": [FULL] * 5},
+    r"layer_types must be list": {"layer_types": FULL},
+    r"layers with nonsense": {"layer_types": [FULL, FULL, "nonsense"]},
+    r"'yarn': original_max_position_embeddings must be positive; got 0": {
+        "rope_parameters": YARN | {"original_max_position_embeddings": 0}
+    },
+    r"'yarn': original_max_position_embeddings must be positive; got -5": {
+        "rope_parameters": YARN,
+        "original_max_position_embeddings": -5,
+    },
+    r"'yarn' lacks a number for original_max": {"rope_parameters": YARN | {"original_max_position_embeddings": None}},
+    r"'yarn': beta_fast and beta_slow": {"rope_parameters": YARN | {"beta_slow": -1}},
+    r"rope_theta must be a positive number; got '500'": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": "500"}
+    },
+    r"RoPE scaling None is not supported": {"rope_parameters": {"rope_type": None, **THETA}},
+    r"quantization_config: quantised": {"quantization_config": {}},
+    r"tie_word_embeddings must be bool; got None": {"tie_word_embeddings": None},
+    r"attention_bias must be bool; got 'no'": {"attention_bias": "no"},
+    r"use_sliding_window must be bool": {"use_sliding_window": "yes"},
+    r"max_position_embeddings must be int": {"max_position_embeddings": None},
+    r"lacks a positive number for head_dim": {"head_dim": 0},
+    r"lacks a positive number for num_key_value_heads": {"num_key_value_heads": 0},
+}
+
+
+@pytest.mark.parametrize("told", few_are_fast(NOT_EVEN_THERE, *list(NOT_EVEN_THERE)[::4]))
+def test_what_hugging_face_refuses_is_refused_by_name(told: str, checkpoints: Path) -> None:
+    path = variant(checkpoints, "qwen3", NOT_EVEN_THERE[told])
+    with pytest.raises(ValueError, match=told):
+        read_config(path)
+    with pytest.raises(Exception):  # noqa: B017 - of many kinds
+        truth(path)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        LLAMA3 | {"original_max_position_embeddings": 0},
+        LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0},
+        LLAMA3 | {"low_freq_factor": 4.0},
+        {"rope_type": "linear", "factor": 0, **THETA},
+        {"rope_type": "default", "rope_theta": 0},
+        {"rope_type": "default", "rope_theta": -5.0},
+    ],
+)
+def test_scalings_that_make_no_sense_are_refused(rope: dict[str, Any], checkpoints: Path) -> None:
+    """Hugging Face warns at most, and its logits are not finite or mean nothing."""
+    with pytest.raises(ValueError, match="positive"):
+        read_config(variant(checkpoints, "llama", {"rope_parameters": rope}))
 
 
 @pytest.mark.slow
