@@ -208,6 +208,10 @@ class AsyncLLM:
         return self.llm.config
 
     @property
+    def vocab_size(self) -> int:
+        return self.llm.engine.vocab_size
+
+    @property
     def sampling_defaults(self) -> dict[str, Any]:
         return self.llm.sampling_defaults
 

@@ -168,7 +168,7 @@ def build_app(
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         check_model(body.model)
         ignored.note(body.model_extra)
-        size = tokenizer.fast.get_vocab_size()
+        size = max(llm.vocab_size, tokenizer.fast.get_vocab_size())
         if wrong := [token for token in body.tokens if not 0 <= token < size]:
             raise ApiError(400, f"tokens has {wrong[0]}, and the vocabulary 0 to {size - 1}", param="tokens")
         return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}

@@ -34,7 +34,7 @@ from nanovllm.text.prompts import encode_prompt
 from nanovllm.text.token_texts import TokenTexts
 from nanovllm.text.tokenizer import Tokenizer
 
-REFUSALS = {kind.__name__: kind for kind in (QueueFull, NeverFits, TypeError, ValueError)}
+REFUSALS = {kind.__name__: kind for kind in (QueueFull, NeverFits, TypeError, ValueError, RuntimeError)}
 
 
 class RemoteChoice:
@@ -188,10 +188,11 @@ class EngineClient:
         self.tokenizer = Tokenizer(Path(info.path))
         self.config = EngineConfig(**info.config)
         self.sampling_defaults = info.sampling_defaults
+        self.vocab_size = info.vocab_size
         self.texts = TokenTexts(self.tokenizer)
         self._sender = sender
-        self._vocab_size, self._eos_token_ids = info.vocab_size, frozenset(info.eos_token_ids)
-        self._grammars = TokenGrammars(self.tokenizer, self._vocab_size, self._eos_token_ids)
+        self._eos_token_ids = frozenset(info.eos_token_ids)
+        self._grammars = TokenGrammars(self.tokenizer, self.vocab_size, self._eos_token_ids)
         self._keys = count()
         self._next_key = 0
         self._requests: dict[int, RemoteRequest] = {}  # by key
@@ -212,7 +213,7 @@ class EngineClient:
     def check(self, prompt: Mapping[str, Any], params: SamplingParams) -> Checked:
         params = with_spellings(params, self.tokenizer)
         given = encode_prompt(prompt, self.tokenizer)
-        token_ids, _ = check_request(given, params, self._vocab_size, self._eos_token_ids, self.config)
+        token_ids, _ = check_request(given, params, self.vocab_size, self._eos_token_ids, self.config)
         if params.structured_outputs is not None:
             self._grammars.compile(params.structured_outputs)  # only to see whether it can be enforced
         return Checked(token_ids, params, prompt.get("cache_salt"), prompt.get("prompt"))

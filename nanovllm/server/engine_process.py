@@ -126,7 +126,7 @@ class EngineServer:
         # Requests whose grammars are being compiled, and those whose grammars are compiled
         self._compilers = ThreadPoolExecutor(2, "nanovllm-grammars")
         self._compiling: set[str] = set()
-        self._compiled: SimpleQueue[tuple[Add, list[SamplingParams], list[Matcher | None] | ValueError]] = SimpleQueue()
+        self._compiled: SimpleQueue[tuple[Add, list[SamplingParams], list[Matcher | None] | Exception]] = SimpleQueue()
 
     @property
     def info(self) -> EngineInfo:
@@ -261,11 +261,16 @@ class EngineServer:
 
     def _compile(self, message: Add, all_params: list[SamplingParams]) -> None:
         """Compile the grammars of an `Add`. Runs in a thread of `_compilers`."""
-        found: list[Matcher | None] | ValueError
+        found: list[Matcher | None] | Exception
         try:
             found = [self.llm.engine.compile(params) for params in all_params]
         except ValueError as error:  # hardly possible: the API process has compiled the same grammar
             found = error
+        except (
+            BaseException
+        ) as error:  # a panic of llguidance is no Exception; nobody else would hear of it in a thread
+            logger.exception("a grammar could not be compiled; its request fails alone")
+            found = RuntimeError(f"the grammar could not be compiled: {error!r:.500}")
         self._compiled.put((message, all_params, found))
         socket = self._wires.connect(self._context, self.address)
         socket.send(messages.encode(Compiled()))
@@ -280,13 +285,14 @@ class EngineServer:
         if not kept or message.sender not in self._outboxes:
             return
         message = Add(message.sender, [message.prompts[i] for i in kept], message.priority, message.arrival_time)
-        if isinstance(found, ValueError):
+        if isinstance(found, Exception):
             self._refuse(message, found)
         else:
             self._queue(message, [all_params[i] for i in kept], [found[i] for i in kept])
 
     def _refuse(self, message: Add, error: Exception) -> None:
-        kind = next(kind.__name__ for kind in (NeverFits, QueueFull, TypeError, ValueError) if isinstance(error, kind))
+        kinds = NeverFits, QueueFull, TypeError, ValueError, RuntimeError  # the last is a fault of the server
+        kind = next(kind.__name__ for kind in kinds if isinstance(error, kind))
         outbox = self._outboxes[message.sender]
         outbox.refused += [Refused(prompt.key, kind, str(error)) for prompt in message.prompts]
         outbox.news = True

@@ -30,6 +30,11 @@ class Engine(Protocol):
     @property
     def config(self) -> EngineConfig: ...
     @property
+    def vocab_size(self) -> int:
+        """The model's, which may have more rows than its tokenizer has tokens. Any of them may be generated."""
+        ...
+
+    @property
     def sampling_defaults(self) -> Mapping[str, Any]: ...
 
     def check(self, prompt: Mapping[str, Any], params: SamplingParams) -> Checked:

@@ -85,7 +85,8 @@ class TokenGrammars:
         """Compile a grammar. Returns a matcher at the start of an output. Any thread may call this.
 
         Raises ValueError for a grammar that llguidance cannot enforce, that costs too much, or that allows no output
-        but the empty one. The message names the keyword or the place that is to blame.
+        but the empty one. The message names the keyword or the place that is to blame. Raises RuntimeError if
+        llguidance itself fails.
         """
         with self._lock:
             if self._ll is None:
@@ -93,7 +94,12 @@ class TokenGrammars:
             if (found := self._compiled.get(params)) is not None:
                 self._compiled.move_to_end(params)
                 return TokenMatcher(found.deep_copy())
-        matcher = self._compile(params)
+        try:
+            matcher = self._compile(params)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, and no Exception: nobody would catch it
+                raise
+            raise RuntimeError(f"structured_outputs.{params.kind}: llguidance has failed: {error}") from error
         copy = TokenMatcher(matcher.deep_copy())
         with self._lock:
             self._compiled[params] = matcher

@@ -14,6 +14,10 @@ from typing import Any, NamedTuple, Protocol
 INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no character
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 LONGEST_RUN = 256  # bytes
+# The steps of decoders that can be followed token by token. A space at the beginning may be stripped once all is fused.
+DECODERS = re.compile(
+    "(ByteLevel )?(Fuse )*|(Replace |Metaspace |WordPiece )*(ByteFallback )?((Fuse )+(Strip )?)?"  # each with a space
+)
 
 
 class Tokenizer(Protocol):
@@ -47,13 +51,13 @@ class TokenTexts:
     Three kinds of tokenizers differ. Byte-level ones (Qwen, Llama 3) write each byte as a letter. Those with byte
     fallback (Llama 2) have 256 tokens for bytes, and words that begin with "▁". All others (Unigram, WordPiece) have
     no parts of characters. What a word adds is taken from the tokenizer's own decoder: the text of two tokens without
-    the text of the first.
+    the text of the first. `check_decoder` refuses decoders with which a token may change more than that.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer: Any = getattr(tokenizer, "fast", getattr(tokenizer, "backend_tokenizer", tokenizer))
-        steps = list(decoder_steps(self._tokenizer))
-        self._byte_level = bool(steps) and steps[0] == "ByteLevel" and set(steps[1:]) <= {"Fuse"}
+        steps = [step["type"] for step in decoder_steps(self._tokenizer)]
+        self._byte_level = steps[:1] == ["ByteLevel"]
         self.has_byte_tokens = "ByteFallback" in steps
         self.tokens = Tokens(self._look_up)
 
@@ -207,8 +211,25 @@ class TokenCursor:
             self._previous = token_id
 
 
-def decoder_steps(tokenizer: Any) -> Iterator[str]:
-    """The names of the steps in which a `tokenizers.Tokenizer` makes text of tokens."""
+def check_decoder(tokenizer: Any) -> None:
+    """Raises ValueError if a `tokenizers.Tokenizer` decodes in a way in which a text cannot grow token by token.
+
+    CTC's, for example, writes a repeated token once, GPT 1's needs to know which token is the last, and one that strips
+    a text's end would take text back.
+    """
+    steps = list(decoder_steps(tokenizer))
+    names = [step["type"] for step in steps]
+    strips = [step for step in steps if step["type"] == "Strip" and (step["start"] > 1 or step["stop"])]
+    if strips or not DECODERS.fullmatch("".join(f"{name} " for name in names)):
+        how = "".join(f" with start={step['start']} and stop={step['stop']}" for step in strips)
+        raise ValueError(
+            f"the decoder {', '.join(names)}{how} is not supported, as a text could not be streamed; pass token ids "
+            "with skip_tokenizer_init=True"
+        )
+
+
+def decoder_steps(tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """The steps in which a `tokenizers.Tokenizer` makes text of tokens."""
     decoder = getattr(tokenizer, "decoder", None)
     waiting = [] if decoder is None else [json.loads(decoder.__getstate__())]
     while waiting:
@@ -216,7 +237,7 @@ def decoder_steps(tokenizer: Any) -> Iterator[str]:
         if step["type"] == "Sequence":
             waiting = step["decoders"] + waiting
         else:
-            yield step["type"]
+            yield step
 
 
 def byte_letters() -> dict[str, int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.text.chat import ChatTemplate, Message, Tool
 from nanovllm.text.render import Renderer
+from nanovllm.text.token_texts import check_decoder
 from nanovllm.text.tokenizer_class import read, tokenizer_class
 
 
@@ -18,7 +19,8 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """`path`: the checkpoint's directory. Raises ValueError if its tokenizer is unreadable or needs custom code."""
+        """`path`: the checkpoint's directory. Raises ValueError if its tokenizer is unreadable, needs custom code, or
+        has a decoder whose texts cannot be streamed."""
         if not (path / "tokenizer.json").is_file():
             raise ValueError(
                 f"{path} has no tokenizer.json; pass token ids with skip_tokenizer_init=True, or convert it"
@@ -34,6 +36,10 @@ class Tokenizer:
                 "tokenizer_class in tokenizer_config.json"
             ) from error
         self.fast = self.hf.backend_tokenizer
+        try:
+            check_decoder(self.fast)
+        except ValueError as error:
+            raise ValueError(f"{path / 'tokenizer.json'}: {error}") from None
         # Training leaves such settings in some files; a prompt that is cut or padded silently is another prompt.
         self.fast.no_truncation()
         self.fast.no_padding()

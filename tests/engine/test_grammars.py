@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,6 +30,19 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> TokenGrammars:
     return TokenGrammars(tokenizer, PADDED, {EOS, OTHER_EOS})
+
+
+class PanicException(BaseException):
+    """As PyO3 has it."""
+
+
+@pytest.mark.parametrize(("raised", "seen"), [(PanicException, RuntimeError), (KeyboardInterrupt, KeyboardInterrupt)])
+def test_a_panic_of_llguidance_is_an_error_that_somebody_catches(
+    raised: Any, seen: Any, grammars: TokenGrammars
+) -> None:
+    with patch.object(grammars, "_compile", side_effect=raised("index out of bounds")), pytest.raises(seen) as caught:
+        grammars.compile(StructuredOutputsParams(regex="never seen before"))
+    assert "index out of bounds" in str(caught.value)
 
 
 def compiled(grammars: TokenGrammars, **params: Any) -> TokenMatcher:

@@ -228,6 +228,16 @@ def test_special_tokens_of_a_real_model_may_stand_in_the_other_file(smollm2: Pat
     assert output.outputs[0].text == "The capital of Norway is Oslo." and output.outputs[0].finish_reason == "stop"
 
 
+def test_a_decoder_that_cannot_stream_is_refused_at_load(tmp_path: Path) -> None:
+    path = make_tokenizer(tmp_path / "model", Kind())
+    stored = read_json(path / "tokenizer.json")
+    stored["decoder"] = {"type": "Sequence", "decoders": [stored["decoder"], {"type": "CTC", "pad_token": "<pad>",
+        "word_delimiter_token": "|", "cleanup": True}]}  # fmt: skip
+    write(path / "tokenizer.json", stored)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the decoder ByteLevel, CTC is not supported.*token ids"):
+        Tokenizer(path)
+
+
 @pytest.mark.parametrize("eos", ["fox", "</s>", None])
 def test_stages_have_the_same_eos(eos: str | None, tmp_path: Path) -> None:
     """K1, K2: also an EOS token that is an ordinary entry of the vocabulary."""

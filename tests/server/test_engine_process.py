@@ -92,6 +92,39 @@ def test_a_prompt_that_is_aborted_while_grammars_are_compiled_is_not_queued() ->
     asyncio.run(main())
 
 
+class Panic(BaseException):
+    """What a panic of Rust becomes in Python: no `Exception`."""
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no grammar"), KeyError("x"), MemoryError(), RuntimeError("x"), Panic("x")]
+)
+def test_whatever_a_grammar_does_its_request_fails_alone(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client is told, and told that the fault is the server's unless the grammar is to blame."""
+
+    def compile(params: SamplingParams) -> None:
+        if params.structured_outputs is not None:
+            raise error
+
+    async def main() -> None:
+        llm = PureLLM()
+        llm.engine.compile = compile  # type: ignore[method-assign]
+        async with pair(llm) as (server, [client]):
+            params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="[a-z]*"))
+            [stream] = client.submit([client.check(STORY, params)])
+            beside = await one(client, STORY, SamplingParams(max_tokens=2))
+            kind = ValueError if isinstance(error, ValueError) else RuntimeError
+            with pytest.raises(kind, match="grammar"):
+                await asyncio.wait_for(stream.accepted(), 20)
+            [choice], _ = await whole(beside)
+            assert len(choice.token_ids) == 2 and not server._compiling and not server._served
+            assert ("could not be compiled" in caplog.text) == (kind is RuntimeError)
+
+    asyncio.run(main())
+
+
 def test_log_probabilities_arrive_bit_by_bit() -> None:
     found = [{7: (-0.1, 1), 9: (-2.3456789012345678, 2)}, {}, {2**31 - 1: (-1e-300, 151936)}]
     assert Logprobs.of(3, found).entries() == found

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import openai
@@ -273,6 +274,11 @@ def test_texts_become_tokens_and_come_back(served: Served) -> None:
     assert ask(served, "/tokenize", {"prompt": ""}).json()["count"] == len(tokenizer.encode(""))
     assert ask(served, "/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": STORY}
     assert ask(served, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+    with patch.object(served.llm.llm.engine, "vocab_size", tokenizer.fast.get_vocab_size() + 7):  # rows to spare
+        rows = [*found["tokens"], tokenizer.fast.get_vocab_size() + 6]
+        assert ask(served, "/detokenize", {"tokens": rows}).json() == {"prompt": tokenizer.hf.decode(rows)}
+        rows.append(rows[-1] + 1)
+        assert f"tokens has {rows[-1]}" in error_of(ask(served, "/detokenize", {"tokens": rows}), 400)["message"]
     for body in {}, {"prompt": "a", "messages": MESSAGES}, {"prompt": "x" * 10**6}, {"prompt": 5}:
         error_of(ask(served, "/tokenize", body), 400)
     for tokens in [-1], [10**6], [10**30], ["a"], 5:
