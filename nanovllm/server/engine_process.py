@@ -266,9 +266,7 @@ class EngineServer:
             found = [self.llm.engine.compile(params) for params in all_params]
         except ValueError as error:  # hardly possible: the API process has compiled the same grammar
             found = error
-        except (
-            BaseException
-        ) as error:  # a panic of llguidance is no Exception; nobody else would hear of it in a thread
+        except BaseException as error:  # in a thread nobody else would hear of it; a panic of Rust is no Exception
             logger.exception("a grammar could not be compiled; its request fails alone")
             found = RuntimeError(f"the grammar could not be compiled: {error!r:.500}")
         self._compiled.put((message, all_params, found))
