@@ -146,7 +146,7 @@ def read_eos_token_ids(path: Path) -> frozenset[int]:
     file = generation_file(path)
     eos = read_json(file).get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(i, int) for i in ids):
+    if not all(type(i) is int for i in ids):  # true is no id
         raise ValueError(f"{file}: eos_token_id must be a token id or a list of them; got {eos!r}")
     return frozenset(ids)
 

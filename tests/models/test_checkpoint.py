@@ -147,6 +147,7 @@ def test_eos_ids_are_those_of_generation_config_or_config(checkpoints: Path, edi
         assert read_eos_token_ids(path) == expected
     (path / "generation_config.json").unlink()
     assert read_eos_token_ids(path) == {3}
-    (path / "generation_config.json").write_text('{"eos_token_id": "<end>"}')
-    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id must be .*'<end>'"):
-        read_eos_token_ids(path)
+    for wrong, shown in ('"<end>"', "'<end>'"), ("[1, true]", r"\[1, True\]"):
+        (path / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(ValueError, match=rf"generation_config\.json: eos_token_id must be .*{shown}"):
+            read_eos_token_ids(path)
