@@ -19,12 +19,7 @@ from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.engine.trace import OnEvent
 from nanovllm.layers.rope import DynamicScaling
-from nanovllm.models.checkpoint import (
-    find_checkpoint,
-    generation_file,
-    read_eos_token_ids,
-    read_sampling_defaults,
-)
+from nanovllm.models.checkpoint import find_checkpoint, generation_file, read_eos_token_ids, read_sampling_defaults
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import shard_config
 from nanovllm.outputs import RequestOutput
@@ -166,18 +161,15 @@ class LLM:
         """Answer one conversation, or each of several, in the model's own chat format.
 
         add_generation_prompt: whether the prompt ends with the beginning of an answer, where the format has one.
-        tools: functions that the model may call, as JSON schemas. A call is part of the answer's text, in the model's
-            own format; `messages` may have earlier calls as "tool_calls", and their results as messages of role "tool".
+        tools: functions that the model may call, as JSON schemas. See `ChatTemplate.render`.
 
-        Raises ValueError for malformed messages, and for what the model's chat template refuses or would leave out.
+        Raises ValueError for malformed messages, and for what the model's template refuses or would leave out.
         """
         if self.tokenizer is None:
             raise ValueError("chat needs the tokenizer; leave skip_tokenizer_init out")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        encoded = [
-            {"prompt_token_ids": self.tokenizer.encode_chat(c, add_generation_prompt, tools)} for c in conversations
-        ]
-        return self.generate(encoded, sampling_params, use_tqdm=use_tqdm)
+        prompts = [self.tokenizer.encode_chat(c, add_generation_prompt, tools) for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:
         """The token ids of a prompt, which `LLMEngine.add_request` checks.

@@ -69,7 +69,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt, up to the beginning of the model's answer; that too, unless `add_generation_prompt` is false.
 
-        tools: what the model may call, for the template to describe. None and an empty list are the same.
+        messages: may have earlier calls as "tool_calls", and their results as messages of the role "tool".
+        tools: what the model may call, for the template to describe; a call is then a part of the model's text, in its
+            own format. None and an empty list are the same.
         variables: what else the template may ask for.
 
         Raises ValueError if `messages` are not chat messages, if there is no template, if the template would leave out

@@ -1,6 +1,5 @@
 """What tokens add to a text, for every kind of tokenizer, in every script, however the tokens come (CASES D4 to D6)."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from nanovllm.outputs import Logprob, TokenLogprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.token_texts import LONGEST_RUN, TextStream, TokenTexts, check_decoder
+from nanovllm.text.token_texts import LONGEST_RUN, TokenTexts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz.,!'"
 CORPUS = ["the boat is hello", "naïve café 你好吗 你们好 🙂🙃 привет мир"] * 3
@@ -249,58 +248,6 @@ def test_a_run_of_byte_tokens_that_is_no_text() -> None:
             check_text("Llama 2", [*ids, id_of("Llama 2", "▁the"), *ids], steps, True, stop=("z", "q🦊🦊"))
     shown, _, detokenizer = go("Llama 2", [id_of("Llama 2", "t"), *fox, second, space], [1], stop=["t\ufffd", "t🦊x"])
     assert (shown[-1], detokenizer.stop_reason) == ("", "t\ufffd"), "what was held is read again"
-
-
-# Decoders
-
-SPACE = decoders.Replace("▁", " ")
-DECODERS: dict[str, tuple[Any, bool]] = {
-    "none": (None, True),
-    "ByteLevel": (decoders.ByteLevel(), True),
-    "ByteLevel, Fuse": (decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]), True),
-    "Metaspace": (decoders.Metaspace(), True),
-    "Metaspace without the first": (decoders.Metaspace(prepend_scheme="never"), True),
-    "WordPiece": (decoders.WordPiece(cleanup=False), True),
-    "Fuse": (decoders.Fuse(), True),
-    "nested": (decoders.Sequence([decoders.Sequence([SPACE, decoders.ByteFallback()]), decoders.Fuse()]), True),
-    "not fused": (decoders.Sequence([SPACE, decoders.ByteFallback()]), True),
-    "one space": (
-        decoders.Sequence([SPACE, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]), True
-    ),
-    "two spaces": (
-        decoders.Sequence([SPACE, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 2, 0)]), False
-    ),
-    "the end": (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]), False),
-    "ByteLevel, Strip": (decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), False),
-    "Fuse, ByteLevel": (decoders.Sequence([decoders.Fuse(), decoders.ByteLevel()]), False),
-    "Replace, ByteLevel": (decoders.Sequence([SPACE, decoders.ByteLevel()]), False),
-    "over tokens": (decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "x")]), False),
-    "Strip in a run": (decoders.Sequence([decoders.ByteFallback(), decoders.Strip(" ", 1, 0)]), False),
-    "BPEDecoder": (decoders.BPEDecoder(), False),
-    "CTC": (decoders.CTC(), False),
-}  # fmt: skip
-ODD = ["a", "b", "▁", "▁▁", "▁a", "##b", "##", "b</w>", "a</w>b</w>", " ", "a ", "|", "<pad>", "Ġ", "Ã", "©", "é"]
-
-
-@pytest.mark.parametrize(("decoder", "streams"), DECODERS.values(), ids=DECODERS.keys())
-def test_a_decoder_streams_or_is_refused_by_name(decoder: Any, streams: bool) -> None:
-    """On a vocabulary of what a decoder may stumble over. Some that are refused here do work for most texts."""
-    names = [*ODD, *(f"<0x{byte:02X}>" for byte in (0x20, 0x61, 0xC3, 0xA9))]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="a"))
-    if decoder is not None:
-        tokenizer.decoder = decoder
-    tokenizer.add_special_tokens(["<pad>", SPECIAL])
-    if not streams:
-        with pytest.raises(ValueError, match=r"^the decoder .* is not supported.*skip_tokenizer_init=True$"):
-            check_decoder(tokenizer)
-        return
-    check_decoder(tokenizer)
-    draw, texts = random.Random(0), TokenTexts(tokenizer)
-    for _ in range(150):
-        ids, skip = [draw.randrange(len(names) + 2) for _ in range(draw.randrange(1, 8))], draw.random() < 0.5
-        stream = TextStream(texts, [], skip)
-        joined = "".join(stream.feed([token_id]) for token_id in ids) + stream.flush()
-        assert joined == tokenizer.decode(ids, skip_special_tokens=skip), [tokenizer.id_to_token(i) for i in ids]
 
 
 # Stop strings (D5)
