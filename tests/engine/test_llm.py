@@ -23,6 +23,7 @@ STORY_MODEL = Path(__file__).parents[2] / "assets" / "story_model"
 DATA = Path(__file__).parents[1] / "data"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -30,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 # Parameters of vLLM 0.25.1 that a script may give by name (those for images, LoRA and the like left out), in order.
 VLLM_CALLS = {
     "generate": ("prompts", "sampling_params", "*", "use_tqdm", "priority"),
-    "chat": ("messages", "sampling_params", "use_tqdm", "*", "add_generation_prompt"),
+    "chat": ("messages", "sampling_params", "use_tqdm", "*", "add_generation_prompt", "tools"),
 }
 VLLM_SAMPLING_DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
@@ -272,3 +273,7 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     text = "user: A story, please.\nassistant: Once.\nuser: And?\nassistant:"
     assert together[1].prompt_token_ids == llm.tokenizer.encode(text)
     assert llm.chat([], use_tqdm=False) == llm.generate([], use_tqdm=False) == []
+    tools = [{"type": "function", "function": {"name": "find_kite"}}]
+    [output] = llm.chat(one, GREEDY, use_tqdm=False, tools=tools)
+    text = f"user: A story, please.\n{json.dumps(tools[0])}\nassistant:"
+    assert output.prompt_token_ids == llm.tokenizer.encode(text)
