@@ -65,7 +65,8 @@ class Detokenizer:
         elif self.stop_reason is None:
             self._num_tokens += 1
             if self._skip_special_tokens and self._texts.tokens[token_id].is_special:
-                self._go_on("", self._stops, hidden=self._texts.after(None, token_id).decode(errors="replace"))
+                hidden = self._texts.after(self._stream.previous, token_id).decode(errors="replace")
+                self._go_on("", self._stops, hidden)
             else:
                 self._read(self._stream.feed([token_id]), self._stops)
         return self.stop_reason

@@ -113,13 +113,14 @@ class TextStream:
     of byte tokens: all of them are U+FFFD then. So a run waits for its end (but for `LONGEST_RUN` bytes at most).
 
     pending: characters that wait, and will be text unless their run is spoilt.
+    previous: the last token that is part of the text, of the prompt where there is none yet.
     """
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self.pending = ""
         self._texts = texts
         self._skip_special_tokens = skip_special_tokens
-        self._previous = texts.last(prompt_token_ids, skip_special_tokens)
+        self.previous = texts.last(prompt_token_ids, skip_special_tokens)
         self._characters = texts.characters()
         self._run = b""
         self._num_dropped = 0  # characters at the beginning of the run: a space at the beginning of the text
@@ -132,13 +133,13 @@ class TextStream:
         if not texts.has_byte_tokens:
             pieces = []
             for token_id in read:
-                pieces.append(texts.after(self._previous, token_id))
-                self._previous = token_id
+                pieces.append(texts.after(self.previous, token_id))
+                self.previous = token_id
             return self._characters.decode(b"".join(pieces))
         new = []
         for token_id in read:
-            raw = texts.after(self._previous, token_id)
-            self._previous = token_id
+            raw = texts.after(self.previous, token_id)
+            self.previous = token_id
             if byte := tokens[token_id].byte:
                 self._num_dropped += not raw
                 new.append(self._go_on(byte))
