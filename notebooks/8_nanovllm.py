@@ -167,8 +167,8 @@ for e in alone.events:
 # `engine/scheduler.py`: `admitted`, `blocks` and `scheduled` while it plans a step, `token` and `finished` when it
 # takes in the result.
 #
-# **File 1, `engine/engine.py`.** The step. The first lines of `_advance` do the work: plan, submit, commit. `step` makes
-# outputs of what they bring; a server, which wants only what is new, calls `advance` in its place.
+# **File 1, `engine/engine.py`.** The step. The first lines of `_advance` do the work: plan, submit, commit. `step`
+# makes outputs of what they bring; a server, which wants only what is new, calls `advance` in its place.
 
 # %%
 # NBVAL_CHECK_OUTPUT

@@ -201,8 +201,10 @@ class Family:
         self._feel_the_pulse()
 
     def _feel_the_pulse(self) -> None:
-        """Kill API processes that are stopped or hang, so that others take their places. Missed pulses are counted one by
-        one, so nobody is killed where the whole server was stopped and goes on."""
+        """Kill API processes that are stopped or hang, so that others take their places.
+
+        Missed pulses are counted one by one, so nobody is killed where the whole server was stopped and goes on.
+        """
         if time.monotonic() < self._next_pulse:
             return
         self._next_pulse = time.monotonic() + PULSE
