@@ -22,8 +22,15 @@ class Browser:
         assert CHROMIUM is not None
         (read_ours, write_theirs), (read_theirs, write_ours) = os.pipe(), os.pipe()
         # Chromium reads its orders from descriptor 3 and answers on 4.
-        joined = f"exec 3<&{read_theirs} 4>&{write_theirs}; exec \"$@\""
-        command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "about:blank"]
+        joined = f'exec 3<&{read_theirs} 4>&{write_theirs}; exec "$@"'
+        command = [
+            CHROMIUM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            "about:blank",
+        ]
         command += [f"--user-data-dir={profile}"]
         self.process = subprocess.Popen(
             ["bash", "-c", joined, "bash", *command],
@@ -55,11 +62,12 @@ class Browser:
         os.close(self.read)
         os.close(self.write)
 
-    def send(self, method: str, seconds: float = 60, **params: Any) -> dict[str, Any]:
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        """Give an order, and wait for its answer. Raises RuntimeError for a refusal, TimeoutError after a minute."""
         self.number += 1
         order = {"id": self.number, "method": method, "params": params}
         os.write(self.write, json.dumps(order | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
-        until = time.monotonic() + seconds
+        until = time.monotonic() + 60
         while True:
             message = self.receive(until - time.monotonic())
             if message.get("id") == self.number:

@@ -1,4 +1,4 @@
-"""Write the page "be the scheduler" as one HTML file that needs no network: `make scheduler`, and `make docs` and slides.
+"""Write the page "be the scheduler", one HTML file that needs no network: `make scheduler`, and `make docs`, `slides`.
 
 The page holds the sources that it runs, unchanged, and Pyodide to run them. It also holds a recorded run of each scene:
 to have something to show at once, and to show that Python in the browser decides as it does here. Where Pyodide cannot

@@ -18,7 +18,7 @@ from typing import Any
 STAGE_5 = Path("stages/stage_5_continuous_batching.py")
 TESTS = Path("tests/stages/test_stage_5_continuous_batching.py")
 EDITOR = "your scheduler"  # the file's name in tracebacks
-MOST_LINES = 500_000  # that the reader's code may run for one answer; an ordinary answer takes ten thousand
+MOST_LINES = 200_000  # that the reader's code may run for one answer; an ordinary answer takes ten thousand
 
 
 class Absent:
@@ -128,7 +128,9 @@ def bounded() -> Iterator[None]:
         left -= 1
         if left < 0:
             [(stuck, _)] = own.most_common(1)
-            raise Endless(f"line {stuck.f_lineno}: {stuck.f_code.co_name}() does not end; {MOST_LINES:,} lines have run")
+            raise Endless(
+                f"line {stuck.f_lineno}: {stuck.f_code.co_name}() does not end; {MOST_LINES:,} lines have run"
+            )
         return line
 
     sys.settrace(lambda frame, event, argument: line if frame.f_code.co_filename == EDITOR else None)

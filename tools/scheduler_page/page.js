@@ -197,6 +197,7 @@ function remove(name) {
 
 function drawState() {
   const frame = page.run.frames[page.tick], {setup} = page;
+  $("whose").textContent = $("mine").checked ? "What your scheduler decides in this step" : "What the engine decides in this step";
   const line = ([kind, text]) => element("li", {className: kind}, ...sentence(text));
   $("why").replaceChildren(...frame.why.map(line), ...frame.after.map(line));
   if (!frame.why.length && !frame.after.length) $("why").append(element("li", {}, "Nobody is there."));
@@ -241,7 +242,7 @@ function drawState() {
 function drawTotals() {
   const {totals} = page.run, was = page.before || {};
   const figure = (name, words) => words(totals[name]) +
-    (name in was && was[name] !== totals[name] ? ` (first ${was[name]})` : "");
+    (name in was && was[name] !== totals[name] ? ` (before: ${was[name]})` : "");
   const first = Object.entries(totals.first).flatMap(([name, ticks]) => [" ", chip(name), ` ${ticks}`]);
   $("totals").hidden = !page.guessed;
   $("totals").replaceChildren([figure("steps", n => count(n, "step")), figure("tokens", n => count(n, "new token")),
@@ -402,7 +403,12 @@ function offerEditor({holes, ours}) {
     $("numbers").textContent = code.value.split("\n").map((_, i) => i + 1).join("\n");
     $("numbers").scrollTop = code.scrollTop;
   };
-  const put = text => { code.value = text; code.oninput(); };
+  const put = text => {
+    code.value = text;
+    code.oninput();
+    const line = text.slice(0, text.indexOf("# exercise")).split("\n").length;
+    code.scrollTop = code.scrollHeight * (line - 3) / text.split("\n").length;
+  };
   code.oninput = () => {
     numbers();
     if ($("mine").checked) change();
@@ -430,8 +436,8 @@ function offerEditor({holes, ours}) {
       return item;
     }));
   };
-  put(holes);
   $("own").hidden = false;
+  put(holes);
 }
 
 listen();

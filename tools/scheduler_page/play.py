@@ -132,7 +132,7 @@ class StageRig:
         self.core, self.setup, self.planned, self.tokens = core, setup, planned, count(VOCABULARY // 2)
 
         def named(event: Event) -> None:
-            tell(event | {"request": setup.requests[event["request"]].name})
+            tell(event | {"request": list(self.names.values())[event["request"]]})
 
         self.trace = core.Trace(named)
         self.blocks: Any = module.PrefixCachingPool(setup.num_blocks, setup.block_size)
@@ -145,7 +145,7 @@ class StageRig:
     def add(self, request: Request) -> None:
         """Raises ValueError for a request that could never run."""
         params = self.core.SamplingParams(max_tokens=request.output, ignore_eos=True)
-        number, token_ids = self.setup.requests.index(request), self.setup.prompt_ids(request)
+        number, token_ids = len(self.names), self.setup.prompt_ids(request)  # a stage numbers them as they arrive
         seq = self.core.Sequence(number, token_ids, request.prompt, params, seed=0)
         self.blocks.check_fits(seq)
         self.names[seq] = request.name
@@ -288,7 +288,8 @@ class Run:
 
     def fail(self, error: str) -> None:
         """The last frame is of a step that did not come to its end, so it shows what the one before showed."""
-        frame: dict[str, Any] = {key: [] for key in ("waiting", "running", "held", "free", "findable")}
+        frame: dict[str, Any] = {key: [] for key in ("waiting", "running", "held", "findable")}
+        frame["free"] = list(range(self.setup.num_blocks))
         frame |= {key: {} for key in ("shares", "known", "tables", "writers")}
         before = self.frames[-2] if len(self.frames) > 1 else {}
         self.frames[-1] = frame | before | self.frames[-1]

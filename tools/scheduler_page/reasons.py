@@ -143,9 +143,9 @@ class Narrator:
         if budget <= 0:
             return f"{name} waits: the budget of {self.setup.budget} tokens is spent."
         if len(running) >= self.setup.seats and worst <= self.requests[name].priority:
-            return f"{name} waits: all of the {number(self.setup.seats, 'seat')} are taken."
+            return f"{name} waits: no seat is free."
         if needs > free:
             are = "is" if free == 1 else "are"
             room = f"{number(needs, 'block')} for its {number(total, 'token')}"
             return f"{name} waits: it needs {room}, and {free} {are} free."
-        return f"{name} waits: its prompt of {total} must fit the budget whole, and {budget} of it are left."
+        return f"{name} waits: its {total} tokens must fit the budget whole, and {budget} are left."
