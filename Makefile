@@ -26,7 +26,7 @@ LINTED = $(wildcard stages nanovllm tools training benchmarks tests notebooks ex
 unexport VIRTUAL_ENV PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu models ladder bench bench-cpu bench-check report docs slides doctor progress notebooks race record replay lint format clean FORCE
+.PHONY: help setup demo test test-slow test-gpu models pyodide ladder bench bench-cpu bench-check report docs slides scheduler doctor progress notebooks race record replay lint format clean FORCE
 
 # --- set up and test --------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ demo: $(STAMP) ## the main job on the embedded model: text from stages 1 to 5, w
 test: $(STAMP) ## the fast tests: a few minutes on two cores, no network, no GPU
 	$(RUN) -m pytest $(SHARE) -m "not slow and not gpu" $(ARGS)
 
-test-slow: models ## the slow tests: a real model, long random runs, every notebook
+test-slow: models pyodide ## the slow tests: a real model, long random runs, every notebook
 	$(RUN) -m pytest $(SHARE) -m "slow and not gpu" $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA GPU
@@ -53,6 +53,9 @@ test-gpu: $(STAMP) ## the tests that need a CUDA GPU
 
 models: $(STAMP) ## fetch and convert SmolLM2-135M-Instruct, once (needs the network)
 	$(RUN) -m tools.make_models
+
+pyodide: $(STAMP) ## fetch Python for the browser, once, with npm (needs the network)
+	$(RUN) -m tools.scheduler_page.pyodide
 
 # --- one stage: N is its number --------------------------------------------------------------------------------------
 
@@ -112,6 +115,9 @@ docs: $(STAMP) ## build the course site into build/docs/html
 slides: $(STAMP) ## slides of the lectures into build/slides (ARGS="--stage 4" one, "--script 4" its run sheet)
 	$(EXTRAS) slides
 	$(RUN) -m tools.lectures.slides $(ARGS)
+
+scheduler: $(STAMP) ## be the scheduler: the engine's own in a browser, one HTML file in build (docs and slides have it too)
+	$(RUN) -m tools.scheduler_page.build $(ARGS)
 
 doctor: $(STAMP) ## what is the matter with this machine (GPU, memory, ports, leftovers), and what to do about it
 	$(RUN) -m tools.doctor

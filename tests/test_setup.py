@@ -52,6 +52,7 @@ def test_make_alone_is_help() -> None:
         (["test", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "not slow and not gpu"'),
         (["test-slow", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "slow and not gpu"'),
         (["test-slow"], ".venv/bin/python -m tools.make_models"),
+        (["test-slow"], ".venv/bin/python -m tools.scheduler_page.pyodide"),
         (["demo"], ".venv/bin/python -m tools.race.demo"),
         (["stage-4-test"], f".venv/bin/python -m pytest tests/stages --stage 4 --impl stages{QUICK}"),
         (

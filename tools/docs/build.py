@@ -1,4 +1,5 @@
-"""Build the site into build/docs/html: `make docs`. No notebook is run, nothing is fetched, and a warning is an error.
+"""Build the site into build/docs/html: `make docs`. No notebook is run, and a warning is an error. Nothing is fetched
+but Pyodide, once, for the page on which the scheduler runs.
 
 Sphinx reads what is put together in build/docs/source: the pages of docs/, the notebooks with their stored outputs, a
 page for each source file of SHOWN and for each other source file that a page names, and what is made from the code.
@@ -18,6 +19,7 @@ from typing import Any
 
 from stages.manifest import load_stages
 from tools import ROOT
+from tools.scheduler_page import build as scheduler_page
 
 BUILD = ROOT / "build" / "docs"
 SHOWN = ("stages", "nanovllm", "examples")  # every source file in these folders has a page
@@ -171,6 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", out / "source", out / "html"]
     code = subprocess.run([str(part) for part in command], cwd=ROOT).returncode
     if code == 0:
+        scheduler_page.write(out / "html")
         print(out / "html" / "index.html")
     return code
 

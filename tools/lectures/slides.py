@@ -38,6 +38,7 @@ from tools.lectures.lecture import (
     read_lecture,
     split_words,
 )
+from tools.scheduler_page import build as scheduler_page
 
 REVEAL = ROOT / "assets" / "vendor" / "reveal"
 OUT = ROOT / "build" / "slides"
@@ -277,6 +278,8 @@ def main(arguments: list[str] | None = None) -> int:
             paths = lecture_paths() if options.stage is None else [lecture_path(options.stage)]
             for path in build(map(read_lecture, paths), options.out):
                 print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
+            if options.stage is None:
+                print(scheduler_page.write(options.out))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

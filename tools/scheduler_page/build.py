@@ -24,7 +24,7 @@ from tools.scheduler_page.play import Setup, play
 from tools.scheduler_page.pyodide import VERSION, PyodideError, files
 
 HERE = Path(__file__).parent
-NAME = "be_the_scheduler.html"
+NAME = "live_scheduler.html"
 SOURCES = (
     *("nanovllm/*.py", "nanovllm/engine/*.py", "nanovllm/text/*.py", "nanovllm/trace_view/*.py"),
     *("stages/*.py", "stages/stages.toml", "tests/__init__.py", "tests/stages/__init__.py", "tests/stages/subject.py"),
