@@ -103,8 +103,11 @@ def middle(browser: Browser, selector: str) -> tuple[float, float]:
 
 @needs_chromium
 def test_in_chromium_the_events_are_those_of_cpython(live: Browser) -> None:
+    recorded = json.loads(json.dumps([scene["run"] for scene in build.scenes()]))
+    asked = "SCENES.map(({run, ...setup}) => ask({do: 'play', setup}))"
+    assert live.value(f"Promise.all({asked})") == recorded
     said = live.value("$('python').textContent")
-    events = sum(len(scene["run"]["events"]) for scene in build.scenes())
+    events = sum(len(run["events"]) for run in recorded)
     assert re.search(rf"in Python 3\.\d+\.\d+, which started in [\d.]+ s and gives the same {events} events", said), (
         said
     )
@@ -181,6 +184,7 @@ def test_the_readers_scheduler_is_tested_and_decides(scene: Any) -> None:
     browser.wait("$('why').textContent.includes('still open: exercise 5.2')")
     browser.value("$('ours').click()")
     browser.wait("!page.run.error && page.run.frames.length > 10")
+    assert "NotImplementedError" in browser.value("localStorage.getItem(STORED)")
     browser.value(
         "$('code').value = $('code').value.replace('self.running[-1]', 'self.running[0]'); $('code').oninput()"
     )

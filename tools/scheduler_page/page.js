@@ -13,6 +13,7 @@ const SWITCHES = {prefix_cache: "prefix cache", chunks: "prompts may be cut into
 const FIELDS = {arrival: [0, LAST], prompt: [1, 99], output: [1, 99], priority: [-9, 9], shared: [0, 99]};
 const TRAY = {"short": {prompt: 4, output: 8}, "long prompt": {prompt: 24, output: 4}, "long output": {prompt: 4, output: 24},
   "urgent": {prompt: 4, output: 6, priority: -1}, "common beginning": {prompt: 18, output: 4, shared: 16}};
+const STORED = "nanovllm scheduler";  // the reader's code outlives the page
 const LEFT = 30, ROW = 26, BARS = 44, AXIS = 18;  // pixels of the time line
 
 const page = {scene: null, setup: null, run: null, tick: 0, guessed: true, before: null, python: false, timer: null,
@@ -99,6 +100,8 @@ async function startPython(assets) {
 async function change(edit = () => {}) {
   stop();
   edit(page.setup);
+  page.guessed = true;
+  drawQuestion();
   const asked = ++page.asked, code = $("mine").checked ? $("code").value : null;
   const run = await ask({do: "play", setup: page.setup, code});
   if (asked !== page.asked) return;  // something else was changed meanwhile
@@ -181,7 +184,6 @@ function moveArrival(name, arrival) {
 function add(kind, arrival) {
   const name = [...LETTERS].find(letter => page.setup.requests.every(r => r.name !== letter));
   if (name === undefined || !page.python) return;
-  page.guessed = true;
   const request = {name, arrival: Math.max(0, Math.min(LAST, arrival)), prompt: 4, output: 8, priority: 0, shared: 0};
   change(setup => setup.requests.push({...request, ...TRAY[kind]}));
   drawRequests();
@@ -411,6 +413,7 @@ function offerEditor({holes, ours}) {
   };
   code.oninput = () => {
     numbers();
+    if (kept === null) localStorage.setItem(STORED, code.value);
     if ($("mine").checked) change();
   };
   code.onscroll = numbers;
@@ -423,9 +426,15 @@ function offerEditor({holes, ours}) {
     }
   };
   code.onfocus = () => delete code.dataset.leave;
+  let kept = null;  // the reader's code, while ours is shown
   $("holes").onclick = () => put(holes);
-  $("ours").onclick = () => put(ours);
-  $("mine").onchange = () => { page.guessed = true; drawKnobs(); drawQuestion(); change(); };
+  $("ours").onclick = () => {
+    const shown = kept ?? ours;
+    kept = kept === null ? code.value : null;
+    $("ours").textContent = kept === null ? "Show ours" : "Back to mine";
+    put(shown);
+  };
+  $("mine").onchange = () => { drawKnobs(); change(); };
   $("test").onclick = async () => {
     const {tests} = await ask({do: "test", code: code.value}), told = new Set();
     const passed = tests.filter(test => test.passed).length;
@@ -437,7 +446,7 @@ function offerEditor({holes, ours}) {
     }));
   };
   $("own").hidden = false;
-  put(holes);
+  put(localStorage.getItem(STORED) ?? holes);
 }
 
 listen();

@@ -79,11 +79,6 @@ class NoModel:
     def result(self) -> StepResult:
         return StepResult(self.sampled)
 
-    def guesses(self) -> dict[int, list[int]]:
-        return {}
-
-    def draw(self, masks: Any) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -102,7 +97,8 @@ class EngineRig:
             async_scheduling=False,
         )
         self.setup = setup
-        self.engine = LLMEngine(NoModel(planned), config, vocab_size=VOCABULARY, on_event=tell)
+        no_model: Any = NoModel(planned)  # neither guesses nor masks
+        self.engine = LLMEngine(no_model, config, vocab_size=VOCABULARY, on_event=tell)
         self.scheduler: Any = self.engine.scheduler
         self.blocks: Any = self.scheduler.blocks
         self.free: Iterable[int] = self.blocks.free

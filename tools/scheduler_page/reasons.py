@@ -124,7 +124,8 @@ class Narrator:
             yield "work", f"{name} computes {span} of {total}{again}{rest}."
         running = [self.rig.names[seq] for seq in self.rig.scheduler.running]
         if idle := [name for name in running if name not in shares]:
-            yield "waits", f"{listed(idle)} computes nothing: the budget of {self.setup.budget} tokens is spent."
+            verb = "computes" if len(idle) == 1 else "compute"
+            yield "waits", f"{listed(idle)} {verb} nothing: the budget of {self.setup.budget} tokens is spent."
         waiting = [self.rig.names[seq] for seq in self.rig.scheduler.waiting]
         if waiting:
             yield "waits", self.waits(waiting[0], self.rig.scheduler.waiting[0], self.setup.budget - spent, running)
