@@ -15,7 +15,7 @@ import pytest
 
 from tools.exercises.exercises import find_holes
 from tools.scheduler_page import build, pyodide
-from tools.scheduler_page.in_browser import MOST_LINES, STAGE_5
+from tools.scheduler_page.in_browser import EDITOR, MOST_LINES, STAGE_5, Endless, bounded
 
 ROOT = build.ROOT
 STAGE = (ROOT / STAGE_5).read_text(encoding="utf-8")
@@ -115,6 +115,14 @@ def test_the_readers_scheduler_is_tested_and_moves_the_picture(ask: Any) -> None
     line = 1 + broken.splitlines().index("        self.trace.step += one")
     assert plays["broken"]["error"] == f"line {line}: NameError: name 'one' is not defined"
     assert plays["typo"]["frames"] == [] and plays["typo"]["error"].startswith("line 1: SyntaxError")
+
+
+def test_of_two_functions_the_one_with_the_endless_loop_is_named() -> None:
+    code = "def inner():\n" + "    x = 1\n" * 20 + "def outer():\n    while True:\n        inner()\n"
+    names: dict[str, Any] = {}
+    exec(compile(code, EDITOR, "exec"), names)
+    with pytest.raises(Endless, match=r"^line 2[34]: outer\(\) does not end"), bounded():
+        names["outer"]()
 
 
 # --- Pyodide ---------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_whoever_has_the_better_priority_takes_a_seat_or_blocks() -> None:
         (setup((0, 2, 5), (0, 2, 5), seats=1), "B waits: no seat is free."),
         (setup((0, 8, 5), (0, 2, 5)), "B waits: the budget of 8 tokens is spent."),
         (setup((0, 4, 3), (0, 8, 1), num_blocks=5), "B waits: it needs 4 blocks for its 8 tokens, and 3 are free."),
-        (setup((0, 4, 5), (0, 6, 5), chunks=False), "B waits: its 6 tokens must fit the budget whole, and 4 are left."),
+        (setup((0, 4, 5), (0, 6, 5), chunks=False, num_blocks=5), "B waits: its 6 tokens must fit the budget whole, and 4 are left."),
         (setup((0, 2, 5), (0, 2, 5), (0, 2, 5), seats=1), "C waits behind B: nobody overtakes."),
         (setup((0, 2, 5), (1, 2, 5), static=True), "B waits for the next batch: A must end first."),
     ],
@@ -138,7 +138,22 @@ def test_why_somebody_waits(waiting: Setup, reason: str) -> None:
 def test_what_is_computed_again_is_counted_and_said() -> None:
     run = play(setup((0, 4, 9), (0, 4, 9), num_blocks=6, prefix_cache=False))
     again = [int(n) for text in said(run, "work") for n in re.findall(r"\((\d+) of them again", text)]
-    assert sum(again) == run["totals"]["again"] > 0
+    computed: dict[str, set[int]] = {"A": set(), "B": set()}
+    twice = 0
+    for event in run["events"]:
+        if event["type"] == "scheduled":
+            positions = set(range(event["cached"], event["cached"] + event["tokens"]))
+            twice += len(positions & computed[event["request"]])
+            computed[event["request"]] |= positions
+    assert sum(again) == run["totals"]["again"] == twice > 0
+
+
+def test_what_is_forgotten_was_written_by_whoever_took_the_block_last_and_not_by_who_shared_it() -> None:
+    run = play(setup((0, 9, 1, 0, 8), (2, 9, 1, 0, 8), (4, 30, 1), num_blocks=16))
+    [lost] = said(run, "forgotten")
+    assert re.fullmatch(
+        r"C takes blocks? [\d, and]+, first in the free list, and the text of A in there is lost\.", lost
+    )
 
 
 # --- what the frames show --------------------------------------------------------------------------------------------
@@ -159,6 +174,15 @@ def random_setup(draw: random.Random) -> Setup:
 def test_every_frame_adds_up_and_nothing_happens_without_a_reason(seed: int) -> None:
     made = random_setup(random.Random(seed))
     run = play(made)
+    writers: dict[str, str] = {}
+    lost = set()
+    for event in run["events"]:
+        for block in map(str, event.get("taken", ())):
+            lost.add((event["request"], block, writers.get(block)))
+            writers[block] = event["request"]
+    for text in said(run, "forgotten"):
+        taker, *blocks, writer = re.findall(r"\b(?:[A-L]|\d+)\b", text)
+        assert {(taker, block, writer) for block in blocks} <= lost
     refused = {text[0] for text in said(run, "refused")}
     assert sorted([*ends(run), *refused]) == sorted(request.name for request in made.requests)
     for tick, frame in enumerate(run["frames"]):
@@ -172,6 +196,8 @@ def test_every_frame_adds_up_and_nothing_happens_without_a_reason(seed: int) -> 
         victims = [e["request"] for e in run["events"] if e["tick"] == tick and e["type"] == "preempted"]
         assert [text[0] for text in told["preempted"]] == victims
         assert all(" needs " in text for text in told["preempted"])
+        for needs, free in re.findall(r"waits: it needs (\d+) .*?, and (\d+) (?:is|are) free", " ".join(told["waits"])):
+            assert int(needs) > int(free) == len(frame["free"])
 
 
 @pytest.mark.parametrize("seed", range(6))

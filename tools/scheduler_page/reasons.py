@@ -35,7 +35,8 @@ class Narrator:
     def __init__(self, setup: Any, rig: Any) -> None:
         self.setup, self.rig = setup, rig
         self.requests = {request.name: request for request in setup.requests}
-        self.findable: dict[int, str] = {}  # blocks with content that can be found, and who wrote it
+        self.findable: set[int] = set()  # blocks whose content could be found before the latest event
+        self.writers: dict[int, str] = {}  # of each block the one that took it last
         self.victims: set[str] = set()
         self.freed: dict[str, int] = {}  # blocks that a sequence gave back in this tick
 
@@ -58,13 +59,7 @@ class Narrator:
         elif kind == "finished":
             request = self.requests[name]
             yield "end", f"{name} has written its {number(request.output, 'token')} and leaves."
-        contents = self.rig.blocks.contents
-        writers = self.findable | dict.fromkeys(event.get("taken", ()), name)
-        for block, content in enumerate(contents):
-            if content is None:
-                self.findable.pop(block, None)
-            else:  # who shares a block has not written it
-                self.findable.setdefault(block, writers.get(block, name))
+        self.findable = {block for block, content in enumerate(self.rig.blocks.contents) if content is not None}
 
     def preemption(self, victim: str) -> str:
         running = [self.requests[self.rig.names[seq]] for seq in self.rig.scheduler.running]
@@ -97,7 +92,8 @@ class Narrator:
         lost: dict[str, list[str]] = {}
         for block in taken:
             if block in self.findable:
-                lost.setdefault(self.findable.pop(block), []).append(str(block))
+                lost.setdefault(self.writers[block], []).append(str(block))
+            self.writers[block] = name
         for writer, blocks in lost.items():
             which = f"block{'s' if len(blocks) > 1 else ''} {listed(blocks)}"
             yield (
