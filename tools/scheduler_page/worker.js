@@ -2,9 +2,8 @@
 // Runs beside the page: unpacks Pyodide, puts the sources in its file system, and hands questions to `respond`.
 
 async function unpacked(base64) {
-  const bytes = Uint8Array.from(atob(base64), c => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).arrayBuffer();
+  const {body} = await fetch("data:application/gzip;base64," + base64);
+  return new Response(body.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
 }
 
 async function start(assets) {
