@@ -85,9 +85,7 @@ def test_of_a_shared_beginning_the_end_is_evicted_first() -> None:
 
     assert found(played("eviction")) == 8
     lost = said(played("eviction"), "forgotten")
-    assert lost[:2] == [
-        f"B takes block {n}, first in the free list, and the text of A in there is lost." for n in (3, 2)
-    ]
+    assert lost[:2] == [f"B takes block {n}, first in the free list: text of A is lost." for n in (3, 2)]
     assert found(with_request("eviction", "B", output=1)) == 16
     assert found(played("eviction", prefix_cache=False)) == 0
 
@@ -115,6 +113,9 @@ def test_whoever_has_the_better_priority_takes_a_seat_or_blocks() -> None:
     assert said(seat, "preempted") == [expected]
     blocks = play(setup((0, 8, 6, 1), (2, 9, 2, 0), num_blocks=8))
     assert said(blocks, "preempted")[0].endswith("and needs 5 blocks, and only 3 are free.")
+    both = play(setup((0, 3, 6, 1), (0, 3, 6, 1), (2, 9, 2, 0), num_blocks=6))
+    needs = [text.split("needs ")[1] for text in said(both, "preempted")]
+    assert needs[:2] == ["5 blocks, and none is free.", "5 blocks, and only 3 are free."]
     worst = play(setup((0, 4, 9, 0), (0, 4, 9, 2), (0, 4, 9, 1), num_blocks=8))
     assert "B is last by priority (2)" in said(worst, "preempted")[0]
 
@@ -152,9 +153,7 @@ def test_what_is_computed_again_is_counted_and_said() -> None:
 def test_what_is_forgotten_was_written_by_whoever_took_the_block_last_and_not_by_who_shared_it() -> None:
     run = play(setup((0, 9, 1, 0, 8), (2, 9, 1, 0, 8), (4, 30, 1), num_blocks=16))
     [lost] = said(run, "forgotten")
-    assert re.fullmatch(
-        r"C takes blocks? [\d, and]+, first in the free list, and the text of A in there is lost\.", lost
-    )
+    assert re.fullmatch(r"C takes blocks? [\d, and]+, first in the free list: text of A is lost\.", lost)
 
 
 # --- what the frames show --------------------------------------------------------------------------------------------

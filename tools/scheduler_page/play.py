@@ -6,7 +6,7 @@ in which nobody is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from itertools import count
 from types import ModuleType
@@ -123,7 +123,7 @@ class StageRig:
     def __init__(
         self, module: ModuleType | Any, setup: Setup, tell: Callable[[Event], None], planned: Callable[[], None]
     ) -> None:
-        from stages import core
+        from stages import core  # which brings torch along, where there is one
 
         self.core, self.setup, self.planned, self.tokens = core, setup, planned, count(VOCABULARY // 2)
 
@@ -169,7 +169,7 @@ def watch(rig: Any, method: str) -> None:
             needs = rig.blocks.num_needed(len(seq.token_ids), wanted)
         else:
             needs = rig.blocks.num_blocks_for(wanted) - len(seq.block_table)
-        rig.asks.append(Ask(rig.names[seq], needs, len(rig.free), seat=method == "_claim_seat"))
+        rig.asks.append(Ask(rig.names[seq], needs, seat=method == "_claim_seat"))
         try:
             return real(seq, wanted)
         finally:
@@ -187,8 +187,7 @@ def play(setup: Setup, module: Any = None, told: Callable[[Exception], str] = st
     run = Run(setup, module)
     error = None
     try:
-        for _ in run.ticks():
-            pass
+        run.to_the_end()
     except Exception as raised:  # of the reader's code: anything
         if module is None:
             raise
@@ -214,8 +213,8 @@ class Run:
         self.shares: dict[str, list[Any]] = {}  # of the step: phase, tokens, tokens before them, how many are again
         self.looked = False
 
-    def ticks(self) -> Iterator[None]:
-        """One iteration a tick, until nobody is left."""
+    def to_the_end(self) -> None:
+        """Tick by tick, until nobody is left."""
         while self.to_come or self.held or self.names("waiting") or self.names("running"):
             if len(self.frames) == MOST_TICKS:
                 self.note("error", f"The page stops after {MOST_TICKS} ticks.")
@@ -225,7 +224,6 @@ class Run:
             self.arrive()
             self.rig.step()
             self.look()
-            yield
 
     def arrive(self) -> None:
         """Add those whose time has come: at once, or as a batch when the one before is over."""

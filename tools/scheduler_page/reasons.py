@@ -16,7 +16,6 @@ class Ask(NamedTuple):
 
     name: str
     needs: int  # blocks
-    free: int  # blocks
     seat: bool  # a waiting sequence asks; otherwise a running one
 
 
@@ -38,7 +37,7 @@ class Narrator:
         self.findable: set[int] = set()  # blocks whose content could be found before the latest event
         self.writers: dict[int, str] = {}  # of each block the one that took it last
         self.victims: set[str] = set()
-        self.freed: dict[str, int] = {}  # blocks that a sequence gave back in this tick
+        self.given: tuple[str, int] = ("", 0)  # who gave back how many blocks, if the latest event told that
 
     def arrival(self, request: Any) -> str:
         shared = f", the first {request.shared} of them the common beginning" if request.shared else ""
@@ -53,12 +52,11 @@ class Narrator:
         elif kind == "admitted":
             yield "start", self.start(name, event["cached"])
         elif kind == "blocks":
-            if event["freed"]:
-                self.freed[name] = self.freed.get(name, 0) + len(event["freed"])
             yield from self.forgotten(name, event["taken"])
         elif kind == "finished":
             request = self.requests[name]
             yield "end", f"{name} has written its {number(request.output, 'token')} and leaves."
+        self.given = name, len(event.get("freed", ()))
         self.findable = {block for block, content in enumerate(self.rig.blocks.contents) if content is not None}
 
     def preemption(self, victim: str) -> str:
@@ -71,11 +69,13 @@ class Narrator:
         if not self.rig.asks:
             return f"{victim} is preempted: {last}."
         ask = self.rig.asks[-1]
-        free = "none is free" if not ask.free else f"only {ask.free} {'is' if ask.free == 1 else 'are'} free"
+        # The engine tells of a victim when it has given back its blocks, a stage before that.
+        count = len(self.rig.free) - (self.given[1] if self.given[0] == victim else 0)
+        free = "none is free" if not count else f"only {count} {'is' if count == 1 else 'are'} free"
         if ask.name == victim:
             return f"{victim} is preempted: it needs {number(ask.needs, 'block')} more, {free}, and {last} itself."
         if ask.seat:
-            what = f"{number(ask.needs, 'block')}, and {free}" if ask.needs > ask.free else "a seat, and all are taken"
+            what = f"{number(ask.needs, 'block')}, and {free}" if ask.needs > count else "a seat, and all are taken"
             better = f"{self.requests[ask.name].priority} goes before {me.priority}"
             return f"{victim} is preempted: {ask.name} has the better priority ({better}) and needs {what}."
         return f"{victim} is preempted: {ask.name} needs {number(ask.needs, 'block')}, {free}, and {last}."
@@ -96,14 +96,10 @@ class Narrator:
             self.writers[block] = name
         for writer, blocks in lost.items():
             which = f"block{'s' if len(blocks) > 1 else ''} {listed(blocks)}"
-            yield (
-                "forgotten",
-                f"{name} takes {which}, first in the free list, and the text of {writer} in there is lost.",
-            )
+            yield "forgotten", f"{name} takes {which}, first in the free list: text of {writer} is lost."
 
     def plan(self, shares: dict[str, list[Any]], held: list[str]) -> Iterator[Said]:
         """What the step computes, and why the others compute nothing."""
-        self.freed = {}
         spent = sum(tokens for _, tokens, *_ in shares.values())
         known = {self.rig.names[seq]: seq for seq in self.rig.names}
         decodes = [name for name, (phase, *_) in shares.items() if phase == "decode"]
