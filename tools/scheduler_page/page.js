@@ -59,12 +59,12 @@ function count(number, noun) {
 
 // --- Python ----------------------------------------------------------------------------------------------------------
 
-let worker = null;
-const answers = new Map();
+let worker = null, asked = 0;
+const answers = new Map();  // that are still to come
 
 function post(message) {
   return new Promise((resolve, reject) => {
-    const id = answers.size;
+    const id = asked++;
     answers.set(id, {resolve, reject});
     worker.postMessage({id, ...message});
   });
@@ -79,6 +79,7 @@ async function startPython(assets) {
   worker = new Worker(URL.createObjectURL(new Blob([$("worker").textContent])));
   worker.onmessage = ({data: {id, answer, error}}) => {
     const {resolve, reject} = answers.get(id);
+    answers.delete(id);
     if (error) reject(new Error(error)); else resolve(answer);
   };
   worker.onerror = event => answers.forEach(({reject}) => reject(new Error(event.message)));
