@@ -101,7 +101,7 @@ def test_the_readers_scheduler_is_tested_and_moves_the_picture(ask: Any) -> None
     def messages(code: str) -> str:
         return "\n".join(test["message"] for test in tests[code]["tests"])
 
-    assert all(test["passed"] for test in tests["ours"]["tests"]) and len(tests["ours"]["tests"]) == 8
+    assert all(test["passed"] for test in tests["ours"]["tests"]) and len(tests["ours"]["tests"]) >= 8
     assert plays["ours"]["error"] is None and plays["ours"]["totals"]["tokens"] == 48
     assert "still open: exercise 5.2" in messages("holes") and "still open: exercise 5.2" in plays["holes"]["error"]
     assert "expected r.step() == {0: 1}, but got {1: 1}" in messages("backwards")

@@ -27,9 +27,8 @@ HERE = Path(__file__).parent
 NAME = "live_scheduler.html"
 SOURCES = (
     *("nanovllm/*.py", "nanovllm/engine/*.py", "nanovllm/text/*.py", "nanovllm/trace_view/*.py"),
-    *("stages/*.py", "stages/stages.toml", "tests/__init__.py", "tests/stages/__init__.py", "tests/stages/subject.py"),
-    *("tests/stages/test_stage_5_continuous_batching.py", "tools/__init__.py", "tools/exercises/__init__.py"),
-    *("tools/exercises/exercises.py", "tools/scheduler_page/*.py"),
+    *("stages/*.py", "stages/stages.toml", "tests/__init__.py", "tests/stages/*.py"),
+    *("tools/__init__.py", "tools/exercises/__init__.py", "tools/exercises/exercises.py", "tools/scheduler_page/*.py"),
 )
 
 
