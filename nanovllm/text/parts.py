@@ -1,0 +1,61 @@
+"""What an answer consists of: content, reasoning and tool calls, told apart while the text arrives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of an answer.
+
+    kind:  "call" begins a tool call, and `text` is the name of its function; "arguments" is a piece of its JSON.
+    call:  the number of the tool call, from 0; None for content and reasoning.
+    """
+
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
+    call: int | None = None
+
+
+class Splitter(Protocol):
+    """Takes text in pieces, and gives parts. The parts, joined, do not depend on how the text was cut into pieces."""
+
+    def feed(self, text: str) -> list[Part]: ...
+
+    def finish(self) -> list[Part]:
+        """No more text will come: what was held back."""
+        ...
+
+
+class Answer:
+    """Splits one answer by several splitters: each gets the content that the one before has left."""
+
+    def __init__(self, splitters: Sequence[Splitter]) -> None:
+        self._splitters = splitters
+
+    def feed(self, text: str, last: bool) -> list[Part]:
+        """The parts that the next piece of text completes. `last`: there will be no other piece."""
+        parts = [Part("content", text)] if text else []
+        for splitter in self._splitters:
+            parts = [new for part in parts for new in (splitter.feed(part.text) if part.kind == "content" else [part])]
+            if last:
+                parts += splitter.finish()
+        return joined(parts)
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """The same parts, with neighbours of one kind made one. Each call keeps its beginning."""
+    found: list[Part] = []
+    for part in parts:
+        if found and part.kind != "call" and (found[-1].kind, found[-1].call) == (part.kind, part.call):
+            found[-1] = Part(part.kind, found[-1].text + part.text, part.call)
+        elif part.text:
+            found.append(part)
+    return found
+
+
+def unsettled(text: str, marker: str) -> int:
+    """How many characters at the end of a text are white space before `marker`, a beginning of `marker`, or both."""
+    begun = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+    return len(text) - len(text[: len(text) - begun].rstrip())

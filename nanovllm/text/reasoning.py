@@ -1,0 +1,94 @@
+"""Tells a model's reasoning, which it writes between <think> and </think>, from its answer.
+
+Qwen3 writes both markers itself, unless its template has put an empty block into the prompt. The templates of other
+models, of DeepSeek-R1's kind, open the block in the prompt, so that the output begins with reasoning.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+from nanovllm.text.parts import Part, unsettled
+
+OPEN, CLOSE = "<think>", "</think>"
+REASONING_PARSERS = "qwen3", "deepseek_r1"  # vLLM's names
+# Where an output begins: before a block that may come, in a block, or in what must be the answer.
+Beginning = Literal["before", "inside", "after"]
+
+
+def reasoning_parser(template: str) -> str | None:
+    """The parser for models with this chat template; None if the template knows no reasoning."""
+    return "qwen3" if OPEN in template else None
+
+
+def beginning(parser: str, prompt_end: str) -> Beginning:
+    """Where an output begins whose prompt has this end.
+
+    Only the very end counts: what a user writes about <think> is no marker. Models of DeepSeek-R1's kind begin with
+    reasoning even where the prompt does not open the block.
+    """
+    end = prompt_end.rstrip()
+    if end.endswith(CLOSE):
+        return "after"
+    return "inside" if end.endswith(OPEN) or parser == "deepseek_r1" else "before"
+
+
+class ReasoningSplitter:
+    """Splits reasoning off. A block counts only at the beginning of an output; a block that is never closed is
+    reasoning to the end. White space around the markers belongs to them."""
+
+    def __init__(self, begins: Beginning) -> None:
+        self._kind: Literal["content", "reasoning"] = "reasoning" if begins == "inside" else "content"
+        self._state: Callable[[list[Part]], bool] = self._content if begins == "after" else self._before
+        self._unread = ""
+
+    def feed(self, text: str) -> list[Part]:
+        self._unread += text
+        parts: list[Part] = []
+        while self._state(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        rest, self._unread = self._unread, ""
+        blank = self._state == self._closed or (self._kind == "reasoning" and not rest.strip())
+        return [] if blank or not rest else [Part(self._kind, rest)]
+
+    # Each state takes what it can from the unread text, and returns whether another state goes on.
+
+    def _before(self, parts: list[Part]) -> bool:
+        """The block may begin here."""
+        text = self._unread.lstrip()
+        if len(text) < len(OPEN) and OPEN.startswith(text):
+            return False
+        if text.startswith(OPEN):
+            self._kind, self._unread = "reasoning", text.removeprefix(OPEN)
+        self._state = self._begun if self._kind == "reasoning" else self._content
+        return True
+
+    def _begun(self, parts: list[Part]) -> bool:
+        self._unread = self._unread.lstrip()
+        if self._unread:
+            self._state = self._inside
+        return bool(self._unread)
+
+    def _inside(self, parts: list[Part]) -> bool:
+        reasoning, found, after = self._unread.partition(CLOSE)
+        if found:
+            parts.append(Part("reasoning", reasoning.rstrip()))
+            self._kind, self._unread, self._state = "content", after, self._closed
+            return True
+        end = len(reasoning) - unsettled(reasoning, CLOSE)
+        parts.append(Part("reasoning", reasoning[:end]))
+        self._unread = reasoning[end:]
+        return False
+
+    def _closed(self, parts: list[Part]) -> bool:
+        self._unread = self._unread.lstrip()
+        if self._unread:
+            self._state = self._content
+        return bool(self._unread)
+
+    def _content(self, parts: list[Part]) -> bool:
+        parts.append(Part("content", self._unread))
+        self._unread = ""
+        return False
