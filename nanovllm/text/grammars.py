@@ -178,13 +178,20 @@ class TokenGrammars:
 def grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar in the form that llguidance reads. Raises ValueError for a grammar that cannot be translated."""
     from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(f"{lark_rules(params)}\n{NO_FORCING}\n")
+
+
+def lark_rules(params: StructuredOutputsParams) -> str:
+    """The same in Lark, as llguidance knows it, with a rule `start`."""
+    from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     if params.grammar is not None:
         if "%llguidance" in params.grammar:
             raise ValueError("%llguidance, which sets options, is not allowed; leave it out")
         try:
-            rules = any_to_lark(params.grammar)
+            rules: str = any_to_lark(params.grammar).removeprefix("%llguidance {}")  # which it puts before GBNF
         except Exception as error:  # an error of llguidance's own, or a RecursionError
             raise ValueError(
                 f"no rule 'start:', as in Lark, so it was read as GBNF, but: {reason(str(error))}"
@@ -200,7 +207,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
             options = {"whitespace_flexible": False}
         schema = {"type": "object"} if params.json_object else json.loads(str(params.json))
         rules = f"start: %json {json.dumps(schema | {'x-guidance': options})}"  # overrides a client's own options
-    return LLMatcher.grammar_from_lark(f"{rules}\n{NO_FORCING}\n")
+    return rules
 
 
 def reason(error: str) -> str:
