@@ -1,6 +1,7 @@
 """The application: its routes, and who may ask."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,15 +19,10 @@ from nanovllm.server.errors import ApiError, answering, refusing
 from nanovllm.server.interface import Counted, Engine, Meters
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Guard, Watch
+from nanovllm.server.openai.answers import AnswerForm, check_tools
+from nanovllm.server.openai.chat import ChatMessage, ChatRequest, TokenizeRequest
 from nanovllm.server.openai.generation import Generation, add_all, respond
-from nanovllm.server.openai.protocol import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeRequest,
-)
+from nanovllm.server.openai.protocol import CompletionRequest, DetokenizeRequest, GenerationRequest
 from nanovllm.server.openai.replies import ChatReply, CompletionReply, Reply
 from nanovllm.server.openai.tolerance import Unknown
 from nanovllm.server.options import AppOptions
@@ -57,6 +53,7 @@ def build_app(
     if options.chat_template is not None:
         tokenizer.hf.chat_template = options.chat_template
     tokenizer.renderer = renderer = Renderer()  # whoever made the checkpoint may be no friend
+    form = AnswerForm(tokenizer, options.tool_parser, options.reasoning_parser)
     started = int(time.time())
 
     @asynccontextmanager
@@ -103,15 +100,18 @@ def build_app(
 
         return await asyncio.to_thread(encode)
 
-    async def encode_chat(messages: list[ChatMessage], variables: dict[str, Any], begin: bool) -> list[int]:
+    async def encode_chat(
+        messages: list[ChatMessage], tools: list[dict[str, Any]], variables: dict[str, Any], begin: bool
+    ) -> list[int]:
+        tools = tools if form.shows_tools else []  # a grammar knows them all the same
         for message in messages:
             ignored.note(message.model_extra, "messages[].")
             for part in message.content:
                 ignored.note(getattr(part, "model_extra", None), "messages[].content[].")
         given = [message.for_template() for message in messages]
-        check_length(sum(map(num_characters, given)), "messages")
+        check_length(sum(map(num_characters, given)) + (len(json.dumps(tools)) if tools else 0), "messages")
         try:
-            return await asyncio.to_thread(tokenizer.encode_chat, given, begin, **variables)
+            return await asyncio.to_thread(tokenizer.encode_chat, given, begin, tools, **variables)
         except ValueError as error:  # the template's own reason, above all
             raise ApiError(400, str(error), param="messages") from error
 
@@ -144,21 +144,26 @@ def build_app(
         check(body)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         wanted = body.max_completion_tokens or body.max_tokens
-        token_ids = truncated(
-            await encode_chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt), body, wanted or 1
-        )
+        shown = body.shown_tools()
+        encoded = await encode_chat(body.messages, shown, body.chat_template_kwargs, body.add_generation_prompt)
+        token_ids = truncated(encoded, body, wanted or 1)
         room = room_for(len(token_ids))
         max_tokens = wanted or min(defaults.get("max_tokens", room), room)
         with refusing("messages"):
             params = body.sampling_params(max_tokens, num_logprobs, defaults)
-        return await answer(body, request, [token_ids], params, ChatReply(model_name, num_logprobs, id_of(request)))
+            params, make_answer = form.adapt(body, token_ids, params)
+        if (tools := body.callable()) and params.structured_outputs is not None:
+            await check_tools(llm, [function.tool() for function in tools], token_ids, params)
+        reply = ChatReply(model_name, num_logprobs, id_of(request), make_answer)
+        return await answer(body, request, [token_ids], params, reply)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         check_model(body.model)
         ignored.note(body.model_extra)
         if body.messages is not None:
-            tokens = await encode_chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt)
+            tools = [tool.function.for_template() for tool in body.tools]
+            tokens = await encode_chat(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
         else:
             [tokens] = await encode_texts([body.prompt or ""], body.add_special_tokens)
         texts = tokenizer.hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None

@@ -15,6 +15,8 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.server.logs import LEVELS
+from nanovllm.text.reasoning import REASONING_PARSERS
+from nanovllm.text.tool_calls import TOOL_FORMATS
 
 PREFIX = "NANOVLLM_"  # of the environment variables: NANOVLLM_MAX_QUEUE is --max-queue
 MAX_BODY_BYTES = 4 * 2**20
@@ -33,6 +35,7 @@ class AppOptions:
     enable_prompt_tokens_details:  whether `usage` tells how much of a prompt was in the prefix cache, which tells a
                       stranger what others asked, unless keys are isolated.
     chat_template:    the text of one to use instead of the checkpoint's.
+    tool_parser, reasoning_parser:  the format of tool calls and of reasoning; "auto" is what the chat template tells.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -45,6 +48,8 @@ class AppOptions:
     enable_prompt_tokens_details: bool = False
     access_log: bool = False
     chat_template: str | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     @property
     def tells_cached_tokens(self) -> bool:
@@ -107,6 +112,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-queue", type=int, default=512, help="sequences that may wait (default %(default)s)")
     add("--served-model-name", help="what clients call the model (default: the last part of its path)")
     add("--chat-template", help="a file with another chat template than the checkpoint's")
+    formats = "auto", "none", *TOOL_FORMATS
+    add("--tool-parser", default="auto", choices=formats, help="how the model calls tools (default: by its template)")
+    formats = "auto", "none", *REASONING_PARSERS
+    add("--reasoning-parser", default="auto", choices=formats, help="how it reasons (default: by its template)")
     # Where it listens.
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add("--port", type=int, default=8000, help="0 is any free one (default %(default)s)")

@@ -1,12 +1,10 @@
 """What an answer consists of: content, reasoning and tool calls, told apart while the text arrives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A piece of an answer.
 
     kind:  "call" begins a tool call, and `text` is the name of its function; "arguments" is a piece of its JSON.

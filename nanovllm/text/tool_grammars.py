@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.text.grammars import WHITESPACE, lark_rules
+from nanovllm.text.grammars import lark_rules
 from nanovllm.text.reasoning import CLOSE, OPEN, Beginning
 from nanovllm.text.tool_calls import HERMES, ToolFormat
 
@@ -106,5 +106,5 @@ class AnswerGrammar:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON by a schema, whose references may point into it, as a part of a rule."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+    """JSON in one line by a schema, whose references may point into it, as a part of a rule."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': ' ?'}})}"

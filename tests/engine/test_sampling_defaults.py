@@ -19,7 +19,8 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.llm import EMBEDDED_MODEL
 from nanovllm.models.checkpoint import SAMPLING_DEFAULTS, read_eos_token_ids, read_sampling_defaults
-from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest
+from nanovllm.server.openai.chat import ChatRequest
+from nanovllm.server.openai.protocol import CompletionRequest
 from tests.server.harness import server
 
 SMALL: dict[str, Any] = {"num_kv_blocks": 32, "kvcache_block_size": 16, "max_model_len": 200, "device": "cpu"}

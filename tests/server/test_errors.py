@@ -100,8 +100,12 @@ def test_a_bad_completion_is_a_400_that_names_the_field(
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", ""),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages", "no system messages"),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs", "logprobs"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools", "not supported"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls", "not supported"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools.0.type", "Field required"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            "messages.0.tool_calls.0.function",
+            "Field required",
+        ),
         (
             {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": 1}},
             "chat_template_kwargs",

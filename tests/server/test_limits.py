@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from nanovllm import AsyncLLM
 from nanovllm.admission import QueueFull
 from nanovllm.server import options
-from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest
+from nanovllm.server.openai.chat import ChatRequest
+from nanovllm.server.openai.protocol import CompletionRequest
 from tests.server.harness import Served, greedy, idle, serving, tokens
 from tests.server.shadow import Gate
 from tests.server.test_errors import CHAT, COMPLETIONS, ask, error_of

@@ -46,6 +46,7 @@ def test_every_option_may_come_from_everywhere(tmp_path: Path) -> None:
         "insecure": True, "allowed_hosts": ["h", "i"], "allowed_origins": ["o"], "allow_priority": True,
         "enable_prompt_tokens_details": True, "max_connections": 11, "max_body_mib": 1.5, "receive_timeout": 2.5,
         "drain_timeout": 12, "log_level": "debug", "no_access_log": True,
+        "tool_parser": "hermes", "reasoning_parser": "none",
     }  # fmt: skip
     assert given.keys() == vars(settled()).keys() - {"config", "run", "settle"}, "an option is missing here"
 

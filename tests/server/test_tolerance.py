@@ -13,7 +13,8 @@ import pytest
 
 from nanovllm import __version__
 from nanovllm.llm import EMBEDDED_MODEL
-from nanovllm.server.openai.protocol import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
+from nanovllm.server.openai.chat import ChatMessage, ChatRequest
+from nanovllm.server.openai.protocol import CompletionRequest, StreamOptions
 from nanovllm.server.openai.tolerance import HARMLESS, MOST_NAMES, NO_MATTER, nearest
 from tests.server.harness import STORY, Served, chat_model, server
 from tests.server.test_errors import CHAT, COMPLETIONS, ask, error_of
@@ -55,6 +56,8 @@ def test_what_would_change_the_answer_is_refused_by_its_name(name: str) -> None:
         if any(value == harmless and type(value) is type(harmless) for harmless in HARMLESS[name]):
             continue
         for kind, rest in (CompletionRequest, {"prompt": "a"}), (ChatRequest, {"messages": MESSAGES}):
+            if name in kind.model_fields:  # used by this endpoint
+                continue
             with pytest.raises(ValueError, match="would change the answer") as caught:
                 kind.model_validate({**rest, name: value})
             assert caught.value.errors()[0]["ctx"]["field"] == name  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -17,6 +16,7 @@ from nanovllm.server.errors import ApiError, answering, error_body, refusing
 from nanovllm.server.interface import Engine, Meters, OutputStream
 from nanovllm.server.openai.protocol import GenerationRequest, Json
 from nanovllm.server.openai.replies import Reply, Usage
+from nanovllm.text.parts import Part
 
 T = TypeVar("T")
 
@@ -45,7 +45,9 @@ class Generation:
         for prompt, stream in enumerate(self.streams):
             async for output in stream:  # FINAL_ONLY: there is one
                 self._saw(prompt, output)
-                choices += [self._said(prompt, choice, streamed=False) for choice in output.outputs]
+                for choice in output.outputs:
+                    parts = self.reply.parts(prompt * self.body.n + choice.index, choice)
+                    choices.append(self._said(prompt, choice, parts, streamed=False))
         return self.reply.envelope(choices, False) | {"usage": self.usage.json()} | self._prompt_ids()
 
     async def stream_to(self, send: Callable[[bytes], Awaitable[None]]) -> None:
@@ -68,22 +70,24 @@ class Generation:
         total = len(self.streams) * self.body.n
         if openings := [opening for i in range(total) if (opening := self.reply.opening(i)) is not None]:
             await send(chunk(openings))
-        frames: dict[int, tuple[str, str]] = {}  # by choice
+        frames: dict[tuple[int, str], list[str]] = {}  # by choice, and by the kind of what its text is
         always_more = self.body.return_token_ids or options.continuous_usage_stats
         async for prompt, output in merged(self.streams):
             self._saw(prompt, output)
             pieces = []
             for choice in output.outputs:
                 i = prompt * self.body.n + choice.index
-                if i in frames and choice.finish_reason is None:
+                parts = self.reply.parts(i, choice)
+                only = parts[0] if len(parts) == 1 and parts[0].call is None else None
+                if only is not None and (i, only.kind) in frames and choice.finish_reason is None:
                     # Text that is held back, for a stop string or an unfinished character, is no news to a client.
-                    if choice.text:
-                        before, after = frames[i]
-                        pieces.append(f"{before}{quoted(choice.text)}{after}".encode())
-                elif self._is_news(choice):
-                    pieces.append(chunk([self._said(prompt, choice, streamed=True)]))
-                    if choice.logprobs is None and not (always_more or choice.finished()):
-                        frames[i] = frame(chunk([self.reply.choice(i, replace(choice, text="\0"), True)]))
+                    if only.text:
+                        pieces.append(quoted(only.text).join(frames[i, only.kind]).encode())
+                elif self._is_news(choice, parts):
+                    pieces.append(chunk([self._said(prompt, choice, parts, streamed=True)]))
+                    if only and choice.logprobs is None and not (always_more or choice.finished()):
+                        as_nul = [Part(only.kind, "\0")]
+                        frames[i, only.kind] = frame(chunk([self.reply.choice(i, choice, as_nul, True)]))
             if pieces:
                 await send(b"".join(pieces))
         if options.include_usage:
@@ -99,12 +103,12 @@ class Generation:
                 message, code = numbers if choice.stop_reason is None else grammar
                 raise ApiError(500, message, code=code)
 
-    def _is_news(self, choice: CompletionOutput) -> bool:
+    def _is_news(self, choice: CompletionOutput, parts: Sequence[Part]) -> bool:
         ids = self.body.return_token_ids and choice.token_ids
-        return bool(choice.text or choice.logprobs or choice.finished() or ids)
+        return bool(any(part.text for part in parts) or choice.logprobs or choice.finished() or ids)
 
-    def _said(self, prompt: int, choice: CompletionOutput, streamed: bool) -> Json:
-        said = self.reply.choice(prompt * self.body.n + choice.index, choice, streamed)
+    def _said(self, prompt: int, choice: CompletionOutput, parts: Sequence[Part], streamed: bool) -> Json:
+        said = self.reply.choice(prompt * self.body.n + choice.index, choice, parts, streamed)
         return said | self._token_ids(prompt, choice) if self.body.return_token_ids else said
 
     def _token_ids(self, prompt: int, choice: CompletionOutput) -> Json:
@@ -159,10 +163,9 @@ def event(data: Json) -> bytes:
     return f"data: {as_json(data)}\n\n".encode()
 
 
-def frame(chunk: bytes) -> tuple[str, str]:
-    """What stands before and after the text in a chunk whose text is a NUL, and that has nothing else to say."""
-    before, _, after = chunk.decode().partition(quoted("\0"))
-    return before, after
+def frame(chunk: bytes) -> list[str]:
+    """What stands around the text in a chunk whose text is a NUL, and that has nothing else to say."""
+    return chunk.decode().split(quoted("\0"))
 
 
 async def merged(streams: Sequence[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:

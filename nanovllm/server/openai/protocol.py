@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's two text endpoints: what a request may hold.
+"""The JSON of requests: what all of them may hold, and what completions may; `chat` has the rest.
 
 A request has OpenAI's fields and vLLM's additions to them; `tolerance` has what becomes of others. `null` is as good as
 absent. What is absent has the checkpoint's default, where that names one. Types are strict: a number in quotes is a
@@ -12,21 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
-from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused, settle
+from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, settle
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_LOGPROBS = 20
-MAX_MESSAGES = 2048  # and parts of one
 MAX_FIELDS = 100  # of any object, before it is asked which they are
 INT32 = 2**31 - 1
-# What a chat template is given by the server, and how `transformers` is told to use it.
-RESERVED = frozenset(
-    "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
-    "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs "
-    "sanitize_control_tokens self".split()
-)
 Json = dict[str, Any]
 
 
@@ -206,90 +199,6 @@ class CompletionRequest(GenerationRequest):
         return many
 
 
-class TextPart(Fields):
-    no_matter = frozenset({"cache_control"})
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(Fields):
-    harmless: ClassVar[Harmless] = {"tool_calls": ([],), "function_call": (), "audio": ()}
-    no_matter = frozenset({"cache_control"})
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] = ""
-    name: Text | None = None
-    reasoning_content: Text | None = None
-
-    @model_validator(mode="after")
-    def only_an_assistant_may_say_nothing(self) -> "ChatMessage":
-        if self.role != "assistant" and "content" not in self.model_fields_set:
-            raise refused("content", "Field required")
-        return self
-
-    def for_template(self) -> Json:
-        """What a chat template gets to see."""
-        content = self.content
-        parts = content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
-        said = {"role": "system" if self.role == "developer" else self.role, "content": parts}
-        more = {"name": self.name, "reasoning_content": self.reasoning_content}
-        return said | {name: value for name, value in more.items() if value is not None}
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-def not_the_servers(variables: Json) -> Json:
-    for name in variables:
-        if not name.isidentifier() or name in RESERVED:
-            raise ValueError(f"{name[:100]!r} is no variable that a client may give a chat template")
-    return variables
-
-
-TemplateVariables = Annotated[Json, AfterValidator(not_the_servers)]
-
-
-class ChatRequest(GenerationRequest):
-    harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (False,)}
-
-    messages: Messages
-    chat_template_kwargs: TemplateVariables = {}
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool = True
-
-    @model_validator(mode="after")
-    def top_logprobs_need_logprobs(self) -> "ChatRequest":
-        if self.top_logprobs and not self.logprobs:
-            raise refused("top_logprobs", "needs logprobs to be true")
-        return self
-
-
-class TokenizeRequest(Fields):
-    """vLLM's, for a text or for a conversation."""
-
-    harmless, no_matter = HARMLESS, NO_MATTER
-
-    model: str | None = None
-    prompt: Text | None = None
-    messages: Messages | None = None
-    chat_template_kwargs: TemplateVariables = {}
-    add_generation_prompt: bool = True
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def one_of_both(self) -> "TokenizeRequest":
-        if (self.prompt is None) == (self.messages is None):
-            raise refused("prompt", "give either prompt or messages")
-        return self
-
-
 class DetokenizeRequest(Fields):
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
-
-
-# --- answers, whole or as the chunks of a stream ---

@@ -1,10 +1,13 @@
 """The JSON of answers at OpenAI's two text endpoints, whole or streamed, and the usage in them."""
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
+from uuid import uuid4
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprob
 from nanovllm.server.openai.protocol import Json
+from nanovllm.text.parts import Answer, Part
 
 
 class Usage:
@@ -36,11 +39,15 @@ class Reply(Protocol):
 
     prompts_in_choices: bool
 
+    def parts(self, index: int, choice: CompletionOutput) -> list[Part]:
+        """The parts that the text of an output completes. Called once for each output."""
+        ...
+
     def opening(self, index: int) -> Json | None:
         """What a stream sends for a choice before its first text."""
         ...
 
-    def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json: ...
+    def choice(self, index: int, choice: CompletionOutput, parts: Sequence[Part], streamed: bool) -> Json: ...
     def envelope(self, choices: list[Json], streamed: bool) -> Json: ...
 
 
@@ -61,10 +68,13 @@ class CompletionReply:
     def opening(self, index: int) -> Json | None:
         return None
 
-    def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json:
+    def parts(self, index: int, choice: CompletionOutput) -> list[Part]:
+        return [Part("content", choice.text)]
+
+    def choice(self, index: int, choice: CompletionOutput, parts: Sequence[Part], streamed: bool) -> Json:
         logprobs = None if choice.logprobs is None else self._logprobs(choice.token_ids, choice.logprobs)
         ended = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        return {"index": index, "text": choice.text, "logprobs": logprobs} | ended
+        return {"index": index, "text": text_of(parts, "content"), "logprobs": logprobs} | ended
 
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> Json:
         columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -91,23 +101,37 @@ class CompletionReply:
 
 
 class ChatReply:
+    """make_answer: reads one answer; None where an answer is content and nothing else."""
+
     prompts_in_choices = False
 
-    def __init__(self, model: str, num_logprobs: int | None, request_id: str) -> None:
-        self.model, self.num_logprobs = model, num_logprobs
+    def __init__(
+        self, model: str, num_logprobs: int | None, request_id: str, make_answer: Callable[[], Answer] | None
+    ) -> None:
+        self.model, self.num_logprobs, self.make_answer = model, num_logprobs, make_answer
         self.id, self.created = f"chatcmpl-{request_id}", int(time.time())
+        self._answers: dict[int, Answer] = {}  # by choice
+        self._callers: set[int] = set()  # choices that call a tool
 
     def opening(self, index: int) -> Json | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def choice(self, index: int, choice: CompletionOutput, streamed: bool) -> Json:
-        said = {"delta": {"content": choice.text}} if streamed else {"message": self._message(choice.text)}
-        logprobs = None if choice.logprobs is None else {"content": self._logprobs(choice.token_ids, choice.logprobs)}
-        ended = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        return {"index": index, "logprobs": logprobs} | said | ended
+    def parts(self, index: int, choice: CompletionOutput) -> list[Part]:
+        if self.make_answer is None:
+            return [Part("content", choice.text)]
+        answer = self._answers.get(index) or self._answers.setdefault(index, self.make_answer())
+        parts = answer.feed(choice.text, choice.finished())
+        if any(part.kind == "call" for part in parts):
+            self._callers.add(index)
+        return parts
 
-    def _message(self, text: str) -> Json:
-        return {"role": "assistant", "content": text, "refusal": None}
+    def choice(self, index: int, choice: CompletionOutput, parts: Sequence[Part], streamed: bool) -> Json:
+        said = {"delta": delta(parts)} if streamed else {"message": message(parts)}
+        logprobs = None if choice.logprobs is None else {"content": self._logprobs(choice.token_ids, choice.logprobs)}
+        reason = "tool_calls" if choice.finish_reason == "stop" and index in self._callers else choice.finish_reason
+        return (
+            {"index": index, "logprobs": logprobs} | said | {"finish_reason": reason, "stop_reason": choice.stop_reason}
+        )
 
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> list[Json]:
         return [
@@ -123,3 +147,36 @@ class ChatReply:
     def envelope(self, choices: list[Json], streamed: bool) -> Json:
         kind = "chat.completion.chunk" if streamed else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def text_of(parts: Sequence[Part], kind: str) -> str:
+    return "".join(part.text for part in parts if part.kind == kind)
+
+
+def delta(parts: Sequence[Part]) -> Json:
+    """What a chunk of a stream adds to a message: of each tool call one entry, with its id and name where it begins."""
+    calls: dict[int, Json] = {}  # by number
+    for part in parts:
+        if part.call is None:
+            continue
+        if part.kind == "call":
+            begun = {"id": new_call_id(), "type": "function", "function": {"name": part.text, "arguments": ""}}
+            calls[part.call] = {"index": part.call} | begun
+        else:
+            entry = calls.setdefault(part.call, {"index": part.call, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += part.text
+    content, thought = text_of(parts, "content"), text_of(parts, "reasoning")
+    said: Json = {"reasoning": thought, "reasoning_content": thought} if thought else {}
+    said |= {"content": content} if content or not (thought or calls) else {}
+    return said | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def message(parts: Sequence[Part]) -> Json:
+    """A whole message. Its content is null if there is something else in its place."""
+    said = delta(parts)
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in said.pop("tool_calls", [])]
+    return {"role": "assistant", "content": None, "refusal": None} | said | ({"tool_calls": calls} if calls else {})
+
+
+def new_call_id() -> str:
+    return f"call_{uuid4().hex[:24]}"

@@ -1,0 +1,119 @@
+"""How the answers of the served model are written and read: tool calls and reasoning in its own format."""
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.engine.request import ContextLengthExceeded
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.errors import ApiError
+from nanovllm.server.interface import Engine
+from nanovllm.server.openai.chat import ChatRequest
+from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.text import reasoning
+from nanovllm.text.parts import Answer, Splitter
+from nanovllm.text.reasoning import Beginning, ReasoningSplitter, beginning, reasoning_parser
+from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.text.tool_calls import HERMES, TOOL_FORMATS, ToolCallSplitter, tool_format
+from nanovllm.text.tool_grammars import AnswerGrammar, Tool
+
+NUM_LAST = 16  # tokens of a prompt, which are enough to see whether it ends with a marker
+TOOLS_IN_TEMPLATE = re.compile(r"\btools\b")
+MakeAnswer = Callable[[], Answer]
+
+
+class AnswerForm:
+    """What is known of a model from its chat template, and from the options of the server.
+
+    tool_parser, reasoning_parser:  the name of a format, "none", or "auto": what the chat template tells.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tool_parser: str, reasoning_parser_: str) -> None:
+        self.tokenizer = tokenizer
+        template = chat_template(tokenizer.hf)
+        self.tools = tool_format(template) if tool_parser == "auto" else TOOL_FORMATS.get(tool_parser)
+        found = reasoning_parser(template) if reasoning_parser_ == "auto" else reasoning_parser_
+        self.reasoning = None if found == "none" else found
+        self.shows_tools = bool(TOOLS_IN_TEMPLATE.search(template))
+        markers = {
+            reasoning.OPEN,
+            reasoning.CLOSE,
+            *(m for form in TOOL_FORMATS.values() for m in (form.begin, form.end)),
+        }
+        added = tokenizer.fast.get_added_tokens_decoder().items()
+        # Markers that are special tokens: these are hidden, unless the output shows all special tokens.
+        self.special = {token.content: i for i, token in added if token.special and token.content in markers}
+
+    def adapt(
+        self, body: ChatRequest, prompt: Sequence[int], params: SamplingParams
+    ) -> tuple[SamplingParams, MakeAnswer | None]:
+        """The parameters with the grammar of what the answer must be, and what reads an answer; None if an answer is
+        content and nothing else.
+
+        Raises ApiError if tools are given to a model whose format of calls is not known.
+        """
+        begins = self._begins(prompt)
+        grammar = AnswerGrammar(self.special, begins)
+        tools, one = [function.tool() for function in body.callable()], body.calls_once()
+        form = self.tools
+        if tools and form is None:
+            if not body.must_call():
+                what = "the chat template of this model does not tell how tools are called"
+                remedy = 'start the server with --tool-parser, or set tool_choice to "required" or to a function'
+                raise ApiError(400, f"{what}; {remedy}", param="tools")
+            form = HERMES  # which a grammar can force from any model
+        structure = params.structured_outputs
+        if form is not None and (body.must_call() or any(tool.strict for tool in tools)):
+            structure = grammar.of_calls(form, tools, body.must_call(), one)
+        elif structure is not None:
+            structure = grammar.of_answer(structure)
+        thinks, calls = begins in ("before", "inside"), form if tools else None
+        if not thinks and calls is None:
+            return params, None
+        hidden = (thinks and reasoning.CLOSE in self.special) or (calls is not None and calls.begin in self.special)
+        shown = params.skip_special_tokens and not hidden
+
+        def make() -> Answer:
+            splitters: list[Splitter] = []
+            if thinks and begins is not None:
+                splitters.append(ReasoningSplitter(begins))
+            if calls is not None:
+                splitters.append(ToolCallSplitter(calls, one))
+            return Answer(splitters)
+
+        return replace(params, structured_outputs=structure, skip_special_tokens=shown), make
+
+    def _begins(self, prompt: Sequence[int]) -> Beginning | None:
+        if self.reasoning is None:
+            return None
+        return beginning(self.reasoning, self.tokenizer.decode(prompt[-NUM_LAST:], skip_special_tokens=False))
+
+
+def chat_template(hf: Any) -> str:
+    """The text of the template for chats with tools; "" if there is none."""
+    try:
+        return str(hf.get_chat_template(tools=[]))
+    except ValueError:
+        return ""
+
+
+async def check_tools(llm: Engine, tools: Sequence[Tool], prompt: Sequence[int], params: SamplingParams) -> None:
+    """Find out whether the grammar of these tools can be enforced. Raises ApiError, which names the tool."""
+
+    def check(structure: StructuredOutputsParams | None) -> str | None:
+        try:
+            llm.check({"prompt_token_ids": prompt}, replace(params, structured_outputs=structure))
+        except ContextLengthExceeded:  # which is told when the request is added
+            pass
+        except ValueError as error:
+            return str(error)
+        return None
+
+    if await asyncio.to_thread(check, params.structured_outputs) is None:
+        return
+    for i, tool in enumerate(tools):
+        if error := await asyncio.to_thread(check, StructuredOutputsParams(json=tool.schema())):
+            param = f"tools.{i}.function.parameters"
+            raise ApiError(400, error.replace("structured_outputs.json", param), param=param)

@@ -1,0 +1,203 @@
+"""The JSON of chat requests: messages, tools, and what a chat template is told."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from nanovllm.server.openai.protocol import INT32, MAX_LOGPROBS, Fields, GenerationRequest, Json, Short, Text
+from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused
+from nanovllm.text.tool_grammars import Tool
+
+MAX_MESSAGES = 2048  # and parts of one
+MAX_TOOLS = 128
+# What a chat template is given by the server, and how `transformers` is told to use it.
+RESERVED = frozenset(
+    "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
+    "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs "
+    "sanitize_control_tokens self".split()
+)
+
+
+class TextPart(Fields):
+    no_matter = frozenset({"cache_control"})
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Fields):
+    name: Text
+    arguments: Text | Json = ""  # JSON, as the answer had them, or the object itself
+
+
+class ToolCall(Fields):
+    """A call in an earlier answer of the model."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Fields):
+    harmless: ClassVar[Harmless] = {"function_call": (), "audio": ()}
+    no_matter = frozenset({"cache_control"})
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] = ""
+    name: Text | None = None
+    tool_calls: list[ToolCall] = Field([], max_length=MAX_TOOLS, fail_fast=True)
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # vLLM's name of it
+
+    @model_validator(mode="after")
+    def only_an_assistant_may_say_nothing(self) -> "ChatMessage":
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise refused("content", "Field required")
+        if self.role != "assistant" and self.tool_calls:
+            raise refused("tool_calls", "only an assistant calls tools")
+        return self
+
+    def for_template(self) -> Json:
+        """What a chat template gets to see."""
+        content = self.content
+        said: Json = {"role": "system" if self.role == "developer" else self.role}
+        if "content" in self.model_fields_set or not self.tool_calls:
+            parts = content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+            said["content"] = parts
+        if self.tool_calls:
+            shown: Any = {"id": True, "type": True, "function": {"name", "arguments"}}
+            said["tool_calls"] = [call.model_dump(include=shown, exclude_none=True) for call in self.tool_calls]
+        thought = self.reasoning_content or self.reasoning
+        more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": thought}
+        return said | {name: value for name, value in more.items() if value is not None}
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def not_the_servers(variables: Json) -> Json:
+    for name in variables:
+        if not name.isidentifier() or name in RESERVED:
+            raise ValueError(f"{name[:100]!r} is no variable that a client may give a chat template")
+    return variables
+
+
+TemplateVariables = Annotated[Json, AfterValidator(not_the_servers)]
+
+
+class Function(Fields):
+    """What a model may call. Without `parameters`, a function takes none."""
+
+    name: Short
+    description: Text | None = None
+    parameters: Json = Field({"type": "object", "properties": {}})
+    strict: bool = False
+
+    @field_validator("parameters")
+    @classmethod
+    def of_an_object(cls, parameters: Json) -> Json:
+        if parameters.get("type", "object") != "object":
+            raise ValueError("must be the JSON schema of an object")
+        return parameters
+
+    def tool(self) -> Tool:
+        return Tool(self.name, self.parameters, self.strict)
+
+    def for_template(self) -> Json:
+        """What a chat template gets to see."""
+        said = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {name: value for name, value in said.items() if value is not None}}
+
+
+class ChatTool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Fields):
+    name: Short
+
+
+class NamedTool(Fields):
+    type: Literal["function"]
+    function: FunctionName
+
+
+Tools = Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class ChatRequest(GenerationRequest):
+    harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (False,)}
+    no_matter = NO_MATTER - {"parallel_tool_calls"}
+
+    messages: Messages
+    tools: Tools = Field([])
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: TemplateVariables = Field({})
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def top_logprobs_need_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise refused("top_logprobs", "needs logprobs to be true")
+        return self
+
+    @model_validator(mode="after")
+    def a_choice_needs_tools(self) -> "ChatRequest":
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if name not in [tool.function.name for tool in self.tools]:
+                raise refused("tool_choice", f"names the function {name[:100]!r}, which is not in tools")
+        elif self.tool_choice == "required" and not self.tools:
+            raise refused(
+                "tool_choice", 'would change the answer, and there are no tools; leave it out, or send "none"'
+            )
+        if self.callable() and (self.structured_outputs is not None or self.response_format.type != "text"):
+            what = "response_format" if self.structured_outputs is None else "structured_outputs"
+            raise refused(
+                what, 'and tools both say what the output must be; leave one out, or set tool_choice to "none"'
+            )
+        return self
+
+    def callable(self) -> list[Function]:
+        """The functions that the model may call in its answer."""
+        functions = [tool.function for tool in self.tools]
+        if isinstance(self.tool_choice, NamedTool):
+            return [function for function in functions if function.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else functions
+
+    def must_call(self) -> bool:
+        return self.tool_choice not in ("none", "auto")
+
+    def calls_once(self) -> bool:
+        return isinstance(self.tool_choice, NamedTool) or not self.parallel_tool_calls
+
+    def shown_tools(self) -> list[Json]:
+        """The tools that a chat template gets to see: all of them, unless none may be called."""
+        return [tool.function.for_template() for tool in self.tools if self.tool_choice != "none"]
+
+
+class TokenizeRequest(Fields):
+    """vLLM's, for a text or for a conversation."""
+
+    harmless, no_matter = HARMLESS, NO_MATTER
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools = Field([])
+    chat_template_kwargs: TemplateVariables = Field({})
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise refused("prompt", "give either prompt or messages")
+        return self
