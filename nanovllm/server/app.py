@@ -19,11 +19,13 @@ from nanovllm.server.errors import ApiError, answering, refusing
 from nanovllm.server.interface import Counted, Engine, Meters
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Guard, Watch
-from nanovllm.server.openai.answers import AnswerForm, check_tools
+from nanovllm.server.openai.answers import AnswerForm, MakeAnswer, check_tools
 from nanovllm.server.openai.chat import ChatMessage, ChatRequest, TokenizeRequest
 from nanovllm.server.openai.generation import Generation, add_all, respond
 from nanovllm.server.openai.protocol import CompletionRequest, DetokenizeRequest, GenerationRequest
 from nanovllm.server.openai.replies import ChatReply, CompletionReply, Reply
+from nanovllm.server.openai.response_items import ResponseGeneration
+from nanovllm.server.openai.responses import ResponsesRequest
 from nanovllm.server.openai.tolerance import Unknown
 from nanovllm.server.options import AppOptions
 from nanovllm.text.chat import num_characters
@@ -101,7 +103,11 @@ def build_app(
         return await asyncio.to_thread(encode)
 
     async def encode_chat(
-        messages: list[ChatMessage], tools: list[dict[str, Any]], variables: dict[str, Any], begin: bool
+        messages: list[ChatMessage],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+        begin: bool,
+        field: str = "messages",
     ) -> list[int]:
         tools = tools if form.shows_tools else []  # a grammar knows them all the same
         for message in messages:
@@ -109,11 +115,11 @@ def build_app(
             for part in message.content:
                 ignored.note(getattr(part, "model_extra", None), "messages[].content[].")
         given = [message.for_template() for message in messages]
-        check_length(sum(map(num_characters, given)) + (len(json.dumps(tools)) if tools else 0), "messages")
+        check_length(sum(map(num_characters, given)) + (len(json.dumps(tools)) if tools else 0), field)
         try:
             return await asyncio.to_thread(tokenizer.encode_chat, given, begin, tools, **variables)
         except ValueError as error:  # the template's own reason, above all
-            raise ApiError(400, str(error), param="messages") from error
+            raise ApiError(400, str(error), param=field) from error
 
     def truncated(token_ids: list[int], body: GenerationRequest, max_tokens: int) -> list[int]:
         """The end of a prompt, as long as the client wants it: -1 is as long as it may be."""
@@ -139,23 +145,44 @@ def build_app(
         prompts = [truncated(prompt, body, max_tokens) for prompt in await encode_texts(body.prompts())]
         return await answer(body, request, prompts, params, CompletionReply(model_name, body.logprobs, id_of(request)))
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    async def prepared(
+        body: ChatRequest, field: str, field_of_tools: str
+    ) -> tuple[list[int], SamplingParams, MakeAnswer | None]:
+        """The prompt of a chat, its parameters, and what reads the answer. `field`: where the messages come from.
+        `field_of_tools`: where, in a tool, its parameters are."""
         check(body)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         wanted = body.max_completion_tokens or body.max_tokens
         shown = body.shown_tools()
-        encoded = await encode_chat(body.messages, shown, body.chat_template_kwargs, body.add_generation_prompt)
+        encoded = await encode_chat(body.messages, shown, body.chat_template_kwargs, body.add_generation_prompt, field)
         token_ids = truncated(encoded, body, wanted or 1)
         room = room_for(len(token_ids))
         max_tokens = wanted or min(defaults.get("max_tokens", room), room)
-        with refusing("messages"):
+        with refusing(field):
             params = body.sampling_params(max_tokens, num_logprobs, defaults)
             params, make_answer = form.adapt(body, token_ids, params)
         if (tools := body.callable()) and params.structured_outputs is not None:
-            await check_tools(llm, [function.tool() for function in tools], token_ids, params)
-        reply = ChatReply(model_name, num_logprobs, id_of(request), make_answer)
+            await check_tools(llm, [function.tool() for function in tools], token_ids, params, field_of_tools)
+        return token_ids, params, make_answer
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        token_ids, params, make_answer = await prepared(body, "messages", "function.parameters")
+        reply = ChatReply(model_name, params.logprobs, id_of(request), make_answer)
         return await answer(body, request, [token_ids], params, reply)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        ignored.note(body.model_extra)
+        token_ids, params, make_answer = await prepared(body.chat, "input", "parameters")
+        salt, number = salt_of(body.chat, request), id_of(request)
+        queued = await add_all(llm, [token_ids], params, salt, body.priority, "input")
+        reply = ChatReply(model_name, None, number, make_answer)
+        name, tells_cached = f"resp_{number}", options.tells_cached_tokens
+        generation = ResponseGeneration(
+            body, queued, reply, name, meters, tells_cached, lambda text: len(tokenizer.encode(text, False))
+        )
+        return await respond(generation, request)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

@@ -20,12 +20,12 @@ SECONDS = 40
 def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
     """Most of what obeys the real schema is refused still: no such model, no such token. Some is to be served."""
     token = {"type": "integer", "minimum": 0, "maximum": 300}
-    for name in "CompletionRequest", "ChatRequest":
+    for name in "CompletionRequest", "ChatRequest", "ResponsesRequest":
         properties = schema["components"]["schemas"][name]["properties"]
         properties["model"] = {"const": "story"}
         for field, values in HARMLESS.items():  # which the schema does not name
-            properties[field] = {"enum": [None, *values]}
-        properties["echo"] = properties["tools"] = {}  # anything
+            properties.setdefault(field, {"enum": [None, *values]})
+        properties["echo"] = {}  # anything
         properties["stop_token_ids"]["items"] = token
         properties["min_tokens"]["maximum"] = 1
     for form in schema["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
@@ -60,8 +60,8 @@ def test_the_schema_says_what_is_accepted() -> None:
     with server() as served:
         schema = httpx.get(f"{served.url}/openapi.json").json()
         assert set(schema["paths"]) == {
-            "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/health", "/metrics",
-            "/tokenize", "/detokenize", "/version", "/ping",
+            "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/v1/models/{name}", "/health",
+            "/metrics", "/tokenize", "/detokenize", "/version", "/ping",
         }  # fmt: skip
         fields = schema["components"]["schemas"]["CompletionRequest"]
         assert fields["additionalProperties"] is True and fields["required"] == ["prompt"]

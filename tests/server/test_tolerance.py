@@ -296,7 +296,7 @@ def test_the_small_paths(served: Served) -> None:
 
 
 def test_a_path_that_there_is_not_tells_those_that_there_are(served: Served) -> None:
-    for path in "/v1/embeddings", "/v1/responses", "/nothing":
+    for path in "/v1/embeddings", "/nothing":
         error = error_of(ask(served, path, {}), 404)
         assert "POST /v1/chat/completions" in error["message"] and "GET /metrics" in error["message"]
     with served.client() as client, pytest.raises(openai.NotFoundError, match="POST /v1/completions"):

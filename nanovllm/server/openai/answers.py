@@ -99,8 +99,11 @@ def chat_template(hf: Any) -> str:
         return ""
 
 
-async def check_tools(llm: Engine, tools: Sequence[Tool], prompt: Sequence[int], params: SamplingParams) -> None:
-    """Find out whether the grammar of these tools can be enforced. Raises ApiError, which names the tool."""
+async def check_tools(
+    llm: Engine, tools: Sequence[Tool], prompt: Sequence[int], params: SamplingParams, field: str
+) -> None:
+    """Find out whether the grammar of these tools can be enforced. Raises ApiError if it cannot, which names the tool.
+    `field`: where a tool has its parameters."""
 
     def check(structure: StructuredOutputsParams | None) -> str | None:
         try:
@@ -115,5 +118,5 @@ async def check_tools(llm: Engine, tools: Sequence[Tool], prompt: Sequence[int],
         return
     for i, tool in enumerate(tools):
         if error := await asyncio.to_thread(check, StructuredOutputsParams(json=tool.schema())):
-            param = f"tools.{i}.function.parameters"
+            param = f"tools.{i}.{field}"
             raise ApiError(400, error.replace("structured_outputs.json", param), param=param)

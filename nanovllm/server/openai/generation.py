@@ -24,6 +24,8 @@ T = TypeVar("T")
 class Generation:
     """The prompts of one request while they are worked on."""
 
+    ending = b"data: [DONE]\n\n"  # of a stream
+
     def __init__(
         self,
         body: GenerationRequest,
@@ -93,6 +95,10 @@ class Generation:
         if options.include_usage:
             await send(event(self.reply.envelope([], True) | {"usage": self.usage.json()}))
 
+    def failed(self, error: HTTPException) -> bytes:
+        """The event of an error in the middle of a stream, when it is too late for a status."""
+        return event(error_body(error))
+
     def _saw(self, prompt: int, output: RequestOutput) -> None:
         self.observers[prompt].saw(output)
         self.usage.add(prompt, output)
@@ -144,9 +150,9 @@ class EventStream(StreamingResponse):
         try:
             with answering():
                 await self.generation.stream_to(send_piece)
-        except HTTPException as error:  # too late for a status
-            await send_piece(event(error_body(error)))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        except HTTPException as error:
+            await send_piece(self.generation.failed(error))
+        await send({"type": "http.response.body", "body": self.generation.ending, "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

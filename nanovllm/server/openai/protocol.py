@@ -111,18 +111,15 @@ class ResponseFormat(Fields):
         return None if self.type == "text" else StructuredOutputsParams(json_object=True)
 
 
-class GenerationRequest(Fields):
-    """What both endpoints take."""
+class SamplingFields(Fields):
+    """What every endpoint takes."""
 
     harmless: ClassVar[Harmless] = HARMLESS
     no_matter = NO_MATTER
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1, le=INT32)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -143,10 +140,6 @@ class GenerationRequest(Fields):
     include_stop_str_in_output: bool = False
     priority: int = Field(0, ge=-INT32, le=INT32)
     cache_salt: Short | None = None
-    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=INT32)] | None = None
-    return_token_ids: bool = False
-    response_format: ResponseFormat = ResponseFormat(type="text")
-    structured_outputs: StructuredOutputs | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -154,6 +147,18 @@ class GenerationRequest(Fields):
         if isinstance(stop, list):
             return [one for one in stop if one != ""]
         return [] if stop == "" else stop
+
+
+class GenerationRequest(SamplingFields):
+    """What completions and chats take."""
+
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1, le=INT32)
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=INT32)] | None = None
+    return_token_ids: bool = False
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    structured_outputs: StructuredOutputs | None = None
 
     def sampling_params(self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
         """`defaults` are for absent fields. Raises ValueError for combinations that make no sense."""

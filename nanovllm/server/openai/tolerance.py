@@ -53,6 +53,7 @@ HARMLESS: Harmless = {
     "repeat_penalty": (1,),
 }
 REMEDIES = {
+    "previous_response_id": "nothing is stored here, so send the whole conversation as input",
     "chat_template": "start the server with --chat-template",
     "repeat_penalty": "its name here is repetition_penalty",
 }

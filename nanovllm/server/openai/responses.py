@@ -1,0 +1,237 @@
+"""The JSON of requests at OpenAI's newer endpoint, /v1/responses, and what chat each of them stands for.
+
+Nothing is stored: the client sends the whole conversation each time. `response_items` has the answers.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
+
+from nanovllm.server.openai.chat import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    ChatTool,
+    Function,
+    FunctionName,
+    NamedTool,
+    TemplateVariables,
+    TextPart,
+    ToolCall,
+)
+from nanovllm.server.openai.protocol import INT32, Fields, JsonSchema, ResponseFormat, SamplingFields, Text
+from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused
+
+# What a client sends back of an earlier answer, and what says nothing.
+ECHOED = frozenset({"id", "status", "annotations", "logprobs", "summary", "encrypted_content", "phase"})
+
+
+# --- items of the conversation ---
+
+
+class ItemText(Fields):
+    no_matter = ECHOED
+
+    type: Literal["input_text", "output_text", "reasoning_text", "text"]
+    text: Text
+
+
+Texts = Text | Annotated[list[ItemText], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class Message(Fields):
+    no_matter = ECHOED
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Texts
+
+
+class FunctionCall(Fields):
+    no_matter = ECHOED
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+
+
+class FunctionCallOutput(Fields):
+    no_matter = ECHOED
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Texts
+
+
+class Reasoning(Fields):
+    no_matter = ECHOED
+
+    type: Literal["reasoning"]
+    content: Texts = ""
+
+
+def type_of(item: Any) -> str:
+    return str(item.get("type") or "message") if isinstance(item, dict) else str(getattr(item, "type", ""))
+
+
+Item = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[Reasoning, Tag("reasoning")],
+    Discriminator(
+        type_of,
+        custom_error_type="item_type",
+        custom_error_message="an item must be a message, a function_call, a function_call_output or reasoning",
+    ),
+]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def as_items(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def texts(content: str | Sequence[ItemText]) -> str | list[TextPart]:
+    return content if isinstance(content, str) else [TextPart(type="text", text=part.text) for part in content]
+
+
+def joined(content: str | Sequence[ItemText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Reasoning]) -> list[ChatMessage]:
+    """The messages of a chat: reasoning, text and calls of one answer, which are items each, become one message."""
+    messages: list[ChatMessage] = []
+    answer: dict[str, Any] = {}  # of the assistant, as far as it is known
+
+    def end_answer() -> None:
+        if answer:
+            messages.append(ChatMessage(role="assistant", **answer))
+            answer.clear()
+
+    for item in items:
+        if isinstance(item, FunctionCall):
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            answer.setdefault("tool_calls", []).append(ToolCall(id=item.call_id, function=function))
+        elif isinstance(item, Reasoning):
+            end_answer()
+            answer["reasoning_content"] = joined(item.content)
+        elif isinstance(item, FunctionCallOutput):
+            end_answer()
+            messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=texts(item.output)))
+        elif item.role == "assistant":
+            if answer.keys() - {"reasoning_content"}:
+                end_answer()
+            answer["content"] = texts(item.content)
+        else:
+            end_answer()
+            messages.append(ChatMessage(role=item.role, content=texts(item.content)))
+    end_answer()
+    return messages
+
+
+# --- requests ---
+
+
+class TextFormat(JsonSchema):
+    """As in `response_format`, but flat."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text = ""
+
+    def response_format(self) -> ResponseFormat:
+        said: dict[str, Any] = {"type": self.type}
+        if self.type == "json_schema":
+            said["json_schema"] = {"name": self.name, "schema": self.schema_}
+        return ResponseFormat.model_validate(said)
+
+
+class TextConfig(Fields):
+    no_matter = frozenset({"verbosity"})
+
+    format: TextFormat = TextFormat(type="text")
+
+
+class FunctionTool(Function):
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def only_functions(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("type") != "function":
+            raise refused("type", 'must be "function": this server has no tools of its own')
+        return data
+
+
+class NamedFunction(Fields):
+    type: Literal["function"]
+    name: Text
+
+
+class ResponsesRequest(SamplingFields):
+    harmless: ClassVar[Harmless] = {
+        **HARMLESS,
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "messages": (),
+        "background": (False,),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "n": (1,),
+    }
+    no_matter = NO_MATTER - {"parallel_tool_calls", "metadata"} | {"reasoning", "stream_options"}
+
+    input: Annotated[Items, BeforeValidator(as_items)]
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=INT32)
+    tools: list[FunctionTool] = Field([], max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig = TextConfig()
+    metadata: dict[str, Any] = Field({})
+    chat_template_kwargs: TemplateVariables = Field({})
+    _chat: ChatRequest = PrivateAttr()
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The same request as a chat."""
+        return self._chat
+
+    @model_validator(mode="after")
+    def stands_for_a_chat(self) -> "ResponsesRequest":
+        try:
+            self._chat = self._as_chat()
+        except ValidationError as error:  # of what does not fit together
+            first = error.errors()[0]
+            field = str(first.get("ctx", {}).get("field") or first["loc"][0])
+            raise refused(
+                {"response_format": "text.format", "messages": "input"}.get(field, field), first["msg"]
+            ) from None
+        return self
+
+    def _as_chat(self) -> ChatRequest:
+        given = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
+        if self.logit_bias:
+            given["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        said = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            given["tool_choice"] = NamedTool(type="function", function=FunctionName(name=choice.name))
+        else:
+            given["tool_choice"] = choice
+        return ChatRequest(
+            **given,
+            messages=messages_of([*said, *self.input]),
+            tools=[ChatTool(type="function", function=tool) for tool in self.tools],
+            parallel_tool_calls=self.parallel_tool_calls,
+            max_completion_tokens=self.max_output_tokens,
+            response_format=self.text.format.response_format(),
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
