@@ -17,7 +17,12 @@ class Part(NamedTuple):
 
 
 class Splitter(Protocol):
-    """Takes text in pieces, and gives parts. The parts, joined, do not depend on how the text was cut into pieces."""
+    """Takes text in pieces, and gives parts. The parts, joined, do not depend on how the text was cut into pieces.
+
+    passes: whether all that may still come is content.
+    """
+
+    passes: bool
 
     def feed(self, text: str) -> list[Part]: ...
 
@@ -36,14 +41,20 @@ class Answer:
         """The parts that the next piece of text completes. `last`: there will be no other piece."""
         parts = [Part("content", text)] if text else []
         for splitter in self._splitters:
-            parts = [new for part in parts for new in (splitter.feed(part.text) if part.kind == "content" else [part])]
-            if last:
-                parts += splitter.finish()
+            if splitter.passes:
+                continue
+            found: list[Part] = []
+            for part in parts:
+                if part.kind == "content":
+                    found += splitter.feed(part.text)
+                else:
+                    found.append(part)
+            parts = found + splitter.finish() if last else found
         return joined(parts)
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """The same parts, with neighbours of one kind made one. Each call keeps its beginning."""
+    """The same parts without empty ones, and with neighbours of one kind made one. Each call keeps its beginning."""
     found: list[Part] = []
     for part in parts:
         if found and part.kind != "call" and (found[-1].kind, found[-1].call) == (part.kind, part.call):
@@ -54,6 +65,8 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def unsettled(text: str, marker: str) -> int:
-    """How many characters at the end of a text are white space before `marker`, a beginning of `marker`, or both."""
-    begun = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
-    return len(text) - len(text[: len(text) - begun].rstrip())
+    """How many characters at the end of a text are white space before `marker`, a beginning of `marker`, or both.
+    The text does not have the whole marker, and the first character of the marker is in it only once."""
+    begins = text.rfind(marker[0])
+    end = begins if begins >= 0 and marker.startswith(text[begins:]) else len(text)
+    return len(text) - len(text[:end].rstrip())

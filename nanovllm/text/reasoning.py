@@ -17,7 +17,7 @@ Beginning = Literal["before", "inside", "after"]
 
 def reasoning_parser(template: str) -> str | None:
     """The parser for models with this chat template; None if the template knows no reasoning."""
-    return "qwen3" if OPEN in template else None
+    return "qwen3" if OPEN in template or CLOSE in template else None
 
 
 def beginning(parser: str, prompt_end: str) -> Beginning:
@@ -40,6 +40,7 @@ class ReasoningSplitter:
         self._kind: Literal["content", "reasoning"] = "reasoning" if begins == "inside" else "content"
         self._state: Callable[[list[Part]], bool] = self._content if begins == "after" else self._before
         self._unread = ""
+        self.passes = begins == "after"
 
     def feed(self, text: str) -> list[Part]:
         self._unread += text
@@ -90,5 +91,5 @@ class ReasoningSplitter:
 
     def _content(self, parts: list[Part]) -> bool:
         parts.append(Part("content", self._unread))
-        self._unread = ""
+        self._unread, self.passes = "", True
         return False

@@ -65,7 +65,7 @@ class ToolCallSplitter:
     """
 
     def __init__(self, form: ToolFormat, one: bool = False) -> None:
-        self._form, self._one = form, one
+        self._form, self._one, self.passes = form, one, False
         self._num_calls = 0
         self._state: Callable[[list[Part]], bool] = self._first if form.bare else self._content
         self._unread = ""

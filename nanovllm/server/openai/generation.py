@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -72,24 +72,31 @@ class Generation:
         total = len(self.streams) * self.body.n
         if openings := [opening for i in range(total) if (opening := self.reply.opening(i)) is not None]:
             await send(chunk(openings))
-        frames: dict[tuple[int, str], list[str]] = {}  # by choice, and by the kind of what its text is
+        frames: dict[Hashable, list[str]] = {}  # by choice, and by kind where an answer has parts of several kinds
         always_more = self.body.return_token_ids or options.continuous_usage_stats
         async for prompt, output in merged(self.streams):
             self._saw(prompt, output)
             pieces = []
             for choice in output.outputs:
                 i = prompt * self.body.n + choice.index
-                parts = self.reply.parts(i, choice)
-                only = parts[0] if len(parts) == 1 and parts[0].call is None else None
-                if only is not None and (i, only.kind) in frames and choice.finish_reason is None:
+                parts: list[Part] | None = None
+                key: Hashable = i
+                text = choice.text
+                if self.reply.splits:
+                    parts = self.reply.parts(i, choice)
+                    alone = len(parts) == 1 and parts[0].call is None
+                    key, text = ((i, parts[0].kind), parts[0].text) if alone else (None, "")
+                if key in frames and choice.finish_reason is None:
                     # Text that is held back, for a stop string or an unfinished character, is no news to a client.
-                    if only.text:
-                        pieces.append(quoted(only.text).join(frames[i, only.kind]).encode())
-                elif self._is_news(choice, parts):
+                    if text:
+                        pieces.append(quoted(text).join(frames[key]).encode())
+                    continue
+                parts = self.reply.parts(i, choice) if parts is None else parts
+                if self._is_news(choice, parts):
                     pieces.append(chunk([self._said(prompt, choice, parts, streamed=True)]))
-                    if only and choice.logprobs is None and not (always_more or choice.finished()):
-                        as_nul = [Part(only.kind, "\0")]
-                        frames[i, only.kind] = frame(chunk([self.reply.choice(i, choice, as_nul, True)]))
+                    if text and choice.logprobs is None and not (always_more or choice.finished()):
+                        as_nul = [Part(parts[0].kind, "\0")]
+                        frames[key] = frame(chunk([self.reply.choice(i, choice, as_nul, True)]))
             if pieces:
                 await send(b"".join(pieces))
         if options.include_usage:

@@ -35,9 +35,11 @@ class Reply(Protocol):
     """The form of one endpoint's answers. `index` numbers the choices of all prompts.
 
     prompts_in_choices: true if each choice has the token ids of its prompt; false if the whole answer has them.
+    splits: whether texts have other parts than content.
     """
 
     prompts_in_choices: bool
+    splits: bool
 
     def parts(self, index: int, choice: CompletionOutput) -> list[Part]:
         """The parts that the text of an output completes. Called once for each output."""
@@ -59,7 +61,7 @@ def likeliest(entry: dict[int, Logprob], n: int) -> list[tuple[int, Logprob]]:
 
 
 class CompletionReply:
-    prompts_in_choices = True
+    prompts_in_choices, splits = True, False
 
     def __init__(self, model: str, num_logprobs: int | None, request_id: str) -> None:
         self.model, self.num_logprobs = model, num_logprobs
@@ -110,6 +112,7 @@ class ChatReply:
     ) -> None:
         self.model, self.num_logprobs, self.make_answer = model, num_logprobs, make_answer
         self.id, self.created = f"chatcmpl-{request_id}", int(time.time())
+        self.splits = make_answer is not None
         self._answers: dict[int, Answer] = {}  # by choice
         self._callers: set[int] = set()  # choices that call a tool
 

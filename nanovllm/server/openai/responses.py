@@ -188,7 +188,7 @@ class ResponsesRequest(SamplingFields):
     }
     no_matter = NO_MATTER - {"parallel_tool_calls", "metadata"} | {"reasoning", "stream_options"}
 
-    input: Annotated[Items, BeforeValidator(as_items)]
+    input: Annotated[Items, BeforeValidator(as_items, json_schema_input_type=str | Items)]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32)
     tools: list[FunctionTool] = Field([], max_length=MAX_TOOLS, fail_fast=True)
