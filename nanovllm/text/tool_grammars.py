@@ -52,7 +52,7 @@ class AnswerGrammar:
     def of_calls(self, form: ToolFormat, tools: Sequence[Tool], required: bool, one: bool) -> StructuredOutputsParams:
         """Calls of these tools, or only `one`, which then ends the answer. Unless a call is `required`, any text may
         stand instead, and for HERMES also before and between calls."""
-        calls = "call" if one else f"call ({json.dumps(form.between)} call)*"
+        calls = "call" if one else f"call ({quoted(form.between)} call)*"
         begin, end = self._marker(form.begin, after=NEW_LINE), self._marker(form.end, before=NEW_LINE)
         rules = [
             f"call: {begin} function {end}" if form is HERMES else "call: function",
@@ -60,9 +60,9 @@ class AnswerGrammar:
         ]
         for i, tool in enumerate(tools):
             free = not (required or tool.strict)
-            head = f"{{{json.dumps('name')}: {json.dumps(tool.name)}, {json.dumps(form.arguments)}: "
+            head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{form.arguments}": '
             schema = {"type": "object"} if free else tool.schema()
-            rules.append(f'f{i}: {json.dumps(head)} {json_rule(schema)} "}}"')
+            rules.append(f'f{i}: {quoted(head)} {json_rule(schema)} "}}"')
         if required:
             answer = calls
         elif form is HERMES:
@@ -85,7 +85,7 @@ class AnswerGrammar:
         text = r"TEXT: /(.|\n)*/"
         if form.begin in self.special:
             return [text, f"text_call: TEXT {self._marker(form.begin)} {rest}"]
-        return [text, f"text_begin[lazy]: TEXT {json.dumps(form.begin)}", f"text_call: text_begin {rest}"]
+        return [text, f"text_begin[lazy]: TEXT {quoted(form.begin)}", f"text_call: text_begin {rest}"]
 
     def _behind_reasoning(self, answer: str, rules: list[str]) -> StructuredOutputsParams:
         if self.begins in (None, "after"):
@@ -93,18 +93,23 @@ class AnswerGrammar:
         if CLOSE in self.special:
             inside = rf"/(.|\n)*/ {self._marker(CLOSE)}"
         else:
-            inside, rules = "reasoning", [*rules, rf"reasoning[suffix={json.dumps(CLOSE)}]: /(.|\n)*/"]
+            inside, rules = "reasoning", [*rules, rf"reasoning[suffix={quoted(CLOSE)}]: /(.|\n)*/"]
         may_open = f"{self._marker(OPEN)} " if self.begins == "before" else ""
         begin = [f"start: thought{'?' if may_open else ''} final", rf"thought: {may_open}{inside} /\n{{0,2}}/"]
         return StructuredOutputsParams(grammar="\n".join([*begin, f"final: {answer}", *rules, ""]))
 
     def _marker(self, text: str, before: str = "", after: str = "") -> str:
         if text not in self.special:
-            return json.dumps(before + text + after)
-        parts = json.dumps(before), f"<[{self.special[text]}]>", json.dumps(after)
+            return quoted(before + text + after)
+        parts = quoted(before), f"<[{self.special[text]}]>", quoted(after)
         return " ".join(part for part in parts if part != '""')
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """JSON in one line by a schema, whose references may point into it, as a part of a rule."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': ' ?'}})}"
+    return f"%json {quoted({**schema, 'x-guidance': {'whitespace_pattern': ' ?'}})}"
+
+
+def quoted(value: Any) -> str:
+    """A string, or any JSON, as a part of a rule. No text of a client may look like one of Lark's own words."""
+    return json.dumps(value).replace("%", r"\u0025")

@@ -24,9 +24,10 @@ CITY = {
     "required": ["city"],
     "$defs": {"City": {"enum": ["Oslo", "Rome"]}},
 }
-TOOLS = [Tool("weather", CITY), Tool('now "x"', {"properties": {}})]
+ODD = 'now "ü" %llguidance'
+TOOLS = [Tool("weather", CITY), Tool(ODD, {"properties": {}, "description": "%llguidance {}"})]
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now \\"x\\"", "arguments": {}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now \\"ü\\" %llguidance", "arguments": {}}\n</tool_call>'
 WRONG = WEATHER.replace("Oslo", "Bonn")
 LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
 
@@ -164,4 +165,4 @@ def test_whatever_a_grammar_allows_is_a_call_that_parses(grammars: TokenGrammars
         for part in parts:
             found.add(part.text)
             assert part.kind == "call" or json.loads(part.text) in ({"city": "Oslo"}, {"city": "Rome"}, {})
-    assert {"weather", 'now "x"', "{}"} <= found
+    assert {"weather", ODD, "{}"} <= found

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import httpx
@@ -35,6 +36,7 @@ WEATHER: Any = {"type": "function", "function": {"name": "weather", "description
 NOW: Any = {"type": "function", "function": {"name": "now"}}
 TOOLS: Any = [WEATHER, NOW]
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+DEEP: Any = reduce(lambda inner, _: {"not": inner}, range(120), {})
 MESSAGES: Any = [{"role": "user", "content": STORY}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 CALL_IN_TWO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"', "}}\n</tool_call>"
@@ -261,6 +263,14 @@ def test_history_reaches_the_template(scripted: Scripted) -> None:
             },
             "tools.1.function.parameters", '"not"',
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"title": "\ud83d"}}}]},
+            "tools.0.function.parameters", "surrogate",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": DEEP}}}]},
+            "tools.0.function.parameters", "100 levels deep",
+        ),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "tools both say"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "tools both say"),
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ignore_eos must be"),
@@ -277,7 +287,8 @@ def test_history_reaches_the_template(scripted: Scripted) -> None:
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_by_name(scripted: Scripted, more: Any, param: str, message: str) -> None:
-    answer = scripted.http.post("/chat/completions", json={"messages": MESSAGES} | more)
+    body = json.dumps({"messages": MESSAGES} | more)  # in ASCII, with half a surrogate pair
+    answer = scripted.http.post("/chat/completions", content=body, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and message in error["message"], error
 

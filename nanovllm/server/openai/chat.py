@@ -1,15 +1,17 @@
 """The JSON of chat requests: messages, tools, and what a chat template is told."""
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from nanovllm.server.openai.protocol import INT32, MAX_LOGPROBS, Fields, GenerationRequest, Json, Short, Text
+from nanovllm.server.openai.protocol import INT32, MAX_LOGPROBS, Fields, GenerationRequest, Json, Short, Text, encodable
 from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused
 from nanovllm.text.tool_grammars import Tool
 
 MAX_MESSAGES = 2048  # and parts of one
 MAX_TOOLS = 128
+MAX_DEPTH = 100  # of a schema
 # What a chat template is given by the server, and how `transformers` is told to use it.
 RESERVED = frozenset(
     "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
@@ -86,6 +88,15 @@ def not_the_servers(variables: Json) -> Json:
 TemplateVariables = Annotated[Json, AfterValidator(not_the_servers)]
 
 
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether JSON is nested deeper than `most` levels."""
+    level = [value]
+    for _ in range(most):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [value for values in inner for value in values]
+    return bool(level)
+
+
 class Function(Fields):
     """What a model may call. Without `parameters`, a function takes none."""
 
@@ -99,6 +110,9 @@ class Function(Fields):
     def of_an_object(cls, parameters: Json) -> Json:
         if parameters.get("type", "object") != "object":
             raise ValueError("must be the JSON schema of an object")
+        if is_deeper(parameters, MAX_DEPTH):
+            raise ValueError(f"is nested more than {MAX_DEPTH} levels deep")
+        encodable(json.dumps(parameters, ensure_ascii=False))
         return parameters
 
     def tool(self) -> Tool:

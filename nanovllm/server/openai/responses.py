@@ -195,7 +195,7 @@ class ResponsesRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
-    metadata: dict[str, Any] = Field({})
+    metadata: dict[Text, Text] = Field({})
     chat_template_kwargs: TemplateVariables = Field({})
     _chat: ChatRequest = PrivateAttr()
 
