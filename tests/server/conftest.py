@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.server.harness import Served, chat_model, server
+from tests.server.scripted import TEMPLATE, Scripted
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def client(served: Served) -> Iterator[openai.OpenAI]:
     with served.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Scripted:
+    """An application whose engine says what a test wants."""
+    return Scripted(TEMPLATE)

@@ -18,6 +18,19 @@ from nanovllm.server.options import AppOptions
 from nanovllm.text.grammars import TokenGrammars
 from nanovllm.text.tokenizer import Tokenizer
 
+# Shows all that a template may be told, in Qwen3's way.
+TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}{% for m in messages %}<|{{ m.role }}{{ ' ' + m.tool_call_id if m.tool_call_id }}|>
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{% for call in m.tool_calls %}<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>
+{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% if open %}<think>
+{% elif enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
 
 @dataclass
 class Script:
@@ -54,12 +67,13 @@ class ScriptedStream:
 
 
 class ScriptedEngine:
+    vocab_size = 4096
     sampling_defaults: Mapping[str, Any] = {}
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.script = tokenizer, Script()
         self.config = EngineConfig(max_model_len=4096, num_kv_blocks=512, kvcache_block_size=16)
-        self.grammars = TokenGrammars(tokenizer, 4096, {0})
+        self.grammars = TokenGrammars(tokenizer, self.vocab_size, {0})
 
     def check(self, prompt: Mapping[str, Any], params: SamplingParams) -> Checked:
         if params.structured_outputs is not None:

@@ -1,7 +1,6 @@
 """`/v1/responses`, as the `openai` client sees it."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -14,7 +13,7 @@ from nanovllm.server.openai.responses import ResponsesRequest
 from tests.server.harness import STORY
 from tests.server.scripted import Scripted, ScriptedStream
 from tests.server.test_process import ROOT
-from tests.server.test_tools import CALL, CALL_IN_TWO, SCHEMA, TEMPLATE
+from tests.server.test_tools import CALL, CALL_IN_TWO, SCHEMA
 
 WEATHER: Any = {"type": "function", "name": "weather", "description": "d", "parameters": SCHEMA}
 NOT = {"type": "function", "name": "f", "parameters": {"not": {}}}
@@ -23,11 +22,6 @@ NAMED: Any = {"type": "function", "name": "weather"}
 
 class City(pydantic.BaseModel):
     city: str
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[Scripted]:
-    yield Scripted(TEMPLATE)
 
 
 def respond(client: openai.OpenAI, **more: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -13,19 +12,8 @@ import pytest
 from nanovllm.llm import EMBEDDED_MODEL
 from nanovllm.text.tokenizer import Tokenizer
 from tests.server.harness import STORY, Served
-from tests.server.scripted import Scripted
+from tests.server.scripted import TEMPLATE, Scripted
 
-TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}{% endif %}{% for m in messages %}<|{{ m.role }}{{ ' ' + m.tool_call_id if m.tool_call_id }}|>
-{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
-{% for call in m.tool_calls %}<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>
-{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
-{% if open %}<think>
-{% elif enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}},
@@ -40,11 +28,6 @@ DEEP: Any = reduce(lambda inner, _: {"not": inner}, range(120), dict[str, Any]()
 MESSAGES: Any = [{"role": "user", "content": STORY}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 CALL_IN_TWO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"', "}}\n</tool_call>"
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[Scripted]:
-    yield Scripted(TEMPLATE)
 
 
 def chat(client: openai.OpenAI, **more: Any) -> Any:
@@ -93,7 +76,8 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 # --- calls that are forced, by a real model --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choice", [pytest.param("required", marks=pytest.mark.slow), NAMED], ids=["required", "named"])
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_forced_calls_always_parse(client: openai.OpenAI, choice: Any) -> None:
     """Of a model that cannot call tools, with a template that does not know them."""
     more: Any = {"tools": TOOLS, "tool_choice": choice, "temperature": 0.5, "seed": 3, "parallel_tool_calls": False}
