@@ -192,6 +192,14 @@ def test_the_choice_none_shows_no_tools_and_reads_no_calls(scripted: Scripted) -
     ]
 
 
+def test_tokenize_counts_tools(scripted: Scripted) -> None:
+    ask = {"messages": MESSAGES}, {"messages": MESSAGES, "tools": TOOLS}
+    without, with_tools = (scripted.http.post("http://test/tokenize", json=body).json()["tokens"] for body in ask)
+    script = scripted.says("Hello.")
+    chat(scripted.openai, tools=TOOLS)
+    assert scripted.engine.tokenizer.decode(with_tools, False) == script.prompt and len(with_tools) > len(without)
+
+
 def test_calls_of_strict_tools_have_a_grammar(scripted: Scripted) -> None:
     script = scripted.says("Hello.")
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
