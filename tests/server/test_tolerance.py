@@ -55,6 +55,8 @@ def test_what_would_change_the_answer_is_refused_by_its_name(name: str) -> None:
         if any(value == harmless and type(value) is type(harmless) for harmless in HARMLESS[name]):
             continue
         for kind, rest in (CompletionRequest, {"prompt": "a"}), (ChatRequest, {"messages": MESSAGES}):
+            if name in kind.model_fields:  # used by this endpoint
+                continue
             with pytest.raises(ValueError, match="would change the answer") as caught:
                 kind.model_validate({**rest, name: value})
             assert caught.value.errors()[0]["ctx"]["field"] == name  # type: ignore[attr-defined]
