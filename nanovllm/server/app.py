@@ -31,6 +31,7 @@ from nanovllm.server.openai.replies import ChatReply, CompletionReply, Reply
 from nanovllm.server.openai.scoring import check_scores, make_echoes
 from nanovllm.server.openai.tolerance import Unknown
 from nanovllm.server.options import AppOptions
+from nanovllm.server.page import page
 from nanovllm.text.chat import num_characters
 from nanovllm.text.render import Renderer
 from nanovllm.text.token_texts import TokenTexts
@@ -212,6 +213,13 @@ def build_app(
     async def model(name: str) -> dict[str, Any]:
         check_model(name)
         return model_card()
+
+    shown = page()
+
+    @app.head("/", include_in_schema=False)
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> Response:
+        return shown
 
     @app.get("/version")
     async def version() -> dict[str, str]:
