@@ -12,10 +12,9 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from calls.shared import ENOUGH, FEW, PROMPT, Server, check_person, check_stream, check_text
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-
-from calls.shared import ENOUGH, FEW, PROMPT, Server, check_person, check_stream, check_text
 
 LACKS = {
     "n": "one answer at a time",

@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import dspy
-
 from calls.shared import (
     ENOUGH,
     FEW,

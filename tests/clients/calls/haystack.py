@@ -2,11 +2,6 @@
 
 from typing import Any
 
-from haystack.components.generators.chat import OpenAIChatGenerator
-from haystack.dataclasses import ChatMessage, StreamingChunk
-from haystack.tools import Tool
-from haystack.utils import Secret
-
 from calls.shared import (
     ENOUGH,
     FEW,
@@ -22,6 +17,10 @@ from calls.shared import (
     check_stream,
     check_text,
 )
+from haystack.components.generators.chat import OpenAIChatGenerator
+from haystack.dataclasses import ChatMessage, StreamingChunk
+from haystack.tools import Tool
+from haystack.utils import Secret
 
 LACKS = {"echo": "chats only"}
 

@@ -5,9 +5,8 @@ from typing import Any, Literal
 
 import instructor
 import openai
-from pydantic import BaseModel
-
 from calls.shared import ENOUGH, FEW, MESSAGES, Server, check_person, check_text
+from pydantic import BaseModel
 
 ALWAYS = "asks for structures only"
 LACKS = {"stream": ALWAYS, "logprobs": ALWAYS, "n": ALWAYS, "echo": ALWAYS, "usage": ALWAYS}

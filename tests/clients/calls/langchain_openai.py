@@ -2,9 +2,6 @@
 
 from typing import Any
 
-from langchain_core.messages import HumanMessage
-from langchain_openai import ChatOpenAI, OpenAI
-
 from calls.shared import (
     ENOUGH,
     FEW,
@@ -19,6 +16,8 @@ from calls.shared import (
     check_stream,
     check_text,
 )
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI, OpenAI
 
 LACKS: dict[str, str] = {}
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import litellm
-
 from calls.shared import (
     ENOUGH,
     FEW,

@@ -2,12 +2,11 @@
 
 from typing import Any, Literal
 
+from calls.shared import ENOUGH, FEW, NAMED, PROMPT, RESPONSE_FORMAT, Server, check_person, check_stream, check_text
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
-
-from calls.shared import ENOUGH, FEW, NAMED, PROMPT, RESPONSE_FORMAT, Server, check_person, check_stream, check_text
 
 LACKS = {"n": "shows one answer", "echo": "shows log-probabilities of the output only"}
 MESSAGES = [ChatMessage(PROMPT)]
@@ -89,5 +88,5 @@ def usage(server: Server) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(model(server).stream_chat(MESSAGES, stream_options=options))
     check_stream([chunk.delta or "" for chunk in chunks])
-    told = [chunk.raw.usage.completion_tokens for chunk in chunks if chunk.raw.usage]  # type: ignore[union-attr]
+    told = [chunk.raw.usage.completion_tokens for chunk in chunks if chunk.raw.usage]
     assert told[-1] == FEW and len(told) > 2

@@ -5,7 +5,6 @@ The task is made here, since there is no network. torch, which only `hf` needs, 
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ TASKS = {
 
 
 def echo(server: Server) -> None:
-    sys.path.append(os.environ["TORCH_SITE"])
     import lm_eval
     from lm_eval.tasks import TaskManager
 

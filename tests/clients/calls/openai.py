@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from openai import OpenAI
-
 from calls.shared import (
     ENOUGH,
     FEW,
@@ -19,6 +17,7 @@ from calls.shared import (
     check_stream,
     check_text,
 )
+from openai import OpenAI
 
 LACKS: dict[str, str] = {}
 

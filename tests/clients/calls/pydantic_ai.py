@@ -3,12 +3,11 @@
 import asyncio
 from typing import Any, Literal
 
+from calls.shared import ENOUGH, FEW, PROMPT, Server, check_person, check_stream, check_text
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-
-from calls.shared import ENOUGH, FEW, PROMPT, Server, check_person, check_stream, check_text
 
 LACKS = {"n": "one answer at a time", "echo": "chats only", "tools_named": "a tool cannot be named"}
 

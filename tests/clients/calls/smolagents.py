@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from smolagents import OpenAIModel, tool
-
 from calls.shared import (
     ENOUGH,
     FEW,
@@ -14,6 +12,7 @@ from calls.shared import (
     check_stream,
     check_text,
 )
+from smolagents import OpenAIModel, tool
 
 LACKS = {"n": "one answer at a time", "echo": "chats only", "usage": "asks for usage at the end only"}
 MESSAGES: Any = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
