@@ -22,6 +22,7 @@ LACKS = {
     "echo": "chats only",
     "usage": "asks for usage at the end only",
 }
+ONCE: Any = {"max_tokens": ENOUGH, "parallel_tool_calls": False}
 set_tracing_disabled(True)  # which would be sent to OpenAI
 
 
@@ -81,12 +82,12 @@ def tools_auto(server: Server) -> None:
 
 
 def tools_required(server: Server) -> None:
-    check_person({"name": run(agent(server, [greet], tool_choice="required", max_tokens=ENOUGH)).final_output})
+    check_person({"name": run(agent(server, [greet], tool_choice="required", **ONCE)).final_output})
 
 
 def tools_named(server: Server) -> None:
-    check_person({"name": run(agent(server, [greet], tool_choice="greet", max_tokens=ENOUGH)).final_output})
+    check_person({"name": run(agent(server, [greet], tool_choice="greet", **ONCE)).final_output})
 
 
 def tools_streamed(server: Server) -> None:
-    check_person({"name": deltas(agent(server, [greet], tool_choice="greet", max_tokens=ENOUGH))[1]})
+    check_person({"name": deltas(agent(server, [greet], tool_choice="greet", **ONCE))[1]})

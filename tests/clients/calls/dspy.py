@@ -75,8 +75,9 @@ def json_schema(server: Server) -> None:
 
 
 def call(server: Server, choice: Any) -> Any:
-    [answer] = model(server, max_tokens=ENOUGH)(messages=MESSAGES, tools=[TOOL], tool_choice=choice)
-    return answer
+    more = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
+    [answer] = model(server, max_tokens=ENOUGH)(messages=MESSAGES, **more)
+    return answer["tool_calls"]
 
 
 def tools_auto(server: Server) -> None:
@@ -84,10 +85,10 @@ def tools_auto(server: Server) -> None:
 
 
 def tools_required(server: Server) -> None:
-    for found in call(server, "required")["tool_calls"]:
-        check_call(found["function"]["name"], found["function"]["arguments"])
+    [found] = call(server, "required")
+    check_call(found["function"]["name"], found["function"]["arguments"])
 
 
 def tools_named(server: Server) -> None:
-    [found] = call(server, NAMED)["tool_calls"]
+    [found] = call(server, NAMED)
     check_call(found["function"]["name"], found["function"]["arguments"])

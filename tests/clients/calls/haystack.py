@@ -79,8 +79,9 @@ def tools_auto(server: Server) -> None:
 
 
 def tools_required(server: Server) -> None:
-    for call in ask(server, [tool()], tool_choice="required", max_tokens=ENOUGH)[0].tool_calls:
-        check_call(call.tool_name, call.arguments)
+    once = {"parallel_tool_calls": False, "max_tokens": ENOUGH}
+    [call] = ask(server, [tool()], tool_choice="required", **once)[0].tool_calls
+    check_call(call.tool_name, call.arguments)
 
 
 def tools_named(server: Server) -> None:

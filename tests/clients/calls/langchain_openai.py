@@ -55,8 +55,8 @@ def json_schema(server: Server) -> None:
     check_person(asked.invoke(PROMPT))
 
 
-def with_tools(server: Server, choice: str, **more: Any) -> Any:
-    return model(server, max_tokens=ENOUGH, **more).bind_tools([TOOL], tool_choice=choice)
+def named(server: Server) -> Any:
+    return model(server, max_tokens=ENOUGH).bind_tools([TOOL], tool_choice="greet")
 
 
 def tools_auto(server: Server) -> None:
@@ -65,18 +65,19 @@ def tools_auto(server: Server) -> None:
 
 
 def tools_required(server: Server) -> None:
-    for call in with_tools(server, "any").invoke(PROMPT).tool_calls:
-        check_call(call["name"], call["args"])
+    asked = model(server, max_tokens=ENOUGH).bind_tools([TOOL], tool_choice="any", parallel_tool_calls=False)
+    [call] = asked.invoke(PROMPT).tool_calls
+    check_call(call["name"], call["args"])
 
 
 def tools_named(server: Server) -> None:
-    [call] = with_tools(server, "greet").invoke(PROMPT).tool_calls
+    [call] = named(server).invoke(PROMPT).tool_calls
     check_call(call["name"], call["args"])
 
 
 def tools_streamed(server: Server) -> None:
     whole: Any = None
-    for chunk in with_tools(server, "greet").stream(PROMPT):
+    for chunk in named(server).stream(PROMPT):
         whole = chunk if whole is None else whole + chunk
     [call] = whole.tool_calls
     check_call(call["name"], call["args"])

@@ -61,9 +61,9 @@ def tools_auto(server: Server) -> None:
 
 
 def tools_required(server: Server) -> None:
-    answer = ask(server, tools=[TOOL], tool_choice="required", max_tokens=ENOUGH)
-    for call in answer.choices[0].message.tool_calls:
-        check_call(call.function.name, call.function.arguments)
+    answer = ask(server, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=ENOUGH)
+    [call] = answer.choices[0].message.tool_calls
+    check_call(call.function.name, call.function.arguments)
 
 
 def tools_named(server: Server) -> None:

@@ -50,10 +50,6 @@ def json_schema(server: Server) -> None:
     check_person(answer.message.content)
 
 
-def calls(server: Server, answer: Any) -> Any:
-    return model(server).get_tool_calls_from_response(answer)
-
-
 def tools_auto(server: Server) -> None:
     tool = FunctionTool.from_defaults(greet)
     answer = model(server).chat_with_tools([tool], PROMPT)
@@ -63,13 +59,12 @@ def tools_auto(server: Server) -> None:
 def tools_required(server: Server) -> None:
     tool = FunctionTool.from_defaults(greet)
     asked = model(server, max_tokens=ENOUGH)
-    for call in asked.get_tool_calls_from_response(asked.chat_with_tools([tool], PROMPT, tool_required=True)):
-        assert call.tool_name == "greet"
-        check_person(call.tool_kwargs)
+    [call] = asked.get_tool_calls_from_response(asked.chat_with_tools([tool], PROMPT, tool_required=True))
+    assert call.tool_name == "greet"
+    check_person(call.tool_kwargs)
 
 
 def tools_named(server: Server) -> None:
-    """As structures are asked for without a schema."""
     tool = FunctionTool.from_defaults(greet)
     asked = model(server, max_tokens=ENOUGH)
     [call] = asked.get_tool_calls_from_response(asked.chat_with_tools([tool], PROMPT, tool_choice=NAMED))

@@ -65,10 +65,10 @@ def tools_auto(server: Server) -> None:
 
 
 def tools_required(server: Server) -> None:
-    choice = tools(server, "required").choices[0]
+    choice = tools(server, "required", parallel_tool_calls=False).choices[0]
     assert choice.finish_reason == "tool_calls"
-    for call in choice.message.tool_calls:
-        check_call(call.function.name, call.function.arguments)
+    [call] = choice.message.tool_calls
+    check_call(call.function.name, call.function.arguments)
 
 
 def tools_named(server: Server) -> None:

@@ -69,12 +69,12 @@ def tools_auto(server: Server) -> None:
 
 
 def tools_required(server: Server) -> None:
-    check_person(agent(server, ToolOutput(Person)).run_sync(PROMPT).output)
+    check_person(agent(server, ToolOutput(Person), parallel_tool_calls=False).run_sync(PROMPT).output)
 
 
 def tools_streamed(server: Server) -> None:
     async def read() -> Any:
-        async with agent(server, ToolOutput(Person)).run_stream(PROMPT) as result:
+        async with agent(server, ToolOutput(Person), parallel_tool_calls=False).run_stream(PROMPT) as result:
             return await result.get_output()
 
     check_person(asyncio.run(read()))
