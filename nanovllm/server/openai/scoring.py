@@ -6,7 +6,7 @@ from nanovllm.outputs import Logprob
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai.protocol import Json
 from nanovllm.server.openai.replies import likeliest, top_by_text
-from nanovllm.text.token_texts import TokenCursor, TokenTexts
+from nanovllm.text.token_texts import TextStream, TokenCursor, TokenTexts
 
 MOST_SCORES = 2**18  # in one answer, which has all of them in memory
 LEAST = -9999.0  # as in vLLM: JSON has no infinity
@@ -23,14 +23,14 @@ class Echo:
         """`prompt` is the text that became `token_ids`; None if there was no text. `num_logprobs` is None where no
         log-probabilities are wanted."""
         self.token_ids, self.num_logprobs = token_ids, num_logprobs
-        cursor = TokenCursor(texts, [], skip_special_tokens=False)
+        stream, cursor = TextStream(texts, [], False), TokenCursor(texts, [], False)  # special tokens are text here
         self.tokens: list[str] = []
         offsets: list[int] = []
         for token_id in token_ids:
             self.tokens.append(cursor.look(token_id)[0])
             offsets.append(cursor.offset)
             cursor.go(token_id)
-        spelled = "".join(self.tokens) + cursor.rest()
+        spelled = stream.feed(token_ids) + stream.flush()
         self.text = spelled if prompt is None else prompt
         # A BOS that the tokenizer has put before the client's text is a token, but no part of the text.
         before = len(spelled) - len(self.text) if spelled.endswith(self.text) else 0
