@@ -26,7 +26,7 @@ LINTED = $(wildcard stages nanovllm tools training benchmarks tests notebooks ex
 unexport VIRTUAL_ENV PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu models pyodide ladder bench bench-cpu bench-check report docs slides scheduler doctor progress notebooks race record replay lint format clean FORCE
+.PHONY: help setup demo test test-slow test-clients test-gpu models pyodide ladder bench bench-cpu bench-check report docs slides scheduler doctor progress notebooks race record replay lint format clean FORCE
 
 # --- set up and test --------------------------------------------------------------------------------------------------
 
@@ -47,6 +47,9 @@ test: $(STAMP) ## the fast tests: a few minutes on two cores, no network, no GPU
 
 test-slow: models pyodide ## the slow tests: a real model, long random runs, every notebook
 	$(RUN) -m pytest $(SHARE) -m "slow and not gpu" $(ARGS)
+
+test-clients: models ## every call of the public clients, in environments of their own (2 GB from PyPI); writes docs/clients.md
+	$(RUN) -m tests.clients.matrix $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA GPU
 	$(RUN) -m pytest -m gpu $(ARGS)
@@ -139,5 +142,5 @@ format: $(STAMP) ## let ruff lay out the code and mend what it can
 	$(RUN) -m ruff check --fix $(LINTED)
 
 clean: ## remove .venv and every cache (never exercises/ or the fetched models)
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, cast
@@ -26,10 +26,13 @@ from nanovllm.server.openai.protocol import CompletionRequest, DetokenizeRequest
 from nanovllm.server.openai.replies import ChatReply, CompletionReply, Reply
 from nanovllm.server.openai.response_items import ResponseGeneration
 from nanovllm.server.openai.responses import ResponsesRequest
+from nanovllm.server.openai.scoring import check_scores, make_echoes
 from nanovllm.server.openai.tolerance import Unknown
 from nanovllm.server.options import AppOptions
+from nanovllm.server.page import page
 from nanovllm.text.chat import num_characters
 from nanovllm.text.render import Renderer
+from nanovllm.text.token_texts import TokenTexts
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
@@ -49,6 +52,7 @@ def build_app(
     if llm.tokenizer is None:
         raise ValueError("a server needs the tokenizer; leave skip_tokenizer_init out")
     tokenizer, config, defaults = llm.tokenizer, llm.config, llm.sampling_defaults
+    texts = TokenTexts(tokenizer)
     assert config.max_model_len
     most_characters = config.max_model_len * max(map(len, tokenizer.fast.get_vocab()))
     meters, ignored = meters or Metrics(cast(Counted, llm), model_name), Unknown()
@@ -125,25 +129,39 @@ def build_app(
         """The end of a prompt, as long as the client wants it: -1 is as long as it may be."""
         if body.truncate_prompt_tokens is None:
             return token_ids
-        most = room_for(max_tokens) if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+        most = room_for(max(max_tokens, 1)) if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
         return token_ids[-most:]
 
     async def answer(
-        body: GenerationRequest, request: Request, prompts: list[list[int]], params: SamplingParams, reply: Reply
+        body: GenerationRequest,
+        request: Request,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        reply: Reply,
+        echoed: Sequence[str | None] = (),
     ) -> Response:
+        """`echoed`: the texts of the prompts, where outputs begin with these; None for a prompt without a text."""
+        check_scores(params.prompt_logprobs, prompts)
         salt, field = salt_of(body, request), "prompt" if reply.prompts_in_choices else "messages"
         queued = await add_all(llm, prompts, params, salt, body.priority, field)
-        generation = Generation(body, queued, reply, meters, options.tells_cached_tokens)
+        ids = [token_ids for token_ids, _ in queued]
+        echoes = await asyncio.to_thread(make_echoes, texts, echoed, ids, params.logprobs) if echoed else []
+        generation = Generation(body, queued, reply, meters, options.tells_cached_tokens, echoes)
         return await respond(generation, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         check(body)
-        max_tokens = body.max_tokens or defaults.get("max_tokens", COMPLETION_MAX_TOKENS)
+        wanted = body.most_tokens()
+        max_tokens = defaults.get("max_tokens", COMPLETION_MAX_TOKENS) if wanted is None else wanted
         with refusing("prompt"):
             params = body.sampling_params(max_tokens, body.logprobs, defaults)
-        prompts = [truncated(prompt, body, max_tokens) for prompt in await encode_texts(body.prompts())]
-        return await answer(body, request, prompts, params, CompletionReply(model_name, body.logprobs, id_of(request)))
+        given = body.prompts()
+        prompts = [truncated(prompt, body, max_tokens) for prompt in await encode_texts(given)]
+        whole = body.truncate_prompt_tokens is None
+        echoed = [prompt if whole and isinstance(prompt, str) else None for prompt in given] if body.echo else []
+        reply = CompletionReply(model_name, body.logprobs, id_of(request))
+        return await answer(body, request, prompts, params, reply, echoed)
 
     async def prepared(
         body: ChatRequest, field: str, field_of_tools: str
@@ -152,12 +170,12 @@ def build_app(
         `field_of_tools`: where, in a tool, its parameters are."""
         check(body)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        wanted = body.max_completion_tokens or body.max_tokens
+        wanted = body.most_tokens()
         shown = body.shown_tools()
         encoded = await encode_chat(body.messages, shown, body.chat_template_kwargs, body.add_generation_prompt, field)
         token_ids = truncated(encoded, body, wanted or 1)
         room = room_for(len(token_ids))
-        max_tokens = wanted or min(defaults.get("max_tokens", room), room)
+        max_tokens = min(defaults.get("max_tokens", room), room) if wanted is None else wanted
         with refusing(field):
             params = body.sampling_params(max_tokens, num_logprobs, defaults)
             params, make_answer = form.adapt(body, token_ids, params)
@@ -227,6 +245,13 @@ def build_app(
     async def model(name: str) -> dict[str, Any]:
         check_model(name)
         return model_card()
+
+    shown = page()
+
+    @app.head("/", include_in_schema=False)
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> Response:
+        return shown
 
     @app.get("/version")
     async def version() -> dict[str, str]:

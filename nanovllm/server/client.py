@@ -7,13 +7,13 @@ turn. So a process that is behind with its clients gets fewer and larger deltas.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -34,6 +34,7 @@ from nanovllm.text.prompts import encode_prompt
 from nanovllm.text.token_texts import TokenTexts
 from nanovllm.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 REFUSALS = {kind.__name__: kind for kind in (QueueFull, NeverFits, TypeError, ValueError, RuntimeError)}
 
 
@@ -46,7 +47,7 @@ class RemoteChoice:
         self.finish_reason: FinishReason | None = None
         self.has_news = False
         self._params = params
-        self._detokenizer = detokenizer
+        self.detokenizer = detokenizer
         self._stop_reason: int | str | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
@@ -55,7 +56,7 @@ class RemoteChoice:
     def take(self, token_ids: list[int], found: list[TokenLogprobs] | None, end: End | None) -> bool:
         """Take new tokens, and how they end the choice if they do. Returns whether a stop string ended the choice: the
         engine does not know this yet."""
-        detokenizer, stopped = self._detokenizer, False
+        detokenizer, stopped = self.detokenizer, False
         self.has_news = True
         # A token that ends the output stays in the ids. It becomes text only if the request asks for that.
         hidden = end is not None and end.finish_reason == "stop" and not self._params.include_stop_str_in_output
@@ -84,7 +85,7 @@ class RemoteChoice:
             self._logprobs = []
         return CompletionOutput(
             self.index,
-            self._detokenizer.take(),
+            self.detokenizer.take(),
             ids,
             self._cumulative_logprob,
             logprobs,
@@ -104,6 +105,8 @@ class RemoteRequest:
     choices: list[RemoteChoice]
     metrics: RequestMetrics
     accepted: asyncio.Future[None]
+    scores: messages.Logprobs | None = None  # of the prompt, until the reader has made `prompt_logprobs` of them
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     waiter: asyncio.Future[None] | None = None  # set while the reader waits for news
     error: Exception | None = None  # what the reader gets after the last news
 
@@ -113,6 +116,10 @@ class RemoteRequest:
     @property
     def finished(self) -> bool:
         return not self.num_open
+
+    def with_texts(self, scores: messages.Logprobs) -> list[dict[int, Logprob] | None]:
+        """The log-probabilities of the prompt. Any thread may call this: a long prompt takes a while."""
+        return [None, *self.choices[0].detokenizer.prompt_logprobs(self.prompt_token_ids, scores.entries())]
 
     def wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
@@ -149,21 +156,30 @@ class RemoteStream:
         while not self._over:
             finished = request.finished
             if finished or not self._final_only:
+                if request.scores is not None:
+                    scores, request.scores = request.scores, None
+                    work = asyncio.to_thread(request.with_texts, scores)
+                    request.prompt_logprobs = await self._unless_cancelled(work)
+                    continue
                 outputs = [choice.delta() for choice in request.choices if choice.has_news]
                 if outputs:
                     self._over = finished
-                    prompt = request.prompt, request.prompt_token_ids, None
+                    prompt = request.prompt, request.prompt_token_ids, request.prompt_logprobs
                     return RequestOutput(self.request_id, *prompt, outputs, finished, request.metrics)
             if request.error is not None:
                 self._over = True
                 raise request.error
             request.waiter = request.accepted.get_loop().create_future()
-            try:
-                await request.waiter
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
+            await self._unless_cancelled(request.waiter)
         raise StopAsyncIteration
+
+    async def _unless_cancelled(self, awaited: Awaitable[T]) -> T:
+        """The result of `awaited`. A reader that is cancelled meanwhile aborts its request."""
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
 
     async def aclose(self) -> None:
         """Abort the request if it is not over. Nothing can be read afterwards."""
@@ -329,6 +345,9 @@ class EngineClient:
         for key, metrics in update.metrics:
             if request := self._requests.get(key):
                 request.metrics = metrics
+        for scores in update.prompt_logprobs:
+            if request := self._requests.get(scores.stream):
+                request.scores = scores
         ends = {end.stream: end for end in update.ends}
         logprobs = {found.stream: found.entries() for found in update.logprobs}
         for number, token_ids in update.deltas():

@@ -183,6 +183,8 @@ class EngineServer:
             if served.request is None:
                 served.request = request
                 served.outbox.metrics[served.key] = request.metrics()
+                if request.params.prompt_logprobs is not None:  # complete: the first choice is ahead of the others
+                    served.outbox.prompt_logprobs[served.key] = request.choices[0].seq.prompt_logprobs
             if served.whole:
                 if seq.finish_reason is None:
                     continue

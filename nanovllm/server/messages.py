@@ -230,6 +230,7 @@ class Update(Struct, array_like=True):
     counts: bytes  # int32: how many new tokens each of these has
     token_ids: bytes  # int32, of all of them
     logprobs: list[Logprobs]
+    prompt_logprobs: list[Logprobs]  # of whole prompts, their first token left out; `stream` is the request's key
     ends: list[End]
     metrics: list[tuple[int, RequestMetrics]]  # by request: sent with its first token, and at its end
     accepted: list[int]  # keys of requests

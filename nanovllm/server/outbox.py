@@ -28,6 +28,7 @@ class Outbox:
     def _clear(self) -> None:
         self.tokens: dict[int, list[int]] = {}  # by stream
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by request
         self.ends: list[End] = []
         self.metrics: dict[int, RequestMetrics] = {}  # by request
         self.accepted: list[int] = []
@@ -58,6 +59,7 @@ class Outbox:
             counts=pack("i", map(len, self.tokens.values())),
             token_ids=pack("i", chain.from_iterable(self.tokens.values())),
             logprobs=[Logprobs.of(stream, found) for stream, found in self.logprobs.items()],
+            prompt_logprobs=[Logprobs.of(key, found) for key, found in self.prompt_logprobs.items()],
             ends=self.ends,
             metrics=list(self.metrics.items()),
             accepted=self.accepted,

@@ -22,8 +22,12 @@ WORDS = [*range(1500, 1560), 0, 130, 140, 150, 226, 227]  # words, EOS and singl
 
 
 class Step:
-    def __init__(self, tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]]) -> None:
-        self.tokens = tokens
+    def __init__(
+        self,
+        tokens: dict[int, tuple[list[int], list[TokenLogprobs] | None]],
+        scores: dict[int, list[TokenLogprobs]],
+    ) -> None:
+        self.tokens, self.scores = tokens, scores
 
     def guesses(self) -> dict[int, list[int]]:
         return {}
@@ -31,7 +35,7 @@ class Step:
     def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:
-        return StepResult(self.tokens)
+        return StepResult(self.tokens, self.scores)
 
 
 class PureExecutor:
@@ -49,7 +53,13 @@ class PureExecutor:
 
     def submit(self, plan: StepPlan) -> Step:
         time.sleep(self.seconds)
-        return Step({item.key: self._next(item.key) for item in plan.scheduled if item.sample})
+        scores = {one.key: [self._score(one.key, i) for i in range(one.start, one.end)] for one in plan.scored}
+        return Step({item.key: self._next(item.key) for item in plan.scheduled if item.sample}, scores)
+
+    def _score(self, key: int, position: int) -> TokenLogprobs:
+        token_ids, params = self.sequences.get(key, ([0] * (position + 2), SamplingParams()))
+        likeliest = [(sum(token_ids[: position + 1]) * i) % VOCAB_SIZE for i in range(params.prompt_logprobs or 0)]
+        return {id: (-id / 977, i + 1) for i, id in enumerate([token_ids[position + 1], *likeliest])}
 
     def _next(self, key: int) -> tuple[list[int], list[TokenLogprobs] | None]:
         token_ids, params = self.sequences.get(key, ([0], SamplingParams(seed=0)))

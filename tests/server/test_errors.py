@@ -45,7 +45,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt": [1] * 300}, "prompt", "max_model_len=256"),
         ({"prompt": "a", "n": 0}, "n", "1"),
         ({"prompt": "a", "n": 10**9}, "n", "128"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "1"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens", "0"),
         ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer"),
         ({"prompt": "a", "max_tokens": 10**30}, "max_tokens", ""),
         ({"prompt": "a", "temperature": -1}, "temperature", "0"),

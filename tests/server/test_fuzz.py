@@ -28,6 +28,10 @@ def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
         properties["echo"] = {}  # anything
         properties["stop_token_ids"]["items"] = token
         properties["min_tokens"]["maximum"] = 1
+        # Prompts are to be scored, too: with few tokens after them, or none.
+        properties["max_tokens"] = {"enum": [None, 0, 1, 3]}
+        properties["prompt_logprobs"] = {"enum": [None, 0, 2, 20, True]}
+    schema["components"]["schemas"]["CompletionRequest"]["properties"]["echo"] = {"enum": [None, False, True, 1]}
     for form in schema["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
         items = form.get("items", {})
         for holder in (form, items):

@@ -150,7 +150,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateVariables = Field({})
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
+    max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
@@ -177,6 +177,9 @@ class ChatRequest(GenerationRequest):
                 what, 'and tools both say what the output must be; leave one out, or set tool_choice to "none"'
             )
         return self
+
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def callable(self) -> list[Function]:
         """The functions that the model may call in its answer."""

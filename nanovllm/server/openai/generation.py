@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -10,12 +11,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, answering, error_body, refusing
 from nanovllm.server.interface import Engine, Meters, OutputStream
 from nanovllm.server.openai.protocol import GenerationRequest, Json
 from nanovllm.server.openai.replies import Reply, Usage
+from nanovllm.server.openai.scoring import Echo, PromptLogprobs, prompt_logprobs
 from nanovllm.text.parts import Part
 
 T = TypeVar("T")
@@ -33,24 +35,30 @@ class Generation:
         reply: Reply,
         meters: Meters,
         tells_cached_tokens: bool,
+        echoes: Sequence[Echo] = (),
     ) -> None:
-        """`queued`: the token ids of each prompt, and the stream of its output."""
+        """`queued`: the token ids of each prompt, and the stream of its output. `echoes`: each prompt as it stands
+        before its outputs; none without `echo`."""
         self.body, self.reply = body, reply
         self.prompts = [token_ids for token_ids, _ in queued]
         self.streams = [stream for _, stream in queued]
         self.usage = Usage(sum(map(len, self.prompts)), tells_cached_tokens)
         self.observers = [meters.observe() for _ in queued]
+        self.echoes = echoes
+        self.echoed: set[int] = set()  # choices whose prompt the client has
+        self.scores: dict[int, PromptLogprobs] = {}  # by prompt
 
     async def whole(self) -> Json:
         """The answer in one piece."""
         choices = []
         for prompt, stream in enumerate(self.streams):
             async for output in stream:  # FINAL_ONLY: there is one
-                self._saw(prompt, output)
+                output = self._seen(prompt, output)
                 for choice in output.outputs:
                     parts = self.reply.parts(prompt * self.body.n + choice.index, choice)
                     choices.append(self._said(prompt, choice, parts, streamed=False))
-        return self.reply.envelope(choices, False) | {"usage": self.usage.json()} | self._prompt_ids()
+        more = self._prompt_ids() | ({} if self.reply.prompts_in_choices else self._prompt_logprobs(0))
+        return self.reply.envelope(choices, False) | {"usage": self.usage.json()} | more
 
     async def stream_to(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         """The answer as server-sent events, which are handed to `send` as they come.
@@ -75,7 +83,7 @@ class Generation:
         frames: dict[Hashable, list[str]] = {}  # by choice, and by kind where an answer has parts of several kinds
         always_more = self.body.return_token_ids or options.continuous_usage_stats
         async for prompt, output in merged(self.streams):
-            self._saw(prompt, output)
+            output = self._seen(prompt, output)
             pieces = []
             for choice in output.outputs:
                 i = prompt * self.body.n + choice.index
@@ -106,23 +114,43 @@ class Generation:
         """The event of an error in the middle of a stream, when it is too late for a status."""
         return event(error_body(error))
 
-    def _saw(self, prompt: int, output: RequestOutput) -> None:
+    def _seen(self, prompt: int, output: RequestOutput) -> RequestOutput:
+        """Take note of an output. Returns what the client is to have of it."""
         self.observers[prompt].saw(output)
-        self.usage.add(prompt, output)
+        if output.prompt_logprobs is not None:
+            self.scores[prompt] = output.prompt_logprobs
         for choice in output.outputs:
             if choice.finish_reason == "error":
                 numbers = "the logits of this request are not finite, or rule out every token", "bad_logits"
                 grammar = str(choice.stop_reason), "structured_outputs"
                 message, code = numbers if choice.stop_reason is None else grammar
                 raise ApiError(500, message, code=code)
+        if self.body.most_tokens() == 0:
+            output = replace(output, outputs=[emptied(choice) for choice in output.outputs])
+        self.usage.add(prompt, output)
+        return output
 
     def _is_news(self, choice: CompletionOutput, parts: Sequence[Part]) -> bool:
         ids = self.body.return_token_ids and choice.token_ids
         return bool(any(part.text for part in parts) or choice.logprobs or choice.finished() or ids)
 
     def _said(self, prompt: int, choice: CompletionOutput, parts: Sequence[Part], streamed: bool) -> Json:
-        said = self.reply.choice(prompt * self.body.n + choice.index, choice, parts, streamed)
-        return said | self._token_ids(prompt, choice) if self.body.return_token_ids else said
+        index = prompt * self.body.n + choice.index
+        said = self.reply.choice(index, choice, parts, streamed)
+        if self.echoes:
+            self.echoes[prompt].shift(said)
+            if index not in self.echoed:
+                self.echoed.add(index)
+                self.echoes[prompt].put_before(said, self.scores.get(prompt))
+        if self.body.return_token_ids:
+            said |= self._token_ids(prompt, choice)
+        return said | self._prompt_logprobs(prompt) if self.reply.prompts_in_choices else said
+
+    def _prompt_logprobs(self, prompt: int) -> Json:
+        n, found = self.body.prompt_logprobs, self.scores.get(prompt)
+        if n is None or found is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self.prompts[prompt], found, n)}
 
     def _token_ids(self, prompt: int, choice: CompletionOutput) -> Json:
         ids: Json = {"token_ids": choice.token_ids}
@@ -166,6 +194,12 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self.generation.close()
+
+
+def emptied(choice: CompletionOutput) -> CompletionOutput:
+    """A choice without the one token that was drawn for it: the client wants none."""
+    logprobs: list[dict[int, Logprob]] | None = None if choice.logprobs is None else []
+    return replace(choice, text="", token_ids=[], logprobs=logprobs, finish_reason="length", stop_reason=None)
 
 
 as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
-from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, settle
+from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused, settle
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128
@@ -154,14 +154,32 @@ class GenerationRequest(SamplingFields):
 
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1, le=INT32)
+    max_tokens: int | None = Field(None, ge=0, le=INT32)  # 0 only reads the prompt
     truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=INT32)] | None = None
     return_token_ids: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat = ResponseFormat(type="text")
     structured_outputs: StructuredOutputs | None = None
 
+    @model_validator(mode="after")
+    def a_stream_has_no_place_for_prompt_logprobs(self) -> "GenerationRequest":
+        if self.stream and self.prompt_logprobs is not None:
+            raise refused("prompt_logprobs", "is not available with stream; leave one of them out")
+        return self
+
+    def most_tokens(self) -> int | None:
+        """The largest number of output tokens, where the client names one."""
+        return self.max_tokens
+
+    def num_scores(self) -> int | None:
+        """Of how many of the likeliest tokens the log-probabilities are wanted in the prompt; None is off."""
+        return self.prompt_logprobs
+
     def sampling_params(self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`defaults` are for absent fields. Raises ValueError for combinations that make no sense."""
+        """`defaults` are for absent fields. Raises ValueError for combinations that make no sense.
+
+        A request for no tokens draws one, which `Generation` leaves out: the engine has no other end of a prompt.
+        """
         same = "n temperature top_p presence_penalty frequency_penalty seed stop top_k min_p repetition_penalty"
         more = (
             "min_tokens stop_token_ids ignore_eos skip_special_tokens include_stop_str_in_output logit_bias bad_words"
@@ -174,8 +192,8 @@ class GenerationRequest(SamplingFields):
         }
         if self.seed is not None:
             said["seed"] = None if self.seed == -1 else self.seed % 2**63
-        values = {**defaults, **said, "max_tokens": max_tokens, "structured_outputs": self.structure()}
-        return SamplingParams(logprobs=logprobs, output_kind=kind, **values)
+        values = {**defaults, **said, "max_tokens": max(max_tokens, 1), "structured_outputs": self.structure()}
+        return SamplingParams(logprobs=logprobs, prompt_logprobs=self.num_scores(), output_kind=kind, **values)
 
     def structure(self) -> StructuredOutputsParams | None:
         """What shape the output must have. Raises ValueError and TypeError for what makes no sense."""
@@ -197,6 +215,11 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+
+    def num_scores(self) -> int | None:
+        wanted = self.prompt_logprobs, self.logprobs if self.echo else None
+        return max((number for number in wanted if number is not None), default=None)
 
     def prompts(self) -> list[str | list[int]]:
         prompt: Any = self.prompt

@@ -60,6 +60,17 @@ def likeliest(entry: dict[int, Logprob], n: int) -> list[tuple[int, Logprob]]:
     return [(token_id, item) for token_id, item in ranked if (item.rank or 0) <= n][:n]
 
 
+def top_by_text(entry: dict[int, Logprob], n: int) -> dict[str, float]:
+    """OpenAI's map from the texts of the n likeliest tokens to log-probabilities. No token is missing: a token gets the
+    key "token_id:N" (vLLM's notation) if it has no text, as a part of a character, or if a likelier token has the same
+    text."""
+    top: dict[str, float] = {}
+    for token_id, item in likeliest(entry, n):
+        text = item.decoded_token
+        top[f"token_id:{token_id}" if not text or text in top else text] = item.logprob
+    return top
+
+
 class CompletionReply:
     prompts_in_choices, splits = True, False
 
@@ -83,19 +94,10 @@ class CompletionReply:
         for token_id, entry in zip(token_ids, entries, strict=True):
             chosen = entry[token_id]
             offset = chosen.text_offset if isinstance(chosen, TokenLogprob) else 0
-            values = chosen.decoded_token or "", chosen.logprob, self._top(entry), offset
+            values = chosen.decoded_token or "", chosen.logprob, top_by_text(entry, self.num_logprobs or 0), offset
             for column, value in zip(columns.values(), values, strict=True):
                 column.append(value)
         return columns
-
-    def _top(self, entry: dict[int, Logprob]) -> dict[str, float]:
-        """OpenAI's map from texts to log-probabilities. No token is missing: a token gets the key "token_id:N" (vLLM's
-        notation) if it has no text, as a part of a character, or if a likelier token has the same text."""
-        top: dict[str, float] = {}
-        for token_id, item in likeliest(entry, self.num_logprobs or 0):
-            text = item.decoded_token
-            top[f"token_id:{token_id}" if not text or text in top else text] = item.logprob
-        return top
 
     def envelope(self, choices: list[Json], streamed: bool) -> Json:
         kind = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}

@@ -129,7 +129,7 @@ class ResponseGeneration(Generation):
     async def whole(self) -> Json:
         finish_reason: FinishReason | None = None
         async for output in self.streams[0]:
-            self._saw(0, output)
+            output = self._seen(0, output)
             for choice in output.outputs:
                 self.items.feed(self.reply.parts(0, choice))
                 finish_reason = choice.finish_reason
@@ -142,7 +142,7 @@ class ResponseGeneration(Generation):
         await send(b"".join(self._event({"type": kind, "response": begun}) for kind in kinds))
         finish_reason: FinishReason | None = None
         async for output in self.streams[0]:
-            self._saw(0, output)
+            output = self._seen(0, output)
             for choice in output.outputs:
                 finish_reason = choice.finish_reason
                 if events := self.items.feed(self.reply.parts(0, choice)):

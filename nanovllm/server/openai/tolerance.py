@@ -36,7 +36,6 @@ HARMLESS: Harmless = {
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "modalities": (["text"],),
     "audio": (),
