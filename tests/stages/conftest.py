@@ -234,5 +234,5 @@ class Lesson:
             save_result(
                 EXERCISES,
                 load_stage(number),
-                Result(digest, self.failed.get(number), self.passed.get(number, 0), wrong),
+                Result(digest, self.failed.get(number), self.passed.get(number, 0), wrong=wrong),
             )

@@ -36,9 +36,9 @@ class Result:
     digest: str
     failed: str | None  # the first test that failed
     passed: int
-    wrong: list[str] = field(default_factory=list)  # exercises that are filled in, and fail their own tests
     caught: int | None = None  # how many mutants the tests catch; None if they were not run
     mutants: int = 0
+    wrong: list[str] = field(default_factory=list)  # exercises that are filled in, and fail their own tests
 
 
 @dataclass(frozen=True)
