@@ -147,10 +147,15 @@ def list_exercises(number: int) -> None:
 def compare(guess: float | None, measured: float, unit: str) -> None:
     """Print a prediction beside the measurement. A guess of None is allowed."""
     if guess is None:
-        print(f"your guess:  none yet\nmeasured:    {measured:,.4g} {unit}")
+        print(f"your guess:  none yet\nmeasured:    {rounded(measured)} {unit}")
         return
-    print(f"your guess:  {guess:,.4g} {unit}\nmeasured:    {measured:,.4g} {unit}")
+    print(f"your guess:  {rounded(guess)} {unit}\nmeasured:    {rounded(measured)} {unit}")
     if guess > 0 and measured > 0:
         factor = max(guess / measured, measured / guess)
-        verdict = "spot on" if factor < 1.05 else f"{'too high' if guess > measured else 'too low'} by {factor:.3g} x"
+        verdict = "spot on" if factor < 1.05 else f"{'too high' if guess > measured else 'too low'} by {factor:.2g} x"
         print(f"             {verdict}")
+
+
+def rounded(value: float) -> str:
+    """Whole numbers as they are, others as exactly as a guess can be meant."""
+    return f"{value:,.0f}" if value == value // 1 or value >= 100 else f"{value:.2g}"
