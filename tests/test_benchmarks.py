@@ -30,6 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(out: Path, model: Path, **changes: Any) -> argparse.Namespace:
     given = {"out": out, "model": model, "device": "cpu", "threads": 1, "rounds": 1, "quick": True}
+    given["impl"] = "stages"
     return argparse.Namespace(**given | changes)
 
 

@@ -210,16 +210,16 @@ class StageRunner(Runner):
 
     def watch_static_cache(self) -> None:
         """Stage 2 has no blocks to tell of, so the rectangle that it allocates is looked at as it is made."""
-        runner, module = self, sys.modules[self.engine_class.__module__]
-        cache_class: Any = module.KVCache
+        runner = self
+        module: Any = sys.modules[self.engine_class.__module__]
 
-        class WatchedKVCache(cache_class):  # type: ignore[misc]
+        class WatchedKVCache(module.KVCache):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
                 if runner.recorder is not None:
                     runner.recorder.on_rectangle(*self.k.shape[1:3])
 
-        module.KVCache = WatchedKVCache  # type: ignore[attr-defined]
+        module.KVCache = WatchedKVCache
 
     def prepare(self, scenario: Scenario) -> None:
         longest = max(request.length for call in scenario.calls for request in call)

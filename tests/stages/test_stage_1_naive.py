@@ -79,7 +79,7 @@ def test_the_whole_text_goes_in_and_its_last_token_is_scored(subject: Subject, c
 
     engine.model = Model()
     logits = engine.next_token_logits(Sequence(0, [5, 6, 7, 8], 2, SamplingParams(0, 9), seed=0))
-    likely = {
+    likely: dict[str, Any] = {
         "the prompt alone, without what was generated": [5, 6],
         "the newest token alone: stage 1 keeps nothing, so the model must see the whole text": [8],
     }

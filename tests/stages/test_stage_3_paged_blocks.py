@@ -61,7 +61,7 @@ def test_all_the_blocks_or_none(subject: Subject) -> None:
     pool, seq, other = subject.part("BlockPool")(num_blocks=5, block_size=4), sequence(12), sequence(13)
     assert room_for(pool, seq, 12), "room for 12 tokens was refused, though all 5 blocks are free"
     check("room for 9 tokens in the 2 free blocks", room_for(pool, other, 9), False)
-    likely = {"it takes what there is, and then says no: count first": [3, 4]}
+    likely: dict[str, Any] = {"it takes what there is, and then says no: count first": [3, 4]}
     check("table of a sequence that was refused", other.block_table, [], likely)
     check("free blocks after that", list(pool.free_list), [3, 4])
     likely = {"as many are free as are missing, and that is enough: > in place of >=": False}

@@ -109,7 +109,7 @@ def test_known_blocks_are_shared_and_the_missing_ones_taken(subject: Subject) ->
     twin = unknown(1, 2, 3, 4, 8, 8, 8)
     assert pool.allocate(twin, 7), "refused, though 4 blocks are free and 2 are missing"
     check("table: two shared blocks, two from the front of the free list", twin.block_table, [0, 1, 3, 4])
-    likely = {
+    likely: dict[str, Any] = {
         "the shared ones have two owners now: raise all counts by 1": [1, 1, 1, 1, 1, 0, 0],
         "the new ones are not counted": [2, 2, 1, 0, 0, 0, 0],
     }

@@ -86,14 +86,14 @@ def test_rows_describe_the_newest_tokens_and_harmless_padding(subject: Subject) 
     ]
     rows.fill(batch, 2, 9)
     rows = rows_class.of(memory, 4)
-    right = {
+    right: dict[str, list[Any]] = {
         "input_ids": [14, 22, 0, 0],
         "positions": [4, 2, 0, 0],
         "slots": [8, 6, 18, 18],
         "context_lens": [5, 3, 1, 1],
         "temperatures": [0.5, 1.5, 0.0, 0.0],
     }
-    tables = {
+    tables: dict[str, dict[str, Any]] = {
         "input_ids": {"the last prompt token, not the newest": [11, 21, 0, 0]},
         "positions": {"one too far: positions count from 0": [5, 3, 0, 0]},
         "slots": {

@@ -38,7 +38,7 @@ def test_a_rank_has_its_share_of_heads_neurons_and_tokens(subject: Subject, stor
     for size, kv_heads, tokens in ((1, 2, 511), (2, 1, 256), (4, 1, 128)):
         got = subject.part("share_of")(whole, size)
         neurons = whole.intermediate_size // size
-        right = {"num_attention_heads": 4 // size, "num_key_value_heads": kv_heads}
+        right: dict[str, Any] = {"num_attention_heads": 4 // size, "num_key_value_heads": kv_heads}
         right |= {"intermediate_size": neurons, "vocab_size": tokens}
         likely = {
             "num_key_value_heads": {"at least one head, where ranks are more than heads": 2 // size, "not cut": 2},

@@ -32,9 +32,9 @@ def use_own(stage: Stage, directory: Path = EXERCISES) -> list[Stage]:
 
 
 def engine_class(stage: Stage) -> Any:
-    """The engine of the learner's file. Raises ValueError if there is no such file."""
+    """The engine of the learner's file. Raises FileNotFoundError if there is none."""
     if not (EXERCISES / f"{stage.module_name}.py").is_file():
-        raise ValueError(
+        raise FileNotFoundError(
             f"exercises/{stage.module_name}.py does not exist yet: `make stage-{stage.number}-exercise` writes it"
         )
     use_own(stage)

@@ -110,7 +110,7 @@ def tell_stories(
         console.print(Padding(news, (0, 0, 0, 2)))
         prompt, params = story_request(tokenizer, stage.number, tokens)
         teller = StoryTeller(console, tokenizer.decode)
-        engine = build(stage.engine_class(), model, device, teller.on_event, {})
+        engine = build(stage, model, device, teller.on_event, {})
         teller.write(tokenizer.decode(prompt), "dim")
         start = time.perf_counter()
         [output] = engine.generate([prompt], params)
@@ -133,7 +133,7 @@ def compare(console: Console, stages: list[Stage], workload: Workload, model: Pa
         table.add_column(heading, justify="right")
     first: tuple[float, list[list[int]]] | None = None
     for stage in stages:
-        engine = build(stage.engine_class(), model, device, lambda _: None, workload.stage_options(stage))
+        engine = build(stage, model, device, lambda _: None, workload.stage_options(stage))
         with console.status(f"stage {stage.number}"):
             start = time.perf_counter()
             outputs = generate(engine, workload)
@@ -151,11 +151,17 @@ def compare(console: Console, stages: list[Stage], workload: Workload, model: Pa
 
 
 def build(
-    engine_class: Any, model: Path, device: str, on_event: Callable[[Event], None], options: dict[str, int]
+    stage: Stage,
+    model: Path,
+    device: str,
+    on_event: Callable[[Event], None],
+    options: dict[str, int],
+    impl: str = "stages",
 ) -> Any:
-    """An engine of that class, warmed up by two tokens of which `on_event` hears nothing."""
+    """The stage's engine, or the learner's, warmed up by two tokens of which `on_event` hears nothing."""
     from stages.core import SamplingParams
 
+    engine_class = mine.engine_class(stage) if impl == "exercises" else stage.engine_class()
     engine = engine_class(str(model), device=device, **options)
     engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     engine.trace.step, engine.trace.on_event = 0, on_event
@@ -183,7 +189,7 @@ def watch_replays(engine: Any) -> list[tuple[int, int]]:
     return replayed
 
 
-def show(console: Console, stage: Stage, engine_class: Any, tokenizer: Tokenizer, model: Path, device: str) -> None:
+def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, device: str, impl: str = "stages") -> None:
     """Run one stage on a handful of requests and draw it while it works."""
     workload = demo_workload(lambda text: tokenizer.encode(text).ids, LIVE_LENGTHS)
     options = workload.stage_options(stage)
@@ -212,7 +218,7 @@ def show(console: Console, stage: Stage, engine_class: Any, tokenizer: Tokenizer
             view.on_event(with_text(event))
             view.started += time.perf_counter() - looked_from  # looking costs the engine nothing
 
-        engine = build(engine_class, model, device, on_event, options)
+        engine = build(stage, model, device, on_event, options, impl)
         if hasattr(engine, "replay"):
             view.replayed = watch_replays(engine)
         view.started = time.perf_counter()
@@ -258,12 +264,11 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(1)  # as fast as two on a model this small, and it disturbs nobody
     if stage:
         try:
-            engine_class = mine.engine_class(stage) if options.impl == "exercises" else stage.engine_class()
-            show(console, stage, engine_class, tokenizer, options.model, options.device)
-        except (ValueError, NotImplementedError) as error:  # no file yet, or an exercise that is still open
-            if options.impl == "stages":
-                raise
-            sys.exit(f"make stage-{stage.number}-test IMPL=exercises says more: {error}")
+            show(console, stage, tokenizer, options.model, options.device, options.impl)
+        except NotImplementedError as error:
+            sys.exit(f"{error} is still open: make stage-{stage.number}-test IMPL=exercises says more")
+        except FileNotFoundError as error:
+            sys.exit(str(error))
         return
     stages = [stage for stage in load_stages() if stage.number not in NEEDS_A_GPU]
     tell_stories(console, stages, tokenizer, options.model, options.device, STORY_TOKENS)
