@@ -153,7 +153,7 @@ class Lesson:
         config.option.reportchars = config.option.reportchars.strip("fE")  # every failure is told once
         self.whole = not config.option.keyword and config.args == ["tests/stages"]  # and so worth a record
         self.watch = watch()
-        self.holes: dict[str, str] = {}  # exercise -> right, open or wrong
+        self.holes: dict[str, str] = {}  # exercise -> right, wrong, open, or for which other exercise it waits
         self.failed: dict[int, str] = {}  # stage -> its first test that failed
         self.passed: dict[int, int] = {}
         self.digests: dict[int, str] = {}  # of the files in exercises/
@@ -193,7 +193,7 @@ class Lesson:
         if hole is None and self.one_failure and not set(self.holes.values()) <= {"right"}:
             item.session.shouldfail = "first the exercises, each by itself; then the stage as a whole"
             return True  # True: the test need not run
-        return True if self.holes.get(hole or "") in ("open", "wrong") else None
+        return True if self.holes.get(hole or "", "right") != "right" else None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
@@ -204,8 +204,11 @@ class Lesson:
         if call.excinfo is not None and report.failed:
             is_open = call.excinfo.errisinstance(NotImplementedError)
             self.failed.setdefault(number, item.nodeid)
-            if hole:
-                self.holes[hole] = "open" if is_open else "wrong"
+            if hole and not is_open:
+                self.holes[hole] = "wrong"
+            elif hole:
+                name = str(call.excinfo.value).removeprefix("exercise ")
+                self.holes[hole] = "open" if name == hole else f"waits for {name}"
             if is_open:
                 report.longrepr = still_open(str(call.excinfo.value), number)
             elif item.config.option.tbstyle == "auto" and not call.excinfo.errisinstance(pytest.fail.Exception):
