@@ -93,7 +93,8 @@ def run_tests(stage: Stage, source: str, target: str = "tests/stages") -> Verdic
         importlib.invalidate_caches()
         search_path = shlex.join([directory, str(ROOT)])  # before a real exercises/ of the learner
         command = [target, f"--stage={stage.number}", "--impl=exercises", "-x", "-q"]
-        command += [f"-pno:{plugin}" for plugin in ("cacheprovider", "nbval", "schemathesis")]  # not needed, and slow
+        # Not needed, and slow: the last collects all garbage of this process several times in each run
+        command += [f"-pno:{plugin}" for plugin in ("cacheprovider", "nbval", "schemathesis", "unraisableexception")]
         command += ["-o", f"pythonpath={search_path}", f"--timeout={SECONDS_PER_TEST}"]
         with contextlib.chdir(ROOT), contextlib.redirect_stdout(output):
             code = pytest.main(command, plugins=[verdict])
