@@ -427,7 +427,7 @@ source(BlockManager.find_prefix)
 #
 # ## Your turn
 #
-# Three ways to make the engine your own:
+# There is no `make stage-8-exercise`. Three ways to make the engine your own instead:
 #
 # - **Break it.** `tests/engine/faults.py` lists some thirty plausible mistakes, each a small edit. Make one of them by
 #   hand, say what you expect to go wrong, and run `pytest tests/engine/test_shadow_kv.py`.

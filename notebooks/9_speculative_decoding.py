@@ -373,7 +373,7 @@ show_table("speculation", RESULTS)
 #
 # ## Your turn
 #
-# Three changes to `nanovllm`, with a measure for each:
+# There is no `make stage-9-exercise`. Three changes to `nanovllm` instead, with a measure for each:
 #
 # - **Break it.** Let the second draw come from $p$ instead of $\max(p - q, 0)$ and draw the bars again: which tokens
 #   come too often? Then run `pytest tests/kernels/test_rejection.py`.
