@@ -358,7 +358,8 @@ lines(
 )
 
 # %% [markdown]
-# Few guesses break even earliest; many win most where the batch is small and the draft is good. The draft's own time is
+# From eight requests on, few guesses break even earliest; below that a few more tokens cost next to nothing, and the
+# curves cross. Many guesses win most where the batch is small and the draft is good. The draft's own time is
 # not in it: here guesses are free, as n-grams are. A draft model whose turn takes a tenth of a step adds half a step
 # for four guesses, and has to be right more often.
 #

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from stages.checkpoint import read_config
@@ -216,15 +215,3 @@ def test_a_batch_is_as_large_as_its_reservations_allow(subject: Subject, checkpo
     assert {kind for kind, _ in order[:3]} == {"admitted"} and {kind for kind, _ in order[3:6]} == {"finished"}
     taken = [len(e["taken"]) + len(e["shared"]) for e in listener.events if e["type"] == "blocks" and not e["freed"]]
     assert taken == [2, 2, 2, 2]
-
-
-@since(3, 3)
-def test_the_kernel_gives_the_same_tokens_as_the_gather(subject: Subject, checkpoints: Path) -> None:
-    """Through Triton's interpreter on a CPU."""
-    pytest.importorskip("triton")
-    path = lively_qwen3(checkpoints, head_dim=64, num_hidden_layers=1)
-    prompts = random_prompts(18, 3)
-    gather, kernel = (subject.engine(path, num_blocks=8, attention=a) for a in ("gather", "triton"))
-    assert kernel.generate(prompts, greedy(3)) == gather.generate(prompts, greedy(3))
-    with pytest.raises(ValueError, match=r"attention.*'flash'"):
-        subject.engine(path, attention="flash")
