@@ -68,10 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if learning(config):  # each exercise by itself, then the parts of a stage, then the whole of it
         own = tuple(f"test_stage_{number}_" for number in config.getoption("stage") or ())
 
-        def place(item: pytest.Item) -> tuple[str, bool, bool, bool]:
+        def place(item: pytest.Item) -> tuple[object, ...]:
             name = item.path.name
             several_ranks = "start_ranks" in getattr(item, "fixturenames", ())  # these take seconds to start
-            return exercise_of(item) or "9", not name.startswith(own), not name.startswith("test_stage_"), several_ranks
+            # Conformance before the other tests of the whole: where it fails, the oracle says what to suspect
+            whole = not name.startswith(own), not name.startswith("test_stage_"), name != "test_conformance.py"
+            return exercise_of(item) or "9", *whole, several_ranks
 
         items.sort(key=place)
 
