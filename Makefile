@@ -2,6 +2,7 @@
 #   PYTHON=python3.12          the Python that .venv is made from (3.11 to 3.13)
 #   SYSTEM_SITE=1              reuse the packages (say, a CUDA torch) that PYTHON already has; downloads only what is missing
 #   TORCH="torch==2.12.0"      the torch to install, as arguments for pip
+#   IMPL=exercises             your own file of a stage, for `make stage-N-test`, `-demo` and `-bench`
 #   JOBS=4                     how many processes share the tests of `make test` and `make test-slow`
 #   ARGS="-k prefix -x"        handed on to pytest, the demo or the benchmark
 PYTHON ?= python3
@@ -65,8 +66,8 @@ pyodide: $(STAMP) ## fetch Python for the browser, once, with npm (needs the net
 stage-%-test: $(STAMP) FORCE ## test stage N (IMPL=exercises tests your own exercises/ instead)
 	$(RUN) -m pytest tests/stages --stage $* --impl $(IMPL) $(QUICK_START) $(ARGS)
 
-stage-%-bench: $(STAMP) FORCE ## measure stage N's showcase against stage N-1 and Hugging Face
-	$(RUN) -m benchmarks.stages.stage_bench $* $(ARGS)
+stage-%-bench: $(STAMP) FORCE ## measure stage N's showcase against stage N-1 and Hugging Face (IMPL=exercises: yours)
+	$(RUN) -m benchmarks.stages.stage_bench $* --impl $(IMPL) $(ARGS)
 
 stage-%-notebook: $(STAMP) FORCE ## open stage N's notebook in JupyterLab (ARGS="--allow-root" where you are root)
 	$(RUN) -m jupyterlab notebooks/$*_*.ipynb $(ARGS)
@@ -77,11 +78,11 @@ stage-%-diff: $(STAMP) FORCE ## what stage N changes against stage N-1
 stage-%-exercise: $(STAMP) FORCE ## write exercises/stage_N_*.py: the stage with holes for you to fill
 	$(RUN) -m tools.exercises.exercises $* $(ARGS)
 
-stage-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in stage N and show which test catches each (two minutes)
+stage-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in stage N and show which test catches each
 	$(RUN) -m tools.exercises.mutants $* $(ARGS)
 
-stage-%-demo: $(STAMP) FORCE ## a live view of stage N in the terminal: blocks, queues, text
-	$(RUN) -m tools.race.demo --stage $* $(ARGS)
+stage-%-demo: $(STAMP) FORCE ## a live view of stage N in the terminal: blocks, queues, text (IMPL=exercises: yours)
+	$(RUN) -m tools.race.demo --stage $* --impl $(IMPL) $(ARGS)
 
 # --- show and measure ------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """nanovllm: an LLM inference engine that a person can read in an afternoon."""
 
+import os
 from typing import Any
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -8,6 +9,10 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+
+# A thread of OpenMP's that waits for others spins by default, and so takes the core that they need: on a busy CPU a
+# step takes thirty times as long. Read when torch is imported, so it has to be here; a user's own choice stays.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def __getattr__(name: str) -> Any:

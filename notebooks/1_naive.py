@@ -6,7 +6,9 @@
 # closely; see how a token is drawn; measure how slow the loop is; and find, on the way, the fact that makes stage 2
 # possible.
 #
-# Beside this notebook open `stages/stage_1_naive.py`. It has 79 lines.
+# Beside this notebook open `stages/stage_1_naive.py`. It has 71 lines.
+#
+# **About 20 minutes, and 20 minutes for the exercises.** You need notebook 0.
 
 # %%
 import torch
@@ -218,8 +220,8 @@ lines(
 list_exercises(1)
 
 # %% [markdown]
-# All three are shown above, so close this page while you write. Where your text differs from that of `transformers`, a
-# failing test names the first wrong token and the kind of mistake that it looks like.
+# Above they are holes; our solutions are folded below them. Each exercise is tested by itself first, and a failure says
+# which mistake it looks like. `make progress` draws how far you are.
 #
 # **To think about.** (a) Leave out `is_causal=True`: the engine still runs. Would you notice from the text? Try it. (b)
 # What would change if every text began at position 1000 instead of 0? Rotary embeddings only see differences of

@@ -5,8 +5,10 @@
 # next word. This notebook is about taking notes. The notes are called the **KV cache**; every inference engine has one,
 # and nearly all that is interesting about inference engines is about where to keep it.
 #
-# The whole of it is `stages/stage_2_kv_cache.py`, about 150 lines; `make stage-2-diff` shows what changed. It holds the
-# solutions of the exercises, too, and so do some cells below: close both while you write your own.
+# The whole of it is `stages/stage_2_kv_cache.py`, about 140 lines; `make stage-2-diff` shows what changed. It holds the
+# solutions of the exercises: close it while you write your own. In this notebook they are folded.
+#
+# **About 25 minutes, and 40 minutes for the exercises.** You need notebook 1.
 
 # %%
 import torch
@@ -265,12 +267,14 @@ cache_growth(together, names=NAMES, reserved=3 * 77, title="Stage 2: one batch, 
 list_exercises(2)
 
 # %% [markdown]
-# If you are stuck:
+# <details><summary>If you are stuck</summary>
 #
 # - **`KVCache.attend`**: two index tensors that broadcast to [B, Q] pick one place for each new token.
 # - **the last real token**: not the last column. Rows are padded on the right.
 # - **the newest tokens**: the newest of *n* tokens stands at position *n* - 1.
 # - **the mask**: the cell with "sees" above is all of it, with one comparison that broadcasts.
+#
+# </details>
 #
 # The tests put prompts of different lengths into one batch, on purpose: half of the classic mistakes are invisible as
 # long as there is one row, or all are equally long. Where texts differ, a failing test names the first wrong token and

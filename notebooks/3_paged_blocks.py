@@ -5,6 +5,8 @@
 # That is how programs got their memory in the 1950s, one contiguous piece each, and it failed for the same reason:
 # nobody knows beforehand how much they will need. Operating systems found the way out in 1962, and inference engines
 # found it again in 2023: **pages**.
+#
+# **About 25 minutes, and 35 minutes for the exercises.** You need notebook 2.
 
 # %%
 import itertools
@@ -260,13 +262,15 @@ for size in (1, 4, 16, 64, 128):
 list_exercises(3)
 
 # %% [markdown]
-# If you are stuck:
+# <details><summary>If you are stuck</summary>
 #
 # - **`allocate`**: all or nothing. Whoever takes two blocks and then finds that the third is missing has to put the two
 #   back. So count first. And a sequence may have some blocks already.
 # - **`slots_of`**: you did it by hand above. `//` says which entry of the table, `%` says where in the block.
 # - **the gather**: `r.context_slots` is a tensor of slots, and a flat cache can be indexed with it in one go. The rest
 #   is stage 2's attention.
+#
+# </details>
 #
 # `make stage-3-mutants` shows what goes wrong when one of these is *almost* right.
 #

@@ -9,6 +9,8 @@
 # what happens if the name is chosen carelessly: you will see a dormouse become a fox.
 #
 # Open `stages/stage_4_prefix_caching.py` beside it, or run `make stage-4-diff` to see what changed.
+#
+# **About 30 minutes, and 50 minutes for the exercises.** You need notebook 3.
 
 # %%
 import json
@@ -326,12 +328,14 @@ prefix_tree(
 list_exercises(4)
 
 # %% [markdown]
-# If you are stuck:
+# <details><summary>If you are stuck</summary>
 #
 # - **the digest**: `int.to_bytes` for the parent, `array("q", tokens).tobytes()` for the tokens, and `+` between them.
 # - **the walk**: one thing travels along, the content of the block before: its digest to look up, itself to compare.
 # - **taking blocks**: a shared block may lie in the free list. What would happen if you took the empty ones first?
 # - **giving back**: a count that reaches zero, and not before. `reversed` is half of the exercise.
+#
+# </details>
 #
 # `make stage-4-mutants` shows more plausible mistakes, with what each would look like to a user. Most are invisible
 # until the pool is tight.

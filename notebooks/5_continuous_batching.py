@@ -10,6 +10,8 @@
 # it needs no new mathematics at all: a loop, two queues and a budget.
 #
 # Open `stages/stage_5_continuous_batching.py` beside it, or run `make stage-5-diff` to see what changed.
+#
+# **About 30 minutes, and 40 minutes for the exercises.** You need notebooks 3 and 4.
 
 # %%
 import json
@@ -356,7 +358,7 @@ print("same tokens:", with_cache.outputs == without.outputs)
 list_exercises(5)
 
 # %% [markdown]
-# If you are stuck:
+# <details><summary>If you are stuck</summary>
 #
 # - **blocks for the running**: a loop, since one victim may not be enough; and the victim may be the requester itself.
 #   Then it is no longer running, and must not compute.
@@ -364,6 +366,8 @@ list_exercises(5)
 #   always find a gap, and the first would starve.
 # - **preempting**: three places must agree about who the sequence is now: the queues, the pool, and the sequence
 #   itself.
+#
+# </details>
 #
 # The tests run hundreds of requests through pools that are much too small, and compare every token with Hugging Face's.
 # `make stage-5-mutants` shows what the mistakes look like.

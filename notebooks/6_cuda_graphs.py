@@ -9,6 +9,8 @@
 #
 # You need no GPU: what only a GPU can show is a recording here, and says so. Open `stages/stage_6_cuda_graphs.py`
 # beside it, or run `make stage-6-diff` to see what changed.
+#
+# **About 35 minutes, and 55 minutes for the exercises.** You need notebook 5.
 
 # %%
 from functools import partial
@@ -277,11 +279,13 @@ print("on tape:  identical to transformers:", [a == b for a, b in zip(outputs, e
 # %% [markdown]
 # ## Is it fast?
 #
-# Not here. There is nothing to be saved by the stand-in, and it gathers the longest context that there could be instead
-# of the longest that there is:
+# Not here, on the contrary. There is nothing to be saved by the stand-in, and it pays for a shape that never changes:
+# every layer gathers as many slots as a table could ever have, and masks all that are not in use. Stage 5 gathers the
+# context that there is. (On a GPU a kernel reads the blocks in use and no others.)
 
 # %%
 print(f"on this CPU, batch 1: stage 5 {step_ms(engine, 1):.1f} ms, stage 6 {step_ms(taped, 1):.1f} ms a step")
+print(f"stage 6 gathers {taped.table_width * BLOCK_SIZE:,} slots a sequence, in each of its layers")
 
 # %% [markdown]
 # On a GPU: **guess**, how many times as fast is a decode step of one sequence?
@@ -362,13 +366,15 @@ if recording:
 list_exercises(6)
 
 # %% [markdown]
-# If you are stuck:
+# <details><summary>If you are stuck</summary>
 #
 # - **the ladder**: what is it for `max_num_seqs` of 1, 3, 8 and 9? The last bucket must hold a full engine.
 # - **the input memory**: write every row every time. What the last step left there belongs to somebody who may be gone.
 # - **sampling**: one expression for greedy and sampled rows alike. A temperature of 0 makes the noise vanish.
 # - **whole tables**: a slot is `block * block_size + offset`, for all blocks of all rows at once. Nothing may depend on
 #   how long the contexts are, but the mask.
+#
+# </details>
 #
 # `make stage-6-mutants` shows what the mistakes look like: one of them writes its padding to slot 0.
 #

@@ -10,6 +10,8 @@
 # You need no GPU: two processes on this CPU are two ranks. Open `stages/stage_7_tensor_parallel.py` beside it, or run
 # `make stage-7-diff` to see what changed against the stage before. The processes are in `stages/ranks.py`.
 #
+# **About 35 minutes, and 60 minutes for the exercises.** You need notebook 5.
+#
 # This runs in Jupyter only. A rank is a new Python, which imports the script that started it; and this file has no
 # `if __name__ == "__main__":`, so as a plain script every rank would run it again.
 
@@ -392,7 +394,7 @@ engine.close()  # does nothing a second time
 list_exercises(7)
 
 # %% [markdown]
-# If you are stuck:
+# <details><summary>If you are stuck</summary>
 #
 # - **one rank's numbers**: the hidden size is not cut, nor is the size of a head. Look at the pictures.
 # - **cutting**: `chunk` does nearly all of it. Which rank has which key/value head, if two share one? Neighbours, since
@@ -400,6 +402,8 @@ list_exercises(7)
 # - **the embedding**: an id that is not yours is out of range. Look up any other row in its place, and then blank it.
 # - **the best of a rank**: `masked_fill` before `argmax`, and take the logit from the masked scores: a rank may have
 #   nothing but padding.
+#
+# </details>
 #
 # The tests first put the parts together on threads, without any process. `make stage-7-mutants` shows what the mistakes
 # look like: several are invisible on every model that has no biases.

@@ -10,6 +10,8 @@
 # - The **data plane**, `nanovllm/runner/` and below, knows rows, slots and tensors. It has never heard of a request.
 #
 # Between them runs one small message a step. This notebook follows it.
+#
+# **About 35 minutes.** You need notebook 5. There are no holes to fill: nothing is left out here.
 
 # %%
 import inspect
@@ -425,7 +427,7 @@ source(BlockManager.find_prefix)
 #
 # ## Your turn
 #
-# There is no `make stage-8-exercise`: nothing is left out here. Three ways to make the engine your own instead:
+# There is no `make stage-8-exercise`. Three ways to make the engine your own instead:
 #
 # - **Break it.** `tests/engine/faults.py` lists some thirty plausible mistakes, each a small edit. Make one of them by
 #   hand, say what you expect to go wrong, and run `pytest tests/engine/test_shadow_kv.py`.

@@ -19,6 +19,7 @@ class Stage:
     needs: list[str]
     options: list[str]  # engine arguments beyond model, device, dtype and on_event
     showcase: str
+    exercises: list[list[int]]  # about how many minutes each hole takes, and its difficulty, 1 to 3
 
     @property
     def module_name(self) -> str:

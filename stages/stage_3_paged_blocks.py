@@ -1,10 +1,10 @@
 """Stage 3: paged blocks.
 
 What hurt:    stage 2 reserves a rectangle as long as the longest sequence for every row, and computes padding too.
-The idea:     cut KV memory into blocks of a few tokens, as an operating system cuts memory into pages. A sequence owns
-              any blocks, in any order, through its block table: token p lives in slot
-              block_table[p // block_size] * block_size + p % block_size. At most one partly filled block a sequence
-              is wasted, and a batch is tokens laid end to end, without padding (Kwon et al., "PagedAttention", 2023).
+The idea:     cut KV memory into blocks of a few slots, one slot per token, as an operating system cuts memory into
+              pages. A sequence owns any blocks; its block table lists them in the order of its text, and slots are
+              counted through all blocks of the pool. At most one partly filled block a sequence is wasted, and a
+              batch is tokens laid end to end, without padding (Kwon et al., "PagedAttention", 2023).
 Still hurts:  a hundred requests that open with the same long instructions compute and store them a hundred times. The
               block table would allow two sequences to own the same block. Stage 4 shares them.
 """

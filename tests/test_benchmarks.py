@@ -30,6 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(out: Path, model: Path, **changes: Any) -> argparse.Namespace:
     given = {"out": out, "model": model, "device": "cpu", "threads": 1, "rounds": 1, "quick": True}
+    given["impl"] = "stages"
     return argparse.Namespace(**given | changes)
 
 
@@ -292,7 +293,7 @@ def test_a_showcase_that_needs_a_gpu_is_only_tried_out_without_one(
     monkeypatch.setattr(stage_bench, "measure", lambda showcase, chosen: {"model": chosen.model, "quick": chosen.quick})
     monkeypatch.setattr(stage_bench, "misses", lambda result: ["lost"])
     for given, taken in ((harness.EMBEDDED_MODEL, Path("random Qwen3-0.6B")), (model, model)):
-        chosen = argparse.Namespace(device="cuda", model=given, quick=False)
+        chosen = argparse.Namespace(device="cuda", model=given, quick=False, impl="stages")
         assert stage_bench.run("6", chosen) == ({"model": taken, "quick": False}, ["lost"])
 
 

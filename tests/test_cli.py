@@ -275,3 +275,12 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     shell = '"$0" -m nanovllm.cli generate "Once upon a time," --max-tokens 1000 | head -c 20; exit ${PIPESTATUS[0]}'
     done = subprocess.run(["bash", "-c", shell, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr, done.stdout) == (141, "", "Once upon a time, in")
+
+
+def test_threads_that_wait_do_not_spin_unless_the_user_says_so() -> None:
+    """Set before torch is imported, which reads it only then."""
+    code = "import os, sys, nanovllm; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    unset = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for environment, policy in ((unset, "PASSIVE"), (unset | {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        assert done.stdout.split() == [policy], done.stderr

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.cells import cell_len
@@ -145,6 +146,25 @@ def test_one_stage_live(number: int, tokenizer: Any, monkeypatch: pytest.MonkeyP
         assert out.getvalue().count("counters") == 1 or terminal
         assert ("\x1b[" in out.getvalue()) == terminal
     assert out.getvalue().count("counters") > 3
+
+
+def test_a_learner_s_stage_is_shown_once_it_is_whole(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learner = type("Learner", (), {})
+    for error, message in (
+        (NotImplementedError("exercise 5.2"), "exercise 5.2 is still open: make stage-5-test"),
+        (FileNotFoundError("no such file yet"), "no such file yet"),
+    ):
+        monkeypatch.setattr(demo.mine, "engine_class", Mock(side_effect=error))
+        with pytest.raises(SystemExit, match=message):
+            demo.main(["--stage", "5", "--impl", "exercises"])
+    monkeypatch.setattr(demo.mine, "engine_class", lambda stage: learner)
+    with pytest.raises(TypeError, match="Learner"):
+        demo.build(load_stage(5), MODEL, "cpu", lambda event: None, {}, "exercises")
+    with pytest.raises(SystemExit):
+        demo.main(["--impl", "exercises"])
+    assert "needs --stage N" in capsys.readouterr().err
 
 
 def test_the_view_of_stage_6_counts_replays_and_their_padding(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

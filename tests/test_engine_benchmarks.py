@@ -198,7 +198,9 @@ def test_an_ablation_adds_to_what_an_earlier_run_has_written(
 def cpu_results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both models' results, from one small model in this process."""
     directory = tmp_path_factory.mktemp("cpu")
-    options = argparse.Namespace(out=directory, model=model, device="cpu", threads=1, rounds=1, quick=True)
+    options = argparse.Namespace(
+        out=directory, model=model, device="cpu", threads=1, rounds=1, quick=True, impl="stages"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "run_process", run_here)
         for build in (engine_cpu, engine_cpu_smollm2):

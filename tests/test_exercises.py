@@ -56,6 +56,8 @@ def g(x):
 def test_every_stage_has_two_to_four_small_holes(stage: Stage) -> None:
     holes = find_holes(solution(stage))
     assert 2 <= len(holes) <= 4
+    assert len(stage.exercises) == len(holes), "stages.toml has minutes and difficulty of each"
+    assert all(5 <= minutes <= 30 and difficulty in (1, 2, 3) for minutes, difficulty in stage.exercises)
     assert sorted(hole.name for hole in holes) == [f"{stage.number}.{i + 1}" for i in range(len(holes))]
     for hole in holes:
         assert 3 <= hole.num_code_lines <= 15, f"exercise {hole.name} asks for {hole.num_code_lines} lines"
@@ -66,9 +68,10 @@ def test_a_cut_keeps_the_hint_and_hides_the_solution() -> None:
     text = cut(EXAMPLE, {"1.1"})
     assert "2 * x" not in text and "pass" in text
     assert "    # exercise 1.1: double x, and\n    #   say \"so\" or 'so'.\n    raise NotImplementedError(" in text
+    assert text.count("double x") == 1, "the hint stands there once"
     namespace: dict[str, object] = {}
     exec(text, namespace)
-    with pytest.raises(NotImplementedError, match=r"exercise 1\.1: double x, and say \"so\" or 'so'"):
+    with pytest.raises(NotImplementedError, match=r"^exercise 1\.1$"):
         namespace["f"](1)  # type: ignore[operator]
 
 
@@ -142,7 +145,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_even_a_small_run_meets_every_hole(stage: Stage, hole: Hole, checkpoint: Path) -> None:
     with pytest.raises(NotImplementedError) as raised:
         generate(stage, exercise_source(stage, {hole.name}), checkpoint)
-    assert str(raised.value) == f"exercise {hole.name}: {hole.hint}"
+    assert str(raised.value) == f"exercise {hole.name}"
 
 
 @by_slug
@@ -165,7 +168,7 @@ def test_the_stage_s_tests_notice_every_hole_and_pass_without(stage: Stage) -> N
     assert results.pop("all").test is not None
     for name, result in results.items():
         assert result.test is not None, f"no test notices that exercise {name} is open"
-        assert f"exercise {name}:" in result.message
+        assert f"still open: exercise {name}: " in result.message
 
 
 @by_slug
@@ -185,7 +188,7 @@ def test_the_written_file_parses_and_is_laid_out(stage: Stage, tmp_path: Path) -
 def test_the_tool_never_overwrites_work(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     target = tmp_path / "exercises" / f"{STAGES[0].module_name}.py"
     assert exercises.main(["1"], target.parent) == 0
-    assert "1.1" in capsys.readouterr().out
+    assert re.search(r"1\.1  about \d+ minutes, difficulty [123] of 3", capsys.readouterr().out)
     target.write_text("# my work")
     assert exercises.main(["1"], target.parent) == 1
     assert target.read_text() == "# my work"

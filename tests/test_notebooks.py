@@ -19,6 +19,7 @@ if any(find_spec(name) is None for name in ("jupytext", "nbval", "ipykernel", "n
 
 import nbformat
 
+from stages.manifest import Stage, load_stages
 from tools.docs.notebooks import NOTEBOOKS, ROOT, as_text, from_source, sources
 
 PATHS = sources()
@@ -46,6 +47,17 @@ def load(path: Path) -> Any:
 
 def code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("stage", load_stages(), ids=lambda stage: stage.slug)
+def test_a_chapter_says_how_long_it_takes_and_what_it_needs(stage: Stage) -> None:
+    """The minutes of its exercises are those of the manifest."""
+    [path] = [path for path in PATHS if path.stem == f"{stage.number}_{stage.slug}"]
+    minutes = sum(minutes for minutes, _ in stage.exercises)
+    beginning = path.read_text(encoding="utf-8").split("# %%")[1]
+    assert re.search(
+        rf"\*\*About \d+ minutes, and {minutes} minutes for the exercises\.\*\* You need notebooks? \d", beginning
+    )
 
 
 def run_nbval(notebook: Path, junit: Path) -> subprocess.CompletedProcess[str]:

@@ -44,6 +44,18 @@ def test_every_exercise_of_every_stage_is_seen_to_be_open(stage: Stage, tmp_path
     assert len(p.open_holes) == p.holes >= 2
 
 
+def test_a_hole_that_is_filled_in_wrongly_is_not_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, *_ = (hole.name for hole in find_holes(solution(FOUR)))
+    digest = write(tmp_path, FOUR, exercise_source(FOUR, {two}))
+    save_result(tmp_path, FOUR, Result(digest, "test_x.py::test_that", 3, wrong=[one]))
+    p = read_progress(FOUR, tmp_path)
+    assert (p.open_holes, p.wrong) == ([two], [one]) and f"mend exercise {one}" in p.next_step
+    assert main([], tmp_path) == 0
+    assert "▣ □ ■ ■" in capsys.readouterr().out
+    write(tmp_path, FOUR, exercise_source(FOUR, {two}) + "# changed\n")
+    assert read_progress(FOUR, tmp_path).wrong == []
+
+
 def test_a_changed_file_is_not_done_any_more(tmp_path: Path) -> None:
     save_result(tmp_path, FOUR, Result(write(tmp_path, FOUR, solution(FOUR)), None, 30))
     write(tmp_path, FOUR, solution(FOUR) + "# changed\n")
@@ -72,8 +84,8 @@ def test_only_what_was_filled_in_and_has_changed_is_run(tmp_path: Path, capsys: 
     write(tmp_path, load_stage(1), exercise_source(load_stage(1)))
     write(tmp_path, FOUR, solution(FOUR))
     assert "7 pass" not in call() and ran == []
-    assert "7 pass" in call("--run") and ran == [(4, False)]
+    assert "7 pass" in call("--run") and ran == [(1, False), (4, False)]
     assert "Next: stage 1" in call("--run") and ran == []
-    assert "5 of 5" in call("--mutants") and ran == [(4, True)]
+    assert "5 of 5" in call("--mutants") and ran == [(1, True), (4, True)]
     call("--mutants")
     assert ran == []

@@ -59,7 +59,10 @@ def test_make_alone_is_help() -> None:
             ["stage-4-test", "IMPL=exercises"],
             f".venv/bin/python -m pytest tests/stages --stage 4 --impl exercises{QUICK}",
         ),
-        (["stage-3-bench", "ARGS=--rounds 5"], ".venv/bin/python -m benchmarks.stages.stage_bench 3 --rounds 5"),
+        (
+            ["stage-3-bench", "ARGS=--rounds 5"],
+            ".venv/bin/python -m benchmarks.stages.stage_bench 3 --impl stages --rounds 5",
+        ),
         (["stage-2-notebook"], ".venv/bin/python -m jupyterlab notebooks/2_*.ipynb"),
         (["stage-2-notebook", "ARGS=--allow-root"], ".venv/bin/python -m jupyterlab notebooks/2_*.ipynb --allow-root"),
         (["stage-5-mutants"], ".venv/bin/python -m tools.exercises.mutants 5"),

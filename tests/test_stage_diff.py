@@ -1,6 +1,8 @@
 """The stages' diffs: what is paired with what, what is listed, and that both renderings hold the code of the stage."""
 
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -62,7 +64,8 @@ def test_the_units_of_a_stage_are_its_whole_file(number: int) -> None:
 def test_the_first_stage_is_shown_whole() -> None:
     diff = compare(1)
     assert diff.before is None and not diff.removed and not diff.changed
-    assert [pair.new for pair in diff.pairs] == list(read_stage(1).units.values())
+    docstring, imports, *code = read_stage(1).units.values()
+    assert [pair.new for pair in diff.pairs] == [*code, docstring, imports]
 
 
 def test_engines_are_paired_whatever_their_names() -> None:
@@ -163,6 +166,21 @@ def test_a_narrow_terminal_shows_old_above_new(
     assert old and new
     gone = next(i for i, line in enumerate(lines) if line.startswith(f"{old.first_line + 1:>4} - {old.lines[1]}"))
     assert any(line.startswith(f"{new.first_line + 1:>4} + {new.lines[1]}") for line in lines[gone:])
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_code_comes_before_docstring_and_imports(number: int) -> None:
+    keys = [pair.new.key for pair in compare(number).pairs if pair.new]
+    assert keys[-2:] == ["docstring", "imports"] and "docstring" not in keys[:-2]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell's pipes")
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    command = f"{sys.executable} -m tools.exercises.stage_diff 5; echo status $? >&2"
+    done = subprocess.run(
+        ["sh", "-c", f"({command}) | head -n 1"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.count("\n") == 1 and done.stderr == "status 0\n"
 
 
 def test_a_stage_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def ask(code: str, *arguments: str) -> str:
 
 
 def pip_install(*arguments: str | Path) -> bool:
-    command = [python_in_venv(), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    command = [python_in_venv(), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
     return subprocess.run([str(part) for part in command], cwd=ROOT).returncode == 0
 
 
@@ -114,8 +114,15 @@ def requirements(extras: Sequence[str] = ()) -> list[str]:
     return [line for name in extras for line in project["optional-dependencies"][name]] or project["dependencies"]
 
 
+def cpu_only(torch: str) -> str:
+    """The command that sets up with the build of torch for CPUs, a tenth of the size."""
+    return f'make setup TORCH="{torch} --index-url https://download.pytorch.org/whl/cpu"'
+
+
 def install_everything(torch: str) -> None:
-    print(f"installing {torch}, then the project and its tools", flush=True)
+    print(f"installing {torch}, then the project and its tools: some minutes", flush=True)
+    if sys.platform == "linux" and "index-url" not in torch:
+        print(f"on Linux that may be PyTorch for CUDA, several GB; for a CPU alone:\n    {cpu_only(torch)}", flush=True)
     if not (pip_install(*shlex.split(torch)) and pip_install("-e", f".[{','.join(EXTRAS)}]")):
         sys.exit("setup: pip failed, see above; once its complaint is met, `make clean` and `make setup` start afresh")
 
@@ -127,7 +134,7 @@ def add_missing(wanted: list[str]) -> list[str]:
         print("installing what is missing:", ", ".join(to_install), flush=True)
         pins = VENV / "reused.txt"
         pins.write_text(ask(FIND_VERSIONS, "torch", "triton"))
-        pip_install("--retries", "1", "--timeout", "15", "--constraint", pins, *to_install)
+        pip_install("--quiet", "--retries", "1", "--timeout", "15", "--constraint", pins, *to_install)
         missing = ask(FIND_MISSING, *wanted).splitlines()
     return missing
 
@@ -140,7 +147,7 @@ def install_missing() -> None:
         print(f"setup: going on without {', '.join(still)}: the targets that use them will say so")
     (site_packages() / "a_nanovllm.pth").write_text(f"{ROOT}\n")  # its name sorts first, so its packages come first
     if find_spec("setuptools"):  # writes the `nanovllm` script; with too old a setuptools there is none
-        pip_install("--quiet", "--quiet", "--no-deps", "--no-build-isolation", "--editable", ".")
+        pip_install("--quiet", "--quiet", "--quiet", "--no-deps", "--no-build-isolation", "--editable", ".")
 
 
 def main() -> None:

@@ -8,11 +8,12 @@ criterion of Hugging Face's `generate` that only looks at the clock.
 import hashlib
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,11 +22,11 @@ from benchmarks.lib.harness import Contender, Measured
 from benchmarks.lib.process import CLOCKS, ClockName, Engine, synchronize
 from benchmarks.lib.workloads import Request, Scenario
 from nanovllm.trace_view.engine_state import EngineState
-from stages import stage_2_kv_cache
 from stages.core import SamplingParams
-from stages.manifest import load_stage
+from stages.manifest import Stage, load_stage
 from stages.model import Attend, Transformer
 from stages.stage_6_cuda_graphs import CUDAGraphEngine
+from tools.exercises import mine
 
 BLOCK_SIZE = 16
 
@@ -187,13 +188,21 @@ def mib(model: torch.nn.Module) -> float:
 
 
 class StageRunner(Runner):
-    """An engine of `stages/`, built anew for every scenario with the scenario's limits."""
+    """An engine of `stages/`, or the learner's in `exercises/`, built anew for every scenario with its limits."""
 
     def __init__(
-        self, model: str, device: str, *, number: int, options: dict[str, Any], compiled: bool = False
+        self,
+        model: str,
+        device: str,
+        *,
+        number: int,
+        options: dict[str, Any],
+        compiled: bool = False,
+        impl: Literal["stages", "exercises"] = "stages",
     ) -> None:
         self.stage, self.options = load_stage(number), options
-        self.engine_class: Any = CompiledEngine if compiled else self.stage.engine_class()
+        own = mine.engine_class if impl == "exercises" else Stage.engine_class
+        self.engine_class: Any = CompiledEngine if compiled else own(self.stage)
         self.model, self.device = model, device
         self.engine: Any = None
         if number == 2:
@@ -202,14 +211,15 @@ class StageRunner(Runner):
     def watch_static_cache(self) -> None:
         """Stage 2 has no blocks to tell of, so the rectangle that it allocates is looked at as it is made."""
         runner = self
+        module: Any = sys.modules[self.engine_class.__module__]
 
-        class WatchedKVCache(stage_2_kv_cache.KVCache):
+        class WatchedKVCache(module.KVCache):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
                 if runner.recorder is not None:
                     runner.recorder.on_rectangle(*self.k.shape[1:3])
 
-        stage_2_kv_cache.KVCache = WatchedKVCache  # type: ignore[misc, assignment]
+        module.KVCache = WatchedKVCache
 
     def prepare(self, scenario: Scenario) -> None:
         longest = max(request.length for call in scenario.calls for request in call)

@@ -56,6 +56,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of every contender (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of every contender (default 3)")
     parser.add_argument("--quick", action="store_true", help="a tiny workload: for tests, its figures mean nothing")
+    parser.add_argument(
+        "--impl", choices=("stages", "exercises"), default="stages", help="exercises: your own file of the stage"
+    )
     parser.add_argument("--out", type=Path, help="directory for the JSON (default: benchmarks/results)")
 
 
@@ -72,8 +75,9 @@ def measure(showcase: Showcase, options: argparse.Namespace) -> dict[str, Any]:
     if options.rounds < 1 or options.threads < 1:
         sys.exit(f"--rounds {options.rounds} --threads {options.threads}: both must be at least 1")
     several = any(scenario.several_processes for scenario in showcase.scenarios)
-    # What a quick run measures means nothing, so it must not end up where the README's tables come from
-    default = harness.ROOT / "build" / "bench" if options.quick else harness.RESULTS
+    # Neither a quick run, which measures nothing, nor a learner's may end up where the README's tables come from
+    elsewhere = options.quick or options.impl == "exercises"
+    default = harness.ROOT / "build" / "bench" if elsewhere else harness.RESULTS
     chosen = argparse.Namespace(**vars(options))
     chosen.model, chosen.out = options.model.resolve(), options.out or default
     chosen.clock = "wall" if several else choose_clock(options.device, options.threads)
@@ -236,10 +240,23 @@ def run(name: str, options: argparse.Namespace) -> tuple[Result, list[str]] | No
     elif shape is not None and options.model == harness.EMBEDDED_MODEL:
         chosen.model = random_checkpoint(shape)
     showcase = KNOWN[name](vocab_size(chosen.model), chosen.quick)
+    if options.impl == "exercises":
+        showcase = with_the_learners(showcase, name)
     result = measure(within_reach(showcase, chosen.device), chosen)
     if name == "ladder" and not chosen.quick:
         draw(result, FIGURE)
     return result, [] if chosen.quick else misses(result)
+
+
+def with_the_learners(showcase: Showcase, name: str) -> Showcase:
+    """The showcase of a stage with the learner's file in the place of ours; all others stay as they are."""
+    contenders = []
+    for contender in showcase.contenders:
+        spec = contender.arguments["spec"]
+        if str(spec.get("number")) == name:
+            contender = replace(contender, arguments=contender.arguments | {"spec": spec | {"impl": "exercises"}})
+        contenders.append(contender)
+    return replace(showcase, contenders=contenders)
 
 
 def misses(result: Result) -> list[str]:

@@ -1,6 +1,7 @@
 """The teaching kernel against attention written out in float64: on Triton's interpreter here, compiled on a GPU."""
 
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ pytest.importorskip("triton")
 
 from stages.core import SamplingParams, Sequence
 from stages.paged_attention_triton import attend_in_place, paged_attention, paged_decode_attention
+from tests.stages.requests import greedy, random_prompts
+from tests.stages.subject import Subject, since
+from tests.weights import lively_qwen3
 
 Lengths = list[tuple[int, int]]  # (query_len, context_len) of each sequence
 
@@ -139,3 +143,14 @@ def test_compiled(dtype: torch.dtype, tolerance: float, group: int, block_size: 
             device="cuda",
             tolerance=tolerance,
         )
+
+
+@since(3, 3)
+def test_the_kernel_gives_the_same_tokens_as_the_gather(subject: Subject, checkpoints: Path) -> None:
+    """Through Triton's interpreter on a CPU."""
+    path = lively_qwen3(checkpoints, head_dim=64, num_hidden_layers=1)
+    prompts = random_prompts(18, 3)
+    gather, kernel = (subject.engine(path, num_blocks=8, attention=a) for a in ("gather", "triton"))
+    assert kernel.generate(prompts, greedy(3)) == gather.generate(prompts, greedy(3))
+    with pytest.raises(ValueError, match=r"attention.*'flash'"):
+        subject.engine(path, attention="flash")

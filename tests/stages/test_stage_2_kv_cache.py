@@ -2,29 +2,170 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from stages.checkpoint import read_config
+from stages.core import SamplingParams, Sequence
 from tests.oracle_record import Recorder
+from tests.stages.likely import check, exercise
 from tests.stages.requests import greedy, random_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
 
 
-@since(2, 2)
-def test_new_keys_and_values_land_in_their_row_and_column(subject: Subject, checkpoints: Path) -> None:
+@pytest.mark.parametrize("positions", [[[3], [1]], [[0, 1, 2], [0, 1, 2]]], ids=["decode", "prefill"])
+@exercise("2.1")
+def test_new_keys_and_values_land_in_their_row_and_column(
+    subject: Subject, checkpoints: Path, positions: list[list[int]]
+) -> None:
     config = replace(read_config(lively_qwen3(checkpoints)), dtype=torch.float32)
     cache = subject.part("KVCache")(config, 2, 6, torch.device("cpu"))
-    k, v = (torch.randn(2, 2, 32) for _ in range(2))  # one new token for each of two rows
-    q = torch.randn(2, 4, 32)
-    positions = torch.tensor([[3], [1]])
-    mask = torch.arange(4) <= positions[:, None, :, None]
-    cache.attend(positions, mask, 1, q, k, v)
-    assert torch.equal(cache.k[1, 0, 3], k[0]) and torch.equal(cache.k[1, 1, 1], k[1])
-    assert torch.equal(cache.v[1, 0, 3], v[0]) and torch.equal(cache.v[1, 1, 1], v[1])
-    cache.k[1, 0, 3] = cache.k[1, 1, 1] = cache.v[1, 0, 3] = cache.v[1, 1, 1] = 0
-    assert not cache.k.any() and not cache.v.any()  # nothing else was written, in no other layer either
+    cells = [(row, position) for row, columns in enumerate(positions) for position in columns]
+    k, v = (torch.randn(len(cells), 2, 32) for _ in range(2))  # row after row
+    mask = torch.arange(4) <= torch.tensor(positions)[:, None, :, None]
+    cache.attend(torch.tensor(positions), mask, 1, torch.randn(len(cells), 4, 32), k, v)
+    for name, stored, new in (("keys", cache.k, k), ("values", cache.v, v)):
+        for i, cell in enumerate(cells):
+            found = [tuple(at) for at in (stored[1] == new[i]).all(-1).all(-1).nonzero().tolist()]
+            elsewhere = f"cells (row, column) that hold the {name} of the token of row {cell[0]}, position {cell[1]}"
+            likely = {"they were never written": [], "they are written to columns 0 to Q - 1": [(cell[0], i)]}
+            likely |= {"k and v are laid out row after row: unflatten(0, (B, Q))": [(1, 0)]}
+            likely |= {"they are in every row: row numbers must be a column [B, 1]": [(0, cell[1]), (1, cell[1])]}
+            check(elsewhere, found, [cell], likely)
+            stored[1][cell] = 0
+        check(f"other {name} that were written, as (layer, row, column)", cells_of(stored), [])
+
+
+def cells_of(stored: torch.Tensor) -> list[list[int]]:
+    """Layer, row and column of all that is not zero in [layers, B, L, Hkv, D]."""
+    return (stored != 0).any(-1).any(-1).nonzero().tolist()
+
+
+class Stub:
+    """A model whose logits are its hidden states plus 100."""
+
+    def __init__(self) -> None:
+        self.input_ids = self.positions = torch.empty(0)
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+        """-> [T, 1], the index of each token among the T"""
+        self.input_ids, self.positions = input_ids, positions
+        q = torch.zeros(len(input_ids), 1, 1)
+        attend(0, q, q, q)
+        return torch.arange(len(input_ids)).float()[:, None]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + 100
+
+
+class Masks:
+    """A cache that keeps the mask which it is given."""
+
+    def __init__(self) -> None:
+        self.mask = torch.empty(0)
+
+    def attend(self, positions: torch.Tensor, mask: torch.Tensor, *_: Any) -> None:
+        self.mask = mask
+
+
+def batch_of(*lengths: int) -> list[Sequence]:
+    """Sequences of tokens 10, 11, ... for the first, 20, 21, ... for the second: 2 of them are the prompt's."""
+    return [
+        Sequence(i, [10 * i + 10 + j for j in range(n)], 2, SamplingParams(0, 9), seed=0) for i, n in enumerate(lengths)
+    ]
+
+
+LOGITS = "logits (here: the index of a token in the flat rectangle, plus 100)"
+
+
+@exercise("2.2")
+def test_prefill_scores_the_last_token_of_each_prompt(subject: Subject, checkpoints: Path) -> None:
+    """Prompts of 2, 4 and 1 tokens in a rectangle of 3 x 4."""
+    engine = subject.engine(lively_qwen3(checkpoints))
+    engine.model = Stub()
+    engine.forward = lambda cache, input_ids, positions: torch.arange(input_ids.numel()).float().view(3, 4, 1)
+    batch = batch_of(2, 4, 1)
+    for seq in batch:
+        seq.num_prompt_tokens = len(seq.token_ids)
+    right = torch.tensor([[101.0], [107], [108]])
+    likely = {
+        "the last column of the rectangle, which for short prompts is padding": torch.tensor([[103.0], [107], [111]]),
+        "one token too far: the last of n tokens has the index n - 1": torch.tensor([[102.0], [107], [109]]),
+        "one token too early": torch.tensor([[100.0], [106], [111]]),
+        "these are the hidden states: self.model.logits makes scores of them": right - 100,
+        "all columns of these rows: hidden[rows, last] takes one of each": (
+            torch.arange(100.0, 112).view(3, 4, 1)[:, [1, 3, 0]]
+        ),
+    }
+    check(LOGITS, engine.prefill(None, batch), right, likely)
+
+
+@exercise("2.3")
+def test_decode_runs_the_newest_token_of_each_sequence(subject: Subject, checkpoints: Path) -> None:
+    """Texts of 3, 5 and 4 tokens, of which the second has finished: it runs along."""
+    engine = subject.engine(lively_qwen3(checkpoints))
+    given: list[torch.Tensor] = []
+
+    def forward(cache: object, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        given[:] = input_ids, positions
+        return torch.arange(input_ids.numel()).float().view(*input_ids.shape, 1)
+
+    engine.model, engine.forward = Stub(), forward
+    logits = engine.decode(None, batch_of(3, 5, 4), {0, 2})
+    ids, positions = given
+    likely = {
+        "the whole texts: their keys and values are in the cache, only the newest token is new": torch.tensor(
+            [[10, 11, 12, 0, 0], [20, 21, 22, 23, 24], [30, 31, 32, 33, 0]]
+        ),
+        "the running ones alone: cache and logits have a row for every sequence": torch.tensor([[12], [33]]),
+        "a column [B, 1] is wanted": torch.tensor([12, 24, 33]),
+        "the last token of each prompt": torch.tensor([[11], [21], [31]]),
+    }
+    check("input ids", ids, torch.tensor([[12], [24], [33]]), likely)
+    likely = {
+        "one too far: positions count from 0, so the newest of n tokens stands at n - 1": torch.tensor([[3], [5], [4]]),
+        "counted from the end of the prompt; positions count from the beginning of the text": torch.tensor(
+            [[0], [2], [1]]
+        ),
+        "a column [B, 1] is wanted": torch.tensor([2, 4, 3]),
+    }
+    check("positions", positions, torch.tensor([[2], [4], [3]]), likely)
+    right = torch.tensor([[100.0], [101], [102]])
+    likely = {
+        "forward gives [B, Q, H], and logits wants [B, H]: there is only one query, [:, 0]": right[:, None],
+        "these are the hidden states: self.model.logits makes scores of them": right - 100,
+    }
+    check(LOGITS, logits, right, likely)
+
+
+@pytest.mark.parametrize("positions", [[[0, 1, 2], [0, 1, 2]], [[5], [2]]], ids=["prefill", "decode"])
+@exercise("2.4")
+def test_the_mask_lets_a_token_see_itself_and_what_came_before(
+    subject: Subject, checkpoints: Path, positions: list[list[int]]
+) -> None:
+    engine, masks = subject.engine(lively_qwen3(checkpoints)), Masks()
+    engine.model = Stub()
+    at = torch.tensor(positions)  # [B, Q]
+    engine.forward(masks, torch.zeros_like(at), at)
+    assert masks.mask.dtype == torch.bool, f"the mask is of {masks.mask.dtype}, and should be of bool: True is visible"
+    context = max(map(max, positions)) + 1
+    columns, own = torch.arange(context), at[:, None, :, None]
+    if masks.mask.dim() == 4 and masks.mask.shape[-1] != context:
+        short = f"the mask has {masks.mask.shape[-1]} columns, and the largest position is {context - 1}"
+        raise AssertionError(f"{short}\nlikely: positions count from 0, so position p is in column p, the p + 1st")
+    likely = {
+        "a token does not see itself: < in place of <=": columns < own,
+        "a token sees one more than itself": columns <= own + 1,
+        "a token sees what comes after it, not what came before: turn the comparison around": columns > own,
+        "every token sees every column: nothing is masked": (columns < context).expand(
+            *at.shape[:1], 1, at.shape[1], -1
+        ),
+        "[B, Q, context]: a dimension for the heads is missing, [B, 1, Q, context]": columns <= at[:, :, None],
+    }
+    check(f"mask of positions {positions}", masks.mask, columns <= own, likely)
 
 
 @since(2, 2)

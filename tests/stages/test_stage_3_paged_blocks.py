@@ -4,12 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from stages.checkpoint import read_config
 from stages.core import SamplingParams, Sequence
+from tests.oracle_explain import attention
 from tests.stages.events import Listener
+from tests.stages.likely import check, exercise
 from tests.stages.requests import greedy, random_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
@@ -24,6 +25,47 @@ def sequence(num_tokens: int, table: list[int] | None = None, num_computed: int 
 
 def in_the_pool(pool: Any) -> list[int]:
     return sorted(pool.free_list)
+
+
+def room_for(pool: Any, seq: Sequence, num_tokens: int) -> bool:
+    """What `allocate` returns."""
+    took = pool.allocate(seq, num_tokens)
+    assert took in (True, False), f"allocate returned {took!r}, not True or False\nlikely: a `return True` is missing"
+    return bool(took)
+
+
+@exercise("3.1")
+def test_a_sequence_gets_the_blocks_that_it_lacks(subject: Subject) -> None:
+    """Blocks of 4 tokens, a pool of 5: for 1 token, 4, 5, 8, 9, and for 3, which need no more."""
+    pool, seq = subject.part("BlockPool")(num_blocks=5, block_size=4), sequence(8)
+    for num_tokens, blocks in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (3, 3)):
+        had, free = len(seq.block_table), list(pool.free_list)
+        fits = room_for(pool, seq, num_tokens)
+        assert fits, f"room for {num_tokens} tokens was refused, with the free blocks {free}"
+        likely = {
+            "as many blocks as there are tokens: self.num_blocks_for counts blocks": [*range(num_tokens)],
+            "all blocks are taken anew: those that the sequence has already are not missing": [*range(had + blocks)],
+            "from the end of the free list: popitem(last=False) takes from its front": [4],
+            "popitem gives a pair: block, _ = self.free_list.popitem(last=False)": [(0, None)],
+            "the blocks that the sequence had are lost from its table": [*range(had, blocks)],
+        }
+        check(f"table, with room for {num_tokens} tokens", seq.block_table, [*range(blocks)], likely)
+        likely = {"a block that is taken must leave the free list": [0, 1, 2, 3, 4]}
+        check(f"free blocks beside {seq.block_table}", [*pool.free_list], [*range(blocks, 5)], likely)
+
+
+@exercise("3.1")
+def test_all_the_blocks_or_none(subject: Subject) -> None:
+    """Two blocks of 4 tokens are free: not enough for 9 tokens, and just enough for 8."""
+    pool, seq, other = subject.part("BlockPool")(num_blocks=5, block_size=4), sequence(12), sequence(13)
+    assert room_for(pool, seq, 12), "room for 12 tokens was refused, though all 5 blocks are free"
+    check("room for 9 tokens in the 2 free blocks", room_for(pool, other, 9), False)
+    likely: dict[str, Any] = {"it takes what there is, and then says no: count first": [3, 4]}
+    check("table of a sequence that was refused", other.block_table, [], likely)
+    check("free blocks after that", list(pool.free_list), [3, 4])
+    likely = {"as many are free as are missing, and that is enough: > in place of >=": False}
+    check("room for 8 tokens in the 2 free blocks", room_for(pool, other, 8), True, likely)
+    check("table", other.block_table, [3, 4])
 
 
 @since(3)
@@ -45,14 +87,61 @@ def test_blocks_are_taken_as_needed_and_all_or_none(subject: Subject) -> None:
     assert in_the_pool(pool) == [0, 1, 2, 3, 4]
 
 
-@since(3, 3)
+@exercise("3.2")
 def test_a_slot_is_block_times_size_plus_offset(subject: Subject) -> None:
-    seq = sequence(10, table=[7, 0, 3])
-    slots_of = subject.part("slots_of")
-    assert slots_of(seq, 0, 10, 4) == [28, 29, 30, 31, 0, 1, 2, 3, 12, 13]
-    assert slots_of(seq, 3, 5, 4) == [31, 0]
-    assert slots_of(seq, 4, 4, 4) == []
-    assert slots_of(seq, 0, 3, 1) == [7, 0, 3]
+    """Blocks of 4 tokens, and the block table [7, 0, 3]."""
+    table = [7, 0, 3]
+    seq, slots_of = sequence(10, table), subject.part("slots_of")
+    for start, stop in ((0, 10), (3, 5), (4, 4), (9, 10)):
+        blocks = [table[p // 4] for p in range(start, stop)]
+        offsets = [p % 4 for p in range(start, stop)]
+        right = [4 * b + o for b, o in zip(blocks, offsets, strict=True)]
+        likely = {
+            "block + offset, without block_size": [b + o for b, o in zip(blocks, offsets, strict=True)],
+            "the first slot of each block: the offset is missing": [4 * b for b in blocks],
+            "positions, as if block i of the text were block i of the pool": [*range(start, stop)],
+            "counted on from the first block: the table says where each block lies": [
+                28 + p for p in range(start, stop)
+            ],
+            "offsets are counted from `start`; they count from position 0": [
+                4 * b + (p - start) % 4 for b, p in zip(blocks, range(start, stop), strict=True)
+            ],
+            "one position too many: `stop` is not included": [*right, (4 * table[stop // 4] + stop % 4)],
+        }
+        check(f"slots of tokens {start} to {stop - 1}", slots_of(seq, start, stop, 4), right, likely)
+    check("slots of tokens 0 to 2 in blocks of 1", slots_of(seq, 0, 3, 1), [7, 0, 3])
+
+
+@exercise("3.3")
+def test_the_gather_is_attention_over_the_slots_of_a_sequence(subject: Subject) -> None:
+    """Two sequences of two new tokens each: 4 query heads over 2 key/value heads, and two tokens come last to first."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, heads, 8, generator=generator) for n, heads in ((4, 4), (12, 2), (12, 2)))
+    tokens, slots = torch.tensor([[2, 3], [0, 1]]), torch.tensor([[8, 9, 2, 3], [5, 4, 5, 5]])
+    last_key = torch.tensor([[2, 3], [0, 1]])  # [R, Q]: the second sequence has 2 keys, and 2 of padding
+
+    def attend(values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for r in range(2):
+            out[tokens[r]] = attention(q[tokens[r]], k[slots[r]], values[slots[r]], visible[r])
+        return out
+
+    column = torch.arange(4)
+    seen = column <= last_key[:, :, None]  # [R, Q, C]
+    everything, causal = torch.ones_like(seen), (column <= torch.arange(2)[:, None]).expand_as(seen)
+    rectangle = subject.part("Rectangle")(tokens, slots, seen[:, None])
+    out = subject.part("gather_attention")([rectangle], q, k.view(3, 4, 2, 8), v.view(3, 4, 2, 8))
+    right = attend(v, seen)
+    likely = {
+        "every key is seen, padding too: r.mask is not used": attend(v, everything),
+        "is_causal counts from the first key of the rectangle, not from the sequence's: use r.mask": attend(v, causal),
+        "values from the keys' blocks": attend(k, seen),
+        "heads and tokens are mixed up: transpose them back, reshape only counts anew": torch.cat(
+            [right[t].transpose(0, 1).reshape(2, 4, 8) for t in tokens.flip(0)]
+        ),
+        "in the order of the rectangle: out[r.tokens] = ... puts each token where it belongs": right[tokens.flatten()],
+    }
+    check("attention", out, right, likely)
 
 
 @since(3, 3)
@@ -126,15 +215,3 @@ def test_a_batch_is_as_large_as_its_reservations_allow(subject: Subject, checkpo
     assert {kind for kind, _ in order[:3]} == {"admitted"} and {kind for kind, _ in order[3:6]} == {"finished"}
     taken = [len(e["taken"]) + len(e["shared"]) for e in listener.events if e["type"] == "blocks" and not e["freed"]]
     assert taken == [2, 2, 2, 2]
-
-
-@since(3, 3)
-def test_the_kernel_gives_the_same_tokens_as_the_gather(subject: Subject, checkpoints: Path) -> None:
-    """Through Triton's interpreter on a CPU."""
-    pytest.importorskip("triton")
-    path = lively_qwen3(checkpoints, head_dim=64, num_hidden_layers=1)
-    prompts = random_prompts(18, 3)
-    gather, kernel = (subject.engine(path, num_blocks=8, attention=a) for a in ("gather", "triton"))
-    assert kernel.generate(prompts, greedy(3)) == gather.generate(prompts, greedy(3))
-    with pytest.raises(ValueError, match=r"attention.*'flash'"):
-        subject.engine(path, attention="flash")

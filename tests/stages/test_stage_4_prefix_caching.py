@@ -10,6 +10,7 @@ import torch
 from stages.core import SamplingParams, Sequence
 from tests import oracle
 from tests.oracle_record import record_alone
+from tests.stages.likely import check, exercise
 from tests.stages.requests import greedy, random_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
@@ -38,15 +39,137 @@ def hits(pool: Any, *tokens: int) -> int:
     return len(pool.find_prefix(Sequence(0, list(tokens), len(tokens), SamplingParams(), seed=0))) * pool.block_size
 
 
-@since(4, 4)
+@exercise("4.1")
 def test_a_name_depends_on_every_token_and_on_the_parent(subject: Subject) -> None:
     digest = subject.part("chained_digest")
-    names = [
-        digest(parent, tokens) for parent in (0, 1, 2**64 - 1) for tokens in ((1, 2), (2, 1), (257, 2), (1, 258), (1,))
-    ]
-    assert len(set(names)) == len(names) and all(0 <= name < 2**64 for name in names)
-    assert digest(5, (1, 2)) == digest(5, (1, 2))
+    first = digest(0, (1, 2))
+    assert isinstance(first, int), f"a digest is an int, not {type(first)}\nlikely: it is xxhash.xxh64_intdigest(data)"
+    seen: dict[int, tuple[int, tuple[int, ...]]] = {}
+    likely = "\nlikely: the parent's digest is left out"
+    for tokens in ((1, 2), (2, 1), (257, 2), (1, 258), (1,), (65537, 2)):
+        for parent in (0, 1, 2**64 - 1):
+            name = digest(parent, tokens)
+            assert 0 <= name < 2**64, f"{name} has no 64 bits\nlikely: Python's hash in place of xxhash.xxh64_intdigest"
+            twin = seen.setdefault(name, (parent, tokens))
+            told = f"one name for tokens {tokens} after parent {parent}, and for {twin[1]} after {twin[0]}"
+            assert twin == (parent, tokens), told + likely
+        likely = "\nlikely: a token is more than a byte, and their order matters: array('q', tokens).tobytes()"
+    check("the digest of the same tokens after the same parent", digest(5, (1, 2)), digest(5, (1, 2)))
     assert digest(0, (0,)) != digest(0, (0, 0)) and digest(0, (1, 0)) != digest(0, (256,))
+
+
+def published(subject: Subject, num_blocks: int, *texts: tuple[int, ...]) -> tuple[Any, list[Sequence]]:
+    """A pool of blocks of 2 tokens that knows these texts, set up without `allocate`; each has blocks of its own."""
+    pool, sequences = subject.part("PrefixCachingPool")(num_blocks, 2), []
+    for tokens in texts:
+        seq = Sequence(0, list(tokens), len(tokens), SamplingParams(), seed=0)
+        seq.block_table = [pool.free_list.popitem(last=False)[0] for _ in range(pool.num_blocks_for(len(tokens)))]
+        for block in seq.block_table:
+            pool.ref_counts[block] = 1
+        seq.num_computed = len(tokens)
+        pool.publish(seq)
+        sequences.append(seq)
+    return pool, sequences
+
+
+def unknown(*tokens: int) -> Sequence:
+    return Sequence(0, list(tokens), len(tokens), SamplingParams(), seed=0)
+
+
+@exercise("4.2")
+def test_the_walk_follows_the_chain_and_stops_at_the_first_miss(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks 0, 1, 2 hold 1 2, 3 4, 5 6 of a text; blocks 4, 5 hold 7 8, 3 4 of another."""
+    pool, _ = published(subject, 12, (1, 2, 3, 4, 5, 6, 9), (7, 8, 3, 4, 9))
+    likely: dict[str, Any] = {
+        "nothing is found": [],
+        "only the first block is found: this block's content is the next one's parent": [0],
+        "contents, not blocks: self.block_by_digest leads from a digest to the block": [
+            pool.contents[i] for i in range(3)
+        ],
+    }
+    check("blocks found for 1 2 3 4 5 6 0", pool.find_prefix(unknown(1, 2, 3, 4, 5, 6, 0)), [0, 1, 2], likely)
+    likely = {"3 4 is found after any beginning: the parent's digest is part of the name": [0, 5]}
+    check("blocks found for 1 2 3 4 0", pool.find_prefix(unknown(1, 2, 3, 4, 0)), [0, 1], likely)
+    likely = {"after a miss it goes on: what stands behind an unknown block is another text": [0]}
+    check("blocks found for 0 0 1 2 0", pool.find_prefix(unknown(0, 0, 1, 2, 0)), [], likely)
+    check("blocks found for 1 2 0 0 5 6 0", pool.find_prefix(unknown(1, 2, 0, 0, 5, 6, 0)), [0])
+    home = subject.home("PrefixCachingPool")
+    monkeypatch.setattr(home, "chained_digest", lambda parent, tokens: 7)
+    pool, _ = published(subject, 6, (1, 2, 9))
+    likely = {"a digest that is found is trusted: compare, content.matches(parent, tokens)": [0]}
+    check("blocks found for 3 4 0, where all digests are equal", pool.find_prefix(unknown(3, 4, 0)), [], likely)
+
+
+@exercise("4.3")
+def test_known_blocks_are_shared_and_the_missing_ones_taken(subject: Subject) -> None:
+    """Of 7 blocks of 2 tokens, 0, 1, 2 hold a text that is running; then the same text once it is over."""
+    pool, _ = published(subject, 7, (1, 2, 3, 4, 9))
+    pool.find_prefix = lambda seq: [0, 1]  # what exercise 4.2 finds
+    twin = unknown(1, 2, 3, 4, 8, 8, 8)
+    assert pool.allocate(twin, 7), "refused, though 4 blocks are free and 2 are missing"
+    check("table: two shared blocks, two from the front of the free list", twin.block_table, [0, 1, 3, 4])
+    likely: dict[str, Any] = {
+        "the shared ones have two owners now: raise all counts by 1": [1, 1, 1, 1, 1, 0, 0],
+        "the new ones are not counted": [2, 2, 1, 0, 0, 0, 0],
+    }
+    check("reference counts", pool.ref_counts, [2, 2, 1, 1, 1, 0, 0], likely)
+    check("free blocks", list(pool.free_list), [5, 6])
+    known = [content is not None for content in pool.contents]
+    likely = {
+        "shared blocks are forgotten: only blocks that will be refilled lose their names": [False, False] + [False] * 5
+    }
+    check("blocks that hold something known", known, [True, True] + [False] * 5, likely)
+
+    # The same text, free but not forgotten, stands at the front of the free list
+    pool, _ = published(subject, 4, (1, 2, 3, 4, 9))
+    pool.find_prefix = lambda seq: [0, 1]
+    for block in (0, 1, 2):
+        pool.ref_counts[block], pool.free_list[block] = 0, None
+        pool.free_list.move_to_end(block)
+    pool.free_list.move_to_end(3)  # 0, 1, 2, 3 from front to back
+    twin = unknown(1, 2, 3, 4, 8)
+    assert pool.allocate(twin, 5), "refused, though 1 block is missing and 2 are free beside the shared ones"
+    likely = {
+        "taken before the shared ones have left the free list: a block is there twice": [0, 1, 0],
+    }
+    check("table, with the known blocks at the front of the free list", twin.block_table, [0, 1, 2], likely)
+    likely = {"the shared ones are still in the free list, to be handed out again": [0, 1, 3]}
+    check("free blocks", list(pool.free_list), [3], likely)
+    pool, _ = published(subject, 4, (1, 2, 9))
+    for block in (0, 1):
+        pool.ref_counts[block], pool.free_list[block] = 0, None
+    pool.find_prefix = lambda seq: []
+    assert pool.allocate(unknown(5, 6, 7, 8, 5, 6, 7), 7)
+    likely = {"a block that is handed out empty keeps its old name: self.forget it": [0]}
+    check("blocks with a name, after all were handed out", [*pool.block_by_digest.values()], [], likely)
+
+
+@exercise("4.4")
+def test_blocks_come_back_when_their_last_owner_leaves_and_in_reverse(subject: Subject) -> None:
+    """Blocks 0, 1 are shared by two sequences; 2 and 3 are the first one's own."""
+    pool, [seq] = published(subject, 6, (1, 2, 3, 4, 5, 6, 9))
+    pool.ref_counts[0] = pool.ref_counts[1] = 2
+    pool.free_list.clear()
+    pool.free_list[5] = None
+    freed = pool.release(seq)
+    likely = {
+        "they were not lowered": [2, 2, 1, 1, 0, 0],
+        "all are lowered, or none: each block has a count of its own": [0, 0, 0, 0, 0, 0],
+    }
+    check("reference counts", pool.ref_counts, [1, 1, 0, 0, 0, 0], likely)
+    likely = {
+        "shared blocks are freed under their other owner's feet: only a count of 0 frees": [5, 3, 2, 1, 0],
+        "from first to last: the end of a text should be evicted before its beginning": [5, 2, 3],
+        "at the front: what was used last is to be evicted last": [2, 3, 5],
+        "none came back": [5],
+    }
+    check("free list, front first, with 5 in it before", list(pool.free_list), [5, 3, 2], likely)
+    check("returned", freed, [3, 2], {"freed.append(block) is missing": []})
+    known = [content is not None for content in pool.contents[:4]]
+    likely = {"the contents of a freed block stay known until it is handed out again": [True, True, False, False]}
+    check("blocks 0 to 3 are known", known, [True, True, True, False], likely)
 
 
 @since(4)

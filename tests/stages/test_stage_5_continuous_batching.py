@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from stages.core import SamplingParams, Sequence, Trace
+from tests.stages.likely import check, exercise
 from tests.stages.subject import Subject, since
 
 
@@ -45,6 +46,155 @@ def rig(subject: Subject) -> Callable[..., Rig]:
         return Rig(subject, num_blocks, block_size, seats, budget)
 
     return make
+
+
+@exercise("5.1")
+def test_victims_are_the_latest_arrivals_until_there_is_room(rig: Callable[..., Rig]) -> None:
+    """Three run, each with two blocks of 2 tokens, and none is free."""
+    r = rig(num_blocks=6)
+    a, b, c = r.add(4, 4, 4)
+    for seq in (a, b, c):
+        assert r.pool.allocate(seq, 4)
+        r.scheduler.running.append(r.scheduler.waiting.popleft())
+    victims: list[int] = []
+
+    def preempt(seq: Sequence) -> None:
+        """As exercise 5.3 will have it, but that nobody waits."""
+        assert seq in r.scheduler.running, f"request {seq.request} no longer runs\nlikely: preempt itself takes it out"
+        victims.append(seq.request)
+        r.scheduler.running.remove(seq)
+        r.pool.release(seq)
+
+    r.scheduler.preempt = preempt
+    likely: dict[str, Any] = {
+        "the earliest arrival is at the front of self.running, the latest at its end": [0],
+        "nobody was preempted": [],
+    }
+    got = r.scheduler.make_room(a, 6)  # one more block for a: c gives two
+    check("requests preempted for one block", victims, [2], likely)
+    check("what make_room returned", got, True, {"the victim was another: the requester goes on": False})
+    likely = {"the victim's blocks are free, and nobody has taken them: ask self.allocate again, in a loop": 2}
+    check("blocks of the requester", len(a.block_table), 3, likely)
+    r.scheduler.make_room(b, 6)
+    victims.clear()
+    got = r.scheduler.make_room(a, 8)
+    check("requests preempted for one block more", victims, [1], {"one is free? No: b took it a moment ago": []})
+    check("what make_room returned", got, True)
+    check("running", [s.request for s in r.scheduler.running], [0])
+
+    r = rig(num_blocks=5)
+    a, b, c = r.add(4, 2, 2)
+    for seq in (a, b, c):
+        assert r.pool.allocate(seq, len(seq.token_ids))
+        r.scheduler.running.append(r.scheduler.waiting.popleft())
+    victims.clear()
+    r.scheduler.preempt = preempt
+    r.scheduler.make_room(a, 10)  # three more blocks: one is free, b and c have one each
+    check("requests preempted for three blocks", victims, [2, 1], {"one victim may not be enough: a loop": [2]})
+
+    r = rig(num_blocks=4)
+    a, b, *_ = r.add(4, 4)
+    for seq in (a, b):
+        assert r.pool.allocate(seq, 4)
+        r.scheduler.running.append(r.scheduler.waiting.popleft())
+    victims.clear()
+    r.scheduler.preempt = preempt
+    got = r.scheduler.make_room(b, 5)  # b is the latest itself
+    likely = {
+        "it says no, and keeps its blocks: who does not advance must give them back": [],
+        "the victim is the requester itself, and the loop goes on: return False then": [1, 0],
+        "the requester is spared: it is the latest arrival, so it goes itself": [0],
+    }
+    check("requests preempted for a block more of the latest arrival", victims, [1], likely)
+    likely = {"a sequence that was preempted itself computes nothing in this step": True}
+    check("what make_room returned to the latest arrival", got, False, likely)
+
+
+@exercise("5.2")
+def test_admitted_in_order_with_room_for_all_and_a_share_of_the_budget(rig: Callable[..., Rig]) -> None:
+    """Waiting: prompts of 6, 8 and 2 tokens. Blocks of 2 tokens."""
+    r = rig(num_blocks=16, budget=64)
+    r.add(6, 8, 2)
+    plan: list[Any] = []
+    r.scheduler.admit(plan, 10)
+    shares = [(s.seq.request, s.num_tokens) for s in plan]
+    likely: dict[str, Any] = {
+        "who is admitted must leave self.waiting": [(0, 6), (0, 4)],
+        "nothing was scheduled: plan.append(Scheduled(seq, num_tokens))": [],
+        "the budget is not used up: budget -= num_tokens": [(0, 6), (1, 8), (2, 2)],
+        "the last one takes more than is left: min(.., budget)": [(0, 6), (1, 8)],
+    }
+    check("shares (request, tokens) of a budget of 10", shares, [(0, 6), (1, 4)], likely)
+    likely = {
+        "who is admitted must join self.running": ([], [2]),
+        "who is admitted must leave self.waiting": ([0, 1], [0, 1, 2]),
+    }
+    check("running, waiting", r.queues(), ([0, 1], [2]), likely)
+    for s in plan:
+        blocks = len(s.seq.block_table)
+        likely = {"room for this step's share only: it would soon be pushed out again": -(-s.num_tokens // 2)}
+        check(f"blocks of request {s.seq.request}, one for two tokens", blocks, len(s.seq.token_ids) // 2, likely)
+
+    r = rig(num_blocks=6)
+    r.add(6, 8, 2)
+    plan = []
+    r.scheduler.admit(plan, 64)  # three blocks are left after the first: too few for the second
+    likely = {
+        "the third, which fits, was let in before the second: who does not fit blocks those behind it": ([0, 2], [1]),
+        "admitted without room for all its tokens": ([0, 1], [2]),
+    }
+    check("running, waiting, with 6 blocks", r.queues(), ([0], [1, 2]), likely)
+
+    r = rig(num_blocks=32, budget=64)
+    [first] = r.add(8)
+    r.step()
+    r.scheduler.finish(first)
+    r.all.clear()
+    r.add(8, 4)  # of the first the prefix cache knows 6 tokens
+    plan = []
+    r.scheduler.admit(plan, 4)
+    likely = {
+        "what the prefix cache knows is scheduled again": [4],
+        "what the prefix cache knows was charged to the budget": [2],
+    }
+    told = "tokens scheduled with a budget of 4, of 8 tokens with 6 in the cache and of 4 with none"
+    check(told, [s.num_tokens for s in plan], [2, 2], likely)
+
+
+@exercise("5.3")
+def test_a_preempted_sequence_waits_without_blocks_at_its_place(rig: Callable[..., Rig]) -> None:
+    """Requests 0, 2, 3 run, 1 and 4 wait; then 2 is preempted, and after it 3."""
+    r = rig(num_blocks=16)
+    everybody = r.add(4, 4, 4, 4, 4)
+    r.scheduler.waiting.clear()
+    r.scheduler.waiting.extend(everybody[i] for i in (1, 4))
+    for i in (0, 2, 3):
+        assert r.pool.allocate(everybody[i], 4)
+        everybody[i].num_computed = 4
+        everybody[i].token_ids.append(7)
+        r.scheduler.running.append(everybody[i])
+    victim = everybody[2]
+    r.scheduler.preempt(victim)
+    likely: dict[str, Any] = {
+        "it is still in self.running": [0, 2, 3],
+        "the last one was removed, whoever is preempted": [0, 2],
+    }
+    check("running", r.queues()[0], [0, 3], likely)
+    likely = {
+        "it is lost: nobody will ever compute it": [1, 4],
+        "at the back of the queue: by arrival, request 2 is before request 4": [1, 4, 2],
+        "at the front of the queue: by arrival, request 1 is before request 2": [2, 1, 4],
+    }
+    check("waiting", r.queues()[1], [1, 2, 4], likely)
+    check("its block table", victim.block_table, [], {"its blocks are still its own: self.release(seq)": [2, 3]})
+    check("free blocks", len(r.pool.free_list), 12)
+    likely = {"nothing of it is computed any more, since its blocks are gone": 4}
+    check("its num_computed", victim.num_computed, 0, likely)
+    check("its tokens", len(victim.token_ids), 5, {"the tokens that it has generated are kept": 4})
+    freed = [e["freed"] for e in r.told if e["type"] == "blocks"]
+    check("blocks freed, by the events", len(freed), 1, {"self.release tells it, self.blocks.release does not": 0})
+    r.scheduler.preempt(everybody[3])
+    check("waiting, after 3 was preempted as well", r.queues()[1], [1, 2, 3, 4])
 
 
 @since(5)
@@ -103,7 +253,7 @@ def test_the_latest_arrival_is_preempted_and_comes_back(rig: Callable[..., Rig])
     assert r.queues() == ([0], [1, 2])  # b came before c and still does
     assert b.token_ids == known and b.num_computed == 0 and b.block_table == []
     assert [e["request"] for e in r.told if e["type"] == "preempted"] == [1]
-    while a in r.scheduler.running and len(a.token_ids) < 11:
+    for _ in range(11 - len(a.token_ids)):
         r.step()
     r.scheduler.finish(a)
     assert r.step()[1] >= 1 and b.token_ids[: len(known)] == known

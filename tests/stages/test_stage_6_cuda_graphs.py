@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from benchmarks.stages.runners import CompiledEngine
-from stages.core import SamplingParams, make_sequences, sample
+from stages.core import SamplingParams, Sequence, make_sequences, sample
 from tests import oracle
+from tests.stages.likely import check, exercise
 from tests.stages.requests import PROMPTS, TIGHT, greedy, random_prompts
 from tests.stages.shadow import ShadowModel, continuation
 from tests.stages.subject import Subject, since
@@ -52,6 +53,134 @@ def eager(engine: Any) -> Any:
     """The same engine, without ever a replay."""
     engine.bucket_for = lambda plan: None
     return engine
+
+
+# --- the exercises ---
+
+
+@exercise("6.1")
+@pytest.mark.parametrize("largest", [1, 2, 3, 4, 8, 9, 16, 20, 40])
+def test_the_ladder_is_small_sizes_multiples_of_eight_and_the_largest(subject: Subject, largest: int) -> None:
+    sizes = [1, 2, 4, *range(8, 256, 8)]
+    right = sorted({size for size in sizes if size < largest} | {largest})
+    likely = {
+        "the largest batch has no bucket": [size for size in sizes if size < largest],
+        "the largest is there twice: only sizes below it come before": sorted([*right, largest]),
+        "powers of two pad up to half of a batch: from 8 on, multiples of 8": sorted(
+            {2**i for i in range(9) if 2**i < largest} | {largest}
+        ),
+        "sizes above max_num_seqs are there, too": [1, 2, 4, *range(8, largest, 8), largest],
+    }
+    check(f"bucket_ladder({largest})", subject.part("bucket_ladder")(largest), right, likely)
+
+
+@exercise("6.2")
+def test_rows_describe_the_newest_tokens_and_harmless_padding(subject: Subject) -> None:
+    """Texts of 5 and 3 tokens in blocks of 2, in a bucket of 4; the scratch block is number 9."""
+    rows_class = subject.part("Rows")
+    memory = torch.full((4 * (5 + 3),), 99, dtype=torch.int64)  # what an earlier batch left there
+    rows = rows_class.of(memory, 4)
+    batch = [
+        Sequence(0, [10, 11, 12, 13, 14], 2, SamplingParams(0.5), 0, block_table=[6, 2, 4], num_computed=4),
+        Sequence(1, [20, 21, 22], 2, SamplingParams(1.5), 0, block_table=[7, 3], num_computed=2),
+    ]
+    rows.fill(batch, 2, 9)
+    rows = rows_class.of(memory, 4)
+    right: dict[str, list[Any]] = {
+        "input_ids": [14, 22, 0, 0],
+        "positions": [4, 2, 0, 0],
+        "slots": [8, 6, 18, 18],
+        "context_lens": [5, 3, 1, 1],
+        "temperatures": [0.5, 1.5, 0.0, 0.0],
+    }
+    tables: dict[str, dict[str, Any]] = {
+        "input_ids": {"the last prompt token, not the newest": [11, 21, 0, 0]},
+        "positions": {"one too far: positions count from 0": [5, 3, 0, 0]},
+        "slots": {
+            "padding writes to slot 0, which may be somebody's: the scratch block is there for it": [8, 6, 0, 0],
+            "a block is not a slot: its first slot is block * block_size": [8, 6, 9, 9],
+            "blocks of the newest tokens; slots_of gives their slots": [4, 3, 18, 18],
+            "one too far: the newest of n tokens stands at n - 1": [9, 7, 18, 18],
+        },
+        "context_lens": {
+            "the newest token sees itself: one more than its position": [4, 2, 1, 1],
+            "padding sees nothing, and a softmax over nothing is NaN: 1, not 0": [5, 3, 0, 0],
+        },
+        "temperatures": {"padding is greedy: temperature 0": [0.5, 1.5, 1.0, 1.0]},
+    }
+    for name, values in right.items():
+        got = getattr(rows, name).tolist()
+        kept = [99] * 4 if name != "temperatures" else torch.full((4,), 99).view(torch.float64).tolist()
+        likely = tables[name] | {
+            "nothing was written into the memory: self.x.copy_(...), for self.x = ... makes another tensor": kept,
+            "padding rows were left as they were; what an earlier batch left there must go": values[:2] + kept[:2],
+        }
+        check(name, got, values, likely)
+
+
+@exercise("6.3")
+def test_the_recorded_step_samples_by_the_rule_of_all_stages(subject: Subject, checkpoints: Path) -> None:
+    """Two rows in an engine for four: logits + temperature * noise, and each row's largest."""
+    engine = subject.engine(lively_qwen3(checkpoints), **ROOMY)
+    rows = subject.part("Rows").of(engine.memory_of(engine.device_memory, 2), 2)
+    rows.temperatures.copy_(torch.tensor([0.0, 2.0]))
+    engine.attention_of = lambda rows, numbers: None
+    logits = torch.tensor([[1.0, 3.0, 0.0, 2.0], [1.0, 3.0, 0.0, 2.0]])
+    engine.noise = torch.tensor([[9.0, 0, 0, 0], [0, 0, 2.0, 0], [0, 0, 0, 99.0], [0, 0, 0, 99.0]]).double()
+
+    class Model:
+        def __call__(self, *_: Any) -> torch.Tensor:
+            return torch.zeros(2, 1)
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return logits
+
+    engine.model = Model()
+    likely = {
+        "the noise is added as it is, whatever the temperature": torch.tensor([0, 1]),
+        "the temperature is left out, and so is the noise": torch.tensor([1, 1]),
+        "one index for all rows together: argmax(dim=-1)": torch.tensor(6),
+        "divided by the temperature, which is 0 for greedy rows": (
+            logits / rows.temperatures[:, None] + engine.noise[:2]
+        ).argmax(-1),
+    }
+    check("tokens of two rows", engine.decode_step(2), torch.tensor([1, 2]), likely)
+
+
+@exercise("6.4")
+def test_the_gather_of_whole_tables_sees_only_what_there_is(subject: Subject, checkpoints: Path) -> None:
+    """Tables of 3 blocks of 2 tokens; contexts of 3 tokens and of 1."""
+    engine = subject.engine(lively_qwen3(checkpoints), block_size=2, num_blocks=8, max_num_seqs=2)
+    rows = subject.part("Rows").of(torch.zeros(2 * (5 + 3), dtype=torch.int64), 2)
+    rows.block_tables.copy_(torch.tensor([[4, 1, 8], [2, 8, 8]]))
+    rows.context_lens.copy_(torch.tensor([3, 1]))
+    got = engine.whole_tables(rows, torch.arange(2))
+    check("tokens", got.tokens, torch.tensor([[0], [1]]), {"a column [b, 1] is wanted": torch.arange(2)})
+    seen = torch.tensor([[True] * 3 + [False] * 3, [True] + [False] * 5])
+    likely = {
+        "one slot too many: column c is seen if c < context_lens": torch.tensor(
+            [[True] * 4 + [False] * 2, [True] * 2 + [False] * 4]
+        )[:, None, None],
+        "[b, C]: dimensions for heads and queries are missing, [b, 1, 1, C]": seen,
+    }
+    if got.mask.shape[-1] != 6:
+        raise AssertionError(
+            f"the mask has {got.mask.shape[-1]} columns, and C = M * block_size is 6\nlikely: a width that depends on "
+            f"the lengths; a recording has one shape for all of them"
+        )
+    check("mask", got.mask, seen[:, None, None], likely)
+    right = torch.tensor([[8, 9, 2, 8, 8, 8], [4, 4, 4, 4, 4, 4]])
+    likely = {
+        "slots that are not seen are read all the same, and 0 * NaN is NaN: torch.where": torch.tensor(
+            [[8, 9, 2, 3, 16, 17], [4, 5, 16, 17, 16, 17]]
+        ),
+        "the first slot of each block, without offsets": torch.tensor([[8, 8, 2, 8, 8, 8], [4, 4, 4, 4, 4, 4]]),
+        "all first slots, then all second ones: a block's slots lie next to each other": torch.tensor(
+            [[8, 2, 16, 8, 8, 8], [4, 4, 4, 4, 4, 4]]
+        ),
+        "slot 0 in the place of what is not seen: it may hold somebody's NaN": right * seen,
+    }
+    check("context_slots", got.context_slots, right, likely)
 
 
 # --- buckets ---

@@ -22,10 +22,131 @@ from stages.stage_1_naive import attend_to_all
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from tests import oracle
 from tests.stages.events import Listener
+from tests.stages.likely import check, exercise
 from tests.stages.ranks import TINY, Threads, cpu_seconds, on_linux, pids_of
 from tests.stages.requests import PROMPTS, greedy, random_prompts, story_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3, random_qwen2
+
+# --- the exercises ---
+
+
+@exercise("7.1")
+def test_a_rank_has_its_share_of_heads_neurons_and_tokens(subject: Subject, story_model: Path) -> None:
+    """4 heads over 2 key/value heads and an odd vocabulary of 511, for 1, 2 and 4 ranks."""
+    whole = replace(read_config(story_model), vocab_size=511)
+    for size, kv_heads, tokens in ((1, 2, 511), (2, 1, 256), (4, 1, 128)):
+        got = subject.part("share_of")(whole, size)
+        neurons = whole.intermediate_size // size
+        right: dict[str, Any] = {"num_attention_heads": 4 // size, "num_key_value_heads": kv_heads}
+        right |= {"intermediate_size": neurons, "vocab_size": tokens}
+        likely = {
+            "num_key_value_heads": {"at least one head, where ranks are more than heads": 2 // size, "not cut": 2},
+            "vocab_size": {"rounded down; the last tokens would be nobody's": 511 // size, "not cut": 511},
+            "num_attention_heads": {"not cut: each rank has a part of the heads": 4},
+            "intermediate_size": {"not cut: each rank has a part of the neurons": whole.intermediate_size},
+        }
+        for name, value in right.items():
+            check(f"{name} of one of {size} ranks", getattr(got, name), value, likely[name])
+        assert got == replace(whole, **right), (
+            "another number was changed\nlikely: head_dim, hidden_size and the rest stay as they are"
+        )
+
+
+@exercise("7.2")
+def test_each_tensor_is_cut_along_the_right_dimension(subject: Subject, story_model: Path) -> None:
+    """Tensors whose rows and columns are numbered, for two ranks of a model with two key/value heads."""
+    config = replace(read_config(story_model), vocab_size=7)
+    cut, two = subject.part("cut"), config.num_key_value_heads
+    assert two == 2
+    numbers = torch.arange(64.0).view(8, 8)
+    top, bottom, left, right = numbers[:4], numbers[4:], numbers[:, :4], numbers[:, 4:]
+    by_rows = {"this is its second half": bottom, "cut by its columns: it loses outputs, which are rows": left}
+    by_columns = {"this is its second half": right, "cut by its rows: it loses inputs, which are columns": top}
+    rows_of = {"q_proj": by_rows, "gate_proj": by_rows, "up_proj": by_rows, "k_proj": by_rows, "v_proj": by_rows}
+    whole = {"not cut": numbers}
+    for layer in ("q_proj", "gate_proj", "up_proj", "k_proj", "v_proj", "o_proj", "down_proj"):
+        halves, likely = ((top, bottom), rows_of[layer]) if layer in rows_of else ((left, right), by_columns)
+        name = f"layers.0.self_attn.{layer}.weight"
+        check(f"{layer}.weight of rank 0", cut(name, numbers, config, 0, 2), halves[0], likely | whole)
+        check(f"{layer}.weight of rank 1", cut(name, numbers, config, 1, 2), halves[1], whole)
+    bias = torch.arange(8.0)
+    likely_bias = {"cut; a bias behind the sum is whole on every rank": bias[:4]}
+    check("o_proj.bias", cut("layers.0.self_attn.o_proj.bias", bias, config, 0, 2), bias, likely_bias)
+    check("q_proj.bias", cut("layers.0.self_attn.q_proj.bias", bias, config, 1, 2), bias[4:], {"not cut": bias})
+    norm = "layers.0.input_layernorm.weight"
+    check("input_layernorm.weight", cut(norm, bias, config, 1, 2), bias, {"norms are whole on every rank": bias[4:]})
+    heads = [cut("layers.0.self_attn.k_proj.weight", numbers, config, rank, 4)[0, 0].item() for rank in range(4)]
+    likely_heads = {
+        "dealt like cards; neighbours share a head: ranks 0 and 1 the first": [0.0, 32.0, 0.0, 32.0],
+        "each rank has a part of a head; two heads go to four ranks whole": [0.0, 16.0, 32.0, 48.0],
+    }
+    check("k_proj.weight's first number on 4 ranks", heads, [0.0, 0.0, 32.0, 32.0], likely_heads)
+    tokens = numbers[:7]
+    last = cut("embed_tokens.weight", tokens, config, 1, 2)
+    likely_rows = {
+        "without a row of zeros below the last: all ranks have as many rows": numbers[4:7],
+        "not cut": tokens,
+    }
+    check("embed_tokens.weight of rank 1, of 7 tokens", last, torch.cat((numbers[4:7], torch.zeros(1, 8))), likely_rows)
+    check("lm_head.weight of rank 0", cut("lm_head.weight", tokens, config, 0, 2), top, {"not cut": tokens})
+
+
+@exercise("7.3")
+def test_the_ranks_look_up_their_own_tokens_and_add_up(subject: Subject) -> None:
+    """Six tokens on two ranks: token t has the vector [t + 1]."""
+    whole = torch.arange(1.0, 7)[:, None]  # [V, 1]
+    ids = torch.tensor([0, 2, 3, 5])
+
+    class Alone:
+        """A rank that adds nothing to what it gives, and notes that it was asked to."""
+
+        def __init__(self, rank: int) -> None:
+            self.rank, self.asked = rank, 0
+
+        def all_reduce(self, x: Tensor) -> Tensor:
+            self.asked += 1
+            return x
+
+    for rank, right in ((0, [[1.0], [3], [0], [0]]), (1, [[0.0], [0], [4], [6]])):
+        group = Alone(rank)
+        layer = subject.part("VocabParallelEmbedding")(torch.nn.Embedding(3, 1), group)
+        layer.weight.data = whole[3 * rank : 3 * rank + 3]
+        rows = (ids - 3 * rank).clamp(0, 2)
+        likely = {
+            "tokens of other ranks are not zero: the sum would have them twice": layer.weight.data[rows],
+            "tokens of other ranks are not zero, they have the vector of row 0": layer.weight.data[
+                torch.where((ids - 3 * rank >= 0) & (ids - 3 * rank < 3), ids - 3 * rank, 0)
+            ],
+            "the last of a rank's own tokens counts as somebody else's": torch.tensor([[1.0], [0], [0], [0]])
+            if rank == 0
+            else torch.tensor([[0.0], [0], [4], [0]]),
+        }
+        with torch.inference_mode():
+            got = layer(ids)
+        check(f"what rank {rank} gives for tokens {ids.tolist()}", got, torch.tensor(right), likely)
+        likely_sum = {"the other ranks' vectors are missing: self.group.all_reduce": 0}
+        check("sums over the ranks", group.asked, 1, likely_sum)
+
+
+@exercise("7.4")
+def test_a_rank_names_its_best_token_and_never_padding(subject: Subject) -> None:
+    """The second of two ranks of 4 columns has tokens 4, 5, 6 of 7, and a column of padding."""
+    best_of = subject.part("best_of")
+    logits = torch.tensor([[-3.0, -1.0, -2.0, 0.0], [-1.0, -1.0, -5.0, 0.0]])
+    likely = {
+        "padding wins with its 0: ids from vocab_size on must not compete": [[0.0, 7.0], [0.0, 7.0]],
+        "ids are counted in this rank's own part: those of the ranks before it come first": [[-1.0, 1.0], [-1.0, 0.0]],
+        "of equals the last: argmax finds the first, the lowest id": [[-1.0, 5.0], [-1.0, 5.0]],
+        "the pairs are (logit, id), in that order": [[5.0, -1.0], [4.0, -1.0]],
+    }
+    got = best_of(logits, 1, 7)
+    likely_tensors = {mistake: torch.tensor(pairs).double() for mistake, pairs in likely.items()}
+    check("pairs (logit, id)", got.double(), torch.tensor([[-1.0, 5], [-1.0, 4]]).double(), likely_tensors)
+    assert got.dtype == torch.float64, (
+        f"pairs of {got.dtype}\nlikely: in float32 or bf16 large ids are rounded: float64"
+    )
+
 
 # --- the parts, without processes ---
 

@@ -13,8 +13,8 @@ A solution marks its holes, which is all there is to maintain:
     # end exercise
 
 `cut` replaces each solution by what stands after `# instead:` (a line for each line of code), and where nothing stands
-there, by a NotImplementedError that carries the hint. Everything else stays, so the learner's file imports what the
-solution imports.
+there, by a NotImplementedError that names the exercise; the hint stands above it. Everything else stays, so the
+learner's file imports what the solution imports. How long a hole takes, and how hard it is, stands in stages.toml.
 """
 
 import argparse
@@ -34,6 +34,15 @@ from tools import ROOT
 SOLUTIONS = ROOT / "lectures" / "solutions"
 CHECKS = ROOT / "tests" / "lectures" / "checks"
 WIDTH = 120
+PACKAGE = '''"""What you have written. Tests end loops that never end, in the processes of stage 7's ranks as well."""
+
+import os
+
+if "NANOVLLM_WATCH_LOOPS" in os.environ:
+    from tests.stages.endless import watch
+
+    watch()
+'''  # the text of exercises/__init__.py
 
 HOLE = re.compile(
     r"^(?P<indent> *)# exercise (?P<name>\d+(?:\.\d+|[a-z])): (?P<hint>.+\n(?: *#   .+\n)*)"
@@ -113,25 +122,9 @@ def cut(source: str, holes: Set[str] | None = None) -> str:
     lines = source.splitlines()
     for hole in reversed(found):
         if holes is None or hole.name in holes:
-            code = hole.instead if hole.instead else raise_statement(hole)
+            code = hole.instead or [f'raise NotImplementedError("exercise {hole.name}")']
             lines[hole.begin : hole.end] = [" " * hole.indent + line for line in code if line]
     return "\n".join(lines) + "\n"
-
-
-def raise_statement(hole: Hole) -> list[str]:
-    """`raise NotImplementedError("exercise 4.2: ...")`, laid out as ruff would, without the margin."""
-    message = f"exercise {hole.name}: {hole.hint}"
-    line = f"raise NotImplementedError({quoted(message)})"
-    if hole.indent + len(line) <= WIDTH:
-        return [line]
-    *pieces, last = textwrap.wrap(message, WIDTH - hole.indent - 8, break_long_words=False)
-    strings = [*(quoted(f"{piece} ") for piece in pieces), quoted(last)]
-    return ["raise NotImplementedError(", *(f"    {string}" for string in strings), ")"]
-
-
-def quoted(text: str) -> str:
-    """A string literal, double-quoted unless that would need escapes."""
-    return repr(text) if '"' in text else f'"{repr(text)[1:-1]}"'
 
 
 # --- the stages' ------------------------------------------------------------------------------------------------------
@@ -160,6 +153,16 @@ def holes_from(stage: Stage, checkpoint: int) -> set[str]:
     return {name for name in names if int(name.split(".")[1]) >= checkpoint}
 
 
+def listing(stage: Stage, holes: Set[str] | None = None, width: int = WIDTH) -> str:
+    """The named exercises of a stage (None: all), with minutes, difficulty and hint."""
+    lines = []
+    for hole, (minutes, difficulty) in zip(find_holes(solution(stage)), stage.exercises, strict=True):
+        if holes is None or hole.name in holes:
+            lines.append(f"  {hole.name}  about {minutes} minutes, difficulty {difficulty} of 3")
+            lines.append(textwrap.fill(hole.hint, width, initial_indent=" " * 7, subsequent_indent=" " * 7))
+    return "\n".join(lines)
+
+
 def write_stage(stage: Stage, directory: Path, *, checkpoint: int | None = None, force: bool = False) -> Path:
     """Write the learner's file of a stage, and print its open holes with their hints. Returns the file's path.
 
@@ -175,9 +178,7 @@ def write_stage(stage: Stage, directory: Path, *, checkpoint: int | None = None,
     holes = None if checkpoint is None else holes_from(stage, checkpoint)
     write(target, exercise_source(stage, holes))
     print(f"{directory.name}/{target.name}: {stage.title}")
-    for hole in find_holes(solution(stage)):
-        if holes is None or hole.name in holes:
-            print(textwrap.fill(f"  {hole.name}  {hole.hint}", WIDTH, subsequent_indent="       "))
+    print(listing(stage, holes))
     print(f"Fill the holes, then: make stage-{n}-test IMPL=exercises")
     return target
 
@@ -187,7 +188,7 @@ def write(target: Path, text: str) -> None:
     if target.exists():
         target.rename(free_name(target))
     target.parent.mkdir(parents=True, exist_ok=True)
-    (target.parent / "__init__.py").touch()
+    (target.parent / "__init__.py").write_text(PACKAGE, encoding="utf-8")
     target.write_text(text, encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ because importing torch and transformers takes longer than most of them.
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import io
 import shlex
@@ -25,10 +26,11 @@ import pytest
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from stages.manifest import Stage, load_stage
 from tools import ROOT, until_ctrl_c
-from tools.exercises.exercises import solution
+from tools.exercises.exercises import PACKAGE, solution
 
 SECONDS_PER_TEST = 120  # some mistakes never end, and that is how they are caught
 CATALOGUE = ROOT / "tests" / "stages" / "mutants"
@@ -83,14 +85,16 @@ def run_tests(stage: Stage, source: str, target: str = "tests/stages") -> Verdic
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory) / "exercises"
         package.mkdir()
-        (package / "__init__.py").touch()
+        (package / "__init__.py").write_text(PACKAGE, encoding="utf-8")
         (package / f"{stage.module_name}.py").write_text(source, encoding="utf-8")
         for name in list(sys.modules):  # what an earlier run imported must not answer for this one
             if name.split(".")[0] == "exercises" or name.startswith("tests.stages"):
                 del sys.modules[name]
         importlib.invalidate_caches()
         search_path = shlex.join([directory, str(ROOT)])  # before a real exercises/ of the learner
-        command = [target, f"--stage={stage.number}", "--impl=exercises", "-x", "-q", "-p", "no:cacheprovider"]
+        command = [target, f"--stage={stage.number}", "--impl=exercises", "-x", "-q"]
+        # Not needed, and slow: the last collects all garbage of this process several times in each run
+        command += [f"-pno:{plugin}" for plugin in ("cacheprovider", "nbval", "schemathesis", "unraisableexception")]
         command += ["-o", f"pythonpath={search_path}", f"--timeout={SECONDS_PER_TEST}"]
         with contextlib.chdir(ROOT), contextlib.redirect_stdout(output):
             code = pytest.main(command, plugins=[verdict])
@@ -107,30 +111,49 @@ def caught_by(verdict: Verdict) -> str:
     return f"[bold]{escape(name)}[/] [dim]{escape(file)}[/]"
 
 
+def changed_lines(source: str, mutated: str) -> Text:
+    """The lines in which the two differ, with their numbers."""
+    shown, old = Text(), 0
+    for line in list(difflib.unified_diff(source.splitlines(), mutated.splitlines(), n=0, lineterm=""))[2:]:
+        if line.startswith("@@"):
+            old = int(line.split()[1].partition(",")[0][1:])
+        else:
+            number = f"{old:4d}" if line.startswith("-") else "    "
+            old += line.startswith("-")
+            shown.append(f"{number} {line[0]} {line[1:].strip()}\n", "red" if line.startswith("-") else "green")
+    shown.rstrip()
+    return shown
+
+
 def report(stage: Stage, chosen: SequenceOf[str], console: Console) -> int:
-    """Run the mutants of a stage (all, or the chosen names), print the table, return the number of survivors.
+    """Run the mutants of a stage (all, or the chosen names), show each at once, return the number of survivors.
 
     Raises RuntimeError if the tests fail on the unchanged stage, and ValueError for an unknown name.
     """
     mutants, source = load_mutants(stage.number), solution(stage)
     if unknown := set(chosen) - {m.name for m in mutants}:
         raise ValueError(f"stage {stage.number} has no mutant {', '.join(sorted(unknown))}")
-    title = f"Stage {stage.number}, {stage.title}: mistakes, and the tests that notice"
-    table = Table("", "", title=title, show_header=False, box=None, pad_edge=False)
+    mutants = [m for m in mutants if not chosen or m.name in chosen]
+    console.print(f"Stage {stage.number}, {stage.title}: mistakes, and the tests that notice\n", style="italic")
     survivors = 0
     with console.status("the tests, on the unchanged stage") as status:
         verdict = run_tests(stage, source)
         if verdict.test:
             raise RuntimeError(f"without any mutant {verdict.test} fails already: {verdict.message}")
-        for mutant in (m for m in mutants if not chosen or m.name in chosen):
-            status.update(mutant.name)
-            verdict = run_tests(stage, mutant.apply(source))
+        for number, mutant in enumerate(mutants, start=1):
+            status.update(f"{number} of {len(mutants)}: {mutant.name}")
+            mutated = mutant.apply(source)
+            verdict = run_tests(stage, mutated)
             survivors += verdict.test is None
+            table = Table(show_header=False, box=None, pad_edge=False)
+            table.add_column()
+            table.add_column(overflow="fold")
             table.add_row("mutant", f"[bold]{mutant.name}[/]")
             table.add_row("mistake", escape(mutant.mistake))
+            table.add_row("change", changed_lines(source, mutated))
             table.add_row("caught by", caught_by(verdict))
             table.add_row("effect", f"{escape(mutant.lesson)}\n")
-    console.print(table)
+            console.print(table)
     return survivors
 
 

@@ -4,17 +4,18 @@
     make progress ARGS=--run          also runs the tests of every stage that has changed since, which takes a while
     make progress ARGS=--mutants      and plants the mistakes of every stage that passes
 
-What a run found is kept in exercises/progress.json together with a digest of the file. A result whose digest is not
-that of the file is ignored.
+What `make stage-N-test IMPL=exercises` finds is kept in exercises/progress.json together with a digest of the file
+(tests/stages/conftest.py does that). A result whose digest is not that of the file is ignored.
 """
 
 import argparse
 import hashlib
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -37,6 +38,7 @@ class Result:
     passed: int
     caught: int | None = None  # how many mutants the tests catch; None if they were not run
     mutants: int = 0
+    wrong: list[str] = field(default_factory=list)  # exercises that are filled in, and fail their own tests
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Progress:
     result: Result | None  # None: never run, or the file has changed since
 
     @property
+    def wrong(self) -> list[str]:
+        """Exercises that are filled in, and not well."""
+        return self.result.wrong if self.result else []
+
+    @property
     def done(self) -> bool:
         return self.written and not self.open_holes and self.result is not None and self.result.failed is None
 
@@ -56,13 +63,27 @@ class Progress:
         n = self.stage.number
         if not self.written:
             return f"read make stage-{n}-notebook, then make stage-{n}-exercise"
-        if self.open_holes:
-            return f"fill in exercise {self.open_holes[0]} in exercises/{self.stage.module_name}.py"
+        if todo := sorted(self.open_holes + self.wrong):
+            verb = "fill in" if todo[0] in self.open_holes else "mend"
+            return f"{verb} exercise {todo[0]} in exercises/{self.stage.module_name}.py"
         if self.result is None:
             return f"make stage-{n}-test IMPL=exercises (or make progress ARGS=--run)"
         if self.result.failed:
             return f"mend {self.result.failed.split('::')[-1]}: make stage-{n}-test IMPL=exercises"
         return "done"
+
+    @property
+    def drawn(self) -> str:
+        """A square for each exercise: right, not tested yet, wrong or open."""
+        squares = []
+        for name in (hole.name for hole in find_holes(solution(self.stage))):
+            if name in self.open_holes:
+                squares.append("[dim]□[/]")
+            elif name in self.wrong:
+                squares.append("[red]▣[/]")
+            else:
+                squares.append("[green]■[/]" if self.done else "■")
+        return " ".join(squares)
 
 
 def digest_of(text: str) -> str:
@@ -90,27 +111,32 @@ def read_progress(stage: Stage, directory: Path) -> Progress:
     if not path.is_file():
         return Progress(stage, names, len(names), False, None)
     text = path.read_text(encoding="utf-8")
-    unfinished = [name for name in names if re.search(rf"[\"']exercise {re.escape(name)}: ", text)]
+    unfinished = [
+        name for name in names if re.search(rf"NotImplementedError\([\"']exercise {re.escape(name)}[\"']", text)
+    ]
     result = load_results(directory).get(stage.module_name)
     known = result if result and result.digest == digest_of(text) else None
     return Progress(stage, unfinished, len(names), True, known)
 
 
 def run_stage(stage: Stage, directory: Path, *, mutants: bool) -> Result:
-    """Run the stage's tests on the learner's file and, if asked, on the mutants of the project's file."""
-    from tools.exercises.mutants import load_mutants, run_tests  # here, because importing pytest takes a while
+    """Run the stage's tests on the learner's file and, if asked and they pass, on the mutants of the project's file."""
+    command = [sys.executable, "-m", "pytest", "tests/stages", f"--stage={stage.number}", "--impl=exercises"]
+    quiet = ["-q", "--tb=no", "-pno:nbval", "-pno:schemathesis"]
+    subprocess.run([*command, *quiet], cwd=ROOT)  # it shows a dot for each test, and records what it finds
+    result = load_results(directory)[stage.module_name]
+    if mutants and result.failed is None:
+        from tools.exercises.mutants import load_mutants, report  # here, because importing pytest takes a while
 
-    text = (directory / f"{stage.module_name}.py").read_text(encoding="utf-8")
-    verdict = run_tests(stage, text)
-    caught, planted = None, load_mutants(stage.number)
-    if mutants and verdict.test is None:
-        caught = sum(run_tests(stage, mutant.apply(solution(stage))).test is not None for mutant in planted)
-    return Result(digest_of(text), verdict.test, verdict.passed, caught, len(planted))
+        planted = len(load_mutants(stage.number))
+        survivors = report(stage, [], Console(highlight=False))
+        return replace(result, caught=planted - survivors, mutants=planted)
+    return result
 
 
 def show(all_progress: list[Progress], console: Console) -> None:
     table = Table()
-    for heading in ("stage", "exercises", "tests", "mutants caught", "next"):
+    for heading in ("stage", "exercises", "tests", "mutants caught"):
         table.add_column(heading, overflow="fold")
     for p in all_progress:
         tests, caught = "–", "–"
@@ -118,10 +144,13 @@ def show(all_progress: list[Progress], console: Console) -> None:
             tests = f"[red]fails after {p.result.passed}[/]" if p.result.failed else f"[green]{p.result.passed} pass[/]"
             if p.result.caught is not None:
                 caught = f"{p.result.caught} of {p.result.mutants}"
-        filled = f"{p.holes - len(p.open_holes)} of {p.holes}" if p.written else "not begun"
         name = f"{'[green]✓[/] ' if p.done else ''}{p.stage.number} {p.stage.title}"
-        table.add_row(name, filled, tests, caught, escape(p.next_step))
+        table.add_row(name, p.drawn if p.written else "not begun", tests, caught)
     console.print(table)
+    holes = sum(p.holes for p in all_progress)
+    right = sum(p.holes for p in all_progress if p.done)
+    console.print(f"{'█' * right}{'░' * (holes - right)} {right} of {holes} exercises in stages that pass")
+    console.print("■ filled in   [red]▣[/] wrong   [dim]□[/] open")
     following = next((p for p in all_progress if not p.done), None)
     if following is None:
         console.print("All stages are done. On to the engine: notebook 8, and nanovllm/.")
@@ -139,7 +168,7 @@ def main(argv: list[str] | None = None, directory: Path = EXERCISES, run: Callab
         for stage in stages:
             p = read_progress(stage, directory)
             stale = p.result is None or (args.mutants and p.result.caught is None and p.result.failed is None)
-            if p.written and not p.open_holes and stale:
+            if p.written and stale:
                 console.print(f"stage {stage.number}: running its tests")
                 save_result(directory, stage, run(stage, directory, mutants=args.mutants))
     show([read_progress(stage, directory) for stage in stages], console)

@@ -30,7 +30,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from stages.manifest import Stage, load_stage
-from tools import ROOT
+from tools import ROOT, until_ctrl_c
 from tools.exercises.exercises import Definition, definitions, docstrings, solution
 
 CONTEXT = 3  # unchanged lines shown around a change
@@ -209,7 +209,7 @@ class StageDiff:
     stage: Stage
     file: StageFile
     before: StageFile | None
-    pairs: list[Pair]  # everything new or changed, in the order of the file
+    pairs: list[Pair]  # everything new or changed, in the order of the file, docstring and imports last
     removed: list[Unit]  # units of the stage before that this stage no longer uses
     kept: dict[str, int]  # names that this stage uses from earlier stages -> the stage that defines them
 
@@ -255,14 +255,19 @@ def compare(number: int) -> StageDiff:
     """Stage `number` against the one it builds on; stage 1 against nothing. Raises ValueError where there is none."""
     stage, file = load_stage(number), read_stage(number)
     if number == 1:
-        return StageDiff(stage, file, None, [Pair(None, unit) for unit in file.units.values()], [], {})
+        return StageDiff(stage, file, None, code_first([Pair(None, unit) for unit in file.units.values()]), [], {})
     base = int(stage.needs[0].removeprefix("stage "))  # the one before; but stage 7 builds on stage 5
     pairs = [Pair(counterpart(file, unit, base), unit) for unit in file.units.values()]
     now, replaced = reach(number), {pair.old for pair in pairs}
     gone = {u.key: u for u in in_order(reach(base) - now - replaced) if u.key not in file.units}
     kept = {u.label: u.stage for u in in_order(now) if u.stage < number and "." not in u.key}
     differing = [pair for pair in pairs if pair.new and (pair.old is None or pair.old.lines != pair.new.lines)]
-    return StageDiff(stage, file, read_stage(base), differing, in_order(gone.values()), kept)
+    return StageDiff(stage, file, read_stage(base), code_first(differing), in_order(gone.values()), kept)
+
+
+def code_first(pairs: list[Pair]) -> list[Pair]:
+    """In the order of the file, with docstring and imports at the end."""
+    return sorted(pairs, key=lambda pair: pair.new is not None and pair.new.key in (DOCSTRING, IMPORTS))
 
 
 def in_order(units: Iterable[Unit]) -> list[Unit]:
@@ -365,13 +370,13 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
-    show(diff, console)
     target = args.html or ROOT / "build" / "diff" / f"stage_{args.stage}.html"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page(diff), encoding="utf-8")
+    show(diff, console)
     console.print(f"\nThe same in a browser: {target}", soft_wrap=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_ctrl_c(main))

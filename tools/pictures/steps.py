@@ -29,7 +29,7 @@ from tools.pictures.timeline import Life, Span, read_events
 
 PHASE_STYLE: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill": ("prefill: the prompt, for the first time", {"facecolor": BLUE}),
-    "decode": ("decode: one new token", {"facecolor": SKY}),
+    "decode": ("decode: behind the prompt", {"facecolor": SKY}),
     "again": ("computed again", {"facecolor": VERMILION, "hatch": "////", "edgecolor": "white"}),
     "idle": ("has a seat, computes nothing", {"facecolor": "#E0E0E0", "hatch": "....", "edgecolor": "#909090"}),
     "waiting": ("waiting", {"facecolor": "#C8C8C8"}),

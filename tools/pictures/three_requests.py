@@ -16,7 +16,7 @@ from typing import Any
 
 from stages.core import Event, SamplingParams
 from stages.manifest import load_stage
-from tools.exercises.exercises import find_holes
+from tools.exercises.exercises import find_holes, listing
 
 ROOT = Path(__file__).resolve().parents[2]
 STORY_MODEL = str(ROOT / "assets" / "story_model")
@@ -110,11 +110,20 @@ def hugging_face_greedy(prompts: list[list[int]], params: list[SamplingParams]) 
 
 
 def source(*pieces: Any) -> Any:
-    """The source of functions, methods or classes as it stands in the repository, for display in a notebook."""
+    """The source of functions, methods or classes as it stands in the repository, for display in a notebook.
+
+    Exercises are shown as holes; our solutions are folded below.
+    """
     from IPython.display import Markdown
 
-    texts = (inspect.cleandoc("\n" + inspect.getsource(piece)) for piece in pieces)
-    return Markdown("```python\n" + "\n\n".join(texts) + "\n```")
+    text = "\n\n".join(inspect.cleandoc("\n" + inspect.getsource(piece)) for piece in pieces)
+    lines, folded = text.splitlines(), []
+    for hole in reversed(find_holes(text)):
+        solution = textwrap.dedent("\n".join(lines[hole.code : hole.end]))
+        lines[hole.first : hole.end + 1] = [f"{' ' * hole.indent}...  # exercise {hole.name}: yours to write"]
+        summary = f"<summary>Exercise {hole.name}: our solution</summary>"
+        folded.append(f"\n<details>{summary}\n\n```python\n{solution}\n```\n\n</details>")
+    return Markdown("\n".join(["```python", *lines, "```", *reversed(folded)]))
 
 
 def show_table(name: str, results: Path) -> Any:
@@ -131,19 +140,22 @@ def show_table(name: str, results: Path) -> Any:
 
 
 def list_exercises(number: int) -> None:
-    """Print the exercises of a stage with their hints, as its file has them."""
-    stage = load_stage(number)
-    for hole in find_holes((ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8")):
-        print(textwrap.fill(hole.hint, 100, initial_indent=f"{hole.name}  ", subsequent_indent="     "))
+    """Print the exercises of a stage with minutes, difficulty and hints, as `make stage-N-exercise` does."""
+    print(listing(load_stage(number), width=100))
 
 
 def compare(guess: float | None, measured: float, unit: str) -> None:
     """Print a prediction beside the measurement. A guess of None is allowed."""
     if guess is None:
-        print(f"your guess:  none yet\nmeasured:    {measured:,.4g} {unit}")
+        print(f"your guess:  none yet\nmeasured:    {rounded(measured)} {unit}")
         return
-    print(f"your guess:  {guess:,.4g} {unit}\nmeasured:    {measured:,.4g} {unit}")
+    print(f"your guess:  {rounded(guess)} {unit}\nmeasured:    {rounded(measured)} {unit}")
     if guess > 0 and measured > 0:
         factor = max(guess / measured, measured / guess)
-        verdict = "spot on" if factor < 1.05 else f"{'too high' if guess > measured else 'too low'} by {factor:.3g} x"
+        verdict = "spot on" if factor < 1.05 else f"{'too high' if guess > measured else 'too low'} by {factor:.2g} x"
         print(f"             {verdict}")
+
+
+def rounded(value: float) -> str:
+    """Whole numbers as they are, others as exactly as a guess can be meant."""
+    return f"{value:,.0f}" if value == value // 1 or value >= 100 else f"{value:.2g}"

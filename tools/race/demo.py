@@ -2,6 +2,7 @@
 
     python -m tools.race.demo                   stages 1 to 5, from the naive one up
     python -m tools.race.demo --stage 5         one stage, live: its blocks, its queues, its texts as they grow
+    python -m tools.race.demo --stage 5 --impl exercises        yours, on your own earlier stages if they pass
 
 A stage live is drawn from its events while it works; without a terminal one picture is printed, a third of the way
 through. Of large libraries only torch and tokenizers are loaded, so the first text is there within seconds.
@@ -30,6 +31,7 @@ from nanovllm.trace_view.engine_state import Event
 from nanovllm.trace_view.recording import add_texts
 from stages.manifest import Stage, load_stage, load_stages
 from tools import until_ctrl_c
+from tools.exercises import mine
 from tools.race.views import EngineView
 from tools.race.workload import (
     EMBEDDED_MODEL,
@@ -148,11 +150,19 @@ def compare(console: Console, stages: list[Stage], workload: Workload, model: Pa
     console.print(table)
 
 
-def build(stage: Stage, model: Path, device: str, on_event: Callable[[Event], None], options: dict[str, int]) -> Any:
-    """The stage's engine, warmed up by two tokens of which `on_event` hears nothing."""
+def build(
+    stage: Stage,
+    model: Path,
+    device: str,
+    on_event: Callable[[Event], None],
+    options: dict[str, int],
+    impl: str = "stages",
+) -> Any:
+    """The stage's engine, or the learner's, warmed up by two tokens of which `on_event` hears nothing."""
     from stages.core import SamplingParams
 
-    engine = stage.engine_class()(str(model), device=device, **options)
+    engine_class = mine.engine_class(stage) if impl == "exercises" else stage.engine_class()
+    engine = engine_class(str(model), device=device, **options)
     engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     engine.trace.step, engine.trace.on_event = 0, on_event
     return engine
@@ -179,7 +189,7 @@ def watch_replays(engine: Any) -> list[tuple[int, int]]:
     return replayed
 
 
-def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, device: str) -> None:
+def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, device: str, impl: str = "stages") -> None:
     """Run one stage on a handful of requests and draw it while it works."""
     workload = demo_workload(lambda text: tokenizer.encode(text).ids, LIVE_LENGTHS)
     options = workload.stage_options(stage)
@@ -208,7 +218,7 @@ def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, devi
             view.on_event(with_text(event))
             view.started += time.perf_counter() - looked_from  # looking costs the engine nothing
 
-        engine = build(stage, model, device, on_event, options)
+        engine = build(stage, model, device, on_event, options, impl)
         if hasattr(engine, "replay"):
             view.replayed = watch_replays(engine)
         view.started = time.perf_counter()
@@ -233,7 +243,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--stage", type=int, metavar="N", help="one stage alone, live")
     parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL, help="checkpoint directory")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--impl", choices=("stages", "exercises"), default="stages", help="with --stage: ours, or yours in exercises/"
+    )
     options = parser.parse_args(arguments)
+    if options.impl == "exercises" and options.stage is None:
+        parser.error("--impl exercises needs --stage N")
     console = Console(highlight=False)
     tokenizer = load_tokenizer(options.model)
     try:
@@ -248,7 +263,12 @@ def main(arguments: list[str] | None = None) -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)  # as fast as two on a model this small, and it disturbs nobody
     if stage:
-        show(console, stage, tokenizer, options.model, options.device)
+        try:
+            show(console, stage, tokenizer, options.model, options.device, options.impl)
+        except NotImplementedError as error:
+            sys.exit(f"{error} is still open: make stage-{stage.number}-test IMPL=exercises says more")
+        except FileNotFoundError as error:
+            sys.exit(str(error))
         return
     stages = [stage for stage in load_stages() if stage.number not in NEEDS_A_GPU]
     tell_stories(console, stages, tokenizer, options.model, options.device, STORY_TOKENS)

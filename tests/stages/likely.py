@@ -1,0 +1,111 @@
+"""Tests of one exercise, whose failures name the likely mistake, and what a learner reads of any failure.
+
+`@exercise("4.2")` marks the tests of a hole: they run before all others, and say together whether it is filled well.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tests.stages.subject import since
+from tools.exercises.exercises import find_holes
+
+T = TypeVar("T", bound=Callable[..., Any])
+LONGEST_MESSAGE = 1200  # characters; what pytest tells of a comparison can be pages
+SHAPES = (
+    "scaled_dot_product_attention wants [.., heads, tokens, D] of all three, and enable_gqa=True where several query "
+    "heads share a key/value head"
+)
+HINTS = {  # what the failing line and the error have in them -> the likely mistake
+    ("scaled_dot_product_attention", "size"): SHAPES,
+    ("append_token", "unhashable type: 'list'"): "sample gives a list, with a token for each sequence",
+    ("k_blocks", "out of bounds"): "slots are rows of the flat view: k_blocks.flatten(0, 1)",
+    ("array(", "int too big"): "a digest has 64 bits without a sign: parent.to_bytes(8, 'little')",
+    ("bytes(", "range(0, 256)"): "a token needs more than a byte: array('q', tokens).tobytes()",
+    (".matches", "'NoneType'"): "no content is known under that digest: stop before it is compared",
+    (".digest", "'int'"): "the parent is the content of the block before, not its digest",
+    ("free_list.pop(", "KeyError"): "a shared block may be in use, and then it is not in the free list",
+    ("rows.temperatures", "size"): "one temperature and one row of noise for each row: [:bucket], and a column [b, 1]",
+    ("F.embedding", "index out of range"): "a row that is not there cannot be looked up: put row 0 in its place",
+    ("copy_", "size"): "every field has a value for each row of the bucket, padding included",
+}
+
+
+def exercise(name: str) -> Callable[[T], T]:
+    """The test asks for nothing but what this exercise is about, and runs for its stage alone."""
+    stage = int(name.split(".")[0])
+
+    def mark(test: T) -> T:
+        test.exercise = name  # type: ignore[attr-defined]
+        return since(stage, stage)(test)
+
+    return mark
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal; tensors of numbers up to rounding."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.is_floating_point() != b.is_floating_point():
+            return False
+        return torch.allclose(a, b, atol=1e-4, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.tolist()}" if value.numel() <= 32 else f"a tensor {list(value.shape)}"
+    return repr(value)
+
+
+def check(what: str, got: Any, expected: Any, likely: Mapping[str, Any] | None = None) -> None:
+    """`got` is `expected`. If not, say which of `likely` it is: a mistake in words -> what that mistake gives."""
+    __tracebackhide__ = True
+    if same(got, expected):
+        return
+    told = f"{what}: {shown(got)} instead of {shown(expected)}"
+    if isinstance(got, Tensor) and isinstance(expected, Tensor) and shown(got) == shown(expected):
+        told = f"{what}: of the right shape, {list(got.shape)}, with wrong numbers in it"
+    elif got is None:
+        raise AssertionError(f"{what}: None\nlikely: a `return` is missing")
+    elif isinstance(got, Tensor) and isinstance(expected, Tensor) and got.shape != expected.shape:
+        told = f"{what}: of shape {list(got.shape)} instead of {list(expected.shape)}"
+    cause = next((mistake for mistake, wrong in (likely or {}).items() if same(got, wrong)), None)
+    raise AssertionError(told if cause is None else f"{told}\nlikely: {cause}")
+
+
+# --- what a learner reads ---------------------------------------------------------------------------------------------
+
+
+def in_short(test: Any, error: BaseException, traceback: TracebackType | None) -> str:
+    """What the test is about, the way through the learner's file, and what was wrong."""
+    name = test.__name__.removeprefix("test_").replace("_", " ")
+    lines = [f"{(test.__doc__ or name).strip().splitlines()[0]}\n"]
+    hole = getattr(test, "exercise", None)
+    at: list[str] = []
+    while traceback is not None:
+        path, number = Path(traceback.tb_frame.f_code.co_filename), traceback.tb_lineno
+        if path.parent.name == "exercises" and path.is_file():
+            source = path.read_text(encoding="utf-8")
+            holes = [h.name for h in find_holes(source) if h.first < number <= h.end]
+            hole = holes[-1] if holes else hole
+            where = f", in exercise {holes[-1]}" if holes else ""
+            at.append(f"  {path.parent.name}/{path.name}:{number}{where}")
+            at.append(f"    {source.splitlines()[number - 1].strip()}")
+        traceback = traceback.tb_next
+    # pytest's "where" lines show whole objects: the values are in the line before them
+    message = "\n".join(line for line in str(error).splitlines() if not (line.startswith(" +") and len(line) > 120))
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[:LONGEST_MESSAGE]} …"
+    if "likely: " in message:
+        message = message.partition("\nassert ")[0].replace("\n  likely:", "\nlikely:")
+    line = at[-1] if at else ""
+    for (code, words), hint in HINTS.items():
+        if code in line and words in f"{type(error).__name__}: {error}":
+            message += f"\nlikely: {hint}"
+    kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+    lines += [*at, f"{kind}{message}"]
+    return "\n".join([f"exercise {hole}", *lines] if hole else lines)

@@ -1,0 +1,41 @@
+"""A learner's stage in the place of ours, on the learner's own earlier stages where these pass their tests.
+
+A stage's file imports what it builds on from `stages`. Before a learner's file is imported, the earlier files that
+`progress` has recorded as done take the names of ours in `sys.modules`.
+"""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from stages.manifest import Stage, load_stages
+from tools.exercises.exercises import solution
+from tools.exercises.progress import EXERCISES, read_progress
+
+
+def builds_on(stage: Stage) -> list[Stage]:
+    """The earlier stages whose code runs in this one, in order."""
+    imported = {int(n) for n in re.findall(r"^from stages\.stage_(\d+)_\w+ import", solution(stage), re.MULTILINE)}
+    direct = [earlier for earlier in load_stages() if earlier.number in imported]
+    found = {s.number: s for earlier in direct for s in [*builds_on(earlier), earlier]}
+    return [found[number] for number in sorted(found)]
+
+
+def use_own(stage: Stage, directory: Path = EXERCISES) -> list[Stage]:
+    """Let the learner's own earlier stages stand for ours from now on in this process. Returns those that do."""
+    own = [earlier for earlier in builds_on(stage) if read_progress(earlier, directory).done]
+    for earlier in own:
+        sys.modules[f"stages.{earlier.module_name}"] = importlib.import_module(f"exercises.{earlier.module_name}")
+    return own
+
+
+def engine_class(stage: Stage) -> Any:
+    """The engine of the learner's file. Raises FileNotFoundError if there is none."""
+    if not (EXERCISES / f"{stage.module_name}.py").is_file():
+        raise FileNotFoundError(
+            f"exercises/{stage.module_name}.py does not exist yet: `make stage-{stage.number}-exercise` writes it"
+        )
+    use_own(stage)
+    return stage.engine_class("exercises")
