@@ -26,6 +26,7 @@ from tools.race.workload import (
 )
 
 # Stands in for an engine: generates "tokens" for 200 ms and writes down when it began and when it was over.
+# Like a real one, the process is there for a while after that.
 FAKE = """
 import json, sys, time
 job = json.loads(input())
@@ -48,6 +49,7 @@ outputs = [e["ids"] for e in events if e["type"] == "token"]
 machine = {"device": "cpu", "processor": "none", "clock": job["clock"], "began": start, "ended": time.time()}
 result = {"seconds": time.time() - start, "outputs": outputs, "events": events, "machine": machine}
 print(json.dumps({"result": result}), flush=True)
+time.sleep(60)
 """
 
 
@@ -172,6 +174,21 @@ def test_one_at_a_time_or_together(together: bool, terminal: bool, fake: None) -
     assert ("\x1b[" in text) == terminal and ("is running" in text) != together
     assert (text.count("tokens in 0.") == 3) or terminal
     assert text.count("3 of 3") >= 3 and all(engine_titles()[engine] in text for engine in results)
+
+
+def test_who_has_finished_is_gone_before_the_next_one_starts(fake: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a process takes seconds of a core, which the next one would miss."""
+    running: list[race.Racer] = []
+    go = race.Racer.go
+
+    def watched(self: race.Racer) -> None:
+        assert [racer.process.poll() is None for racer in running] == [False] * len(running)
+        running.append(self)
+        go(self)
+
+    monkeypatch.setattr(race.Racer, "go", watched)
+    held(["--stages", "1", "2", "nanovllm"], screen()[0])
+    assert len(running) == 3
 
 
 def test_the_table_counts_texts_that_differ(fake: None) -> None:

@@ -6,6 +6,7 @@ import io
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_wrong_option_is_said_in_one_line(options: list[str], complaint: str) 
 
 def test_the_run_on_a_gpu_has_all_of_its_tokens() -> None:
     """In half precision, where stories may part company at a near-tie."""
-    recordings = load_race(replay.find_recording())
+    recordings = load_race(replay.SHIPPED / "h200")
     assert [r.engine for r in recordings] == [f"stage_{n}" for n in range(1, 7)]
     wanted = recordings[0].race.workload.max_tokens
     assert all([len(tokens) for tokens in r.tokens] == wanted for r in recordings)
@@ -206,6 +207,20 @@ def test_it_takes_as_long_as_it_took(speed: float, start: float) -> None:
     assert shown == 0.65 and 0 <= end - (0.65 - start) / speed <= replay.FRAME
 
 
+def test_one_engine_is_slowed_down_until_eyes_can_follow(shipped: list[EngineRun]) -> None:
+    for show in map(EngineShow, shipped):
+        assert 18 < show.duration / show.speed < 22
+    assert RaceShow(shipped).speed == EngineShow(tiny(slower=100)).speed == 1
+
+
+def test_texts_that_differ_are_explained() -> None:
+    other = tiny("nanovllm", "nanovllm")
+    events = [event | {"ids": [9] * len(event["ids"])} if event["type"] == "token" else event for event in other.events]
+    said = concluded(RaceShow([tiny(), replace(other, events=events)]))
+    assert "0 of 2" in said and "in 16 bits, rounding" in said
+    assert "rounding" not in concluded(RaceShow([tiny()]))
+
+
 def test_they_come_in_as_they_did() -> None:
     show = RaceShow([tiny(), tiny("nanovllm", "nanovllm", 0.5)])
     assert "#1" not in drawn(show, 0.32)
@@ -249,4 +264,5 @@ def test_without_torch_and_at_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("RECORDING") == 2 and "same text" in done.stdout
+    assert done.stdout.count("RECORDING") == 2 and done.stdout.count("24 of 24") == 6
+    assert "same text: the same tokens as 1 Naive generation\n" in done.stdout

@@ -90,6 +90,7 @@ class Racer:
                 self.ready.set()
             else:
                 self.result = message["result"]
+                self.over.set()
         self.ready.set()
         self.over.set()
 
@@ -174,6 +175,7 @@ def run_heat(racers: list[Racer], display: Display, footer: str) -> None:
         for racer in [racer for racer in running if racer.over.is_set()]:
             racer.check()
             running.remove(racer)
+            racer.stop()  # a process takes seconds to end by itself, and would take them from who runs next
             said = racer.finish()
             if not running or display.live is None:
                 display.draw(racer.lane.seconds or 0.0, said)

@@ -2,8 +2,9 @@
 
     python -m tools.race.replay [--recording DIRECTORY] [--engine stage_4] [--speed 2] [--from SECONDS] [--once]
 
-Needs neither torch nor a model. In a terminal the space bar stops and goes on, the right and left arrows go a step on
-or back, q ends it. Without one, or with --once, a single picture is printed.
+One engine from inside is slowed down until it takes 20 seconds, so that eyes can follow. Needs neither torch nor a model.
+In a terminal the space bar stops and goes on, the right and left arrows go a step on or back, q ends it. Without one,
+or with --once, a single picture is printed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ except ImportError:
     termios = None  # type: ignore[assignment]
 
 SHIPPED = ROOT / "assets" / "recordings"
+DEFAULT = SHIPPED / "cpu"
+LASTS = 20.0  # seconds that one engine from inside takes, unless it takes longer by itself
 FRAME = 1 / 15  # seconds between two pictures
 STRIDE = 0.1  # seconds from one picture of the race to the next, when it is gone through by hand
 CLOCKS = {"wall": "wall-clock times", "cpu": "times are CPU time of the one thread"}
@@ -58,8 +61,10 @@ class RaceShow:
     """All engines of a recorded race, drawn at the same time since their start, however they were run.
 
     There is a picture for every time from 0 to the duration. `stops` are the times, ascending, at which a step by hand
-    may rest.
+    may rest. `speed` is that of the show where nobody asks for another.
     """
+
+    speed = 1.0
 
     def __init__(self, runs: Sequence[EngineRun]) -> None:
         self.race = runs[0].race
@@ -91,6 +96,7 @@ class EngineShow:
     def __init__(self, run: EngineRun) -> None:
         self.run = run
         self.duration = run.seconds
+        self.speed = min(1.0, round(self.duration / LASTS, 2))
         planned = {event["step"]: event["t"] for event in run.events if event["type"] == "scheduled"}
         self.stops: Sequence[float] = sorted(planned.values())  # of each step, when the last of its sequences was
         self.reset()
@@ -157,7 +163,7 @@ class Player:
 
     def status(self, t: float, keys: bool) -> Text:
         """The line below the picture: the time, the speed, and the keys."""
-        speed = "true speed" if self.speed == 1 else f"{self.speed:g} times true speed"
+        speed = "true speed" if self.speed == 1 else f"{self.speed:.2g} times true speed"
         text = f"{t:.2f} of {self.show.duration:.2f} s, {'stopped' if self.paused else speed}"
         return Text(text + "   space: stop, go on   → ←: a step   q: end" * keys, "dim")
 
@@ -197,12 +203,6 @@ def keyboard() -> Iterator[Wait]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
 
 
-def find_recording(shipped: Path = SHIPPED) -> Path:
-    """The recording to show by default: a GPU's if one is shipped, or else a CPU's."""
-    cards = sorted(d for d in shipped.glob("*") if d.is_dir() and d.name != "cpu")
-    return cards[0] if cards else shipped / "cpu"
-
-
 def make_show(directory: Path, engine: str | None) -> Show:
     """The race, or one engine. Raises ValueError, in one line, for what cannot be shown."""
     if engine is None:
@@ -216,17 +216,19 @@ def make_show(directory: Path, engine: str | None) -> Show:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Show a recorded race, or one engine of it.")
-    parser.add_argument("--recording", type=Path, help="directory (default: of a GPU if shipped, or a CPU)")
+    parser.add_argument("--recording", type=Path, default=DEFAULT, help="directory (default: %(default)s)")
     parser.add_argument("--engine", metavar="NAME", help="one engine from inside: stage_4 (or 4), nanovllm")
-    parser.add_argument("--speed", type=float, default=1.0, help="2 is twice as fast, 0.1 slow motion")
+    parser.add_argument(
+        "--speed", type=float, help="2 is twice as fast, 0.1 slow motion (default: 1, or 20 s for an engine)"
+    )
     parser.add_argument("--from", dest="start", type=float, metavar="SECONDS", help="where to begin")
     parser.add_argument("--once", action="store_true", help="one picture: of --from, or a third of the way")
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     try:
-        if not (options.speed > 0 and math.isfinite(options.speed)):
+        if options.speed is not None and not (options.speed > 0 and math.isfinite(options.speed)):
             raise ValueError(f"--speed must be a positive number, got {options.speed:g}")
-        show = make_show(options.recording or find_recording(), options.engine)
+        show = make_show(options.recording, options.engine)
         if not 0 <= (options.start or 0) <= show.duration:
             raise ValueError(f"--from must be from 0 to {show.duration:.2f} seconds, got {options.start:g}")
     except ValueError as error:
@@ -238,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
         show.conclude(console)
         return
     with keyboard() as wait:
-        to_the_end = Player(show, speed=options.speed, start=options.start or 0.0).play(console, wait)
+        to_the_end = Player(show, speed=options.speed or show.speed, start=options.start or 0.0).play(console, wait)
     if to_the_end:
         show.conclude(console)
 

@@ -158,10 +158,15 @@ def result_table(lanes: Sequence[Lane], title: str) -> Table:
 
     Texts are compared with those of the first lane, request by request.
     """
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    same = f"same text: the same tokens as {lanes[0].title}"
+    table = Table(title=title, caption=same, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.title_justify = table.caption_justify = "left"
+    table.title_style, table.caption_style = "bold", "dim"
     for heading in ("#", "engine", "seconds", "tokens/s", "1st token", "speed", "same text"):
         table.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=True)
     reference = tokens_of(lanes[0].events, lanes[0].num_requests)
+    if any(tokens_of(lane.events, lane.num_requests) != reference for lane in lanes):
+        table.caption = f"{same}; in 16 bits, rounding decides between all but equal ones"
     in_order = sorted((lane.seconds or 0.0, i) for i, lane in enumerate(lanes))
     for place, (seconds, i) in enumerate(in_order, start=1):
         lane = lanes[i]
