@@ -2,9 +2,9 @@
 
     python -m tools.race.replay [--recording DIRECTORY] [--engine stage_4] [--speed 2] [--from SECONDS] [--once]
 
-One engine from inside is slowed down until it takes 20 seconds, so that eyes can follow. Needs neither torch nor a model.
-In a terminal the space bar stops and goes on, the right and left arrows go a step on or back, q ends it. Without one,
-or with --once, a single picture is printed.
+One engine from inside is slowed down until it takes 20 seconds, so that eyes can follow. Needs neither torch nor a
+model. In a terminal the space bar stops and goes on, the right and left arrows go a step on or back, q ends it. Without
+one, or with --once, a single picture is printed.
 """
 
 from __future__ import annotations
