@@ -6,6 +6,18 @@ const setTheme = theme => { document.documentElement.dataset.theme = theme; };
 
 setTheme(asked.get("theme") || (night.matches ? "dark" : "light"));
 
+// Whoever reads alone, on a telephone, is told at once; in a lecture the next slide tells
+const choose = button => {
+  const choices = button.parentElement;
+  for (const other of choices.children) other.setAttribute("aria-pressed", other === button && other.ariaPressed !== "true");
+  if (!wide.matches) choices.classList.add("told");
+};
+document.querySelectorAll(".choices button").forEach(button => { button.onclick = () => choose(button); });
+const keysOfChoices = Object.fromEntries([1, 2, 3, 4, 5].map(key => [48 + key, () => {
+  const button = Reveal.getCurrentSlide().querySelector(`.choices [data-key="${key}"]`);
+  if (button) choose(button);
+}]));
+
 // The speaker view is a page that its plugin writes into a new window; it gets our style and the theme of the moment
 const openWindow = window.open.bind(window);
 window.open = (...where) => {
@@ -26,8 +38,16 @@ if (wide.matches || asked.has("receiver")) {
   const toggle = () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   Reveal.initialize({
     width: 1280, height: 720, margin: 0, center: false, display: "flex", hash: true, slideNumber: "c/t",
-    transition: "none", scrollActivationWidth: null, keyboard: { 68: toggle }, plugins: [RevealNotes],
+    transition: "none", scrollActivationWidth: null, keyboard: { 68: toggle, ...keysOfChoices }, plugins: [RevealNotes],
     defaultTiming: 60, // with it the speaker view says whether one is early or late
+  });
+  Reveal.on("slidechanged", event => { // on from a question, to its answer
+    const choices = event.previousSlide?.querySelector(".choices"), chosen = choices?.querySelector("[aria-pressed=true]");
+    if (!choices || event.currentSlide !== event.previousSlide.nextElementSibling) return;
+    choices.classList.add("told");
+    const tag = event.currentSlide.querySelector(".tag");
+    tag.dataset.tag ??= tag.textContent;
+    tag.textContent = chosen ? `The guess: ${chosen.textContent}` : tag.dataset.tag;
   });
 }
 if (!asked.has("receiver")) wide.addEventListener("change", () => location.reload());

@@ -20,9 +20,9 @@ from unittest.mock import patch
 from stages.core import SamplingParams
 from stages.stage_4_prefix_caching import PrefixCachingEngine, PrefixCachingPool
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Scheduled, Scheduler
-from tools.pictures.blocks import block_map
+from tools.pictures.blocks import lanes_and_blocks
 from tools.pictures.plots import bars
-from tools.pictures.steps import seats, swimlane
+from tools.pictures.steps import seats, swimlane, swimlanes
 from tools.pictures.three_requests import (
     BLOCK_SIZE,
     LOTTE,
@@ -130,10 +130,7 @@ seats({"static (stage 4)": static.events, "continuous (stage 5)": continuous.eve
 
 # %%
 tight = record(ContinuousBatchingEngine, twelve[:6], twelve_params[:6], max_num_seqs=4, num_blocks=4)
-swimlane(tight.events, title="A pool of four blocks")
-
-# %%
-block_map(tight.events, 4, title="A pool of four blocks")
+lanes_and_blocks(tight.events, 4, title="A pool of four blocks")
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -150,7 +147,7 @@ print("same tokens as with plenty of memory:", tight.outputs == continuous.outpu
 #
 # ### Every transition
 #
-# Here is the same run as a log of states, told by the events. Compare it with the two pictures:
+# Here is the same run as a log of states, told by the events. Compare it with the picture:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -293,10 +290,10 @@ swimlane(in_one_piece.events, by="tokens", title="Budget 512: the long prompt in
 
 # %% [markdown]
 # The wide box of request 0 is *one* token, for which it waits as long as 300 tokens of somebody else take. A reader
-# sees the text stop. And with a budget of 32:
+# sees the text stop. Now with a budget of 32 below it:
 
 # %%
-swimlane(in_chunks.events, by="tokens", title="Budget 32: the long prompt in chunks")
+swimlanes({"budget 512": in_one_piece.events, "budget 32": in_chunks.events}, "A long prompt beside another request")
 
 # %%
 # NBVAL_CHECK_OUTPUT

@@ -27,6 +27,9 @@ MEASURE = """
     Reveal.slide(i);
     const slide = Reveal.getCurrentSlide();
     if ([slide, ...slide.querySelectorAll("pre, figure, .columns > div")].some(over)) said.push(i + 1);
+    // A tick of a notebook's picture has 11 points at 150 dots an inch
+    const scale = e => Math.min(e.clientWidth / e.naturalWidth, e.clientHeight / e.naturalHeight);
+    if ([...slide.querySelectorAll("img.day")].some(e => 11 / 72 * 150 * scale(e) < 16)) said.push(`small ${i + 1}`);
   }
   else {
     if (document.documentElement.scrollWidth > innerWidth) said.push("page");
@@ -96,6 +99,8 @@ def test_on_a_telephone_it_is_a_page_that_nothing_runs_out_of(path: Path, tmp_pa
 
 def test_too_much_is_noticed(tmp_path: Path) -> None:
     text = render(read_lecture(lecture_path(4)))
+    narrow = text.replace("</head>", "<style>figure { max-width: 600px; }</style></head>")
+    assert overflow(narrow, DESK, tmp_path)[1].split(",")[0] == "small 2"
     much = "<p>one line more</p>" * 30
     cramped = text.replace('<aside class="notes">', much + '<aside class="notes">', 1)
     assert overflow(cramped, DESK, tmp_path) == ("true", "1")

@@ -25,7 +25,7 @@ from stages.manifest import Stage, load_stage
 from tools import ROOT
 
 LECTURES = ROOT / "lectures"
-SHOWN = ("code", "hole", "picture", "output", "printed", "table", "run", "exercises")
+SHOWN = ("code", "hole", "picture", "output", "printed", "table", "run", "exercises", "choices", "film")
 SCRIPT = ("say", "type", "see")
 KINDS = ("title", "plain", "question", "answer", "live")
 

@@ -12,7 +12,9 @@ narrow window, and where no script runs, the same file is a page to scroll, with
 from __future__ import annotations
 
 import argparse
+import base64
 import html
+import os
 import re
 import sys
 import textwrap
@@ -39,10 +41,12 @@ from tools.lectures.lecture import (
     split_words,
 )
 from tools.scheduler_page import build as scheduler_page
+from tools.pictures.colours import at_night
 
 REVEAL = ROOT / "assets" / "vendor" / "reveal"
 OUT = ROOT / "build" / "slides"
 SHEET = 87  # characters of a line in a run sheet
+DAY, NIGHT = "xcode", "monokai"  # styles of Pygments whose colours can be read on our paper
 TAGS = {"question": "Guess first", "answer": "Measured", "live": "Live"}
 LARGEST, SMALLEST = 23.0, 14.0  # pixels of a letter of code, on a slide of 1280 x 720 pixels
 WIDE, NARROW, TALL = 1110, 505, 540  # pixels for code: the width on a whole slide, in one of two columns; the height
@@ -111,9 +115,9 @@ class Renderer:
                 label = f'<svg role="img" aria-label="{html.escape(" ".join(alt))}" '
                 return f"<figure>{pulls.read(path).replace('<svg ', label, 1)}</figure>"
             case "picture", [path, text, *alt] if alt:
-                said = html.escape(" ".join(alt))
-                image = f'<img src="data:image/png;base64,{pulls.pull_png(path, text)}" alt="{said}">'
-                return f"<figure>{image}<figcaption>{said}</figcaption></figure>"
+                return picture(pulls.pull_png(path, text), " ".join(alt))
+            case "choices", [_, *_]:
+                return choices(self.fill(piece).split(" | "))
             case "output", [path, text, *pattern] if len(pattern) < 2:
                 return output(pulls.pull_output(path, text, *pattern), width)
             case "printed", [name, *pattern] if len(pattern) < 2:
@@ -130,6 +134,29 @@ class Renderer:
                 items = (f"<li><b>{e.name}</b> {self.markdown.renderInline(e.title)}</li>" for e in mine)
                 return f"<ul>{''.join(items)}</ul>"
         raise ValueError(f"@{piece.kind} does not take {piece.text!r}")
+
+
+def picture(day: str, said: str) -> str:
+    """A picture of a notebook, in base64, for the day and for the night, and below it what there is to see."""
+    said = html.escape(said)
+    night = base64.b64encode(at_night(base64.b64decode(day))).decode()
+    images = (
+        f'<img class="{when}" src="data:image/png;base64,{data}" alt="{said}">'
+        for when, data in (("day", day), ("night", night))
+    )
+    return f"<figure>{''.join(images)}<figcaption>{said}</figcaption></figure>"
+
+
+def choices(answers: Sequence[str]) -> str:
+    """Buttons to answer with; the right one begins with an asterisk. Raises ValueError if that is not one of them."""
+    if sum(answer.startswith("*") for answer in answers) != 1 or len(answers) < 2:
+        raise ValueError(f"@choices has one right answer (*) among several, unlike {' | '.join(answers)}")
+    buttons = (
+        f'<button{" class=right" if answer.startswith("*") else ""} aria-pressed="false" data-key="{key}">'
+        f"{html.escape(answer.removeprefix('*'))}</button>"
+        for key, answer in enumerate(answers, start=1)
+    )
+    return f'<div class="choices">{"".join(buttons)}</div>'
 
 
 def clock(minutes: float) -> str:
@@ -186,8 +213,8 @@ def line(shown: str, plain: str, kind: str = "") -> str:
 
 def code_colours() -> str:
     """The style sheet for the colours of code, in light and dark mode."""
-    day = HtmlFormatter(style="friendly").get_style_defs("pre")
-    night = HtmlFormatter(style="monokai").get_style_defs('[data-theme="dark"] pre')
+    day = HtmlFormatter(style=DAY).get_style_defs("pre")
+    night = HtmlFormatter(style=NIGHT).get_style_defs('[data-theme="dark"] pre')
     # Only the colours of tokens: the frame is the theme's
     return "\n".join(line for line in f"{day}\n{night}".splitlines() if re.search(r"pre \.\w+ \{", line))
 
@@ -273,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
             for path in pulls.experiments():
                 path.with_suffix(".txt").write_text(pulls.printed_by(path), encoding="utf-8")
         elif options.script is not None:
-            print("\n".join(run_sheet(read_lecture(lecture_path(options.script)))))
+            print("\n".join(run_sheet(read_lecture(lecture_path(options.script)))), flush=True)
         else:
             paths = lecture_paths() if options.stage is None else [lecture_path(options.stage)]
             for path in build(map(read_lecture, paths), options.out):
@@ -283,6 +310,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
     return 0
 
 

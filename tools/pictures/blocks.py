@@ -11,19 +11,19 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
 from stages.core import Event
+from tools.pictures.colours import BLACK, BLUE, VERMILION
 from tools.pictures.plots import (
-    BLACK,
-    BLUE,
     HATCHED,
     PAPER,
-    VERMILION,
     Picture,
     colour_of,
     label_steps,
     legend_below,
+    new_panels,
     new_picture,
 )
-from tools.pictures.timeline import SlotUse, held_tokens, read_events
+from tools.pictures.steps import draw_lanes, lane_legend
+from tools.pictures.timeline import SlotUse, Timeline, held_tokens, read_events
 
 COUNT_COLOURS = ("#F4F4F4", "#9ECAE9", "#3182BD", "#08306B")  # nobody, one, two, three and more
 COUNT_WORDS = ("0: free", "1", "2: shared", "3 or more")
@@ -45,6 +45,18 @@ def block_map(
     timeline = read_events(events)
     labels = timeline.state.labels(names)
     picture, axes = new_picture(1.6 + 0.19 * num_blocks, title)
+    some_shared = draw_block_map(axes, timeline, num_blocks, remember=remember)
+    handles = [Patch(facecolor=colour_of(i), label=f"request {label}") for i, label in enumerate(labels)]
+    if some_shared:
+        handles.append(Patch(facecolor="#808080", hatch="////", edgecolor="white", label="shared by several"))
+    if remember:
+        handles.append(Patch(facecolor="#808080", alpha=0.25, label="free, contents kept"))
+    legend_below(axes, handles, columns=3)
+    return picture
+
+
+def draw_block_map(axes: Axes, timeline: Timeline, num_blocks: int, *, remember: bool = False) -> bool:
+    """Draw who holds which block in which step. Returns whether some block is shared in some step."""
     some_shared = False
     for column, blocks in enumerate(timeline.blocks):
         holders = blocks.holders
@@ -58,12 +70,20 @@ def block_map(
             axes.barh(block, facecolor=colour_of(blocks.writers[block]), alpha=0.22, **box)
     number_blocks(axes, num_blocks, every=1 if num_blocks <= 10 else 2 if num_blocks <= 24 else 8)
     label_steps(axes, len(timeline.blocks))
-    handles = [Patch(facecolor=colour_of(i), label=f"request {label}") for i, label in enumerate(labels)]
-    if some_shared:
-        handles.append(Patch(facecolor="#808080", hatch="////", edgecolor="white", label="shared by several"))
-    if remember:
-        handles.append(Patch(facecolor="#808080", alpha=0.25, label="free, contents kept"))
-    legend_below(axes, handles, columns=3)
+    return some_shared
+
+
+def lanes_and_blocks(events: Sequence[Event], num_blocks: int, *, title: str) -> Picture:
+    """Who runs when, and below, on the same axis of steps, which of them holds which block."""
+    timeline = read_events(events)
+    lives = len(timeline.lives)
+    picture, (lanes, blocks) = new_panels(1.5 + 0.26 * lives + 0.24 * num_blocks, title, 2, [lives, 0.9 * num_blocks])
+    used = draw_lanes(lanes, timeline)
+    draw_block_map(blocks, timeline, num_blocks)
+    for i, label in enumerate(lanes.get_yticklabels()):
+        label.set_bbox({"facecolor": "white", "edgecolor": colour_of(i), "linewidth": 3, "pad": 1.5})
+    lanes.set_xlabel("")
+    legend_below(lanes, lane_legend(used), columns=3)
     return picture
 
 

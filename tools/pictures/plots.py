@@ -1,7 +1,7 @@
 """How the pictures of the notebooks look; curves, bars, buckets, and what CPU and GPU do during one step.
 
-Colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart; hatching and labels say
-the same again. Figures are 7 inches wide with type of 10 points and more, so they are legible at half that width.
+Hatching and labels say the same as colours.
+Figures are 7 inches wide with type of 10 points and more, so they are legible at half that width.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from stages.core import Event
+from tools.pictures.colours import BLUE, GREEN, ORANGE, PINK, SKY, VERMILION, YELLOW
 from tools.pictures.timeline import token_times
 
 if TYPE_CHECKING:
     from tools.pictures.decode_profile import Operation
 
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PINK = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
 REQUEST_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILION, YELLOW)
 STYLE = {
     "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
@@ -78,11 +76,16 @@ def new_picture(height: float, title: str) -> tuple[Picture, Axes]:
     return picture, axes
 
 
-def new_panels(height: float, title: str, count: int) -> tuple[Picture, list[Axes]]:
-    """An empty picture, `height` inches high, and the axes of `count` panels below each other, with one axis across."""
+def new_panels(
+    height: float, title: str, count: int, heights: Sequence[float] | None = None
+) -> tuple[Picture, list[Axes]]:
+    """An empty picture, `height` inches high, and the axes of `count` panels below each other, with one axis across.
+
+    heights: how the panels share the height; without it all are equal."""
     with rc_context(STYLE):
         picture = Picture(figsize=(WIDTH, height), layout="constrained")
-        panels: list[Axes] = list(picture.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+        drawn = picture.subplots(count, 1, sharex=True, squeeze=False, height_ratios=heights)
+        panels: list[Axes] = list(drawn[:, 0])
     picture.suptitle(title, x=0.01, ha="left", **TITLE)
     return picture, panels
 
@@ -186,7 +189,7 @@ def timeline(
     """
     last_us = last_us or max(start + us for events in runs.values() for _, _, start, us in events)
     unit, factor = ("ms", 1e-3) if last_us - first_us > 2000 else ("µs", 1.0)
-    picture, panels = new_panels(1.0 + 1.25 * len(runs), title, len(runs))
+    picture, panels = new_panels(1.0 + 0.9 * len(runs), title, len(runs))
     present = [track for track in TRACKS if any(track == t for events in runs.values() for t, *_ in events)]
     for axes, (label, events) in zip(panels, runs.items(), strict=True):
         draw_tracks(axes, events, present, factor)

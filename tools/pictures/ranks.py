@@ -18,7 +18,8 @@ from torch import Tensor
 from stages.core import Event, SamplingParams
 from stages.model import ModelConfig, Transformer
 from stages.stage_7_tensor_parallel import cut, share_of
-from tools.pictures.plots import BLACK, BLUE, ORANGE, VERMILION, Picture, colour_of, legend_below, new_picture
+from tools.pictures.colours import BLACK, BLUE, ORANGE, VERMILION
+from tools.pictures.plots import Picture, colour_of, legend_below, new_picture
 
 HATCHES = ("", "////", "....", "\\\\\\\\")  # of the ranks, so that no picture needs colours
 GAP = 150  # between two matrices, in rows and columns

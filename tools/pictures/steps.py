@@ -11,13 +11,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from stages.core import Event
+from tools.pictures.colours import BLACK, BLUE, SKY, VERMILION
 from tools.pictures.plots import (
-    BLACK,
-    BLUE,
     HATCHED,
     PAPER,
-    SKY,
-    VERMILION,
     Picture,
     colour_of,
     label_steps,
@@ -25,7 +22,7 @@ from tools.pictures.plots import (
     new_panels,
     new_picture,
 )
-from tools.pictures.timeline import Life, Span, read_events
+from tools.pictures.timeline import Life, Span, Timeline, read_events
 
 PHASE_STYLE: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill": ("prefill: the prompt, for the first time", {"facecolor": BLUE}),
@@ -51,6 +48,35 @@ def swimlane(
     """
     timeline = read_events(events)
     picture, axes = new_picture(1.75 + 0.48 * len(timeline.lives), title)
+    used = draw_lanes(axes, timeline, names=names, by=by, until=until)
+    legend_below(axes, lane_legend(used))
+    return picture
+
+
+def swimlanes(runs: Mapping[str, Sequence[Event]], title: str) -> Picture:
+    """Who runs when in several runs (label -> events): a panel for each, on one axis of computed tokens."""
+    timelines = {label: read_events(events) for label, events in runs.items()}
+    lives = sum(len(timeline.lives) for timeline in timelines.values())
+    picture, panels = new_panels(1.3 + 0.3 * len(runs) + 0.28 * lives, title, len(runs))
+    longest = max(sum(timeline.tokens_in_step.values()) for timeline in timelines.values())
+    used: set[str] = set()
+    for axes, (label, timeline) in zip(panels, timelines.items(), strict=True):
+        used |= draw_lanes(axes, timeline, by="tokens", until=longest)
+        axes.set_title(label, loc="left", fontsize=11)
+        axes.label_outer()
+    legend_below(panels[-1], lane_legend(used))
+    return picture
+
+
+def draw_lanes(
+    axes: Axes,
+    timeline: Timeline,
+    *,
+    names: Sequence[str] | None = None,
+    by: Literal["step", "tokens"] = "step",
+    until: float | None = None,
+) -> set[str]:
+    """Draw who runs when, as `swimlane` describes it. Returns the phases that occur."""
     left: dict[int, float] = {}
     width: dict[int, float] = {}
     position = 0.0
@@ -58,7 +84,7 @@ def swimlane(
         left[step], width[step] = position, 1.0 if by == "step" else float(timeline.tokens_in_step[step])
         position += width[step]
     scale = until or position
-    used = set()
+    used: set[str] = set()
     for row, life in enumerate(timeline.lives):
         for span in life.spans:
             used.add(span.phase)
@@ -76,10 +102,14 @@ def swimlane(
     if by == "step":
         label_steps(axes, len(timeline.steps))
     axes.set_xlim(0, scale * 1.01)
+    return used
+
+
+def lane_legend(used: set[str]) -> list[Any]:
+    """What the boxes of these phases mean, and the line at the end of a lane."""
     handles: list[Any] = [Patch(label=text, **style) for phase, (text, style) in PHASE_STYLE.items() if phase in used]
-    end = Line2D([], [], color=BLACK, marker="|", markersize=13, markeredgewidth=2.5, linestyle="", label="finished")
-    legend_below(axes, [*handles, end])
-    return picture
+    finished: dict[str, Any] = {"marker": "|", "markersize": 13, "markeredgewidth": 2.5, "linestyle": ""}
+    return [*handles, Line2D([], [], color=BLACK, label="finished", **finished)]
 
 
 def write_tokens(axes: Axes, span: Span, left: float, width: float, row: int, scale: float) -> None:
@@ -135,7 +165,7 @@ def seats(runs: Mapping[str, Sequence[Event]], num_seats: int) -> Picture:
 
     The number in a box is the request's. Hatched: an empty seat, until the run is over.
     """
-    height = 1.1 + (0.7 + 0.3 * num_seats) * len(runs)
+    height = 1.0 + (0.45 + 0.22 * num_seats) * len(runs)
     picture, panels = new_panels(height, "Who sits in which seat of the batch", len(runs))
     taken = {label: taken_seats(events) for label, events in runs.items()}
     longest = max(map(len, taken.values()))
