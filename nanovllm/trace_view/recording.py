@@ -19,9 +19,8 @@ from nanovllm.trace_view.engine_state import EngineState, Event
 
 FORMAT = 1
 NEEDED = ("t", "step", "type", "request")  # what every event has
-TEMPLATE = Path(__file__).with_name("page.html")
-PLACE = "{{trace}}"
-KEPT = ("step", "type", "tokens", "cached", "ids", "text", "reason", "taken")  # what the page needs of an event
+TEMPLATE, PARTS = Path(__file__).with_name("page.html"), Path(__file__).with_name("parts.js")
+KEPT = ("t", "step", "type", "tokens", "cached", "ids", "text", "reason", "taken")  # what the page needs of an event
 
 
 class Recording:
@@ -111,9 +110,11 @@ def page(recording: Recording, decode: Callable[[list[int]], str] | None = None)
 
     decode: makes text of token ids; without it the page shows the ids.
     """
-    data = json.dumps(page_data(recording, decode), separators=(",", ":"))
+    template = TEMPLATE.read_text(encoding="utf-8").replace("{{parts}}", PARTS.read_text(encoding="utf-8"))
     # "<" could end the script element that carries the data; "\u003c" is the same in JSON, and cannot.
-    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data.replace("<", "\\u003c"))
+    return template.replace(
+        "{{trace}}", json.dumps(page_data(recording, decode), separators=(",", ":")).replace("<", "\\u003c")
+    )
 
 
 def page_data(recording: Recording, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
@@ -135,6 +136,7 @@ def page_data(recording: Recording, decode: Callable[[list[int]], str] | None) -
         sequence = state.hear(event)
         num_blocks = max([num_blocks, *(block + 1 for block in event.get("taken", []) + event.get("shared", []))])
         told = {name: event[name] for name in KEPT if name in event} | {"sequence": sequence}
+        told["t"] = round(told["t"] - recording.events[0]["t"], 6)
         if event["type"] == "scheduled":
             told["phase"] = state.phases[sequence]
             steps[step][told["phase"]] += event["tokens"]

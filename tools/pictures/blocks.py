@@ -27,6 +27,7 @@ from tools.pictures.timeline import SlotUse, Timeline, held_tokens, read_events
 
 COUNT_COLOURS = ("#F4F4F4", "#9ECAE9", "#3182BD", "#08306B")  # nobody, one, two, three and more
 COUNT_WORDS = ("0: free", "1", "2: shared", "3 or more")
+HIGH = 16  # blocks that may stand below each other in a picture of the pool
 Beginning = tuple[tuple[int, ...], ...]  # of a prompt, in blocks
 
 
@@ -135,41 +136,52 @@ def pool_slots(
     """The pool while `step` runs: a row for each block, a box for each slot, and in it the position of its token.
 
     Filled: a key and value lie there. Hatched: the block is taken and the slot still empty. White: free. The number of
-    the request stands to the right of its blocks.
+    the request stands to the right of its blocks. More than HIGH blocks stand in two columns, without positions.
     """
-    picture, axes = new_picture(1.3 + 0.2 * num_blocks, f"The pool in step {step}")
-    held = holdings(events, step)
+    columns = 1 if num_blocks <= HIGH else 2
+    rows = -(-num_blocks // columns)
+    picture, axes = new_picture(1.3 + 0.2 * rows, f"The pool in step {step}")
+    corners = [(block // rows * (block_size + 3), block % rows) for block in range(num_blocks)]
     owners: dict[int, list[int]] = {}
-    for block in range(num_blocks):
-        axes.add_patch(Rectangle((0, block - 0.42), block_size, 0.84, facecolor="white", edgecolor="#B0B0B0"))
-    for holding in held:
+    for block, (left, row) in enumerate(corners):
+        axes.add_patch(Rectangle((left, row - 0.42), block_size, 0.84, facecolor="white", edgecolor="#B0B0B0"))
+        axes.text(left - 0.3, row, str(block), va="center", ha="right", fontsize=9)
+    for holding in holdings(events, step):
         for i, block in enumerate(holding.table):
             owners.setdefault(block, []).append(holding.request)
             if owners[block] == [holding.request]:
-                draw_slots(axes, holding, i, block_size)
+                draw_slots(axes, holding, i, block_size, corners[block], numbered=columns == 1)
     for block, requests in owners.items():
+        left, row = corners[block]
         text = ", ".join(names[r] if names else str(r) for r in requests)
-        axes.text(block_size + 0.2, block, text, va="center", fontsize=9, fontweight="bold")
-    axes.set_xticks([offset + 0.5 for offset in range(block_size)], [str(offset) for offset in range(block_size)])
-    axes.set(xlim=(0, block_size + 1), xlabel="offset in the block; in a slot: the position of its token in the text")
-    number_blocks(axes, num_blocks, every=1 if num_blocks <= 16 else 2)
-    axes.tick_params(labelsize=9)
+        axes.text(left + block_size + 0.2, row, text, va="center", fontsize=9, fontweight="bold")
+    every = 1 if columns == 1 else 5
+    offsets = [(left + n + 0.5, str(n)) for left, row in corners if row == 0 for n in range(0, block_size, every)]
+    axes.set_xticks([x for x, _ in offsets], [offset for _, offset in offsets])
+    axes.set(ylabel="block", ylim=(rows - 0.4, -0.6), yticks=[])
+    within = "offset in the block" + "; in a slot: the position of its token in the text" * (columns == 1)
+    axes.set(xlim=(-1.5, corners[-1][0] + block_size + 1), xlabel=within)
     filled = Patch(facecolor="#909090", label="holds a token (colour: request, named on the right)")
     empty = Patch(edgecolor="#707070", label="taken, still empty", **HATCHED)
     legend_below(axes, [filled, empty])
     return picture
 
 
-def draw_slots(axes: Axes, holding: Holding, index: int, block_size: int) -> None:
-    """The slots of the `index`-th block of a sequence."""
-    block, colour = holding.table[index], colour_of(holding.request)
+def draw_slots(
+    axes: Axes, holding: Holding, index: int, block_size: int, corner: tuple[int, int], *, numbered: bool
+) -> None:
+    """The slots of the `index`-th block of a sequence, from the corner (left, row) on."""
+    left, row = corner
+    colour = colour_of(holding.request)
     for offset in range(block_size):
         position = index * block_size + offset
         style: dict[str, Any] = {"edgecolor": colour, **HATCHED}
         if position < holding.length:
             style = {"facecolor": colour, "edgecolor": "white"}
-            axes.text(offset + 0.5, block, str(position), ha="center", va="center", fontsize=8, bbox=PAPER)
-        axes.add_patch(Rectangle((offset, block - 0.42), 1, 0.84, linewidth=0.6, **style))
+            if numbered:
+                middle = left + offset + 0.5
+                axes.text(middle, row, str(position), ha="center", va="center", fontsize=8, bbox=PAPER)
+        axes.add_patch(Rectangle((left + offset, row - 0.42), 1, 0.84, linewidth=0.6, **style))
 
 
 def cache_growth(

@@ -23,7 +23,6 @@ from tools.pictures.plots import Picture, colour_of, legend_below, new_picture
 
 HATCHES = ("", "////", "....", "\\\\\\\\")  # of the ranks, so that no picture needs colours
 GAP = 150  # between two matrices, in rows and columns
-COPY_GAP = 24  # between a matrix and its copy
 
 
 def matrices(c: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -44,17 +43,11 @@ def held_by(name: str, c: ModelConfig, rank: int, ranks: int) -> tuple[range, ra
 
 def held(c: ModelConfig, ranks: int) -> Picture:
     """The seven matrices of a layer to scale, and the part of each that a rank holds: inputs across, outputs down."""
-    picture, axes = new_picture(4.8, f"One layer on {ranks} ranks")
-    lines = [["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]]
-    y = widest = 0
-    for names in lines:
-        x = 0
-        y += GAP  # for the names
-        for name in names:
-            x = draw_matrix(axes, name, c, ranks, x, y) + GAP
-        y += max(matrices(c)[name][0] for name in names)
-        widest = max(widest, x)
-    axes.set(xlim=(-10, widest), ylim=(y + 10, 0))
+    picture, axes = new_picture(2.8, f"One layer on {ranks} ranks")
+    x = 0
+    for name in matrices(c):
+        x = draw_matrix(axes, name, c, ranks, x, GAP) + GAP
+    axes.set(xlim=(-10, x), ylim=(GAP + max(rows for rows, _ in matrices(c).values()) + 10, 0))
     axes.set_aspect("equal", anchor="W")
     axes.set_axis_off()
     legend_below(axes, [Patch(label=f"rank {rank}", **look(rank)) for rank in range(ranks)], columns=ranks)
@@ -66,21 +59,21 @@ def look(rank: int) -> dict[str, Any]:
 
 
 def draw_matrix(axes: Axes, name: str, c: ModelConfig, ranks: int, x: int, y: int) -> int:
-    """Draw the matrix and, beside it, copies of what several ranks hold. Returns where they end."""
+    """Draw the matrix and, below it, copies of what several ranks hold. Returns where they end."""
     rows, columns = matrices(c)[name]
     parts = [held_by(name, c, rank, ranks) for rank in range(ranks)]
     copies = [parts[:rank].count(part) for rank, part in enumerate(parts)]  # 0 for who is the first to hold a part
     for copy in range(max(copies) + 1):
-        left = x + copy * (columns + COPY_GAP)
+        top = y + copy * (rows + GAP)
         holders = [rank for rank in range(ranks) if copies[rank] == copy]
         for rank in holders:
             down, across = parts[rank]
-            axes.add_patch(Rectangle((left + across.start, y + down.start), len(across), len(down), **look(rank)))
+            axes.add_patch(Rectangle((x + across.start, top + down.start), len(across), len(down), **look(rank)))
         line = "--" if copy else "-"
-        axes.add_patch(Rectangle((left, y), columns, rows, fill=False, edgecolor=BLACK, linewidth=1, linestyle=line))
-        text = f"copy: ranks\n{' and '.join(map(str, holders))}" if copy else f"{name}\n{rows} × {columns}"
-        axes.text(left, y - 12, text, fontsize=10, va="bottom")
-    return x + max(copies) * (columns + COPY_GAP) + columns
+        axes.add_patch(Rectangle((x, top), columns, rows, fill=False, edgecolor=BLACK, linewidth=1, linestyle=line))
+        text = f"copy: {', '.join(map(str, holders))}" if copy else f"{name}\n{rows} × {columns}"
+        axes.text(x, top - 12, text, fontsize=10, va="bottom")
+    return x + columns
 
 
 def layer_flow(c: ModelConfig, ranks: int) -> Picture:
