@@ -2,7 +2,11 @@
 const night = matchMedia("(prefers-color-scheme: dark)");
 const wide = matchMedia("(min-width: 700px)");
 const asked = new URLSearchParams(location.search);
-const setTheme = theme => { document.documentElement.dataset.theme = theme; };
+const setTheme = theme => {
+  const roots = [...document.querySelectorAll("iframe.film")].map(film => film.contentDocument?.documentElement);
+  for (const root of [document.documentElement, ...roots.filter(Boolean)]) root.dataset.theme = theme;
+};
+document.querySelectorAll("iframe.film").forEach(film => { film.onload = () => setTheme(document.documentElement.dataset.theme); });
 
 setTheme(asked.get("theme") || (night.matches ? "dark" : "light"));
 

@@ -19,6 +19,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -42,6 +43,9 @@ from tools.lectures.lecture import (
 )
 from tools.scheduler_page import build as scheduler_page
 from tools.pictures.colours import at_night
+from tools.race.film import film
+from tools.race.replay import DEFAULT
+from tools.race.workload import load_race
 
 REVEAL = ROOT / "assets" / "vendor" / "reveal"
 OUT = ROOT / "build" / "slides"
@@ -126,6 +130,10 @@ class Renderer:
                 measured = self.markdown.render(pulls.pull_table(name, key, *keys))
                 source = html.escape(pulls.pull_source(name))
                 return f'<div class="scroll measured">{measured}</div><p class="source">{source}</p>'
+            case "film", [engine]:
+                return (
+                    f'<iframe class="film" title="The race, as a film" srcdoc="{html.escape(race(engine))}"></iframe>'
+                )
             case "run", [_, *_]:
                 command = f"$ {self.fill(piece)}"
                 return f'<pre class="terminal" {fitted([command], width)}>{lined(command)}</pre>'
@@ -134,6 +142,12 @@ class Renderer:
                 items = (f"<li><b>{e.name}</b> {self.markdown.renderInline(e.title)}</li>" for e in mine)
                 return f"<ul>{''.join(items)}</ul>"
         raise ValueError(f"@{piece.kind} does not take {piece.text!r}")
+
+
+@cache
+def race(engine: str) -> str:
+    """The film of the recorded race, with the inside of that engine."""
+    return film(load_race(DEFAULT), engine)
 
 
 def picture(day: str, said: str) -> str:

@@ -1,0 +1,56 @@
+// A clock for what has happened, which can be stopped, moved and slowed down, with its controls and keys.
+// show: {duration, stops(), draw(t)}; times in seconds of what is shown. keys: further ones, from key to function.
+
+function makePlayer(box, show, {speeds, speed, keys = {}}) {
+  let at = 0, since = null;  // where it was when the clock last began to run, and when that was
+  const button = (text, title, press) => {
+    const made = document.createElement("button");
+    Object.assign(made, {textContent: text, title, onclick: press});
+    return made;
+  };
+  const now = () => Math.min(show.duration, since === null ? at : at + speed * (performance.now() - since) / 1e3);
+  const draw = () => {
+    const t = now();
+    scrub.value = t;
+    clock.textContent = `${t.toFixed(show.digits)} s`;
+    show.draw(t);
+    if (t >= show.duration && since !== null) stop();
+  };
+  const frame = () => { if (since !== null) { draw(); requestAnimationFrame(frame); } };
+  const stop = () => { at = now(); since = null; play.textContent = "▶"; };
+  const start = () => {
+    if (at >= show.duration) at = 0;
+    since = performance.now(); play.textContent = "❚❚"; requestAnimationFrame(frame);
+  };
+  const seek = t => { const ran = since !== null; at = Math.max(0, Math.min(show.duration, t)); since = ran ? performance.now() : null; draw(); };
+  const step = direction => {
+    stop();
+    const stops = show.stops(), t = at;
+    seek(direction > 0 ? stops.find(s => s > t + 1e-9) ?? show.duration : stops.findLast(s => s < t - 1e-9) ?? 0);
+  };
+  const setSpeed = chosen => {
+    at = now(); since = since === null ? null : performance.now(); speed = chosen;
+    [...rates.children].forEach((rate, i) => rate.setAttribute("aria-pressed", speeds[i] === speed));
+  };
+  const faster = by => setSpeed(speeds[Math.max(0, Math.min(speeds.length - 1, speeds.indexOf(speed) + by))]);
+  const play = button("▶", "play, pause (space)", () => since === null ? start() : stop());
+  const clock = document.createElement("output"), scrub = document.createElement("input"), rates = document.createElement("span");
+  Object.assign(scrub, {type: "range", min: 0, max: show.duration, step: "any", ariaLabel: "time", oninput: () => seek(Number(scrub.value))});
+  rates.className = "rates";
+  rates.append(...speeds.map(rate => button(rate < .01 ? `1/${Math.round(1 / rate)}` : `${rate}×`, "speed (+ and −)", () => setSpeed(rate))));
+  box.append(button("◀", "a step back (←)", () => step(-1)), play, button("▶▏", "a step on (→)", () => step(1)), clock, scrub, rates);
+  const pressed = {
+    " ": () => play.click(), ArrowRight: () => step(1), ArrowLeft: () => step(-1), Home: () => seek(0),
+    End: () => seek(show.duration), "+": () => faster(1), "-": () => faster(-1), Escape: () => parent.focus(), ...keys,
+  };
+  addEventListener("keydown", e => {
+    if (e.ctrlKey || e.metaKey || e.altKey || !(e.key in pressed)) return;
+    e.preventDefault();
+    pressed[e.key]();
+  });
+  addEventListener("resize", draw);
+  setSpeed(speed);
+  const asked = /^#t=([\d.]+)$/.exec(location.hash);
+  if (asked) seek(Number(asked[1])); else draw();
+  return {start, draw};
+}
