@@ -15,7 +15,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.logs import set_up
 from nanovllm.server.options import add_options, check, json_object
 from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.trace_view.recording import add_trace_commands
+from nanovllm.trace_view.recording import Recording, add_trace_commands, page
 
 MAX_TOKENS = 256  # of an answer, where neither the user nor the checkpoint says how many
 
@@ -79,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
 
     generate = command("generate", run_generate, "complete a text, and show it while it is written")
     generate.add_argument("prompt")
+    generate.add_argument(
+        "--trace", type=Path, metavar="FILE", help="what the engine did: a page if FILE ends in .html, or a recording"
+    )
     sampling(generate)
     chat = command("chat", run_chat, "talk to an instruction model")
     sampling(chat)
@@ -134,10 +137,20 @@ def stream(llm: "LLM", prompt_token_ids: list[int], params: SamplingParams, echo
 
 def run_generate(args: argparse.Namespace) -> None:
     params_of(args, {})  # a mistake shows before a model is loaded
-    with make_llm(args, generation_config=args.generation_config) as llm:
+    if args.trace is not None and not args.trace.parent.is_dir():
+        raise ValueError(f"--trace {args.trace}: there is no directory {args.trace.parent}")
+    trace = None if args.trace is None else Recording(title=args.prompt)
+    with make_llm(args, generation_config=args.generation_config, on_event=trace) as llm:
         assert llm.tokenizer is not None
         params = params_of(args, llm.sampling_defaults)
         summary(stream(llm, llm.tokenizer.encode(args.prompt), params, echo=args.prompt))
+        if trace is not None:
+            trace.about |= {name: getattr(llm.config, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
+            trace.about |= {"block_size": llm.config.kvcache_block_size, "num_blocks": llm.config.num_kv_blocks}
+            if args.trace.suffix == ".html":
+                args.trace.write_text(page(trace, llm.tokenizer.decode), encoding="utf-8")
+            else:
+                trace.save(args.trace)
 
 
 def run_chat(args: argparse.Namespace) -> None:

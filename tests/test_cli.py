@@ -18,6 +18,7 @@ import torch
 
 from nanovllm import cli
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.trace_view import Recording
 
 ROOT = Path(__file__).resolve().parent.parent
 STORY_MODEL = ROOT / "assets" / "story_model"
@@ -63,6 +64,21 @@ def test_generate_shows_the_text_while_it_grows(monkeypatch: pytest.MonkeyPatch)
         ("Once upon a time," + end).rstrip()
         for end in ("", " in", " in the", " in the sleepy", " in the sleepy village")
     ]
+
+
+def test_generate_keeps_what_the_engine_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("run.html", "run.jsonl.gz"):
+        asked = [*GREEDY, "--max-tokens", "6", "--trace", str(tmp_path / name)]
+        assert cli.main(["generate", "Once upon a time,", *asked]) == 0
+    recording = Recording.load(tmp_path / "run.jsonl.gz")
+    assert sum(event["type"] == "token" for event in recording.events) == 6
+    assert recording.about["title"] == "Once upon a time," and recording.about["num_blocks"] > 1
+    assert recording.about.keys() >= {"block_size", "max_num_seqs", "max_num_batched_tokens"}
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert "<title>" in page and '"text":" sleepy"' in page
+    capsys.readouterr()
+    assert cli.main(["generate", "Once", *GREEDY, "--trace", str(tmp_path / "no" / "run.html")]) == 1
+    assert f"there is no directory {tmp_path / 'no'}" in capsys.readouterr().err
 
 
 def test_sampling_options_arrive(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
+from pygments.styles import get_style_by_name  # type: ignore[import-untyped]
 
+from tests.contrast import contrast
 from tests.in_words import in_words
 from tools.exercises.exercises import find_holes
 from tools.lectures import lecture, pulls, slides
 from tools.lectures.lecture import ROOT, Lecture, LectureError, lecture_paths, read_lecture
 from tools.lectures.pulls import EXPERIMENTS, experiments, printed_by
 from tools.lectures.slides import render
+from tools.pictures.colours import rgb
 
 PATHS = lecture_paths()
 by_lecture = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -252,6 +256,30 @@ def test_code_is_the_stage_s_own_and_a_hole_hides_the_solution() -> None:
     assert solved.label == "stage_4_prefix_caching.py · PrefixCachingPool.release"
     part = pulls.pull_code(STAGE_4, "4.4", "from", "for block", "to", "for block")
     assert part.lines[0].startswith("for block") and len(part.lines) == len(part.marked) == 1
+
+
+def variables(mode: str) -> dict[str, str]:
+    """The colours of the theme by day or by night, by name."""
+    blocks = re.findall(
+        r"(:root|\[data-theme=\"dark\"\]) \{(.*?)\}", (lecture.LECTURES / "slides.css").read_text(), re.DOTALL
+    )
+    return dict(re.findall(r"--([\w-]+): (#\w{6})", dict(blocks)[mode]))
+
+
+@pytest.mark.parametrize(("mode", "style"), [(":root", slides.DAY), ('[data-theme="dark"]', slides.NIGHT)])
+def test_code_can_be_read_on_its_paper(mode: str, style: str) -> None:
+    """Every colour that the stages' code has on a slide, plain and marked."""
+    theme = variables(mode)
+    shown = "".join((ROOT / "stages" / f"{read_lecture(path).stage.module_name}.py").read_text() for path in PATHS)
+    kinds = {kind for kind, _ in get_lexer_by_name("python").get_tokens(shown)}
+    colours = {
+        kind: f"#{get_style_by_name(style).style_for_token(kind)['color'] or theme['ink'][1:]}" for kind in kinds
+    }
+    assert len(set(colours.values())) > 5
+    for paper in (theme["panel"], theme["mark"]):
+        for kind, colour in colours.items():
+            hinted = paper == theme["mark"] and str(kind) in ("Token.Comment.Single", "Token.Operator")
+            assert contrast(rgb(theme["hint"] if hinted else colour), rgb(paper)) >= 4.5, (kind, colour, paper)
 
 
 def test_what_is_said_in_words_and_what_is_found() -> None:

@@ -143,7 +143,7 @@ class LLMEngine:
     def _start(self, seq: Sequence) -> None:
         self.executor.add(seq.key, seq.token_ids, seq.params)
         self.scheduler.add(seq)
-        self.trace.emit("added", seq, prompt_tokens=seq.num_prompt_tokens)
+        self.trace.emit("added", seq, prompt_tokens=seq.num_prompt_tokens, priority=seq.priority)
 
     @one_at_a_time(wait=False)
     def abort_request(self, request_id: str) -> None:

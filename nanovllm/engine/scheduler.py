@@ -123,7 +123,7 @@ class Scheduler:
         which may be `seq` itself."""
         needed = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
         while seq.row >= 0 and needed > self.blocks.num_free:
-            self._preempt()
+            self._preempt(seq, needed)
         if seq.row >= 0:
             self.trace.blocks(seq, taken=self.blocks.grow(seq, num_tokens))
 
@@ -188,7 +188,7 @@ class Scheduler:
         if shortage > 0:
             return False
         for _ in range(victims):
-            self._preempt()
+            self._preempt(seq, self._num_needed)
         return True
 
     def _start(self, seq: Sequence, cached: list[int]) -> None:
@@ -206,15 +206,16 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed
         self.trace.emit("admitted", seq, cached=seq.num_computed)
 
-    def _preempt(self) -> None:
-        """Take row, blocks and share of the unfinished plan from the running sequence that is last in order."""
-        seq = self.running.pop()
+    def _preempt(self, by: Sequence, needs: int) -> None:
+        """Take row, blocks and share of the unfinished plan from the running sequence that is last in order, since `by`
+        needs so many blocks, or a row."""
+        seq, free = self.running.pop(), self.blocks.num_free
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         self._budget += self._planned.pop(seq, 0)
         insort(self.waiting, seq, key=_order)
-        self.trace.emit("preempted", seq)
+        self.trace.emit("preempted", seq, by=[by.request_id, by.choice], needs=needs, free=free)
 
     def _release(self, seq: Sequence, keep_cached: bool = True) -> None:
         """Give back row and blocks at once, even with a step in flight: their next user is computed after that step."""

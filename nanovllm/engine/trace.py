@@ -15,11 +15,11 @@ class Trace:
     """Tells a listener what happens to each request, and in which step.
 
     type       details, beside t (seconds of time.perf_counter()), step, request (its id) and choice (0 .. n - 1)
-    added      prompt_tokens
+    added      prompt_tokens, priority
     admitted   cached: tokens that need not be computed
     scheduled  tokens: how many this step computes; cached: how many have been computed before
     token      ids: the new tokens
-    preempted
+    preempted  by: [request, choice] that needs blocks or a seat; needs, free: how many blocks, before it is preempted
     finished   reason
     blocks     taken, shared, freed: lists of block numbers
 

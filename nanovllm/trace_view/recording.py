@@ -16,11 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.trace_view.engine_state import EngineState, Event
+from nanovllm.trace_view.reasons import Reasons
 
 FORMAT = 1
 NEEDED = ("t", "step", "type", "request")  # what every event has
 TEMPLATE, PARTS = Path(__file__).with_name("page.html"), Path(__file__).with_name("parts.js")
-KEPT = ("t", "step", "type", "tokens", "cached", "ids", "text", "reason", "taken")  # what the page needs of an event
+KEPT = (
+    "t",
+    "step",
+    "type",
+    "tokens",
+    "cached",
+    "ids",
+    "text",
+    "reason",
+    "taken",
+    "why",
+)  # what the page needs of an event
 
 
 class Recording:
@@ -31,8 +43,9 @@ class Recording:
         llm.generate("Once upon a time")
         trace.save("run.jsonl")
 
-    about: whatever should be known of the run later on. Of use to the page are `title`, `block_size` and `num_blocks`;
-    without the last one it shows the blocks that were ever used.
+    about: whatever should be known of the run later on. Of use to the page are `title`, `block_size`, `num_blocks`,
+    `max_num_seqs` and `max_num_batched_tokens`; without `num_blocks` it shows the blocks that were ever used, and
+    without the others it cannot always say why a request waits.
     The file holds the generated token ids, so it is as private as the texts.
     """
 
@@ -112,36 +125,42 @@ def page(recording: Recording, decode: Callable[[list[int]], str] | None = None)
     """
     template = TEMPLATE.read_text(encoding="utf-8").replace("{{parts}}", PARTS.read_text(encoding="utf-8"))
     # "<" could end the script element that carries the data; "\u003c" is the same in JSON, and cannot.
-    return template.replace(
-        "{{trace}}", json.dumps(page_data(recording, decode), separators=(",", ":")).replace("<", "\\u003c")
-    )
+    data = json.dumps(page_data(recording, decode), separators=(",", ":")).replace("<", "\\u003c")
+    return template.replace("{{trace}}", data)
 
 
 def page_data(recording: Recording, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
     """What the script of the page draws.
 
-    steps: of each its number, time, tokens by phase, and how many blocks are in use while it runs.
-    events: those of the recording. Each has the number of its sequence. What it changes is in it: `status` of its
-    sequence, and `tables`, from a sequence to [how many of its blocks stay, the blocks that follow them].
+    steps: of each its number, time, tokens by phase, how many blocks are in use while it runs, and `waits`: who is the
+    first of those that wait, and why.
+    events: those of the recording, times from the first on. Each has the number of its sequence. What it changes is in
+    it: `status` of its sequence, and `tables`, from a sequence to [how many of its blocks stay, the blocks that follow
+    them]. That of a preemption says `why`.
+    num_touched: no block from this number on was ever used.
     """
     state = EngineState()
     steps: dict[int, dict[str, Any]] = {}
     shown: dict[int, list[int]] = {}  # tables, as the page knows them by now
     events, num_blocks = [], 0
+    reasons = Reasons(state, recording.about)
     for event in recording.events if decode is None else map(add_texts(decode), recording.events):
         step = event["step"]
         if event["type"] == "scheduled" and step not in steps:
             steps[step] = {"step": step, "t": event["t"] - recording.events[0]["t"], "used": len(state.owners)}
             steps[step] |= {"prefill": 0, "decode": 0, "again": 0}
         sequence = state.hear(event)
+        why = reasons.hear(event, sequence)
         num_blocks = max([num_blocks, *(block + 1 for block in event.get("taken", []) + event.get("shared", []))])
         told = {name: event[name] for name in KEPT if name in event} | {"sequence": sequence}
         told["t"] = round(told["t"] - recording.events[0]["t"], 6)
         if event["type"] == "scheduled":
             told["phase"] = state.phases[sequence]
             steps[step][told["phase"]] += event["tokens"]
+            steps[step]["waits"] = reasons.first_in_line()
         elif event["type"] in ("added", "admitted", "preempted", "finished"):
             told["status"] = state.status[sequence]
+            told |= {"why": why} if why else {}
         if state.changed:
             told["tables"] = {}
             for changed in state.changed:
@@ -153,6 +172,7 @@ def page_data(recording: Recording, decode: Callable[[list[int]], str] | None) -
     return {
         "about": recording.about,
         "num_blocks": recording.about.get("num_blocks") or num_blocks,
+        "num_touched": num_blocks,
         "names": state.labels(),
         "prompt_tokens": state.prompt_tokens,
         "steps": list(steps.values()),

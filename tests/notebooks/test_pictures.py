@@ -1,5 +1,6 @@
 """The pictures: drawn for every stage, the same bytes for the same events, and what they say is readable from them."""
 
+import io
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,10 +9,22 @@ import pytest
 if find_spec("matplotlib") is None:
     pytest.skip("matplotlib is not installed: make setup", allow_module_level=True)
 
+from PIL import Image
+
 from stages.manifest import load_stage
-from tools.pictures.blocks import block_map, cache_growth, prefix_tree, waste
+from tests.contrast import contrast
+from tools.pictures.blocks import (
+    block_map,
+    cache_growth,
+    holdings,
+    lanes_and_blocks,
+    pool_slots,
+    prefix_tree,
+    waste,
+)
+from tools.pictures.colours import NIGHT, at_night, night_of, rgb
 from tools.pictures.plots import lines, time_per_token
-from tools.pictures.steps import swimlane, work_map
+from tools.pictures.steps import swimlane, swimlanes, work_map
 from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,
@@ -124,3 +137,58 @@ def test_exercises_are_listed_from_the_stage_itself(capsys: pytest.CaptureFixtur
 def test_record_wants_prompts_with_their_parameters() -> None:
     with pytest.raises(ValueError, match="prompts and params"):
         record(load_stage(1).engine_class(), [[1, 2]])
+
+
+def test_lanes_and_blocks_share_their_steps(runs: dict[int, Run]) -> None:
+    picture = lanes_and_blocks(runs[5].events, NUM_BLOCKS, title="Stage 5")
+    lanes, blocks = picture.axes
+    assert lanes.get_xlim() == blocks.get_xlim() and blocks.get_xlabel() == "step"
+    labels: list[Any] = lanes.get_yticklabels()
+    frames = [label.get_bbox_patch().get_edgecolor() for label in labels]
+    assert len(set(frames)) == 3  # of A, B and C, and those of their blocks
+    faces = {bar.get_facecolor() for container in blocks.containers for bar in container}
+    assert faces == set(frames)
+
+
+def test_runs_on_one_axis(runs: dict[int, Run]) -> None:
+    picture = swimlanes({"stage 4": runs[4].events, "stage 5": runs[5].events}, "Two runs")
+    first, second = picture.axes
+    assert [axes.get_title(loc="left") for axes in picture.axes] == ["stage 4", "stage 5"]
+    work = [sum(e["tokens"] for e in runs[n].events if e["type"] == "scheduled") for n in (4, 5)]
+    assert first.get_xlim() == second.get_xlim() == (0, pytest.approx(max(work) * 1.01))
+    assert "finished" in legend(picture)
+
+
+@pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, 32])
+def test_every_slot_of_the_pool_is_in_its_block(num_blocks: int, runs: dict[int, Run]) -> None:
+    """A large pool stands in two columns."""
+    [axes] = pool_slots(runs[5].events, num_blocks, BLOCK_SIZE, step=4, names=NAMES).axes
+    boxes: list[Any] = list(axes.patches)
+    whole, slots = ([box for box in boxes if box.get_width() == width] for width in (BLOCK_SIZE, 1))
+    assert len(whole) == num_blocks and len({box.get_x() for box in whole}) == (1 if num_blocks == NUM_BLOCKS else 2)
+    places = {(box.get_x() + offset, box.get_y()) for box in whole for offset in range(BLOCK_SIZE)}
+    drawn = [(box.get_x(), box.get_y()) for box in slots]
+    tables = [holding.table for holding in holdings(runs[5].events, step=4)]
+    assert set(drawn) <= places and len(set(drawn)) == len(drawn) == BLOCK_SIZE * len({b for t in tables for b in t})
+    numbers = [text.get_text() for text in axes.texts]
+    assert [n for n in numbers if n.isdigit()][:num_blocks] == [str(block) for block in range(num_blocks)]
+
+
+def test_by_night_paper_and_ink_change_places(runs: dict[int, Run]) -> None:
+    day = swimlane(runs[5].events, names=NAMES).png()
+    night = at_night(day)
+    assert len(night) == len(day) and at_night(day) == night
+    pictures = [Image.open(io.BytesIO(png)).convert("RGB") for png in (day, night)]
+    shown = dict(zip(*(zip(*[iter(picture.tobytes())] * 3, strict=True) for picture in pictures), strict=True))
+    assert shown[255, 255, 255] == rgb(NIGHT["#FFFFFF"]) and shown[0, 0, 0] == rgb(NIGHT["#000000"])
+    assert shown[0, 114, 178] == pytest.approx(rgb(NIGHT["#0072B2"]), abs=2)
+    grey = night_of((64.0, 64.0, 64.0))  # three quarters of the way to ink
+    assert grey == pytest.approx([20 + 0.75 * 213, 24 + 0.75 * 206, 31 + 0.75 * 192], abs=3)
+    with pytest.raises(ValueError, match="has no palette"):
+        at_night(day.replace(b"PLTE", b"PLTX"))
+
+
+def test_by_night_colours_can_be_told_from_paper() -> None:
+    paper = rgb(NIGHT["#FFFFFF"])
+    assert all(contrast(rgb(night), paper) >= 2.5 for day, night in NIGHT.items() if day not in ("#FFFFFF", "#FFF3D6"))
+    assert contrast(rgb(NIGHT["#000000"]), paper) > 10

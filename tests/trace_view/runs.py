@@ -11,7 +11,7 @@ from tests.engine.helpers import make
 def crowded(asynchronous: bool = False) -> Recording:
     """Twelve requests, half of them with a common beginning, in a pool so small that some are preempted."""
     world = make(bs=2, nb=16, seqs=3, mbt=8, asynchronous=asynchronous)
-    recording = Recording(block_size=2, num_blocks=16, title="crowded")
+    recording = Recording(block_size=2, num_blocks=16, max_num_seqs=3, max_num_batched_tokens=8, title="crowded")
     world.engine.trace.on_event = recording
     draw = random.Random(1)
     for i in range(12):
