@@ -2,6 +2,7 @@
 
 import html.parser
 import re
+import runpy
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -95,8 +96,38 @@ def test_pictures_of_a_notebook_get_words() -> None:
     cells: list[dict[str, Any]] = [{"cell_type": "code", "source": "print(1)", "metadata": {}, "outputs": outputs}]
     cells.append(cells[0] | {"metadata": {}, "outputs": [{"data": {"image/png": "AA=="}}]})
     code, mute = Site().notebook({"cells": cells})["cells"]
+    assert code["metadata"]["tags"] == mute["metadata"]["tags"] == ["hide-input"]
     assert code["metadata"]["mystnb"]["image"]["alt"] == "Who runs when"
     assert "picture" in mute["metadata"]["mystnb"]["image"]["alt"]
+
+
+def test_code_that_imports_or_draws_is_folded_and_other_code_is_not() -> None:
+    def cell(*outputs: dict[str, Any]) -> dict[str, Any]:
+        return {"cell_type": "code", "source": "x", "metadata": {}, "outputs": list(outputs)}
+
+    drawn = {"output_type": "display_data", "data": {"image/png": "AA=="}}
+    printed = {"output_type": "stream", "text": "1"}
+    found = Site().notebook({"cells": [cell(), cell(), cell(printed), cell(printed, drawn)]})["cells"]
+    assert [cell["metadata"].get("tags") for cell in found] == [["hide-input"], None, None, ["hide-input"]]
+
+
+def test_a_docstring_is_prose_with_its_columns_as_they_stand() -> None:
+    docs = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    lines = [
+        "What *it* does, with",
+        "`a_name` and ids_.",
+        "",
+        "temperature: 0 is",
+        "    greedy.",
+        "top_p, top_k: a share.",
+    ]
+    lines += ["", "kind    what", "token   ids", "", "    llm = LLM()"]
+    docs["as_prose"](None, "", "", None, None, lines)
+    assert lines == [
+        *(r"What \*it\* does, with ``a_name`` and ids\_.", "", "- **temperature**: 0 is greedy.", ""),
+        *("- **top_p, top_k**: a share.", "", ".. code-block:: text", "", "   kind    what", "   token   ids", ""),
+        *(".. code-block:: text", "", "   llm = LLM()", ""),
+    ]
 
 
 def test_every_page_links_to_what_there_is_and_is_in_the_contents() -> None:
@@ -237,6 +268,8 @@ def test_the_site(tmp_path: Path) -> None:
     assert build.main(["--out", str(tmp_path)]) == 0
     assert (tmp_path / "html" / "notebooks" / "4_prefix_caching.html").exists()
     assert list(complaints(tmp_path / "html")) == []
+    front = (tmp_path / "html" / "index.html").read_text(encoding="utf-8")
+    assert all(f'href="{name}.html"' in front for name in ("race", "trace", "lectures/index"))
     api = (tmp_path / "html" / "api.html").read_text(encoding="utf-8")
     assert all(f'id="nanovllm.{name}"' in api for name in ("LLM", "LLM.generate", "SamplingParams"))
     for page in (tmp_path / "html").rglob("*.html"):

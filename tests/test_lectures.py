@@ -3,6 +3,8 @@
 import ast
 import html.parser
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -327,9 +329,15 @@ def test_the_tool_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert slides.main(["--stage", "99", "--out", str(tmp_path)]) == 1
     assert "there is no stage 99" in capsys.readouterr().err
     assert slides.main(["--stage", "4", "--out", str(tmp_path)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "stage_4.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "race.html", "stage_4.html"]
     for path in PATHS:
         assert f"{path.stem}.html" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+def test_who_reads_the_beginning_of_a_script_sees_no_traceback() -> None:
+    command = f"{sys.executable} -m tools.lectures.slides --script 4 | head -n 2"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("Stage 4: Prefix caching (22 slides")
 
 
 def test_every_lecture_is_a_stage_s() -> None:

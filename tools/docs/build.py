@@ -2,7 +2,8 @@
 but Pyodide, once, for the page on which the scheduler runs.
 
 Sphinx reads what is put together in build/docs/source: the pages of docs/, the notebooks with their stored outputs, a
-page for each source file of SHOWN and for each other source file that a page names, and what is made from the code.
+page for each source file of SHOWN and for each other source file that a page names, and what is made from the code. The
+lectures, the race as a film and the page of a trace are beside them, each as it is elsewhere.
 Links to files of the repository become links to their pages, and so do names of files in the text.
 """
 
@@ -17,8 +18,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nanovllm.trace_view import Recording, page
 from stages.manifest import load_stages
 from tools import ROOT
+from tools.lectures import slides
+from tools.lectures.lecture import lecture_paths, read_lecture
+from tools.race.film import film
+from tools.race.replay import DEFAULT
+from tools.race.workload import EngineRun, load_race
 from tools.scheduler_page import build as scheduler_page
 
 BUILD = ROOT / "build" / "docs"
@@ -57,7 +64,11 @@ class Site:
         return FILE.sub(lambda m: f"[`{m[1]}`]({self.page_of(m[1])})" if (ROOT / m[1]).is_file() else m[0], text)
 
     def notebook(self, notebook: dict[str, Any]) -> dict[str, Any]:
-        """The notebook for the site: with links, and with a text for each picture."""
+        """The notebook for the site: with links, a text for each picture, and the code folded that imports or draws."""
+        codes = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        for cell in codes:
+            if cell is codes[0] or any("image/png" in output.get("data", {}) for output in cell.get("outputs", ())):
+                cell["metadata"]["tags"] = ["hide-input"]
         for cell in notebook["cells"]:
             source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
@@ -157,12 +168,27 @@ def prepare(source: Path) -> None:
     shutil.copytree(ROOT / "docs", source)
     write(source / "commands.md", commands_page())
     site = Site()
-    for page in source.glob("*.md"):
-        page.write_text(site.linked(filled(page.read_text(encoding="utf-8"))), encoding="utf-8")
+    for path in source.glob("*.md"):
+        path.write_text(site.linked(filled(path.read_text(encoding="utf-8"))), encoding="utf-8")
     for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
         notebook = site.notebook(json.loads(path.read_text(encoding="utf-8")))
         write(source / "notebooks" / path.name, json.dumps(notebook))
     site.source_pages(source / "source")
+    extra = source / "extra"
+    runs = load_race(DEFAULT)
+    write(extra / "race.html", film(runs))
+    write(extra / "trace.html", sample_trace(runs[-1]))
+    slides.build(map(read_lecture, lecture_paths()), extra / "lectures")
+
+
+def sample_trace(run: EngineRun) -> str:
+    """The page of a recorded run of the race."""
+    limits = {
+        "block_size": run.block_size,
+        "num_blocks": run.num_blocks,
+        "max_num_seqs": run.race.workload.max_num_seqs,
+    }
+    return page(Recording(run.events, title=f"{run.title} in the race, step by step", **limits))
 
 
 def main(arguments: list[str] | None = None) -> int:

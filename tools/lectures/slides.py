@@ -284,19 +284,27 @@ def run_sheet(lecture: Lecture) -> Iterator[str]:
     yield f"\n{clock(total)}  The end."
 
 
+def card(lecture: Lecture) -> str:
+    """A lecture in the index."""
+    stage, questions = lecture.stage, sum(slide.kind == "question" for slide in lecture.slides)
+    counts = f"{lecture.minutes:g} minutes, {len(lecture.slides)} slides, {questions} questions to guess"
+    return (
+        f'<a href="{lecture.path.stem}.html"><b>Stage {stage.number}</b><h2>{html.escape(lecture.title)}</h2>'
+        f"<p>{html.escape(stage.idea)}</p><small>{counts}</small></a>"
+    )
+
+
 def build(lectures: Iterable[Lecture], out: Path) -> list[Path]:
-    """Write one file per lecture, and an index of all lectures. Returns the paths of the files."""
+    """Write one file per lecture, an index of all lectures, and the film. Returns the paths of the lectures."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for lecture in lectures:
         written.append(out / f"{lecture.path.stem}.html")
         written[-1].write_text(render(lecture), encoding="utf-8")
-    items = "".join(
-        f'<li><a href="{lecture.path.stem}.html">Stage {lecture.stage.number}: {html.escape(lecture.title)}</a>, '
-        f"{lecture.minutes:g} minutes, {len(lecture.slides)} slides</li>"
-        for lecture in map(read_lecture, lecture_paths())
-    )
-    (out / "index.html").write_text(filled("index.html", {"lectures": items}), encoding="utf-8")
+    cards = "".join(map(card, map(read_lecture, lecture_paths())))
+    index = filled("index.html", {"lectures": cards, "theme": read(LECTURES / "slides.css")})
+    (out / "index.html").write_text(index, encoding="utf-8")
+    (out / "race.html").write_text(race("stage_5"), encoding="utf-8")
     return written
 
 
