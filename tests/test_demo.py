@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
+import math
 import random
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from stages.core import SamplingParams
 from stages.manifest import load_stage, load_stages
 from tools import ROOT
 from tools.race import demo
+from tools.race.replay import Key
 from tools.race.views import EngineView
 from tools.race.workload import EMBEDDED_MODEL, Workload, demo_workload, load_tokenizer
 from training.grammar import generate_story
@@ -138,7 +142,7 @@ def test_the_view_follows_the_engine(tokenizer: Any) -> None:
 def test_one_stage_live(number: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal the picture moves; into a file one is printed while requests still run."""
     monkeypatch.setattr(demo, "LIVE_LENGTHS", (4, 9, 3, 2))
-    monkeypatch.setattr(demo, "PACE", 0.0)
+    monkeypatch.setattr(demo, "LASTS", 0.5)
     for terminal in (False, True):
         screen, out = console(force_terminal=terminal)
         demo.show(screen, load_stage(number), tokenizer, MODEL, "cpu")
@@ -165,6 +169,54 @@ def test_a_learner_s_stage_is_shown_once_it_is_whole(
     with pytest.raises(SystemExit):
         demo.main(["--impl", "exercises"])
     assert "needs --stage N" in capsys.readouterr().err
+
+
+class Slow:
+    """In the place of a stage: a token every few milliseconds, for ever or until it fails."""
+
+    def __init__(self, on_event: Any, fails_at: float = math.inf) -> None:
+        self.on_event, self.fails_at = on_event, fails_at
+
+    def generate(self, prompts: list[list[int]], params: Any) -> list[list[int]]:
+        for step in itertools.count(1):
+            if step > self.fails_at:
+                raise RuntimeError("no room for a KV block")
+            for event in (
+                {"type": "scheduled", "tokens": 1, "cached": step},
+                {"type": "token", "ids": [5]},
+            ):
+                self.on_event({"t": time.perf_counter(), "step": step, "request": 0} | event)
+            time.sleep(0.002)
+        raise AssertionError
+
+
+def test_a_live_show_is_stopped_turned_back_and_left(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the engine goes on; whoever leaves ends it, too."""
+    workload = workload_of(tokenizer, (30,))
+    live = demo.LiveShow(load_stage(5), workload, 16, add_texts(tokenizer.decode))
+    keys: dict[int, Key] = {10: "pause", 11: "back", 12: "back", 14: "quit"}
+    seen: list[tuple[float, int]] = []
+
+    def wait(seconds: float) -> Key | None:
+        time.sleep(0.004)
+        seen.append((player.position(), live.view.step))
+        return keys.get(len(seen))
+
+    player = demo.Player(live, speed=1000.0)
+    with live.running(Slow(live.on_event)) as thread:
+        assert not player.play(console(force_terminal=True)[0], wait)
+        assert thread.is_alive()
+    assert not thread.is_alive() and live.over
+    paused, back, twice, there = seen[10:]
+    assert live.events[-1]["step"] > paused[1] > 3
+    assert back[1] == paused[1] - 1 and twice[1] == paused[1] - 2 and there == twice and back[0] < paused[0]
+
+
+def test_what_a_stage_raises_ends_the_show(tokenizer: Any) -> None:
+    live = demo.LiveShow(load_stage(5), workload_of(tokenizer, (30,)), 16, add_texts(tokenizer.decode))
+    with pytest.raises(RuntimeError, match="no room"), live.running(Slow(live.on_event, fails_at=2)):
+        assert demo.Player(live).play(console(force_terminal=True)[0], time.sleep)
+    assert live.view.generated == 2
 
 
 def test_the_view_of_stage_6_counts_replays_and_their_padding(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

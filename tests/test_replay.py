@@ -172,7 +172,7 @@ class Spectator:
 
     def __init__(self, show: Show, keys: dict[int, replay.Key] | None = None) -> None:
         self.show, self.keys = show, keys or {}
-        self.duration, self.stops = show.duration, show.stops
+        self.duration, self.stops, self.over = show.duration, show.stops, show.over
         self.now, self.waits = 100.0, 0
         self.frames: list[tuple[float, float]] = []  # (seconds since the beginning, time shown)
 

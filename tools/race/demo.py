@@ -4,8 +4,9 @@
     python -m tools.race.demo --stage 5         one stage, live: its blocks, its queues, its texts as they grow
     python -m tools.race.demo --stage 5 --impl exercises        yours, on your own earlier stages if they pass
 
-A stage live is drawn from its events while it works; without a terminal one picture is printed, a third of the way
-through. Of large libraries only torch and tokenizers are loaded, so the first text is there within seconds.
+A stage live is drawn from its events while it works, in 20 seconds, with the keys of `make replay`; without a terminal
+one picture is printed, a third of the way through. Of large libraries only torch and tokenizers are loaded, so the
+first text is there within seconds.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import argparse
 import random
 import re
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group
-from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -32,6 +33,7 @@ from nanovllm.trace_view.recording import add_texts
 from stages.manifest import Stage, load_stage, load_stages
 from tools import until_ctrl_c
 from tools.exercises import mine
+from tools.race.replay import LASTS, Inside, Player, check_speed, keyboard
 from tools.race.views import EngineView
 from tools.race.workload import (
     EMBEDDED_MODEL,
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
 TEMPERATURE = 0.8
 STORY_TOKENS = 100
 LIVE_LENGTHS = (48, 80, 24, 40, 96, 32, 16, 64)  # of the answers that one stage gives live
-PACE = 0.04  # seconds a step is held, to be followed by eye
 RACE_LENGTHS = (8, 64, 8, 8, 12, 8, 48, 8, 8, 12, 8, 8)  # two long ones, which a static batch waits for
 RANKS = 2  # of stage 7, which starts so many where nobody says how many
 NEEDS_A_GPU = (6, 7)  # and tell nothing new about texts: their demos are their benchmarks
@@ -177,62 +178,98 @@ def generate(engine: Any, workload: Workload) -> list[list[int]]:
     return outputs
 
 
-def watch_replays(engine: Any) -> list[tuple[int, int]]:
-    """The number of sequences and the bucket of each step that stage 6 replays from now on."""
-    replay, replayed = engine.replay, []
+class LiveShow(Inside):
+    """A stage at work, drawn while it works: each of its tokens has an equal share of LASTS seconds.
+
+    `run` lets it work in a thread, and keeps what it tells. A show that is slower than the engine goes on after it.
+    """
+
+    over = False
+
+    def __init__(self, stage: Stage, workload: Workload, num_blocks: int, with_text: Callable[[Event], Event]) -> None:
+        self.started, self.generated = 0.0, 0
+        heading = Text(f"Stage {stage.number}: {stage.title}. {stage.idea}", "bold")
+        super().__init__(lambda: EngineView(workload, num_blocks, self.started), heading)
+        self.workload, self.with_text = workload, with_text
+        self.called_off = False
+        self.error: BaseException | None = None
+
+    def on_event(self, event: Event) -> None:
+        if self.called_off:
+            raise KeyboardInterrupt
+        self.add(self.with_text(event), LASTS * self.generated / self.workload.num_tokens)
+        if event["type"] == "token":
+            self.generated += len(event["ids"])
+
+    def run(self, engine: Any) -> None:
+        if hasattr(engine, "replay"):
+            tell_replays(engine, self.on_event)
+        try:
+            generate(engine, self.workload)
+        except BaseException as error:
+            self.error = error
+        self.over = True
+
+    @contextmanager
+    def running(self, engine: Any) -> Iterator[threading.Thread]:
+        """The engine works within, and is called off at the end if it still does. Raises what it has raised."""
+        self.started = time.perf_counter()
+        self.reset()
+        thread = threading.Thread(target=self.run, args=[engine])
+        thread.start()
+        try:
+            yield thread
+        finally:
+            self.called_off = True
+            thread.join()
+        if self.error is not None and not isinstance(self.error, KeyboardInterrupt):
+            raise self.error
+
+
+def tell_replays(engine: Any, on_event: Callable[[Event], None]) -> None:
+    """From now on tell of each step that stage 6 replays how many sequences it has, and its bucket."""
+    replay = engine.replay
 
     def noted(bucket: int, batch: list[Any]) -> Any:
-        replayed.append((len(batch), bucket))
+        about = {"t": time.perf_counter(), "step": engine.trace.step, "request": batch[0].request}
+        on_event(about | {"type": "replayed", "rows": len(batch), "bucket": bucket})
         return replay(bucket, batch)
 
     engine.replay = noted
-    return replayed
 
 
-def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, device: str, impl: str = "stages") -> None:
+def show(
+    console: Console,
+    stage: Stage,
+    tokenizer: Tokenizer,
+    model: Path,
+    device: str,
+    impl: str = "stages",
+    speed: float = 1.0,
+) -> None:
     """Run one stage on a handful of requests and draw it while it works."""
     workload = demo_workload(lambda text: tokenizer.encode(text).ids, LIVE_LENGTHS)
     options = workload.stage_options(stage)
-    view = EngineView(workload, options.get("num_blocks", 0))
-    heading = Text(f"Stage {stage.number}: {stage.title}. {stage.idea}", "bold")
-    with_text = add_texts(tokenizer.decode)
-    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
-        step = 0
-        pictured = False
-
-        def draw() -> None:
-            nonlocal pictured
-            if live is not None:
-                live.update(view.render(heading, console.width, console.height - 1), refresh=True)
-                time.sleep(PACE)
-            elif not pictured and view.generated >= workload.num_tokens // 3:
-                console.print(view.render(heading, console.width, 100))
-                pictured = True
-
-        def on_event(event: Event) -> None:
-            nonlocal step
-            looked_from = time.perf_counter()
-            if event["step"] != step:
-                step = event["step"]
-                draw()
-            view.on_event(with_text(event))
-            view.started += time.perf_counter() - looked_from  # looking costs the engine nothing
-
-        engine = build(stage, model, device, on_event, options, impl)
-        if hasattr(engine, "replay"):
-            view.replayed = watch_replays(engine)
-        view.started = time.perf_counter()
-        generate(engine, workload)
-        if live is not None:
-            draw()
+    live = LiveShow(stage, workload, options.get("num_blocks", 0), add_texts(tokenizer.decode))
+    engine = build(stage, model, device, live.on_event, options, impl)
+    with live.running(engine) as thread:
+        if console.is_terminal:
+            with keyboard() as wait:
+                if not Player(live, speed=speed).play(console, wait):
+                    return
+        else:
+            thread.join()
+            console.print(live.render(LASTS / 3, console.width, 100))
+    live.seek(LASTS)
+    view = live.view
     memory = f"KV memory for {workload.kv_slots} tokens" if options else "no KV memory"
     if options and "num_blocks" not in options:
         memory += f": {options['max_num_seqs']} rows of the longest request"
-    speed = view.generated / (view.now - view.started)
+    rate = view.generated / (view.now - view.started)
     console.print(
-        f"\n{len(LIVE_LENGTHS)} requests, {view.generated} tokens in {view.step} steps, {speed:.0f} tokens/s; {memory}."
+        f"\n{len(LIVE_LENGTHS)} requests, {view.generated} tokens in {view.step} steps, {rate:.0f} tokens/s; {memory}."
     )
-    if view.replayed is not None:
+    if view.replayed:
         steps = f"{len(view.replayed)} of the steps were replays"
         stand_in = " Without a GPU a replay calls the step again, and gains nothing." if device == "cpu" else ""
         console.print(f"{steps}, in recordings for {', '.join(map(str, engine.buckets))} sequences.{stand_in}")
@@ -241,6 +278,7 @@ def show(console: Console, stage: Stage, tokenizer: Tokenizer, model: Path, devi
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Text from stages 1 to 5, with its speed.")
     parser.add_argument("--stage", type=int, metavar="N", help="one stage alone, live")
+    parser.add_argument("--speed", type=float, default=1.0, help="of --stage: 2 is twice as fast, 0.5 slow motion")
     parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL, help="checkpoint directory")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
@@ -252,6 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console(highlight=False)
     tokenizer = load_tokenizer(options.model)
     try:
+        check_speed(options.speed)
         stage = None if options.stage is None else load_stage(options.stage)
     except ValueError as error:
         sys.exit(str(error))
@@ -264,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(1)  # as fast as two on a model this small, and it disturbs nobody
     if stage:
         try:
-            show(console, stage, tokenizer, options.model, options.device, options.impl)
+            show(console, stage, tokenizer, options.model, options.device, options.impl, options.speed)
         except NotImplementedError as error:
             sys.exit(f"{error} is still open: make stage-{stage.number}-test IMPL=exercises says more")
         except FileNotFoundError as error:

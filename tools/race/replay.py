@@ -24,6 +24,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from nanovllm.trace_view.engine_state import Event
 from tools import ROOT, until_ctrl_c
 from tools.race.views import EngineView, Lane, draw_lanes, result_table
 from tools.race.workload import SUFFIX, EngineRun, Race, load_race
@@ -65,6 +66,7 @@ class RaceShow:
     """
 
     speed = 1.0
+    over = True
 
     def __init__(self, runs: Sequence[EngineRun]) -> None:
         self.race = runs[0].race
@@ -90,28 +92,64 @@ class RaceShow:
         )
 
 
-class EngineShow:
-    """One recorded engine from inside: queues, counters, blocks, texts, as `make stage-N-demo` shows them."""
+class Inside:
+    """One engine from inside: queues, counters, blocks, texts. Its events may still be coming.
 
-    def __init__(self, run: EngineRun) -> None:
-        self.run = run
-        self.duration = run.seconds
-        self.speed = min(1.0, round(self.duration / LASTS, 2))
-        planned = {event["step"]: event["t"] for event in run.events if event["type"] == "scheduled"}
-        self.stops: Sequence[float] = sorted(planned.values())  # of each step, when the last of its sequences was
+    make_view: a picture that has seen nothing yet. `at` has the time in the show of each event, ascending.
+    """
+
+    over = True  # no event will come any more
+
+    def __init__(self, make_view: Callable[[], EngineView], heading: Text) -> None:
+        self.make_view, self.heading = make_view, heading
+        self.events: list[Event] = []
+        self.at: list[float] = []
         self.reset()
 
+    def add(self, event: Event, at: float) -> None:
+        self.events.append(event)
+        self.at.append(at)  # last, since a picture may be drawn meanwhile
+
+    @property
+    def duration(self) -> float:
+        return self.at[-1] if self.at else 0.0
+
+    @property
+    def stops(self) -> Sequence[float]:
+        """Of each step the time when the last of its sequences was planned."""
+        events = zip(self.events, self.at, strict=False)
+        return sorted({event["step"]: at for event, at in events if event["type"] == "scheduled"}.values())
+
     def reset(self) -> None:
-        self.view, self.position = EngineView(self.run.race.workload, self.run.num_blocks), 0
+        self.view, self.position = self.make_view(), 0
 
     def seek(self, t: float) -> None:
         """Let the view see all events up to time t."""
-        until = bisect_right(self.run.events, t, key=lambda event: event["t"])
+        until = bisect_right(self.at, t)
         if until < self.position:
             self.reset()
-        for event in self.run.events[self.position : until]:
+        for event in self.events[self.position : until]:
             self.view.on_event(event)
         self.position = until
+
+    def render(self, t: float, width: int, height: int) -> RenderableType:
+        self.seek(t)
+        return self.view.render(self.heading, width, height)
+
+
+class EngineShow(Inside):
+    """One recorded engine, as `make stage-N-demo` shows it live."""
+
+    def __init__(self, run: EngineRun) -> None:
+        self.run = run
+        super().__init__(lambda: EngineView(run.race.workload, run.num_blocks), Text())
+        for event in run.events:
+            self.add(event, event["t"])
+        self.speed = min(1.0, round(run.seconds / LASTS, 2))
+
+    @property
+    def duration(self) -> float:
+        return self.run.seconds
 
     def render(self, t: float, width: int, height: int) -> RenderableType:
         self.seek(t)
@@ -128,7 +166,7 @@ class EngineShow:
         )
 
 
-Show = RaceShow | EngineShow
+Show = RaceShow | Inside
 Wait = Callable[[float], Key | None]  # the next key within so many seconds
 
 
@@ -163,19 +201,20 @@ class Player:
 
     def status(self, t: float, keys: bool) -> Text:
         """The line below the picture: the time, the speed, and the keys."""
-        speed = "true speed" if self.speed == 1 else f"{self.speed:.2g} times true speed"
-        text = f"{t:.2f} of {self.show.duration:.2f} s, {'stopped' if self.paused else speed}"
+        speed = "" if self.speed == 1 else f", {self.speed:.2g} times as fast"
+        text = f"{t:.2f} of {self.show.duration:.2f} s{', stopped' if self.paused else speed}"
         return Text(text + "   space: stop, go on   → ←: a step   q: end" * keys, "dim")
 
     def play(self, console: Console, wait: Wait) -> bool:
         """Show it from where it is to the end. Returns False if a key ended it."""
         with Live(console=console, auto_refresh=False) as live:
             while True:
+                over = self.show.over  # asked before, as the last event may come now
                 t = self.position()
                 width, height = console.size
                 picture = self.show.render(t, width, height - 2)  # a line for the status, and one that stays empty
                 live.update(Group(picture, self.status(t, wait is not time.sleep)), refresh=True)
-                if t >= self.show.duration and not self.paused:
+                if over and t >= self.show.duration and not self.paused:
                     return True
                 key = wait(FRAME)
                 if key == "quit":
@@ -203,7 +242,12 @@ def keyboard() -> Iterator[Wait]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
 
 
-def make_show(directory: Path, engine: str | None) -> Show:
+def check_speed(speed: float) -> None:
+    if not (speed > 0 and math.isfinite(speed)):
+        raise ValueError(f"--speed must be a positive number, got {speed:g}")
+
+
+def make_show(directory: Path, engine: str | None) -> RaceShow | EngineShow:
     """The race, or one engine. Raises ValueError, in one line, for what cannot be shown."""
     if engine is None:
         return RaceShow(load_race(directory))
@@ -226,8 +270,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     try:
-        if options.speed is not None and not (options.speed > 0 and math.isfinite(options.speed)):
-            raise ValueError(f"--speed must be a positive number, got {options.speed:g}")
+        if options.speed is not None:
+            check_speed(options.speed)
         show = make_show(options.recording, options.engine)
         if not 0 <= (options.start or 0) <= show.duration:
             raise ValueError(f"--from must be from 0 to {show.duration:.2f} seconds, got {options.start:g}")

@@ -203,7 +203,7 @@ class EngineView:
     Blocks are told of from stage 3 on; the first two stages have none to show.
     """
 
-    def __init__(self, workload: Workload, num_blocks: int) -> None:
+    def __init__(self, workload: Workload, num_blocks: int, started: float = 0.0) -> None:
         self.requests = [
             Request(LETTERS[i % len(LETTERS)], f"bold {COLOURS[i % len(COLOURS)]}", n)
             for i, n in enumerate(workload.max_tokens)
@@ -213,8 +213,8 @@ class EngineView:
         self.keeps = False  # whether free blocks are found again; known by the first that was
         self.step = self.tokens_in_step = 0
         self.computed = self.generated = self.preemptions = 0
-        self.replayed: list[tuple[int, int]] | None = None  # sequences and bucket of each step that was a replay
-        self.started = self.now = 0.0
+        self.replayed: list[tuple[int, int]] = []  # sequences and bucket of each step that was a replay
+        self.started = self.now = started
 
     def on_event(self, event: Event) -> None:
         self.now = event["t"]
@@ -236,6 +236,8 @@ class EngineView:
                 request.last_change = self.generated
             case "preempted":
                 self.preemptions += 1
+            case "replayed":  # of stage 6, told by the demo
+                self.replayed.append((event["rows"], event["bucket"]))
             case "blocks":
                 self.keeps = self.keeps or bool(event["shared"])
 
@@ -271,7 +273,7 @@ class EngineView:
         table.add_row("step", f"{self.step}, {self.tokens_in_step} tokens in it")
         table.add_row("tokens computed", f"{self.computed} for {self.generated} generated")
         table.add_row("tokens/s", f"{self.generated / seconds:.0f}")
-        if self.replayed is not None:
+        if self.replayed:
             rows, padding = sum(b for _, b in self.replayed), sum(b - n for n, b in self.replayed)
             table.add_row("steps replayed", f"{len(self.replayed)}, {padding} of {rows} rows padding")
         if self.num_blocks:
