@@ -269,7 +269,7 @@ def test_the_site(tmp_path: Path) -> None:
     assert (tmp_path / "html" / "notebooks" / "4_prefix_caching.html").exists()
     assert list(complaints(tmp_path / "html")) == []
     front = (tmp_path / "html" / "index.html").read_text(encoding="utf-8")
-    assert all(f'href="{name}.html"' in front for name in ("race", "trace", "lectures/index"))
+    assert all(f'href="{name}.html"' in front for name in ("race", "launches", "trace", "lectures/index"))
     api = (tmp_path / "html" / "api.html").read_text(encoding="utf-8")
     assert all(f'id="nanovllm.{name}"' in api for name in ("LLM", "LLM.generate", "SamplingParams"))
     for page in (tmp_path / "html").rglob("*.html"):

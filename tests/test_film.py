@@ -13,6 +13,7 @@ import pytest
 
 from tests.test_lecture_browser import CHROMIUM, shown
 from tests.tiny_recording import tiny
+from tools.pictures.decode_profile import busy_us, load_recording
 from tools.race import film
 from tools.race.replay import DEFAULT, EngineShow
 from tools.race.workload import EngineRun, load_race
@@ -71,6 +72,20 @@ def test_the_page_asks_for_nothing_and_is_the_same_for_the_same_race(page: str, 
     assert "{{" not in page
     data = json.loads(gzip.decompress(base64.b64decode(packed(page))))
     assert [run["title"] for run in data["runs"]] == [run.title for run in runs] and data["shown"] == 4
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no node on this machine")
+def test_a_step_slowed_down_is_the_recorded_one() -> None:
+    page = film.launches()
+    assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(", page.replace(packed(page), "")) and "{{" not in page
+    counted = "[run.name, run.orders.length, busyUntil(run.tracks.gpu, run.duration)]"
+    recording = load_recording()
+    assert recording is not None
+    said = said_by_script(page, f"prepared(data).runs.map(run => {counted})")
+    for (name, orders, busy), (stage, recorded) in zip(said, recording["stages"].items(), strict=True):
+        assert name == stage and 1e6 * busy == pytest.approx(busy_us(recorded["events"], "gpu"), rel=1e-3)
+        launches = sum(track == "launch" and "Launch" in call for track, call, *_ in recorded["events"])
+        assert launches <= orders < launches + 20
 
 
 def test_an_engine_that_did_not_take_part_is_refused() -> None:

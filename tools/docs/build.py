@@ -23,7 +23,7 @@ from stages.manifest import load_stages
 from tools import ROOT
 from tools.lectures import slides
 from tools.lectures.lecture import lecture_paths, read_lecture
-from tools.race.film import film
+from tools.race.film import film, launches
 from tools.race.replay import DEFAULT
 from tools.race.workload import EngineRun, load_race
 from tools.scheduler_page import build as scheduler_page
@@ -177,6 +177,7 @@ def prepare(source: Path) -> None:
     extra = source / "extra"
     runs = load_race(DEFAULT)
     write(extra / "race.html", film(runs))
+    write(extra / "launches.html", launches())
     write(extra / "trace.html", sample_trace(runs[-1]))
     slides.build(map(read_lecture, lecture_paths()), extra / "lectures")
 

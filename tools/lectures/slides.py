@@ -43,7 +43,7 @@ from tools.lectures.lecture import (
 )
 from tools.scheduler_page import build as scheduler_page
 from tools.pictures.colours import at_night
-from tools.race.film import film
+from tools.race.film import film, launches
 from tools.race.replay import DEFAULT
 from tools.race.workload import load_race
 
@@ -130,10 +130,9 @@ class Renderer:
                 measured = self.markdown.render(pulls.pull_table(name, key, *keys))
                 source = html.escape(pulls.pull_source(name))
                 return f'<div class="scroll measured">{measured}</div><p class="source">{source}</p>'
-            case "film", [engine]:
-                return (
-                    f'<iframe class="film" title="The race, as a film" srcdoc="{html.escape(race(engine))}"></iframe>'
-                )
+            case "film", [name]:
+                page = launches() if name == "launches" else race(name)
+                return f'<iframe class="film" title="A film: {name}" srcdoc="{html.escape(page)}"></iframe>'
             case "run", [_, *_]:
                 command = f"$ {self.fill(piece)}"
                 return f'<pre class="terminal" {fitted([command], width)}>{lined(command)}</pre>'
@@ -295,7 +294,7 @@ def card(lecture: Lecture) -> str:
 
 
 def build(lectures: Iterable[Lecture], out: Path) -> list[Path]:
-    """Write one file per lecture, an index of all lectures, and the film. Returns the paths of the lectures."""
+    """Write one file per lecture, an index of all lectures, and the films. Returns the paths of the lectures."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for lecture in lectures:
@@ -305,6 +304,7 @@ def build(lectures: Iterable[Lecture], out: Path) -> list[Path]:
     index = filled("index.html", {"lectures": cards, "theme": read(LECTURES / "slides.css")})
     (out / "index.html").write_text(index, encoding="utf-8")
     (out / "race.html").write_text(race("stage_5"), encoding="utf-8")
+    (out / "launches.html").write_text(launches(), encoding="utf-8")
     return written
 
 

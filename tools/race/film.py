@@ -1,4 +1,4 @@
-"""The race as a film: one page in which recorded engines run again, with their stories and their blocks.
+"""Films of recordings, each a page by itself: the race, with its stories and its blocks, and one step, slowed down.
 
     python -m tools.race.film [--recording DIRECTORY] [--out FILE]
 
@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nanovllm.trace_view.recording import PARTS, Recording, page_data
 from tools import ROOT
@@ -24,6 +25,7 @@ from tools.race.workload import EngineRun, engine_titles, load_race
 
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "race.html"
+RECORDED_STEPS = ROOT / "notebooks" / "recordings"
 
 
 def film(runs: Sequence[EngineRun], shown: str = "stage_5") -> str:
@@ -51,10 +53,21 @@ def film(runs: Sequence[EngineRun], shown: str = "stage_5") -> str:
             for run in runs
         ],
     }
+    return filled("film.html", data)
+
+
+def launches() -> str:
+    """The page on which a recorded decode step of stages 5 and 6 passes a thousand times more slowly."""
+    [recording] = RECORDED_STEPS.glob("decode_profile.*.json.gz")
+    return filled("launches.html", json.loads(gzip.decompress(recording.read_bytes())))
+
+
+def filled(template: str, data: dict[str, Any]) -> str:
+    """A page with its data, and with what all of them have in common."""
     packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
-    page = (HERE / "film.html").read_text(encoding="utf-8").replace("{{packed}}", packed)
-    for name, path in (("{{parts}}", PARTS), ("{{player}}", HERE / "player.js")):
-        page = page.replace(name, path.read_text(encoding="utf-8"))
+    page = (HERE / template).read_text(encoding="utf-8").replace("{{packed}}", packed)
+    for name, path in (("style", HERE / "player.css"), ("parts", PARTS), ("player", HERE / "player.js")):
+        page = page.replace(f"{{{{{name}}}}}", path.read_text(encoding="utf-8"))
     return page
 
 

@@ -1,5 +1,5 @@
 // A clock for what has happened, which can be stopped, moved and slowed down, with its controls and keys.
-// show: {duration, stops(), draw(t)}; times in seconds of what is shown. keys: further ones, from key to function.
+// show: {duration, stops(), clock(t), draw(t)}; times in seconds of what is shown. keys: further ones, each with its function.
 
 function makePlayer(box, show, {speeds, speed, keys = {}}) {
   let at = 0, since = null;  // where it was when the clock last began to run, and when that was
@@ -11,8 +11,8 @@ function makePlayer(box, show, {speeds, speed, keys = {}}) {
   const now = () => Math.min(show.duration, since === null ? at : at + speed * (performance.now() - since) / 1e3);
   const draw = () => {
     const t = now();
-    scrub.value = t;
-    clock.textContent = `${t.toFixed(show.digits)} s`;
+    scrub.max = show.duration; scrub.value = t;
+    clock.textContent = show.clock(t);
     show.draw(t);
     if (t >= show.duration && since !== null) stop();
   };
@@ -35,9 +35,9 @@ function makePlayer(box, show, {speeds, speed, keys = {}}) {
   const faster = by => setSpeed(speeds[Math.max(0, Math.min(speeds.length - 1, speeds.indexOf(speed) + by))]);
   const play = button("▶", "play, pause (space)", () => since === null ? start() : stop());
   const clock = document.createElement("output"), scrub = document.createElement("input"), rates = document.createElement("span");
-  Object.assign(scrub, {type: "range", min: 0, max: show.duration, step: "any", ariaLabel: "time", oninput: () => seek(Number(scrub.value))});
+  Object.assign(scrub, {type: "range", min: 0, step: "any", ariaLabel: "time", oninput: () => seek(Number(scrub.value))});
   rates.className = "rates";
-  rates.append(...speeds.map(rate => button(rate < .01 ? `1/${Math.round(1 / rate)}` : `${rate}×`, "speed (+ and −)", () => setSpeed(rate))));
+  rates.append(...speeds.map(rate => button(rate <= .01 ? `1/${Math.round(1 / rate)}` : `${rate}×`, "speed (+ and −)", () => setSpeed(rate))));
   box.append(button("◀", "a step back (←)", () => step(-1)), play, button("▶▏", "a step on (→)", () => step(1)), clock, scrub, rates);
   const pressed = {
     " ": () => play.click(), ArrowRight: () => step(1), ArrowLeft: () => step(-1), Home: () => seek(0),
@@ -52,5 +52,16 @@ function makePlayer(box, show, {speeds, speed, keys = {}}) {
   setSpeed(speed);
   const asked = /^#t=([\d.]+)$/.exec(location.hash);
   if (asked) seek(Number(asked[1])); else draw();
-  return {start, draw};
+  return {draw, seek};
+}
+
+// The data of the page, unpacked, goes to `show`; its colours are those of the day or of the night.
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
+
+function begin(show) {
+  document.documentElement.dataset.theme ||= matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  unpack(document.getElementById("packed").textContent).then(show);
 }
