@@ -107,10 +107,3 @@ def test_recordings_of_two_races_are_not_mixed(tmp_path: Path) -> None:
     replace(tiny("nanovllm", "nanovllm"), race=replace(RACE, made="2026-11-29")).save(tmp_path)
     with pytest.raises(ValueError, match=r"nanovllm\.jsonl\.gz is not of the same race as stage_4"):
         load_race(tmp_path)
-
-
-def test_a_run_on_a_gpu_is_preferred(tmp_path: Path) -> None:
-    assert replay.find_recording(tmp_path) == tmp_path / "cpu"
-    for name in ("cpu", "h200"):
-        (tmp_path / name).mkdir()
-        assert replay.find_recording(tmp_path) == tmp_path / name

@@ -166,7 +166,7 @@ class EngineShow(Inside):
         )
 
 
-Show = RaceShow | Inside
+Show = RaceShow | EngineShow
 Wait = Callable[[float], Key | None]  # the next key within so many seconds
 
 
@@ -174,7 +174,12 @@ class Player:
     """A show and a clock for it, which can be stopped, moved, and run at another speed than real time."""
 
     def __init__(
-        self, show: Show, *, speed: float = 1.0, start: float = 0.0, clock: Callable[[], float] = time.monotonic
+        self,
+        show: RaceShow | Inside,
+        *,
+        speed: float = 1.0,
+        start: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.show, self.speed, self.clock = show, speed, clock
         self.paused = False
