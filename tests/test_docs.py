@@ -71,6 +71,7 @@ def test_links_into_the_repository_become_links_on_the_site() -> None:
     expected += ", [d](/afternoon.md)"
     site = Site()
     assert site.linked(text) == expected
+    assert site.linked("[x](../examples/cluster.sh)") == "[x](/source/examples/cluster.md)"
     for wrong, complaint in (("nanovllm/no_such.py", "no such file"), ("pyproject.toml", "not on the site")):
         with pytest.raises(ValueError, match=complaint):
             site.linked(f"[x](../{wrong})")
@@ -269,7 +270,7 @@ def test_the_site(tmp_path: Path) -> None:
     assert (tmp_path / "html" / "notebooks" / "4_prefix_caching.html").exists()
     assert list(complaints(tmp_path / "html")) == []
     front = (tmp_path / "html" / "index.html").read_text(encoding="utf-8")
-    assert all(f'href="{name}.html"' in front for name in ("race", "launches", "trace", "lectures/index"))
+    assert all(f'href="{name}.html"' in front for name in ("race", "launches", "step", "trace", "lectures/index"))
     api = (tmp_path / "html" / "api.html").read_text(encoding="utf-8")
     assert all(f'id="nanovllm.{name}"' in api for name in ("LLM", "LLM.generate", "SamplingParams"))
     for page in (tmp_path / "html").rglob("*.html"):

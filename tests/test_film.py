@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from stages.core import SamplingParams, Sequence
+from stages.stage_3_paged_blocks import slots_of
 from tests.test_lecture_browser import CHROMIUM, shown
 from tests.tiny_recording import tiny
 from tools.pictures.decode_profile import busy_us, load_recording
@@ -88,6 +90,24 @@ def test_a_step_slowed_down_is_the_recorded_one() -> None:
         assert launches <= orders < launches + 20
 
 
+@pytest.mark.skipif(NODE is None, reason="there is no node on this machine")
+def test_tokens_laid_end_to_end_are_where_stage_3_puts_them() -> None:
+    page = film.one_step()
+    assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(", page.replace(packed(page), "")) and "{{" not in page
+    data, laid = said_by_script(page, "[data, laidOut(data.right, data.block_size)]")
+    expected = []
+    for number, part in enumerate(data["right"]["parts"]):
+        known = list(range(len(part["tokens"])))
+        seq = Sequence(number, known, len(known), SamplingParams(), seed=0, block_table=part["table"])
+        slots = slots_of(seq, part["computed"], part["end"], data["block_size"])
+        expected += [(number, part["tokens"][part["computed"] + i], slot) for i, slot in enumerate(slots)]
+    assert [(t["request"], t["text"], t["slot"]) for t in laid] == expected and len(expected) == 5
+    assert data["right"]["parts"] == data["wrong"]["parts"]
+    words = [[top[0][0] for top in data[run]["top"]] for run in ("right", "wrong")]
+    assert words[0][0] == " dormouse" and words[1][0] == " raccoon" and words[0][1:] == words[1][1:]
+    assert data["right"]["parts"][0]["table"][0] == 0, "slot 0 is the first request's"
+
+
 def test_an_engine_that_did_not_take_part_is_refused() -> None:
     with pytest.raises(ValueError, match="stage_5 did not take part in the race; there are stage_4"):
         film.film([tiny()])
@@ -126,3 +146,29 @@ def test_keys_in_a_browser(width: int, page: str, tmp_path: Path) -> None:
     assert first == "20.95 s; 1 Naive generation: 0 running, 24 finished, no blocks to show; fits"
     assert home.startswith("0.00 s; 1 Naive") and back == step != second
     assert "5 Continuous" in fifth and all(part.endswith("fits") for part in (home, step, second, back, fifth))
+
+
+BROKEN = """
+<script>addEventListener("load", () => setTimeout(() => {
+  const lit = () => document.querySelectorAll(".lit").length;
+  const said = () => document.getElementById("changed").textContent;
+  const all = [said()];
+  document.querySelector(".token").dispatchEvent(new MouseEvent("mouseover", {bubbles: true}));
+  all.push(lit());
+  document.getElementById("break").click();
+  all.push(said(), document.querySelectorAll(".wrong").length, document.documentElement.scrollWidth > innerWidth);
+  parent.postMessage(all.join(" | "), "*");
+}, 1000))</script></body>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_token_lights_its_slot_and_its_mask_and_a_switch_breaks_the_step(width: int, tmp_path: Path) -> None:
+    said = re.sub(
+        r".*<body>|</body>.*", "", shown(film.one_step(), BROKEN, tmp_path, width, "frame.html"), flags=re.DOTALL
+    )
+    before, lit, after, wrong, over = said.split(" | ")
+    assert before == "" and lit == "3" and wrong == "2" and over == "false"
+    assert after.endswith("it writes “raccoon” in place of “dormouse”.")

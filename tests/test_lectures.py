@@ -330,7 +330,7 @@ def test_the_tool_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "there is no stage 99" in capsys.readouterr().err
     assert slides.main(["--stage", "4", "--out", str(tmp_path)]) == 0
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"index.html", "launches.html", "race.html", "stage_4.html"}
+    assert names == {"index.html", "launches.html", "race.html", "stage_4.html", "step.html"}
     for path in PATHS:
         assert f"{path.stem}.html" in (tmp_path / "index.html").read_text(encoding="utf-8")
 

@@ -23,7 +23,7 @@ from stages.manifest import load_stages
 from tools import ROOT
 from tools.lectures import slides
 from tools.lectures.lecture import lecture_paths, read_lecture
-from tools.race.film import film, launches
+from tools.race.film import film, launches, one_step
 from tools.race.replay import DEFAULT
 from tools.race.workload import EngineRun, load_race
 from tools.scheduler_page import build as scheduler_page
@@ -31,6 +31,7 @@ from tools.scheduler_page import build as scheduler_page
 BUILD = ROOT / "build" / "docs"
 SHOWN = ("stages", "nanovllm", "examples")  # every source file in these folders has a page
 NAMED = (*SHOWN, "tests", "tools", "benchmarks")  # a source file in these has a page if a page names the file
+LANGUAGES = {".py": "python", ".sh": "sh"}  # of source files that may have a page
 LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
 FORMULA = re.compile(r"(?<![\w`$\\])\$(?=\S)([^$`\n]+?)(?<=\S)\$(?![\w$])")
@@ -51,9 +52,9 @@ class Site:
             raise ValueError(f"a page links to {path}, and there is no such file")
         if path.startswith(("notebooks/", "docs/")):
             return f"/{path.removeprefix('docs/')}"
-        if path.endswith(".py") and path.split("/")[0] in NAMED:
+        if Path(path).suffix in LANGUAGES and path.split("/")[0] in NAMED:
             self.sources.add(path)
-            return f"/source/{path.removesuffix('.py')}.md"
+            return f"/source/{Path(path).with_suffix('.md').as_posix()}"
         raise ValueError(
             f"a page links to {path}, which is not on the site; link to {' or '.join(NAMED)}, or to a notebook"
         )
@@ -85,7 +86,10 @@ class Site:
         for name in self.sources:
             code = (ROOT / name).read_text(encoding="utf-8")
             if code.strip():
-                write(target / f"{name.removesuffix('.py')}.md", f"# `{name}`\n\n``````python\n{code}``````\n")
+                write(
+                    (target / name).with_suffix(".md"),
+                    f"# `{name}`\n\n``````{LANGUAGES[Path(name).suffix]}\n{code}``````\n",
+                )
         lists = (f"```{{toctree}}\n:caption: {folder}\n:maxdepth: 1\n:glob:\n\n{folder}/*\n```\n" for folder in folders)
         write(target / "index.md", "# Source\n\nEvery file that these pages speak of.\n\n" + "\n".join(lists))
 
@@ -178,6 +182,7 @@ def prepare(source: Path) -> None:
     runs = load_race(DEFAULT)
     write(extra / "race.html", film(runs))
     write(extra / "launches.html", launches())
+    write(extra / "step.html", one_step())
     write(extra / "trace.html", sample_trace(runs[-1]))
     slides.build(map(read_lecture, lecture_paths()), extra / "lectures")
 

@@ -43,7 +43,7 @@ from tools.lectures.lecture import (
 )
 from tools.scheduler_page import build as scheduler_page
 from tools.pictures.colours import at_night
-from tools.race.film import film, launches
+from tools.race.film import film, launches, one_step
 from tools.race.replay import DEFAULT
 from tools.race.workload import load_race
 
@@ -294,7 +294,7 @@ def card(lecture: Lecture) -> str:
 
 
 def build(lectures: Iterable[Lecture], out: Path) -> list[Path]:
-    """Write one file per lecture, an index of all lectures, and the films. Returns the paths of the lectures."""
+    """Write one file per lecture, an index, and the pages of recordings. Returns the paths of the lectures."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for lecture in lectures:
@@ -305,6 +305,7 @@ def build(lectures: Iterable[Lecture], out: Path) -> list[Path]:
     (out / "index.html").write_text(index, encoding="utf-8")
     (out / "race.html").write_text(race("stage_5"), encoding="utf-8")
     (out / "launches.html").write_text(launches(), encoding="utf-8")
+    (out / "step.html").write_text(one_step(), encoding="utf-8")
     return written
 
 

@@ -1,4 +1,4 @@
-"""Films of recordings, each a page by itself: the race, with its stories and its blocks, and one step, slowed down.
+"""Pages made from recordings: the race as a film, a decode step slowed down, and a step of stage 5 in all its parts.
 
     python -m tools.race.film [--recording DIRECTORY] [--out FILE]
 
@@ -25,6 +25,7 @@ from tools.race.workload import EngineRun, engine_titles, load_race
 
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "race.html"
+EXPERIMENTS = ROOT / "lectures" / "experiments"
 RECORDED_STEPS = ROOT / "notebooks" / "recordings"
 
 
@@ -60,6 +61,11 @@ def launches() -> str:
     """The page on which a recorded decode step of stages 5 and 6 passes a thousand times more slowly."""
     [recording] = RECORDED_STEPS.glob("decode_profile.*.json.gz")
     return filled("launches.html", json.loads(gzip.decompress(recording.read_bytes())))
+
+
+def one_step() -> str:
+    """The page that leads through a recorded step of stage 5, and breaks it at a switch."""
+    return filled("step.html", json.loads((EXPERIMENTS / "stage_5_step.txt").read_text(encoding="utf-8")))
 
 
 def filled(template: str, data: dict[str, Any]) -> str:
