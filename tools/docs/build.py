@@ -183,7 +183,7 @@ def prepare(source: Path) -> None:
     write(extra / "race.html", film(runs))
     write(extra / "launches.html", launches())
     write(extra / "step.html", one_step())
-    write(extra / "trace.html", sample_trace(runs[-1]))
+    write(extra / "sample_trace.html", sample_trace(runs[-1]))
     slides.build(map(read_lecture, lecture_paths()), extra / "lectures")
 
 
