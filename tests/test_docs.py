@@ -272,7 +272,7 @@ def test_the_site(tmp_path: Path) -> None:
     pages = {path.stem for path in (tmp_path / "source" / "extra").glob("*.html")}
     assert not pages & {path.stem for path in (ROOT / "docs").glob("*.md")}, "one of them hides the other"
     front = (tmp_path / "html" / "index.html").read_text(encoding="utf-8")
-    assert all(f'href="{name}.html"' in front for name in ("race", "launches", "step", "sample_trace", "lectures/index"))
+    assert all(f'href="{name}.html"' in front for name in (*pages, "lectures/index"))
     api = (tmp_path / "html" / "api.html").read_text(encoding="utf-8")
     assert all(f'id="nanovllm.{name}"' in api for name in ("LLM", "LLM.generate", "SamplingParams"))
     for page in (tmp_path / "html").rglob("*.html"):
