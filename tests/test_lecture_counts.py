@@ -18,6 +18,8 @@ from tools.exercises.exercises import find_holes
 from tools.lectures import pulls
 from tools.lectures.lecture import lecture_path, read_lecture
 from tools.pictures.three_requests import BLOCK_SIZE, three_requests
+from tools.race.replay import DEFAULT
+from tools.race.workload import load_race
 
 NOTEBOOKS = {int(path.name[0]): f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("[1-7]_*.ipynb")}
 # Numbers that are names, years, or numbers of holes
@@ -191,6 +193,15 @@ def stage_5() -> Iterator[str]:
     budgets = printed(5, "in_one_piece.outputs == in_chunks.outputs", r"budget +(\d+)")
     assert round(most, -1) == 300 and small <= budgets[1]
     yield f"A prompt of some 300 tokens comes. The budget of a step is {budgets[0]}, or {budgets[1]}"
+    b, found = len(three_requests()[0][1]), 3 * BLOCK_SIZE  # B's prompt, and its full blocks that A has as well
+    yield f"| decode | 1 | {b + 7} − {b + 6} = **1** |"
+    yield f"| {b} − 0 = **{b}** |"
+    yield f"| {b} − {found} = **{b - found}** |"
+    yield f"| 300 − 0 = **{budgets[1] - 1}** + {budgets[1] - 1} + … |"  # beside one that decodes
+    yield f"| {b} + 7 − 0 = **{b + 7}** |"
+    race = load_race(DEFAULT)[0].race.workload
+    assert max(race.max_tokens) == 6 * 10 and sum(n == max(race.max_tokens) for n in race.max_tokens) == 5
+    yield f"Another race, recorded: {len(race.prompts)} requests"
     blocks = source(5, "tight = record(ContinuousBatchingEngine", r"num_blocks=(\d+)")
     yield f"{in_words(blocks).capitalize()} blocks for six requests"
     cell = "TRANSITIONS = {"
