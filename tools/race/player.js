@@ -50,7 +50,7 @@ function makePlayer(box, show, {speeds, speed, keys = {}}) {
   });
   addEventListener("resize", draw);
   setSpeed(speed);
-  const asked = /^#t=([\d.]+)$/.exec(location.hash);
+  const asked = /\bt=([\d.]+)/.exec(location.search + location.hash);
   if (asked) seek(Number(asked[1])); else draw();
   return {draw, seek};
 }
