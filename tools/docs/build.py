@@ -185,6 +185,8 @@ def prepare(source: Path) -> None:
     write(extra / "step.html", one_step())
     write(extra / "sample_trace.html", sample_trace(runs[-1]))
     slides.build(map(read_lecture, lecture_paths()), extra / "lectures")
+    index = extra / "lectures" / "index.html"  # beside which the page of the scheduler would be once more
+    write(index, index.read_text(encoding="utf-8").replace('"live_scheduler.html"', '"../live_scheduler.html"'))
 
 
 def sample_trace(run: EngineRun) -> str:
