@@ -41,11 +41,11 @@ from tools.lectures.lecture import (
     read_lecture,
     split_words,
 )
-from tools.scheduler_page import build as scheduler_page
 from tools.pictures.colours import at_night
 from tools.race.film import film, launches, one_step
 from tools.race.replay import DEFAULT
 from tools.race.workload import load_race
+from tools.scheduler_page import build as scheduler_page
 
 REVEAL = ROOT / "assets" / "vendor" / "reveal"
 OUT = ROOT / "build" / "slides"
