@@ -31,7 +31,7 @@ from tools.scheduler_page import build as scheduler_page
 BUILD = ROOT / "build" / "docs"
 SHOWN = ("stages", "nanovllm", "examples")  # every source file in these folders has a page
 NAMED = (*SHOWN, "tests", "tools", "benchmarks")  # a source file in these has a page if a page names the file
-LANGUAGES = {".py": "python", ".sh": "sh"}  # of source files that may have a page
+LANGUAGES = {".py": "python", ".sh": "sh", ".txt": "text"}  # of source files that may have a page
 LINK = re.compile(r"\]\(\.\./([\w/.-]+)\)")
 FILE = re.compile(rf"(?<![\[`])`((?:{'|'.join(NAMED)})/[\w/]+\.py)`(?![\]`])")
 FORMULA = re.compile(r"(?<![\w`$\\])\$(?=\S)([^$`\n]+?)(?<=\S)\$(?![\w$])")
