@@ -155,7 +155,7 @@ def test_events_tell_the_whole_story() -> None:
     story = [{k: v for k, v in event.items() if k not in ("t", "request", "choice")} for event in events]
     nothing: dict[str, list[int]] = {"taken": [], "shared": [], "freed": []}
     assert story == [
-        {"step": 0, "type": "added", "prompt_tokens": 3},
+        {"step": 0, "type": "added", "prompt_tokens": 3, "priority": 0},
         {"step": 0, "type": "admitted", "cached": 0},
         {"step": 0, "type": "blocks"} | nothing | {"taken": [0, 1]},
         {"step": 0, "type": "scheduled", "tokens": 3, "cached": 0},
