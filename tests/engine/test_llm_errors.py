@@ -143,9 +143,10 @@ def test_a_refusal_leaves_requests_alone_that_were_there_before(llm: LLM) -> Non
 def test_bad_conversations(llm: LLM, tmp_path: Path) -> None:
     with LLM(STORY_MODEL.parent / "story_draft", **SMALL) as plain, pytest.raises(ValueError, match="no chat template"):
         plain.chat([{"role": "user", "content": "Hello"}])
-    wrong: list[Any] = [["hello"], [{"role": "user"}], [[]], "hello"]
-    for messages in wrong:
-        with pytest.raises(ValueError, match="messages must be dicts with 'role' and 'content'"):
+    no_dicts = "messages must be dicts with 'role' and 'content'"
+    wrong: list[tuple[Any, str]] = [(["hello"], no_dicts), ([[]], no_dicts), ("hello", no_dicts)]
+    for messages, error in [*wrong, ([{"role": "user"}], r"messages\[0\] must have 'role' and 'content'")]:
+        with pytest.raises(ValueError, match=error):
             llm.chat(messages)
     path = Path(shutil.copytree(STORY_MODEL, tmp_path / "model"))
     template = (

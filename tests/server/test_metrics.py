@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -10,6 +11,8 @@ import pytest
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SpeculationStats
 from nanovllm.server.metrics import EACH_TOKEN, HISTOGRAMS, Figures, Metrics, RequestObserver
 from tests.server.harness import Served, greedy, server, serving
+
+ANSWERED = "http_requests//v1/completions/POST/200"
 
 NAME = re.compile(r"^(?:vllm:)?([a-z:_\d]+?)(?:_total)?(?:\{(.*)\})? (\S+)$", flags=re.MULTILINE)
 
@@ -38,7 +41,12 @@ def test_the_figures_are_the_sums_of_what_clients_were_told(tight: Served) -> No
         async with httpx.AsyncClient(base_url=tight.url, timeout=60) as http:
             jobs = [http.post("/v1/completions", json=body | {"stream": i % 2 == 1}) for i in range(4)]
             await asyncio.gather(*jobs)
-            return figures((await http.get("/metrics")).text)
+            deadline = time.monotonic() + 20
+            while True:  # a request is counted by its status when all of its answer is sent, which may be read before
+                found = figures((await http.get("/metrics")).text)
+                if found.get(ANSWERED) == 4 or time.monotonic() > deadline:
+                    return found
+                await asyncio.sleep(0.01)
 
     found = asyncio.run(main())
     assert found["request_success/length"] == 4 and found["request_success/abort"] == 0
@@ -56,7 +64,7 @@ def test_the_figures_are_the_sums_of_what_clients_were_told(tight: Served) -> No
     assert sum(parts) == pytest.approx(found["e2e_request_latency_seconds_sum"])
     assert sum(parts[1:]) == pytest.approx(found["request_inference_time_seconds_sum"])
     assert found["request_generation_tokens_sum"] == 160 and found["request_prompt_tokens_sum"] == 80
-    assert found["http_requests//v1/completions/POST/200"] == 4
+    assert found[ANSWERED] == 4
 
 
 def test_every_name_and_label_of_vllms_dashboard_is_there(tight: Served) -> None:
