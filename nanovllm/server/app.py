@@ -141,7 +141,7 @@ def build_app(
         echoed: Sequence[str | None] = (),
     ) -> Response:
         """`echoed`: the texts of the prompts, where outputs begin with these; None for a prompt without a text."""
-        check_scores(params.prompt_logprobs, prompts)
+        check_scores(params.prompt_logprobs, prompts, times=body.n if reply.prompts_in_choices else 1)
         salt, field = salt_of(body, request), "prompt" if reply.prompts_in_choices else "messages"
         queued = await add_all(llm, prompts, params, salt, body.priority, field)
         ids = [token_ids for token_ids, _ in queued]
