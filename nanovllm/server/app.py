@@ -116,8 +116,8 @@ def build_app(
         tools = tools if form.shows_tools else []  # a grammar knows them all the same
         for message in messages:
             ignored.note(message.model_extra, "messages[].")
-            for part in message.content:
-                ignored.note(getattr(part, "model_extra", None), "messages[].content[].")
+            for part in [] if isinstance(message.content, str) else message.content:
+                ignored.note(part.model_extra, "messages[].content[].")
         given = [message.for_template() for message in messages]
         check_length(sum(map(num_characters, given)) + (len(json.dumps(tools)) if tools else 0), field)
         try:
