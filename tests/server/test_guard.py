@@ -300,9 +300,9 @@ def test_large_bodies_that_come_together_leave_the_event_loop_breaks() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         read.append(len((await receive())["body"]))
 
-    async def main() -> None:
-        guard = Guard(app, AppOptions(allowed_hosts=None))
+    guard = Guard(app, AppOptions())
 
+    async def main() -> None:
         async def send(size: int) -> None:
             async def receive() -> Any:
                 return {"type": "http.request", "body": bytes(size), "more_body": False}
@@ -314,5 +314,7 @@ def test_large_bodies_that_come_together_leave_the_event_loop_breaks() -> None:
         assert sorted(read) == sorted(sizes[2:])  # the first large body, and whoever does not hold up anybody
         await asyncio.gather(*sending)
         assert sorted(read) == sorted(sizes)
+        read.clear()
 
-    asyncio.run(main())
+    for _ in range(2):  # in an event loop each, as test clients have it
+        asyncio.run(asyncio.wait_for(main(), 5))
