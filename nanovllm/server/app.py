@@ -116,8 +116,8 @@ def build_app(
         tools = tools if form.shows_tools else []  # a grammar knows them all the same
         for message in messages:
             ignored.note(message.model_extra, "messages[].")
-            for part in message.content:
-                ignored.note(getattr(part, "model_extra", None), "messages[].content[].")
+            for part in [] if isinstance(message.content, str) else message.content:
+                ignored.note(part.model_extra, "messages[].content[].")
         given = [message.for_template() for message in messages]
         check_length(sum(map(num_characters, given)) + (len(json.dumps(tools)) if tools else 0), field)
         try:
@@ -141,7 +141,7 @@ def build_app(
         echoed: Sequence[str | None] = (),
     ) -> Response:
         """`echoed`: the texts of the prompts, where outputs begin with these; None for a prompt without a text."""
-        check_scores(params.prompt_logprobs, prompts)
+        check_scores(params.prompt_logprobs, prompts, times=body.n if reply.prompts_in_choices else 1)
         salt, field = salt_of(body, request), "prompt" if reply.prompts_in_choices else "messages"
         queued = await add_all(llm, prompts, params, salt, body.priority, field)
         ids = [token_ids for token_ids, _ in queued]

@@ -45,8 +45,10 @@ class ApiError(HTTPException):
 def error_body(error: HTTPException) -> dict[str, Any]:
     status = error.status_code
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    details = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
-    return {"error": {"message": str(error.detail), "type": kind} | details}
+    told: dict[str, str | None] = {"message": str(error.detail), "type": kind}
+    told |= {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
+    # A client's own words may have half a surrogate pair, which cannot be sent.
+    return {"error": {name: value and value.encode(errors="replace").decode() for name, value in told.items()}}
 
 
 def error_response(error: HTTPException) -> JSONResponse:

@@ -24,6 +24,10 @@ METHODS = {"GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH"}
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # nothing that could forge a line of the log
 CLIENT_GONE = 499  # nginx's number for a client that left before its answer
 CLOSE = {"Connection": "close"}
+# Reading the JSON of a large body holds up the event loop, at worst for half a second per MiB. So after BREAK_AFTER
+# bytes of large bodies there is a break for other clients, and for the pulse.
+LARGE, BREAK_AFTER = 2**14, 2**18  # bytes
+BREAK = 0.05  # seconds
 
 
 class Watch:
@@ -83,11 +87,15 @@ class Guard:
     Answers 400 if a request gives the length of its body in two ways, which is how requests are smuggled past a proxy;
     401 without a key; 403 for a host name that is not this server's; 408 for a body that does not arrive in time; 413
     for a body of more than `max_body_bytes`, announced or not. With `isolate_keys`, each key has a salt of its own.
+
+    Large bodies that are complete at the same time are handed on one after the other, with breaks.
     """
 
     def __init__(self, app: ASGIApp, options: AppOptions) -> None:
         self.app, self.options = app, options
         self.keys = [sha256(key.encode()).digest() for key in options.api_keys]
+        self._num_handed_on = 0  # bytes of large bodies, since the last break
+        self._loop: asyncio.AbstractEventLoop | None = None  # which ends the break
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -101,6 +109,8 @@ class Guard:
             return
         if body is None:  # the client is gone
             return
+        if len(body) > LARGE:
+            await self._wait_for_turn(len(body))
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -152,6 +162,20 @@ class Guard:
             late = f"the body did not come within {self.options.receive_timeout:g} s"
             raise ApiError(408, late, code="body_timeout", headers=CLOSE) from None
         return b"".join(parts)
+
+    async def _wait_for_turn(self, num_bytes: int) -> None:
+        """Wait until there is time to read a large body."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # a test client has one for each request, and the last one ends no break any more
+            self._loop, self._num_handed_on = loop, 0
+        while self._num_handed_on >= BREAK_AFTER:
+            await asyncio.sleep(BREAK)
+        if not self._num_handed_on:
+            loop.call_soon(loop.call_later, BREAK, self._end_break)  # soon: when what is handed on now has been read
+        self._num_handed_on += num_bytes
+
+    def _end_break(self) -> None:
+        self._num_handed_on = 0
 
 
 def path_of(scope: Scope) -> str:

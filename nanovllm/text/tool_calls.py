@@ -20,6 +20,7 @@ HEAD = re.compile(
         " *", r"[ \t\r\n]*"
     )
 )
+MAX_HEAD = 2048  # characters of a longer beginning are not looked for again with every piece of text
 FIRST_KEY = re.compile(r'\{[ \t\r\n]*"([^"]*)"')
 KEYS = {"type", "name", "arguments", "parameters"}
 CLOSES = {"{": "}", "[": "]"}
@@ -131,11 +132,12 @@ class ToolCallSplitter:
             text = self._unread.lstrip()
             self._held += self._unread[: len(self._unread) - len(text)]
             self._unread = text
-        if found := HEAD.match(self._unread):
+        may_begin = self._num_read < MAX_HEAD
+        if may_begin and (found := HEAD.match(self._unread, 0, MAX_HEAD)):
             self._call(parts, found[1])
             self._unread, self._json, self._state = self._unread[found.end() :], JsonObject(), self._arguments
             return True
-        key = FIRST_KEY.match(self._unread)
+        key = FIRST_KEY.match(self._unread, 0, MAX_HEAD) if may_begin else None
         if key is not None and key[1] not in KEYS:
             return self._is_content(parts, key.end())
         ended = self._json.feed(self._unread[self._num_read :])

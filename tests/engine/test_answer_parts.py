@@ -1,5 +1,6 @@
 """Content, reasoning and tool calls in a text, whole and in pieces: nothing lost, and no half marker shown."""
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -220,3 +221,20 @@ def test_only_what_may_become_a_marker_is_held_back() -> None:
     answer = Answer([ToolCallSplitter(HERMES)])
     seen = [answer.feed(piece, last=False) for piece in ("a <", "tool", "box")]
     assert [[part.text for part in parts] for parts in seen] == [["a"], [], [" <toolbox"]]
+
+
+@pytest.mark.parametrize("begin", ['{"name": "', "{", '{"type": "function", "', '{"name": "f", "arguments"'])
+@pytest.mark.parametrize("more", ["aaaa", "    "])
+def test_a_beginning_without_end_is_not_read_again_and_again(begin: str, more: str) -> None:
+    """Otherwise each of these took seconds, in which other clients wait."""
+    splitter, began = ToolCallSplitter(HERMES), time.process_time()
+    for piece in HERMES.begin + begin, *[more] * 12_000:
+        splitter.feed(piece)
+    assert time.process_time() - began < 1
+
+
+def test_a_call_with_a_very_long_name_is_a_call() -> None:
+    name = "f" * 3000
+    text = f'{HERMES.begin}{{"name": "{name}", "arguments": {{"a": 1}}}}{HERMES.end}'
+    for pieces in [text], list(text):
+        assert split(pieces, ToolCallSplitter(HERMES)) == call(0, name, '{"a": 1}')

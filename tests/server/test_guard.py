@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import httpx
 import openai
@@ -12,7 +12,7 @@ import pytest
 
 from nanovllm.admission import NeverFits, QueueFull
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.server.middleware import is_allowed_host
+from nanovllm.server.middleware import BREAK, BREAK_AFTER, Guard, is_allowed_host
 from nanovllm.server.options import AppOptions
 from tests.server.harness import Served, greedy, read, server, serving
 from tests.server.shadow import Gate
@@ -288,3 +288,33 @@ def test_behind_a_prefix_the_same_paths_are_open() -> None:
         assert httpx.get(served.url + "/health").status_code == 200  # the proxy has taken the prefix away
         error_of(httpx.get(served.url + "/v1/models"), 401)
         assert httpx.get(served.url + "/v1/models", headers={"authorization": "Bearer one"}).status_code == 200
+
+
+# --- bodies that take long to read -----------------------------------------------------------------------------------
+
+
+def test_large_bodies_that_come_together_leave_the_event_loop_breaks() -> None:
+    """A process that reads many of them without a break is taken for dead, and its clients lose their answers."""
+    sizes, read = [4 * BREAK_AFTER] * 3 + [100] * 50, list[int]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        read.append(len((await receive())["body"]))
+
+    guard = Guard(app, AppOptions())
+
+    async def main() -> None:
+        async def send(size: int) -> None:
+            async def receive() -> Any:
+                return {"type": "http.request", "body": bytes(size), "more_body": False}
+
+            await guard({"type": "http", "headers": [], "path": "/"}, receive, AsyncMock())
+
+        sending = [asyncio.create_task(send(size)) for size in sizes]
+        await asyncio.sleep(BREAK / 2)
+        assert sorted(read) == sorted(sizes[2:])  # the first large body, and whoever does not hold up anybody
+        await asyncio.gather(*sending)
+        assert sorted(read) == sorted(sizes)
+        read.clear()
+
+    for _ in range(2):  # in an event loop each, as test clients have it
+        asyncio.run(asyncio.wait_for(main(), 5))

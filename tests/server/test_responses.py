@@ -204,6 +204,33 @@ def test_what_makes_no_sense_is_refused_by_name(scripted: Scripted, body: Any, p
     assert answer.status_code in (400, 404) and error["param"] == param and message in error["message"], error
 
 
+def post(scripted: Scripted, body: Any) -> Any:
+    """Send a body that may have what is no JSON by the book."""
+    headers = {"Content-Type": "application/json"}
+    return scripted.http.post("/responses", content=json.dumps(body), headers=headers)
+
+
+@pytest.mark.parametrize("body", [
+    {"tools": [WEATHER | {"tomorrow": "\ud800"}]},
+    {"tools": [WEATHER], "tool_choice": NAMED | {"tomorrow": float("nan")}},
+    {"text": {"format": {"type": "text", "tomorrow": "\ud800"}}},
+])  # fmt: skip
+def test_what_nobody_knows_is_not_repeated(scripted: Scripted, body: Any) -> None:
+    scripted.says(CALL)
+    answer = post(scripted, {"input": "a"} | body)
+    assert answer.status_code == 200 and "tomorrow" not in answer.text, answer.text
+
+
+@pytest.mark.parametrize(("body", "param", "message"), [
+    ({"tools": [WEATHER | {"parameters": {"maximum": float("inf")}}]}, "tools.0.parameters", "JSON compliant"),
+    ({"temperatur\ud800": 1}, "temperatur?", "temperature"),
+])  # fmt: skip
+def test_what_cannot_be_sent_is_refused(scripted: Scripted, body: Any, param: str, message: str) -> None:
+    answer = post(scripted, {"input": "a"} | body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and message in error["message"], error
+
+
 def test_what_says_nothing_is_accepted(scripted: Scripted) -> None:
     scripted.says("Hello.")
     nothing = {

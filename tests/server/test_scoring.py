@@ -198,8 +198,9 @@ def test_an_answer_too_large_for_the_memory_is_refused(served: Served, monkeypat
     monkeypatch.setattr(scoring, "MOST_SCORES", 12)
     body = {"prompt": [[1, 2, 3], [1, 2, 3]], "max_tokens": 0}
     assert ask(served, COMPLETIONS, body | {"prompt_logprobs": 1}).status_code == 200
-    error = error_of(ask(served, COMPLETIONS, body | {"echo": True, "logprobs": 2}), 400)
-    assert error["param"] == "prompt_logprobs" and "send fewer" in error["message"]
+    for more in {"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 1, "n": 2}, {"prompt_logprobs": 1, "n": 2}:
+        error = error_of(ask(served, COMPLETIONS, body | more), 400)
+        assert error["param"] == "prompt_logprobs" and "send fewer" in error["message"]
 
 
 def test_an_echo_of_a_chat_is_refused(served: Served) -> None:

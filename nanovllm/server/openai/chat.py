@@ -112,7 +112,7 @@ class Function(Fields):
             raise ValueError("must be the JSON schema of an object")
         if is_deeper(parameters, MAX_DEPTH):
             raise ValueError(f"is nested more than {MAX_DEPTH} levels deep")
-        encodable(json.dumps(parameters, ensure_ascii=False))
+        encodable(json.dumps(parameters, ensure_ascii=False, allow_nan=False))
         return parameters
 
     def tool(self) -> Tool:

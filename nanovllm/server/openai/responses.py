@@ -6,7 +6,16 @@ Nothing is stored: the client sends the whole conversation each time. `response_
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from nanovllm.server.openai.chat import (
     MAX_MESSAGES,
@@ -137,9 +146,14 @@ def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Re
 
 # --- requests ---
 
+# Of what the answer repeats, without fields that nobody knows: these may hold what cannot be sent.
+ECHO = ConfigDict(extra="ignore", strict=True)
+
 
 class TextFormat(JsonSchema):
     """As in `response_format`, but flat."""
+
+    model_config = ECHO
 
     type: Literal["text", "json_object", "json_schema"]
     name: Text = ""
@@ -158,6 +172,8 @@ class TextConfig(Fields):
 
 
 class FunctionTool(Function):
+    model_config = ECHO
+
     type: Literal["function"]
 
     @model_validator(mode="before")
@@ -169,6 +185,8 @@ class FunctionTool(Function):
 
 
 class NamedFunction(Fields):
+    model_config = ECHO
+
     type: Literal["function"]
     name: Text
 

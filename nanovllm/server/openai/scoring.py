@@ -63,12 +63,14 @@ def make_echoes(
     return [Echo(texts, prompt, ids, num_logprobs) for prompt, ids in zip(prompts, token_ids, strict=True)]
 
 
-def check_scores(n: int | None, prompts: Sequence[Sequence[int]]) -> None:
-    """Refuse an answer with too many log-probabilities of prompts: the n likeliest of each token, and its own."""
-    number = 0 if n is None else (n + 1) * sum(map(len, prompts))
+def check_scores(n: int | None, prompts: Sequence[Sequence[int]], times: int) -> None:
+    """Refuse an answer with too many log-probabilities of prompts: the n likeliest of each token, and its own.
+    `times`: how often the answer has those of each prompt."""
+    number = 0 if n is None else (n + 1) * sum(map(len, prompts)) * times
     if number > MOST_SCORES:
         what = f"these are {number} log-probabilities of prompts, and one answer holds {MOST_SCORES}"
-        raise ApiError(400, f"{what}; send fewer prompts at once, or ask for fewer tokens", param="prompt_logprobs")
+        remedy = "send fewer prompts at once, or ask for fewer tokens or choices"
+        raise ApiError(400, f"{what}; {remedy}", param="prompt_logprobs")
 
 
 def prompt_logprobs(token_ids: Sequence[int], found: PromptLogprobs, n: int) -> list[Json | None]:

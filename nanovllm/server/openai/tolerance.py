@@ -80,8 +80,10 @@ def settle(data: Json, known: Collection[str], harmless: Harmless, no_matter: Co
 
 
 def refused(field: str, what: str) -> PydanticCustomError:
-    """An error for a validator to raise. `errors.bad_request` turns it into an answer that names the field."""
-    return PydanticCustomError("refused", "{what}", {"field": field, "what": what})
+    """An error for a validator to raise. `errors.bad_request` turns it into an answer that names the field, which is
+    a client's word, and so may have half a surrogate pair."""
+    shown = field.encode(errors="replace").decode()
+    return PydanticCustomError("refused", "{what}", {"field": shown, "what": what})
 
 
 def is_same(value: Any, other: Any) -> bool:
