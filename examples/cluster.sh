@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export RAY_USAGE_STATS_ENABLED=0  # Ray would report to its makers otherwise
+export RAY_AUTH_MODE=token  # otherwise anybody on the network could run programs on the cluster
 port=6379
 
 case "${1:-}" in
@@ -15,9 +16,10 @@ case "${1:-}" in
     .venv/bin/python tools/setup_env.py --extras ray
     ;;&
   head)
+    .venv/bin/ray get-auth-token --generate >/dev/null  # into ~/.ray/auth_token, where there is none
     .venv/bin/ray start --head --port "$port" --include-dashboard false --disable-usage-stats
     address=$(hostname -I 2>/dev/null | cut -d ' ' -f 1)
-    echo "On the other machines: examples/cluster.sh join ${address:-THIS_MACHINE}:$port"
+    echo "Copy ~/.ray/auth_token to the other machines. Then, there: examples/cluster.sh join ${address:-THIS_MACHINE}:$port"
     ;;
   join) .venv/bin/ray start --address "${2:?say which: examples/cluster.sh join HEAD:PORT}" --disable-usage-stats ;;
   leave) .venv/bin/ray stop ;;

@@ -1,6 +1,6 @@
 """Replicas of the server behind one address, with Ray Serve, which routes, restarts and scales them.
 
-    pip install 'nanovllm[serve,ray]'
+    pip install -e ".[serve,ray]"
     python examples/ray_serve.py [MODEL] [--replicas 2] [--gpus-each 0] [--router load] [--port 8000]
 
 Each replica is a process with an engine of its own and the very application that `nanovllm serve` runs. A replica whose

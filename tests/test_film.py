@@ -171,4 +171,4 @@ def test_a_token_lights_its_slot_and_its_mask_and_a_switch_breaks_the_step(width
     )
     before, lit, after, wrong, over = said.split(" | ")
     assert before == "" and lit == "3" and wrong == "2" and over == "false"
-    assert after.endswith("it writes “raccoon” in place of “dormouse”.")
+    assert after.endswith("A writes “raccoon” in place of “dormouse”.")

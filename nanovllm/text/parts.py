@@ -17,9 +17,9 @@ class Part(NamedTuple):
 
 
 class Splitter(Protocol):
-    """Takes text in pieces, and gives parts. The parts, joined, do not depend on how the text was cut into pieces.
+    """Takes text in pieces, and returns parts. The joined parts do not depend on how the text was cut into pieces.
 
-    passes: whether all that may still come is content.
+    passes: whether all further text is content.
     """
 
     passes: bool
@@ -27,12 +27,12 @@ class Splitter(Protocol):
     def feed(self, text: str) -> list[Part]: ...
 
     def finish(self) -> list[Part]:
-        """No more text will come: what was held back."""
+        """The parts that were held back, when no more text will come."""
         ...
 
 
 class Answer:
-    """Splits one answer by several splitters: each gets the content that the one before has left."""
+    """Splits one answer with several splitters: each gets the content that the splitter before has left."""
 
     def __init__(self, splitters: Sequence[Splitter]) -> None:
         self._splitters = splitters
@@ -54,7 +54,7 @@ class Answer:
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """The same parts without empty ones, and with neighbours of one kind made one. Each call keeps its beginning."""
+    """The same parts, without empty parts, and with neighbours of one kind joined. Each call keeps its beginning."""
     found: list[Part] = []
     for part in parts:
         if found and part.kind != "call" and (found[-1].kind, found[-1].call) == (part.kind, part.call):
@@ -65,8 +65,11 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def unsettled(text: str, marker: str) -> int:
-    """How many characters at the end of a text are white space before `marker`, a beginning of `marker`, or both.
-    The text does not have the whole marker, and the first character of the marker is in it only once."""
+    """How many characters at the end of a text may still turn out to belong to `marker`: a beginning of the marker,
+    white space before the marker, or both.
+
+    The text must not have the whole marker. The first character of the marker must not occur in it again.
+    """
     begins = text.rfind(marker[0])
     end = begins if begins >= 0 and marker.startswith(text[begins:]) else len(text)
     return len(text) - len(text[:end].rstrip())

@@ -1,7 +1,7 @@
-"""Tells a model's reasoning, which it writes between <think> and </think>, from its answer.
+"""Separates a model's reasoning, which the model writes between <think> and </think>, from its answer.
 
-Qwen3 writes both markers itself, unless its template has put an empty block into the prompt. The templates of other
-models, of DeepSeek-R1's kind, open the block in the prompt, so that the output begins with reasoning.
+Qwen3 writes both markers itself, unless its template has put an empty block into the prompt. The templates of
+DeepSeek-R1's kind open the block in the prompt, so that the output begins with reasoning.
 """
 
 from collections.abc import Callable
@@ -11,20 +11,20 @@ from nanovllm.text.parts import Part, unsettled
 
 OPEN, CLOSE = "<think>", "</think>"
 REASONING_PARSERS = "qwen3", "deepseek_r1"  # vLLM's names
-# Where an output begins: before a block that may come, in a block, or in what must be the answer.
+# Where an output begins: before a block that may come, inside a block, or after it, in the answer.
 Beginning = Literal["before", "inside", "after"]
 
 
 def reasoning_parser(template: str) -> str | None:
-    """The parser for models with this chat template; None if the template knows no reasoning."""
+    """The parser for models with this chat template; None if the template has no marker of reasoning."""
     return "qwen3" if OPEN in template or CLOSE in template else None
 
 
 def beginning(parser: str, prompt_end: str) -> Beginning:
-    """Where an output begins whose prompt has this end.
+    """Where the output begins, as the end of the prompt tells.
 
-    Only the very end counts: what a user writes about <think> is no marker. Models of DeepSeek-R1's kind begin with
-    reasoning even where the prompt does not open the block.
+    Only the very end counts: a <think> in a user's text is no marker. Models of DeepSeek-R1's kind begin with reasoning
+    even if the prompt does not open the block.
     """
     end = prompt_end.rstrip()
     if end.endswith(CLOSE):
@@ -33,8 +33,11 @@ def beginning(parser: str, prompt_end: str) -> Beginning:
 
 
 class ReasoningSplitter:
-    """Splits reasoning off. A block counts only at the beginning of an output; a block that is never closed is
-    reasoning to the end. White space around the markers belongs to them."""
+    """Splits the reasoning of one output from its content.
+
+    A block counts only at the beginning of the output. A block that is never closed is reasoning to the end. White
+    space around a marker belongs to the marker.
+    """
 
     def __init__(self, begins: Beginning) -> None:
         self._kind: Literal["content", "reasoning"] = "reasoning" if begins == "inside" else "content"

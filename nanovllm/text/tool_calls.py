@@ -1,9 +1,9 @@
 """Finds tool calls in a model's text while it arrives, in the format of the model's family.
 
-A call is a JSON object: {"name": "get_weather", "arguments": {"city": "Oslo"}}. Formats differ in what stands around
-it. The arguments go out as they come, exactly as the model writes them; as with OpenAI, a client must check them. What
-has not the form of a call up to its arguments is content, and none of it is lost. White space around a call belongs to
-the format.
+A call is a JSON object: {"name": "get_weather", "arguments": {"city": "Oslo"}}. The formats (vLLM's `hermes` and
+`llama3_json`) differ in what stands around this object. The arguments go out as they come, exactly as the model writes
+them; as with OpenAI, a client must check them. Text that does not have the form of a call up to its arguments is
+content, and no such text is lost. White space around a call belongs to the format.
 """
 
 import json
@@ -51,9 +51,9 @@ TOOL_FORMATS = {form.name: form for form in (HERMES, LLAMA3_JSON)}  # by vLLM's 
 
 
 def tool_format(template: str) -> ToolFormat | None:
-    """The format that a chat template asks its model for; None if it is none of these."""
+    """The format of calls that a chat template asks its model for; None if the format is not known here."""
     if HERMES.begin in template:
-        # Models of other families use the same marker around something else than JSON.
+        # Models of other families use the same marker, but not around JSON.
         return None if "<function=" in template or "<arg_key>" in template else HERMES
     asks = LLAMA3_JSON.begin in template or re.search(r'"name": function name, "parameters":', template)
     return LLAMA3_JSON if asks else None
@@ -62,7 +62,7 @@ def tool_format(template: str) -> ToolFormat | None:
 class ToolCallSplitter:
     """Splits the calls of one answer off from its content.
 
-    one: only the first call counts, and others are dropped.
+    one: only the first call counts, and later calls are dropped.
     """
 
     def __init__(self, form: ToolFormat, one: bool = False) -> None:
@@ -71,7 +71,7 @@ class ToolCallSplitter:
         self._state: Callable[[list[Part]], bool] = self._first if form.bare else self._content
         self._unread = ""
         self._held = ""  # of a call that has only begun: what stands before its JSON
-        self._json = JsonObject()  # that is being read
+        self._json = JsonObject()  # the object that is being read
         self._num_read = 0  # characters of the unread text that `_json` has read
         self._is_open = False  # a call whose arguments have ended, but not its own object
 
@@ -80,7 +80,7 @@ class ToolCallSplitter:
         parts: list[Part] = []
         while self._state(parts):
             pass
-        return [part for part in parts if not (self._one and part.call)]
+        return [part for part in parts if not (self._one and part.call)]  # the first call has the number 0
 
     def finish(self) -> list[Part]:
         rest = self._held + self._unread
@@ -158,7 +158,7 @@ class ToolCallSplitter:
         self._num_calls, self._held = self._num_calls + 1, ""
 
     def _is_content(self, parts: list[Part], end: int) -> bool:
-        """What seemed to begin a call was none, as the first `end` characters have shown."""
+        """No call has begun, as the first `end` characters have shown: they are content."""
         parts.append(Part("content", self._held + self._unread[:end]))
         self._held, self._unread, self._state = "", self._unread[end:], self._content
         return True
@@ -173,7 +173,7 @@ class ToolCallSplitter:
         return ended is not None
 
     def _after_arguments(self, parts: list[Part]) -> bool:
-        """Up to the end of a call. A brace or a marker that the model has forgotten is no matter."""
+        """Up to the end of a call. The call counts even if the model forgets the last brace or the marker."""
         self._unread = self._unread.lstrip()
         if self._is_open and self._unread:
             self._is_open = False
@@ -193,8 +193,8 @@ class JsonObject:
         self._in_string = self._is_escaped = False
 
     def feed(self, text: str) -> tuple[int, bool] | None:
-        """Read on. Returns the number of characters up to the end, and True; or up to a character that no JSON object
-        can have there, and False; or None while there is neither."""
+        """Read the next piece. Returns the number of characters up to the end of the object, and True; or up to a
+        character that no JSON object can have there, and False; or None if the piece has neither."""
         for i, character in enumerate(text):
             if self._in_string:
                 if self._is_escaped:
@@ -218,7 +218,8 @@ class JsonObject:
 
 
 def parsed(text: str) -> tuple[str, str] | None:
-    """The name and the arguments, as JSON, of a complete call in any order; None if `text` is no call."""
+    """The name and the arguments (as JSON) of a complete call, whose keys may have any order; None if `text` is no
+    call."""
     try:
         call: Any = json.loads(text, strict=False)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))

@@ -23,7 +23,7 @@ class Tool:
     """A function that a model may call.
 
     parameters:  a JSON schema of its arguments.
-    strict:      whether calls must match the schema where the model is free to call or not.
+    strict:      whether calls must match the schema even if the model is free to call or not.
     """
 
     name: str
@@ -31,7 +31,10 @@ class Tool:
     strict: bool = False
 
     def schema(self) -> dict[str, Any]:
-        """The schema as it is enforced: arguments are an object, without properties that nobody has named."""
+        """The schema as it is enforced: the arguments are an object, with the named properties only.
+
+        A schema that may name properties in another way (NOTHING_MORE) is left as it is.
+        """
         schema = {"type": "object", **self.parameters}
         if "properties" in schema and not schema.keys() & NOTHING_MORE:
             schema["additionalProperties"] = False
@@ -40,7 +43,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class AnswerGrammar:
-    """Writes grammars for one model and prompt.
+    """Writes grammars for the answers of one model to one prompt.
 
     special:  ids of the special tokens, by text. In a grammar, a text never stands for a special token.
     begins:   where the output begins; None for a model without reasoning.
@@ -50,8 +53,11 @@ class AnswerGrammar:
     begins: Beginning | None
 
     def of_calls(self, form: ToolFormat, tools: Sequence[Tool], required: bool, one: bool) -> StructuredOutputsParams:
-        """Calls of these tools, or only `one`, which then ends the answer. Unless a call is `required`, any text may
-        stand instead, and for HERMES also before and between calls."""
+        """The grammar of calls of these tools, or of only `one` call, which then ends the answer.
+
+        Unless a call is `required`, the answer may also be any text without a call. In the form HERMES, text may then
+        also stand before, between and after calls.
+        """
         calls = "call" if one else f"call ({quoted(form.between)} call)*"
         begin, end = self._marker(form.begin, after=NEW_LINE), self._marker(form.end, before=NEW_LINE)
         rules = [
@@ -74,13 +80,13 @@ class AnswerGrammar:
         return self._behind_reasoning(answer, rules)
 
     def of_answer(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
-        """The same structured outputs, after reasoning where there may be some."""
+        """The same structured outputs, but after the reasoning if the model may reason first."""
         if self.begins in (None, "after"):
             return params
         return self._behind_reasoning("answer", [f"answer: %lark {{\n{lark_rules(params)}\n}}"])
 
     def _call_in_text(self, form: ToolFormat) -> list[str]:
-        """Text up to the marker of a call, which ends the text as soon as it is complete, and the rest of the call."""
+        """Rules for text before a call, and for the call. The text ends as soon as the marker of a call is complete."""
         rest = rf'"\n" function {self._marker(form.end, before=NEW_LINE)}'
         text = r"TEXT: /(.|\n)*/"
         if form.begin in self.special:
@@ -106,10 +112,10 @@ class AnswerGrammar:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON in one line by a schema, whose references may point into it, as a part of a rule."""
+    """A part of a rule: JSON on one line that matches the schema. References may point into the schema."""
     return f"%json {quoted({**schema, 'x-guidance': {'whitespace_pattern': ' ?'}})}"
 
 
 def quoted(value: Any) -> str:
-    """A string, or any JSON, as a part of a rule. No text of a client may look like one of Lark's own words."""
+    """A part of a rule: a string, or any JSON. The client's text cannot be taken for one of Lark's directives."""
     return json.dumps(value).replace("%", r"\u0025")

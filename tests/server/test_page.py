@@ -92,7 +92,7 @@ class TestInABrowser:
         whole = httpx.post(served.url + "/v1/chat/completions", json=body, timeout=30).json()
         assert first == whole["choices"][0]["message"]["content"].strip("\n")
         assert re.fullmatch(
-            r"12 tokens  ·  [\d.]+ tokens/s  ·  first token after [\d.]+ s  ·  ended by its length",
+            r"12 tokens  ·  [\d.]+ tokens/s  ·  first token after [\d.]+ s  ·  ended at the length limit",
             answers(page, "meta")[0],
         )
         page.js(LISTEN)

@@ -182,7 +182,8 @@ class Lesson:
             if len(seq.token_ids) > seq.limit:
                 raise AssertionError(
                     f"request {seq.request} has {seq.num_output_tokens} output tokens, and max_tokens is "
-                    f"{seq.params.max_tokens}\nlikely: append_token says that a sequence is over, and nobody listens"
+                    f"{seq.params.max_tokens}\nlikely: the value that append_token returns is not used: it tells "
+                    "whether the sequence is finished"
                 )
             self.watch.progress()
             return finish_reason(seq, eos_token_ids)

@@ -17,21 +17,24 @@ from tools.exercises.exercises import find_holes
 T = TypeVar("T", bound=Callable[..., Any])
 LONGEST_MESSAGE = 1200  # characters; what pytest tells of a comparison can be pages
 SHAPES = (
-    "scaled_dot_product_attention wants [.., heads, tokens, D] of all three, and enable_gqa=True where several query "
+    "scaled_dot_product_attention needs q, k and v as [.., heads, tokens, D], and enable_gqa=True if several query "
     "heads share a key/value head"
 )
 HINTS = {  # what the failing line and the error have in them -> the likely mistake
     ("scaled_dot_product_attention", "size"): SHAPES,
-    ("append_token", "unhashable type: 'list'"): "sample gives a list, with a token for each sequence",
-    ("k_blocks", "out of bounds"): "slots are rows of the flat view: k_blocks.flatten(0, 1)",
+    ("append_token", "unhashable type: 'list'"): "sample returns a list, with one token per sequence",
+    ("k_blocks", "out of bounds"): "slots are rows of the flat view, k_blocks.flatten(0, 1)",
     ("array(", "int too big"): "a digest has 64 bits without a sign: parent.to_bytes(8, 'little')",
     ("bytes(", "range(0, 256)"): "a token needs more than a byte: array('q', tokens).tobytes()",
-    (".matches", "'NoneType'"): "no content is known under that digest: stop before it is compared",
+    (".matches", "'NoneType'"): "no content is known under this digest: stop before the comparison",
     (".digest", "'int'"): "the parent is the content of the block before, not its digest",
-    ("free_list.pop(", "KeyError"): "a shared block may be in use, and then it is not in the free list",
-    ("rows.temperatures", "size"): "one temperature and one row of noise for each row: [:bucket], and a column [b, 1]",
-    ("F.embedding", "index out of range"): "a row that is not there cannot be looked up: put row 0 in its place",
-    ("copy_", "size"): "every field has a value for each row of the bucket, padding included",
+    ("free_list.pop(", "KeyError"): "a shared block that is in use is not in the free list: pop(block, None)",
+    (
+        "rows.temperatures",
+        "size",
+    ): "each row has one temperature and one row of noise: take [:bucket], and make the temperatures a column [b, 1]",
+    ("F.embedding", "index out of range"): "a row of another rank cannot be looked up here: look up row 0 in its place",
+    ("copy_", "size"): "every field needs a value for each row of the bucket, padding included",
 }
 
 

@@ -22,9 +22,9 @@ def test_a_token_sees_itself_and_all_before_it(subject: Subject) -> None:
     likely: dict[str, torch.Tensor | None] = {
         "every token sees all others, later ones too: is is_causal=True missing?": attention(q, k, v, column < 5),
         "[Hq, T, D]: put the tokens first again": right.transpose(0, 1),
-        "heads and tokens are mixed up: transpose them back, reshape only counts anew": right.transpose(0, 1).reshape(
-            right.shape
-        ),
+        "heads and tokens are mixed up: transpose them back, reshape does not swap dimensions": right.transpose(
+            0, 1
+        ).reshape(right.shape),
         "the batch dimension that unsqueeze(0) added is still there": right[None],
     }
     out = subject.part("attend_to_all")(0, q, k, v)
@@ -46,9 +46,9 @@ def test_the_loop_samples_and_appends_until_the_sequence_is_over(subject: Subjec
 
     engine.next_token_logits = next_token_logits
     likely = {
-        "it goes on after EOS: append_token returns whether the sequence is over": [*range(2, 22)],
+        "generation goes on after EOS: append_token returns whether the sequence is finished": [*range(2, 22)],
         "each token is there twice: append_token appends it": [n for n in range(2, 22, 2) for _ in range(2)],
-        "it ends after one token": [2],
+        "generation ends after one token": [2],
         "the last token is left out": [*range(2, 9)],
     }
     for max_tokens, right in ((20, [*range(2, 10)]), (3, [2, 3, 4])):
@@ -89,6 +89,6 @@ def test_the_whole_text_goes_in_and_its_last_token_is_scored(subject: Subject, c
         "the first token's, not the last one's": torch.tensor([[100.0]]),
         "all tokens' logits: only the last token has seen the whole text": torch.arange(100.0, 104)[:, None],
         "a batch of one keeps its first dimension: hidden[-1:]": torch.tensor([103.0]),
-        "these are hidden states: self.model.logits makes scores of them": torch.tensor([[3.0]]),
+        "these are hidden states: self.model.logits turns them into scores": torch.tensor([[3.0]]),
     }
     check("logits (here: the index of the token, plus 100)", logits, torch.tensor([[103.0]]), likely)

@@ -31,9 +31,17 @@ def test_new_keys_and_values_land_in_their_row_and_column(
         for i, cell in enumerate(cells):
             found = [tuple(at) for at in (stored[1] == new[i]).all(-1).all(-1).nonzero().tolist()]
             elsewhere = f"cells (row, column) that hold the {name} of the token of row {cell[0]}, position {cell[1]}"
-            likely = {"they were never written": [], "they are written to columns 0 to Q - 1": [(cell[0], i)]}
+            likely = {
+                "the new keys or values were never written": [],
+                "the new tokens are written to columns 0 to Q - 1": [(cell[0], i)],
+            }
             likely |= {"k and v are laid out row after row: unflatten(0, (B, Q))": [(1, 0)]}
-            likely |= {"they are in every row: row numbers must be a column [B, 1]": [(0, cell[1]), (1, cell[1])]}
+            likely |= {
+                "each token is written to every row: the row numbers must be a column [B, 1]": [
+                    (0, cell[1]),
+                    (1, cell[1]),
+                ]
+            }
             check(elsewhere, found, [cell], likely)
             stored[1][cell] = 0
         check(f"other {name} that were written, as (layer, row, column)", cells_of(stored), [])
@@ -95,7 +103,7 @@ def test_prefill_scores_the_last_token_of_each_prompt(subject: Subject, checkpoi
         "the last column of the rectangle, which for short prompts is padding": torch.tensor([[103.0], [107], [111]]),
         "one token too far: the last of n tokens has the index n - 1": torch.tensor([[102.0], [107], [109]]),
         "one token too early": torch.tensor([[100.0], [106], [111]]),
-        "these are the hidden states: self.model.logits makes scores of them": right - 100,
+        "these are hidden states: self.model.logits turns them into scores": right - 100,
         "all columns of these rows: hidden[rows, last] takes one of each": (
             torch.arange(100.0, 112).view(3, 4, 1)[:, [1, 3, 0]]
         ),
@@ -120,8 +128,8 @@ def test_decode_runs_the_newest_token_of_each_sequence(subject: Subject, checkpo
         "the whole texts: their keys and values are in the cache, only the newest token is new": torch.tensor(
             [[10, 11, 12, 0, 0], [20, 21, 22, 23, 24], [30, 31, 32, 33, 0]]
         ),
-        "the running ones alone: cache and logits have a row for every sequence": torch.tensor([[12], [33]]),
-        "a column [B, 1] is wanted": torch.tensor([12, 24, 33]),
+        "the running sequences alone: cache and logits have a row for every sequence": torch.tensor([[12], [33]]),
+        "the shape must be [B, 1], a column": torch.tensor([12, 24, 33]),
         "the last token of each prompt": torch.tensor([[11], [21], [31]]),
     }
     check("input ids", ids, torch.tensor([[12], [24], [33]]), likely)
@@ -130,13 +138,13 @@ def test_decode_runs_the_newest_token_of_each_sequence(subject: Subject, checkpo
         "counted from the end of the prompt; positions count from the beginning of the text": torch.tensor(
             [[0], [2], [1]]
         ),
-        "a column [B, 1] is wanted": torch.tensor([2, 4, 3]),
+        "the shape must be [B, 1], a column": torch.tensor([2, 4, 3]),
     }
     check("positions", positions, torch.tensor([[2], [4], [3]]), likely)
     right = torch.tensor([[100.0], [101], [102]])
     likely = {
         "forward gives [B, Q, H], and logits wants [B, H]: there is only one query, [:, 0]": right[:, None],
-        "these are the hidden states: self.model.logits makes scores of them": right - 100,
+        "these are hidden states: self.model.logits turns them into scores": right - 100,
     }
     check(LOGITS, logits, right, likely)
 
@@ -150,16 +158,18 @@ def test_the_mask_lets_a_token_see_itself_and_what_came_before(
     engine.model = Stub()
     at = torch.tensor(positions)  # [B, Q]
     engine.forward(masks, torch.zeros_like(at), at)
-    assert masks.mask.dtype == torch.bool, f"the mask is of {masks.mask.dtype}, and should be of bool: True is visible"
+    assert masks.mask.dtype == torch.bool, (
+        f"the mask has dtype {masks.mask.dtype} instead of bool, where True is visible"
+    )
     context = max(map(max, positions)) + 1
     columns, own = torch.arange(context), at[:, None, :, None]
     if masks.mask.dim() == 4 and masks.mask.shape[-1] != context:
         short = f"the mask has {masks.mask.shape[-1]} columns, and the largest position is {context - 1}"
-        raise AssertionError(f"{short}\nlikely: positions count from 0, so position p is in column p, the p + 1st")
+        raise AssertionError(f"{short}\nlikely: positions count from 0, so columns 0 to p are p + 1 columns")
     likely = {
         "a token does not see itself: < in place of <=": columns < own,
         "a token sees one more than itself": columns <= own + 1,
-        "a token sees what comes after it, not what came before: turn the comparison around": columns > own,
+        "a token sees the tokens after it, not those before: reverse the comparison": columns > own,
         "every token sees every column: nothing is masked": (columns < context).expand(
             *at.shape[:1], 1, at.shape[1], -1
         ),

@@ -44,9 +44,11 @@ def test_a_sequence_gets_the_blocks_that_it_lacks(subject: Subject) -> None:
         assert fits, f"room for {num_tokens} tokens was refused, with the free blocks {free}"
         likely = {
             "as many blocks as there are tokens: self.num_blocks_for counts blocks": [*range(num_tokens)],
-            "all blocks are taken anew: those that the sequence has already are not missing": [*range(had + blocks)],
+            "all blocks are taken again: the blocks that the sequence has already are not missing": [
+                *range(had + blocks)
+            ],
             "from the end of the free list: popitem(last=False) takes from its front": [4],
-            "popitem gives a pair: block, _ = self.free_list.popitem(last=False)": [(0, None)],
+            "popitem returns a pair: block, _ = self.free_list.popitem(last=False)": [(0, None)],
             "the blocks that the sequence had are lost from its table": [*range(had, blocks)],
         }
         check(f"table, with room for {num_tokens} tokens", seq.block_table, [*range(blocks)], likely)
@@ -60,10 +62,10 @@ def test_all_the_blocks_or_none(subject: Subject) -> None:
     pool, seq, other = subject.part("BlockPool")(num_blocks=5, block_size=4), sequence(12), sequence(13)
     assert room_for(pool, seq, 12), "room for 12 tokens was refused, though all 5 blocks are free"
     check("room for 9 tokens in the 2 free blocks", room_for(pool, other, 9), False)
-    likely: dict[str, Any] = {"it takes what there is, and then says no: count first": [3, 4]}
+    likely: dict[str, Any] = {"the free blocks are taken before the refusal: count the missing blocks first": [3, 4]}
     check("table of a sequence that was refused", other.block_table, [], likely)
     check("free blocks after that", list(pool.free_list), [3, 4])
-    likely = {"as many are free as are missing, and that is enough: > in place of >=": False}
+    likely = {"the number of free blocks equals the number of missing blocks, which is enough: > in place of >=": False}
     check("room for 8 tokens in the 2 free blocks", room_for(pool, other, 8), True, likely)
     check("table", other.block_table, [3, 4])
 
@@ -135,8 +137,8 @@ def test_the_gather_is_attention_over_the_slots_of_a_sequence(subject: Subject) 
     likely = {
         "every key is seen, padding too: r.mask is not used": attend(v, everything),
         "is_causal counts from the first key of the rectangle, not from the sequence's: use r.mask": attend(v, causal),
-        "values from the keys' blocks": attend(k, seen),
-        "heads and tokens are mixed up: transpose them back, reshape only counts anew": torch.cat(
+        "the values are read from the blocks of the keys": attend(k, seen),
+        "heads and tokens are mixed up: transpose them back, reshape does not swap dimensions": torch.cat(
             [right[t].transpose(0, 1).reshape(2, 4, 8) for t in tokens.flip(0)]
         ),
         "in the order of the rectangle: out[r.tokens] = ... puts each token where it belongs": right[tokens.flatten()],

@@ -92,13 +92,13 @@ def test_the_walk_follows_the_chain_and_stops_at_the_first_miss(
     check("blocks found for 1 2 3 4 5 6 0", pool.find_prefix(unknown(1, 2, 3, 4, 5, 6, 0)), [0, 1, 2], likely)
     likely = {"3 4 is found after any beginning: the parent's digest is part of the name": [0, 5]}
     check("blocks found for 1 2 3 4 0", pool.find_prefix(unknown(1, 2, 3, 4, 0)), [0, 1], likely)
-    likely = {"after a miss it goes on: what stands behind an unknown block is another text": [0]}
+    likely = {"the search goes on after a miss: behind an unknown block stands another text": [0]}
     check("blocks found for 0 0 1 2 0", pool.find_prefix(unknown(0, 0, 1, 2, 0)), [], likely)
     check("blocks found for 1 2 0 0 5 6 0", pool.find_prefix(unknown(1, 2, 0, 0, 5, 6, 0)), [0])
     home = subject.home("PrefixCachingPool")
     monkeypatch.setattr(home, "chained_digest", lambda parent, tokens: 7)
     pool, _ = published(subject, 6, (1, 2, 9))
-    likely = {"a digest that is found is trusted: compare, content.matches(parent, tokens)": [0]}
+    likely = {"a digest that is found is trusted: compare the content, too, with content.matches(parent, tokens)": [0]}
     check("blocks found for 3 4 0, where all digests are equal", pool.find_prefix(unknown(3, 4, 0)), [], likely)
 
 
@@ -111,8 +111,8 @@ def test_known_blocks_are_shared_and_the_missing_ones_taken(subject: Subject) ->
     assert pool.allocate(twin, 7), "refused, though 4 blocks are free and 2 are missing"
     check("table: two shared blocks, two from the front of the free list", twin.block_table, [0, 1, 3, 4])
     likely: dict[str, Any] = {
-        "the shared ones have two owners now: raise all counts by 1": [1, 1, 1, 1, 1, 0, 0],
-        "the new ones are not counted": [2, 2, 1, 0, 0, 0, 0],
+        "the shared blocks have two owners now: raise all counts by 1": [1, 1, 1, 1, 1, 0, 0],
+        "the new blocks are not counted": [2, 2, 1, 0, 0, 0, 0],
     }
     check("reference counts", pool.ref_counts, [2, 2, 1, 1, 1, 0, 0], likely)
     check("free blocks", list(pool.free_list), [5, 6])
@@ -132,17 +132,21 @@ def test_known_blocks_are_shared_and_the_missing_ones_taken(subject: Subject) ->
     twin = unknown(1, 2, 3, 4, 8)
     assert pool.allocate(twin, 5), "refused, though 1 block is missing and 2 are free beside the shared ones"
     likely = {
-        "taken before the shared ones have left the free list: a block is there twice": [0, 1, 0],
+        "new blocks are taken before the shared blocks have left the free list: a block is in the table twice": [
+            0,
+            1,
+            0,
+        ],
     }
     check("table, with the known blocks at the front of the free list", twin.block_table, [0, 1, 2], likely)
-    likely = {"the shared ones are still in the free list, to be handed out again": [0, 1, 3]}
+    likely = {"the shared blocks are still in the free list, and would be handed out again": [0, 1, 3]}
     check("free blocks", list(pool.free_list), [3], likely)
     pool, _ = published(subject, 4, (1, 2, 9))
     for block in (0, 1):
         pool.ref_counts[block], pool.free_list[block] = 0, None
     pool.find_prefix = lambda seq: []
     assert pool.allocate(unknown(5, 6, 7, 8, 5, 6, 7), 7)
-    likely = {"a block that is handed out empty keeps its old name: self.forget it": [0]}
+    likely = {"a new block keeps its old name: self.forget(block)": [0]}
     check("blocks with a name, after all were handed out", [*pool.block_by_digest.values()], [], likely)
 
 
@@ -155,15 +159,15 @@ def test_blocks_come_back_when_their_last_owner_leaves_and_in_reverse(subject: S
     pool.free_list[5] = None
     freed = pool.release(seq)
     likely = {
-        "they were not lowered": [2, 2, 1, 1, 0, 0],
-        "all are lowered, or none: each block has a count of its own": [0, 0, 0, 0, 0, 0],
+        "the counts were not lowered": [2, 2, 1, 1, 0, 0],
+        "all counts became 0: each block has a count of its own": [0, 0, 0, 0, 0, 0],
     }
     check("reference counts", pool.ref_counts, [1, 1, 0, 0, 0, 0], likely)
     likely = {
-        "shared blocks are freed under their other owner's feet: only a count of 0 frees": [5, 3, 2, 1, 0],
-        "from first to last: the end of a text should be evicted before its beginning": [5, 2, 3],
-        "at the front: what was used last is to be evicted last": [2, 3, 5],
-        "none came back": [5],
+        "shared blocks are freed while another sequence uses them: free a block only at a count of 0": [5, 3, 2, 1, 0],
+        "the blocks came back from first to last: the end of a text should be evicted before its beginning": [5, 2, 3],
+        "the blocks came to the front: what was used last should be evicted last": [2, 3, 5],
+        "no block came back": [5],
     }
     check("free list, front first, with 5 in it before", list(pool.free_list), [5, 3, 2], likely)
     check("returned", freed, [3, 2], {"freed.append(block) is missing": []})

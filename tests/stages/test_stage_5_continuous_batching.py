@@ -72,13 +72,20 @@ def test_victims_are_the_latest_arrivals_until_there_is_room(rig: Callable[..., 
     }
     got = r.scheduler.make_room(a, 6)  # one more block for a: c gives two
     check("requests preempted for one block", victims, [2], likely)
-    check("what make_room returned", got, True, {"the victim was another: the requester goes on": False})
-    likely = {"the victim's blocks are free, and nobody has taken them: ask self.allocate again, in a loop": 2}
+    check("what make_room returned", got, True, {"the victim was another sequence, so the requester goes on": False})
+    likely = {
+        "the victim's blocks are free, but the requester has not taken them: call self.allocate again, in a loop": 2
+    }
     check("blocks of the requester", len(a.block_table), 3, likely)
     r.scheduler.make_room(b, 6)
     victims.clear()
     got = r.scheduler.make_room(a, 8)
-    check("requests preempted for one block more", victims, [1], {"one is free? No: b took it a moment ago": []})
+    check(
+        "requests preempted for one block more",
+        victims,
+        [1],
+        {"no victim was chosen, but no block is free: request 1 took the last one": []},
+    )
     check("what make_room returned", got, True)
     check("running", [s.request for s in r.scheduler.running], [0])
 
@@ -90,7 +97,9 @@ def test_victims_are_the_latest_arrivals_until_there_is_room(rig: Callable[..., 
     victims.clear()
     r.scheduler.preempt = preempt
     r.scheduler.make_room(a, 10)  # three more blocks: one is free, b and c have one each
-    check("requests preempted for three blocks", victims, [2, 1], {"one victim may not be enough: a loop": [2]})
+    check(
+        "requests preempted for three blocks", victims, [2, 1], {"one victim may not be enough: preempt in a loop": [2]}
+    )
 
     r = rig(num_blocks=4)
     a, b, *_ = r.add(4, 4)
@@ -101,9 +110,9 @@ def test_victims_are_the_latest_arrivals_until_there_is_room(rig: Callable[..., 
     r.scheduler.preempt = preempt
     got = r.scheduler.make_room(b, 5)  # b is the latest itself
     likely = {
-        "it says no, and keeps its blocks: who does not advance must give them back": [],
-        "the victim is the requester itself, and the loop goes on: return False then": [1, 0],
-        "the requester is spared: it is the latest arrival, so it goes itself": [0],
+        "make_room refuses, and the requester keeps its blocks: it must be preempted itself": [],
+        "the victim was the requester itself, and the loop went on: return False then": [1, 0],
+        "the requester is spared: as the latest arrival it must be preempted itself": [0],
     }
     check("requests preempted for a block more of the latest arrival", victims, [1], likely)
     likely = {"a sequence that was preempted itself computes nothing in this step": True}
@@ -119,20 +128,22 @@ def test_admitted_in_order_with_room_for_all_and_a_share_of_the_budget(rig: Call
     r.scheduler.admit(plan, 10)
     shares = [(s.seq.request, s.num_tokens) for s in plan]
     likely: dict[str, Any] = {
-        "who is admitted must leave self.waiting": [(0, 6), (0, 4)],
+        "an admitted sequence must leave self.waiting": [(0, 6), (0, 4)],
         "nothing was scheduled: plan.append(Scheduled(seq, num_tokens))": [],
-        "the budget is not used up: budget -= num_tokens": [(0, 6), (1, 8), (2, 2)],
-        "the last one takes more than is left: min(.., budget)": [(0, 6), (1, 8)],
+        "the budget is not lowered: budget -= num_tokens": [(0, 6), (1, 8), (2, 2)],
+        "the last sequence takes more than is left: min(.., budget)": [(0, 6), (1, 8)],
     }
     check("shares (request, tokens) of a budget of 10", shares, [(0, 6), (1, 4)], likely)
     likely = {
-        "who is admitted must join self.running": ([], [2]),
-        "who is admitted must leave self.waiting": ([0, 1], [0, 1, 2]),
+        "an admitted sequence must join self.running": ([], [2]),
+        "an admitted sequence must leave self.waiting": ([0, 1], [0, 1, 2]),
     }
     check("running, waiting", r.queues(), ([0, 1], [2]), likely)
     for s in plan:
         blocks = len(s.seq.block_table)
-        likely = {"room for this step's share only: it would soon be pushed out again": -(-s.num_tokens // 2)}
+        likely = {
+            "there is room for this step's share only: the sequence would soon be preempted": -(-s.num_tokens // 2)
+        }
         check(f"blocks of request {s.seq.request}, one for two tokens", blocks, len(s.seq.token_ids) // 2, likely)
 
     r = rig(num_blocks=6)
@@ -140,7 +151,10 @@ def test_admitted_in_order_with_room_for_all_and_a_share_of_the_budget(rig: Call
     plan = []
     r.scheduler.admit(plan, 64)  # three blocks are left after the first: too few for the second
     likely = {
-        "the third, which fits, was let in before the second: who does not fit blocks those behind it": ([0, 2], [1]),
+        "the third request was admitted before the second: a request that does not fit blocks all behind it": (
+            [0, 2],
+            [1],
+        ),
         "admitted without room for all its tokens": ([0, 1], [2]),
     }
     check("running, waiting, with 6 blocks", r.queues(), ([0], [1, 2]), likely)
@@ -154,8 +168,8 @@ def test_admitted_in_order_with_room_for_all_and_a_share_of_the_budget(rig: Call
     plan = []
     r.scheduler.admit(plan, 4)
     likely = {
-        "what the prefix cache knows is scheduled again": [4],
-        "what the prefix cache knows was charged to the budget": [2],
+        "tokens that the prefix cache has are scheduled again": [4],
+        "tokens that the prefix cache has are charged to the budget": [2],
     }
     told = "tokens scheduled with a budget of 4, of 8 tokens with 6 in the cache and of 4 with none"
     check(told, [s.num_tokens for s in plan], [2, 2], likely)
@@ -176,23 +190,28 @@ def test_a_preempted_sequence_waits_without_blocks_at_its_place(rig: Callable[..
     victim = everybody[2]
     r.scheduler.preempt(victim)
     likely: dict[str, Any] = {
-        "it is still in self.running": [0, 2, 3],
-        "the last one was removed, whoever is preempted": [0, 2],
+        "the victim is still in self.running": [0, 2, 3],
+        "the last sequence was removed, whichever is preempted": [0, 2],
     }
     check("running", r.queues()[0], [0, 3], likely)
     likely = {
-        "it is lost: nobody will ever compute it": [1, 4],
-        "at the back of the queue: by arrival, request 2 is before request 4": [1, 4, 2],
-        "at the front of the queue: by arrival, request 1 is before request 2": [2, 1, 4],
+        "the victim is in no queue, so it will never be computed": [1, 4],
+        "the victim went to the back of the queue: by arrival, request 2 is before request 4": [1, 4, 2],
+        "the victim went to the front of the queue: by arrival, request 1 is before request 2": [2, 1, 4],
     }
     check("waiting", r.queues()[1], [1, 2, 4], likely)
-    check("its block table", victim.block_table, [], {"its blocks are still its own: self.release(seq)": [2, 3]})
+    check("its block table", victim.block_table, [], {"the victim still has its blocks: self.release(seq)": [2, 3]})
     check("free blocks", len(r.pool.free_list), 12)
-    likely = {"nothing of it is computed any more, since its blocks are gone": 4}
+    likely = {"no KV of the victim is left, since its blocks are gone: set num_computed to 0": 4}
     check("its num_computed", victim.num_computed, 0, likely)
-    check("its tokens", len(victim.token_ids), 5, {"the tokens that it has generated are kept": 4})
+    check("its tokens", len(victim.token_ids), 5, {"the generated tokens must be kept": 4})
     freed = [e["freed"] for e in r.told if e["type"] == "blocks"]
-    check("blocks freed, by the events", len(freed), 1, {"self.release tells it, self.blocks.release does not": 0})
+    check(
+        "blocks freed, by the events",
+        len(freed),
+        1,
+        {"self.release emits this event, and self.blocks.release does not": 0},
+    )
     r.scheduler.preempt(everybody[3])
     check("waiting, after 3 was preempted as well", r.queues()[1], [1, 2, 3, 4])
 

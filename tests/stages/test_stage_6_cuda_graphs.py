@@ -65,8 +65,8 @@ def test_the_ladder_is_small_sizes_multiples_of_eight_and_the_largest(subject: S
     right = sorted({size for size in sizes if size < largest} | {largest})
     likely = {
         "the largest batch has no bucket": [size for size in sizes if size < largest],
-        "the largest is there twice: only sizes below it come before": sorted([*right, largest]),
-        "powers of two pad up to half of a batch: from 8 on, multiples of 8": sorted(
+        "the largest size is there twice: only smaller sizes come before max_num_seqs": sorted([*right, largest]),
+        "with powers of two, up to half of a batch is padding: from 8 on, take multiples of 8": sorted(
             {2**i for i in range(9) if 2**i < largest} | {largest}
         ),
         "sizes above max_num_seqs are there, too": [1, 2, 4, *range(8, largest, 8), largest],
@@ -97,8 +97,8 @@ def test_rows_describe_the_newest_tokens_and_harmless_padding(subject: Subject) 
         "input_ids": {"the last prompt token, not the newest": [11, 21, 0, 0]},
         "positions": {"one too far: positions count from 0": [5, 3, 0, 0]},
         "slots": {
-            "padding writes to slot 0, which may be somebody's: the scratch block is there for it": [8, 6, 0, 0],
-            "a block is not a slot: its first slot is block * block_size": [8, 6, 9, 9],
+            "padding writes to slot 0, which may belong to a sequence: use the scratch block": [8, 6, 0, 0],
+            "a block number is not a slot: the first slot of a block is block * block_size": [8, 6, 9, 9],
             "blocks of the newest tokens; slots_of gives their slots": [4, 3, 18, 18],
             "one too far: the newest of n tokens stands at n - 1": [9, 7, 18, 18],
         },
@@ -112,8 +112,8 @@ def test_rows_describe_the_newest_tokens_and_harmless_padding(subject: Subject) 
         got = getattr(rows, name).tolist()
         kept = [99] * 4 if name != "temperatures" else torch.full((4,), 99).view(torch.float64).tolist()
         likely = tables[name] | {
-            "nothing was written into the memory: self.x.copy_(...), for self.x = ... makes another tensor": kept,
-            "padding rows were left as they were; what an earlier batch left there must go": values[:2] + kept[:2],
+            "nothing was written into the memory: use self.x.copy_(...), since self.x = ... makes another tensor": kept,
+            "the padding rows were not written: they still have the values of an earlier batch": values[:2] + kept[:2],
         }
         check(name, got, values, likely)
 
@@ -155,10 +155,10 @@ def test_the_gather_of_whole_tables_sees_only_what_there_is(subject: Subject, ch
     rows.block_tables.copy_(torch.tensor([[4, 1, 8], [2, 8, 8]]))
     rows.context_lens.copy_(torch.tensor([3, 1]))
     got = engine.whole_tables(rows, torch.arange(2))
-    check("tokens", got.tokens, torch.tensor([[0], [1]]), {"a column [b, 1] is wanted": torch.arange(2)})
+    check("tokens", got.tokens, torch.tensor([[0], [1]]), {"the shape must be [b, 1], a column": torch.arange(2)})
     seen = torch.tensor([[True] * 3 + [False] * 3, [True] + [False] * 5])
     likely = {
-        "one slot too many: column c is seen if c < context_lens": torch.tensor(
+        "a row sees one slot too many: column c is seen if c < context_lens": torch.tensor(
             [[True] * 4 + [False] * 2, [True] * 2 + [False] * 4]
         )[:, None, None],
         "[b, C]: dimensions for heads and queries are missing, [b, 1, 1, C]": seen,
@@ -175,10 +175,10 @@ def test_the_gather_of_whole_tables_sees_only_what_there_is(subject: Subject, ch
             [[8, 9, 2, 3, 16, 17], [4, 5, 16, 17, 16, 17]]
         ),
         "the first slot of each block, without offsets": torch.tensor([[8, 8, 2, 8, 8, 8], [4, 4, 4, 4, 4, 4]]),
-        "all first slots, then all second ones: a block's slots lie next to each other": torch.tensor(
+        "first all first slots, then all second slots: the slots of a block lie next to each other": torch.tensor(
             [[8, 2, 16, 8, 8, 8], [4, 4, 4, 4, 4, 4]]
         ),
-        "slot 0 in the place of what is not seen: it may hold somebody's NaN": right * seen,
+        "slot 0 takes the place of what is not seen, and may hold another sequence's NaN": right * seen,
     }
     check("context_slots", got.context_slots, right, likely)
 

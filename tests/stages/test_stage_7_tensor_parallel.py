@@ -41,15 +41,15 @@ def test_a_rank_has_its_share_of_heads_neurons_and_tokens(subject: Subject, stor
         right: dict[str, Any] = {"num_attention_heads": 4 // size, "num_key_value_heads": kv_heads}
         right |= {"intermediate_size": neurons, "vocab_size": tokens}
         likely = {
-            "num_key_value_heads": {"at least one head, where ranks are more than heads": 2 // size, "not cut": 2},
-            "vocab_size": {"rounded down; the last tokens would be nobody's": 511 // size, "not cut": 511},
+            "num_key_value_heads": {"with more ranks than heads, each rank has one head": 2 // size, "not cut": 2},
+            "vocab_size": {"rounded down, so that no rank has the last tokens: round up": 511 // size, "not cut": 511},
             "num_attention_heads": {"not cut: each rank has a part of the heads": 4},
             "intermediate_size": {"not cut: each rank has a part of the neurons": whole.intermediate_size},
         }
         for name, value in right.items():
             check(f"{name} of one of {size} ranks", getattr(got, name), value, likely[name])
         assert got == replace(whole, **right), (
-            "another number was changed\nlikely: head_dim, hidden_size and the rest stay as they are"
+            "another number was changed\nlikely: head_dim, hidden_size and the other numbers must stay as they are"
         )
 
 
@@ -78,14 +78,14 @@ def test_each_tensor_is_cut_along_the_right_dimension(subject: Subject, story_mo
     check("input_layernorm.weight", cut(norm, bias, config, 1, 2), bias, {"norms are whole on every rank": bias[4:]})
     heads = [cut("layers.0.self_attn.k_proj.weight", numbers, config, rank, 4)[0, 0].item() for rank in range(4)]
     likely_heads = {
-        "dealt like cards; neighbours share a head: ranks 0 and 1 the first": [0.0, 32.0, 0.0, 32.0],
-        "each rank has a part of a head; two heads go to four ranks whole": [0.0, 16.0, 32.0, 48.0],
+        "the heads are assigned in turn: ranks 0 and 1 should share the first head": [0.0, 32.0, 0.0, 32.0],
+        "each rank has half a head: a head is never cut, so two ranks have the same one": [0.0, 16.0, 32.0, 48.0],
     }
     check("k_proj.weight's first number on 4 ranks", heads, [0.0, 0.0, 32.0, 32.0], likely_heads)
     tokens = numbers[:7]
     last = cut("embed_tokens.weight", tokens, config, 1, 2)
     likely_rows = {
-        "without a row of zeros below the last: all ranks have as many rows": numbers[4:7],
+        "the row of zeros at the end is missing: all ranks have the same number of rows": numbers[4:7],
         "not cut": tokens,
     }
     check("embed_tokens.weight of rank 1, of 7 tokens", last, torch.cat((numbers[4:7], torch.zeros(1, 8))), likely_rows)
@@ -114,11 +114,11 @@ def test_the_ranks_look_up_their_own_tokens_and_add_up(subject: Subject) -> None
         layer.weight.data = whole[3 * rank : 3 * rank + 3]
         rows = (ids - 3 * rank).clamp(0, 2)
         likely = {
-            "tokens of other ranks are not zero: the sum would have them twice": layer.weight.data[rows],
-            "tokens of other ranks are not zero, they have the vector of row 0": layer.weight.data[
+            "vectors of other ranks' tokens are not zero: the sum would have them twice": layer.weight.data[rows],
+            "vectors of other ranks' tokens are not zero, but those of row 0": layer.weight.data[
                 torch.where((ids - 3 * rank >= 0) & (ids - 3 * rank < 3), ids - 3 * rank, 0)
             ],
-            "the last of a rank's own tokens counts as somebody else's": torch.tensor([[1.0], [0], [0], [0]])
+            "the last of a rank's own tokens counts as another rank's": torch.tensor([[1.0], [0], [0], [0]])
             if rank == 0
             else torch.tensor([[0.0], [0], [4], [0]]),
         }
@@ -135,17 +135,15 @@ def test_a_rank_names_its_best_token_and_never_padding(subject: Subject) -> None
     best_of = subject.part("best_of")
     logits = torch.tensor([[-3.0, -1.0, -2.0, 0.0], [-1.0, -1.0, -5.0, 0.0]])
     likely = {
-        "padding wins with its 0: ids from vocab_size on must not compete": [[0.0, 7.0], [0.0, 7.0]],
-        "ids are counted in this rank's own part: those of the ranks before it come first": [[-1.0, 1.0], [-1.0, 0.0]],
-        "of equals the last: argmax finds the first, the lowest id": [[-1.0, 5.0], [-1.0, 5.0]],
+        "padding wins with its logit 0: mask the ids from vocab_size on": [[0.0, 7.0], [0.0, 7.0]],
+        "the ids count from this rank's first token: add the tokens of the ranks before": [[-1.0, 1.0], [-1.0, 0.0]],
+        "of equal logits the last wins: the lowest id must win, which argmax finds": [[-1.0, 5.0], [-1.0, 5.0]],
         "the pairs are (logit, id), in that order": [[5.0, -1.0], [4.0, -1.0]],
     }
     got = best_of(logits, 1, 7)
     likely_tensors = {mistake: torch.tensor(pairs).double() for mistake, pairs in likely.items()}
     check("pairs (logit, id)", got.double(), torch.tensor([[-1.0, 5], [-1.0, 4]]).double(), likely_tensors)
-    assert got.dtype == torch.float64, (
-        f"pairs of {got.dtype}\nlikely: in float32 or bf16 large ids are rounded: float64"
-    )
+    assert got.dtype == torch.float64, f"pairs of {got.dtype}\nlikely: float32 and bf16 round large ids: use float64"
 
 
 # --- the parts, without processes ---

@@ -39,7 +39,7 @@ def film(runs: Sequence[EngineRun], shown: str = "stage_5") -> str:
         raise ValueError(f"{shown} did not take part in the race; there are {', '.join(engines)}")
     race, titles = runs[0].race, list(engine_titles())
     data = {
-        "about": f"{describe(race)}. {race.source}; {CLOCKS[race.machine['clock']]}. Striped: shared by several.",
+        "about": f"{describe(race)}. {race.source}; {CLOCKS[race.machine['clock']]}. Striped blocks are shared.",
         "shown": engines.index(shown),
         "max_tokens": race.workload.max_tokens,
         "letters": [LETTERS[i % len(LETTERS)] for i in range(len(race.workload.prompts))],

@@ -33,12 +33,12 @@ function makePlayer(box, show, {speeds, speed, keys = {}}) {
     [...rates.children].forEach((rate, i) => rate.setAttribute("aria-pressed", speeds[i] === speed));
   };
   const faster = by => setSpeed(speeds[Math.max(0, Math.min(speeds.length - 1, speeds.indexOf(speed) + by))]);
-  const play = button("▶", "play, pause (space)", () => since === null ? start() : stop());
+  const play = button("▶", "play or pause (space)", () => since === null ? start() : stop());
   const clock = document.createElement("output"), scrub = document.createElement("input"), rates = document.createElement("span");
   Object.assign(scrub, {type: "range", min: 0, step: "any", ariaLabel: "time", oninput: () => seek(Number(scrub.value))});
   rates.className = "rates";
   rates.append(...speeds.map(rate => button(rate <= .01 ? `1/${Math.round(1 / rate)}` : `${rate}×`, "speed (+ and −)", () => setSpeed(rate))));
-  box.append(button("◀", "a step back (←)", () => step(-1)), play, button("▶▏", "a step on (→)", () => step(1)), clock, scrub, rates);
+  box.append(button("◀", "one step back (←)", () => step(-1)), play, button("▶▏", "one step on (→)", () => step(1)), clock, scrub, rates);
   const pressed = {
     " ": () => play.click(), ArrowRight: () => step(1), ArrowLeft: () => step(-1), Home: () => seek(0),
     End: () => seek(show.duration), "+": () => faster(1), "-": () => faster(-1), Escape: () => parent.focus(), ...keys,

@@ -9,7 +9,7 @@ const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00
 const SLIDERS = {num_blocks: ["blocks", 1, 64], block_size: ["tokens per block", 1, 16], seats: ["seats", 1, 8],
   budget: ["token budget", 1, 64]};
 const SWITCHES = {prefix_cache: "prefix cache", chunks: "prompts may be cut into chunks",
-  static: "static batches: nobody joins until all have ended"};
+  static: "static batches: no request joins until all have ended"};
 const FIELDS = {arrival: [0, LAST], prompt: [1, 99], output: [1, 99], priority: [-9, 9], shared: [0, 99]};
 const TRAY = {"short": {prompt: 4, output: 8}, "long prompt": {prompt: 24, output: 4}, "long output": {prompt: 4, output: 24},
   "urgent": {prompt: 4, output: 6, priority: -1}, "common beginning": {prompt: 18, output: 4, shared: 16}};
@@ -92,7 +92,7 @@ async function startPython(assets) {
     events += run.events.length;
   }
   const seconds = ((performance.now() - began) / 1000).toFixed(1);
-  const verdict = same ? `gives the same ${events} events as the one that built it` : "DIFFERS from the one that built it";
+  const verdict = same ? `gives the same ${events} events as the Python that built the page` : "DIFFERS from the Python that built the page";
   $("python").textContent = `nanovllm's own scheduler decides here, in Python ${python}, which started in ${seconds} s and ` +
     `${verdict}.`;
   return {holes, ours};
@@ -203,7 +203,7 @@ function drawState() {
   $("whose").textContent = $("mine").checked ? "What your scheduler decides in this step" : "What the engine decides in this step";
   const line = ([kind, text]) => element("li", {className: kind}, ...sentence(text));
   $("why").replaceChildren(...frame.why.map(line), ...frame.after.map(line));
-  if (!frame.why.length && !frame.after.length) $("why").append(element("li", {}, "Nobody is there."));
+  if (!frame.why.length && !frame.after.length) $("why").append(element("li", {}, "No request is in the engine."));
 
   const seats = frame.running.map(name => element("span", {className: "seat", style: {borderStyle: "solid",
     borderColor: colour(name)}}, chip(name), ` ${frame.known[name]}`));
@@ -270,7 +270,7 @@ function drawQuestion() {
     element("div", {className: "answers"}, ...buttons));
   if (guessed && page.guess !== undefined) {
     const right = page.guess === scene.right;
-    box.append(element("p", {}, element("span", {className: right ? "good" : "bad"}, right ? "Right. " : "Not so. "),
+    box.append(element("p", {}, element("span", {className: right ? "good" : "bad"}, right ? "Right. " : "No. "),
       ...sentence(scene.because)));
   }
 }
@@ -462,9 +462,9 @@ if (Object.keys(assets).length) {
     $("knobs").disabled = $("people").disabled = false;
     offerEditor(texts);
     drawLine();
-  }).catch(error => { $("python").textContent = `Python does not start here (${error.message}): the scenes are recorded.`; });
+  }).catch(error => { $("python").textContent = `Python does not start here (${error.message}), so the scenes are recorded.`; });
 } else {
   $("knobs").disabled = $("people").disabled = true;
   $("python").textContent = "This copy was built without Python for the browser, so the scenes are recorded and nothing in " +
-    "them can be changed. `make scheduler` builds the live one where npm and a network are.";
+    "them can be changed. `make scheduler` builds the live page on a machine with npm and a network.";
 }

@@ -1,4 +1,4 @@
-"""How the answers of the served model are written and read: tool calls and reasoning in its own format."""
+"""How the served model writes tool calls and reasoning: grammars that force the format, and splitters that read it."""
 
 import asyncio
 import re
@@ -25,9 +25,9 @@ MakeAnswer = Callable[[], Answer]
 
 
 class AnswerForm:
-    """What is known of a model from its chat template, and from the options of the server.
+    """The formats of a model's tool calls and reasoning, from its chat template and the options of the server.
 
-    tool_parser, reasoning_parser:  the name of a format, "none", or "auto": what the chat template tells.
+    tool_parser, reasoning_parser_:  the name of a format, "none", or "auto": the format that the chat template tells.
     """
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str, reasoning_parser_: str) -> None:
@@ -43,16 +43,16 @@ class AnswerForm:
             *(m for form in TOOL_FORMATS.values() for m in (form.begin, form.end)),
         }
         added = tokenizer.fast.get_added_tokens_decoder().items()
-        # Markers that are special tokens: these are hidden, unless the output shows all special tokens.
+        # Markers that are special tokens: an output hides them, unless it shows all special tokens.
         self.special = {token.content: i for i, token in added if token.special and token.content in markers}
 
     def adapt(
         self, body: ChatRequest, prompt: Sequence[int], params: SamplingParams
     ) -> tuple[SamplingParams, MakeAnswer | None]:
-        """The parameters with the grammar of what the answer must be, and what reads an answer; None if an answer is
-        content and nothing else.
+        """The parameters, with a grammar for the answer where one is needed, and a function that makes the reader of an
+        answer. The function is None if an answer is content and nothing else.
 
-        Raises ApiError if tools are given to a model whose format of calls is not known.
+        Raises ApiError if the model may call tools, need not, and writes calls in a format that is not known.
         """
         begins = self._begins(prompt)
         grammar = AnswerGrammar(self.special, begins)
@@ -63,7 +63,7 @@ class AnswerForm:
                 what = "the chat template of this model does not tell how tools are called"
                 remedy = 'start the server with --tool-parser, or set tool_choice to "required" or to a function'
                 raise ApiError(400, f"{what}; {remedy}", param="tools")
-            form = HERMES  # which a grammar can force from any model
+            form = HERMES  # a grammar can force this form from any model
         structure = params.structured_outputs
         if form is not None and (body.must_call() or any(tool.strict for tool in tools)):
             structure = grammar.of_calls(form, tools, body.must_call(), one)
@@ -92,7 +92,7 @@ class AnswerForm:
 
 
 def chat_template(hf: Any) -> str:
-    """The text of the template for chats with tools; "" if there is none."""
+    """The text of the template for chats with tools; "" if the tokenizer has no template."""
     try:
         return str(hf.get_chat_template(tools=[]))
     except ValueError:
@@ -102,13 +102,16 @@ def chat_template(hf: Any) -> str:
 async def check_tools(
     llm: Engine, tools: Sequence[Tool], prompt: Sequence[int], params: SamplingParams, field: str
 ) -> None:
-    """Find out whether the grammar of these tools can be enforced. Raises ApiError if it cannot, which names the tool.
-    `field`: where a tool has its parameters."""
+    """Check that the grammar of these tools can be enforced.
+
+    field: the field of a tool that has its parameters. Raises ApiError, which names the tool, if the grammar cannot be
+    enforced.
+    """
 
     def check(structure: StructuredOutputsParams | None) -> str | None:
         try:
             llm.check({"prompt_token_ids": prompt}, replace(params, structured_outputs=structure))
-        except ContextLengthExceeded:  # which is told when the request is added
+        except ContextLengthExceeded:  # adding the request will raise this error
             pass
         except ValueError as error:
             return str(error)

@@ -1,4 +1,4 @@
-"""The JSON of chat requests: messages, tools, and what a chat template is told."""
+"""The JSON of chat requests: messages, tools, and what a chat template gets of them."""
 
 import json
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,10 +9,10 @@ from nanovllm.server.openai.protocol import INT32, MAX_LOGPROBS, Fields, Generat
 from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused
 from nanovllm.text.tool_grammars import Tool
 
-MAX_MESSAGES = 2048  # and parts of one
+MAX_MESSAGES = 2048  # of a conversation; also the most parts of one message
 MAX_TOOLS = 128
-MAX_DEPTH = 100  # of a schema
-# What a chat template is given by the server, and how `transformers` is told to use it.
+MAX_DEPTH = 100  # levels of a schema
+# Variables that the server gives a chat template, and arguments of `transformers`: a client may set none of these.
 RESERVED = frozenset(
     "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
     "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs "
@@ -50,7 +50,7 @@ class ChatMessage(Fields):
     tool_calls: list[ToolCall] = Field([], max_length=MAX_TOOLS, fail_fast=True)
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
-    reasoning: Text | None = None  # vLLM's name of it
+    reasoning: Text | None = None  # vLLM's name of reasoning_content
 
     @model_validator(mode="after")
     def only_an_assistant_may_say_nothing(self) -> "ChatMessage":
@@ -81,7 +81,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSA
 def not_the_servers(variables: Json) -> Json:
     for name in variables:
         if not name.isidentifier() or name in RESERVED:
-            raise ValueError(f"{name[:100]!r} is no variable that a client may give a chat template")
+            raise ValueError(f"{name[:100]!r} is not a variable that a client may set; leave it out")
     return variables
 
 
@@ -98,7 +98,7 @@ def is_deeper(value: Any, most: int) -> bool:
 
 
 class Function(Fields):
-    """What a model may call. Without `parameters`, a function takes none."""
+    """A function that a model may call. Without the field `parameters`, the function has no parameters."""
 
     name: Short
     description: Text | None = None
@@ -200,7 +200,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TokenizeRequest(Fields):
-    """vLLM's, for a text or for a conversation."""
+    """A request to /tokenize, as in vLLM: for a text or for a conversation."""
 
     harmless, no_matter = HARMLESS, NO_MATTER
 

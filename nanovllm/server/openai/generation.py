@@ -1,4 +1,4 @@
-"""From a request to its answer: add it to the engine, wait or stream, and give it up when the client is gone."""
+"""From a request to its answer: add the request to the engine, wait or stream, and abort it if the client leaves."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Generation:
-    """The prompts of one request while they are worked on."""
+    """The prompts of one request while the engine works on them."""
 
     ending = b"data: [DONE]\n\n"  # of a stream
 
@@ -38,18 +38,18 @@ class Generation:
         echoes: Sequence[Echo] = (),
     ) -> None:
         """`queued`: the token ids of each prompt, and the stream of its output. `echoes`: each prompt as it stands
-        before its outputs; none without `echo`."""
+        before its outputs; empty if the request does not ask for `echo`."""
         self.body, self.reply = body, reply
         self.prompts = [token_ids for token_ids, _ in queued]
         self.streams = [stream for _, stream in queued]
         self.usage = Usage(sum(map(len, self.prompts)), tells_cached_tokens)
         self.observers = [meters.observe() for _ in queued]
         self.echoes = echoes
-        self.echoed: set[int] = set()  # choices whose prompt the client has
+        self.echoed: set[int] = set()  # choices whose prompt has been sent
         self.scores: dict[int, PromptLogprobs] = {}  # by prompt
 
     async def whole(self) -> Json:
-        """The answer in one piece."""
+        """The whole answer, in one piece."""
         choices = []
         for prompt, stream in enumerate(self.streams):
             async for output in stream:  # FINAL_ONLY: there is one
@@ -61,9 +61,9 @@ class Generation:
         return self.reply.envelope(choices, False) | {"usage": self.usage.json()} | more
 
     async def stream_to(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """The answer as server-sent events, which are handed to `send` as they come.
+        """Hand the answer to `send` as server-sent events, as the outputs come.
 
-        Nearly every chunk says nothing but a text, so everything around the text is written once per choice.
+        Nearly every chunk brings nothing but a text. So everything around the text is written only once per choice.
         """
         options, begun = self.body.stream_options, False
 
@@ -95,7 +95,7 @@ class Generation:
                     alone = len(parts) == 1 and parts[0].call is None
                     key, text = ((i, parts[0].kind), parts[0].text) if alone else (None, "")
                 if key in frames and choice.finish_reason is None:
-                    # Text that is held back, for a stop string or an unfinished character, is no news to a client.
+                    # No text: a stop string or an unfinished character holds it back. Then nothing is sent.
                     if text:
                         pieces.append(quoted(text).join(frames[key]).encode())
                     continue
@@ -111,11 +111,11 @@ class Generation:
             await send(event(self.reply.envelope([], True) | {"usage": self.usage.json()}))
 
     def failed(self, error: HTTPException) -> bytes:
-        """The event of an error in the middle of a stream, when it is too late for a status."""
+        """The event of an error in the middle of a stream, when a status can no longer be sent."""
         return event(error_body(error))
 
     def _seen(self, prompt: int, output: RequestOutput) -> RequestOutput:
-        """Take note of an output. Returns what the client is to have of it."""
+        """Count an output, and return what the client is to get of this output. Raises ApiError for a failed choice."""
         self.observers[prompt].saw(output)
         if output.prompt_logprobs is not None:
             self.scores[prompt] = output.prompt_logprobs
@@ -157,7 +157,7 @@ class Generation:
         return ids | {"prompt_token_ids": self.prompts[prompt]} if self.reply.prompts_in_choices else ids
 
     def _prompt_ids(self) -> Json:
-        """In a chat, of which there is one prompt."""
+        """The token ids of the prompt, beside the choices; for a chat, which has one prompt."""
         wanted = self.body.return_token_ids and not self.reply.prompts_in_choices
         return {"prompt_token_ids": self.prompts[0]} if wanted else {}
 
@@ -169,14 +169,14 @@ class Generation:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Whatever ends it, a client that leaves above all, ends its generation at once."""
+    """Server-sent events. When the response ends, most often because a client leaves, its generation ends at once."""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__((), media_type="text/event-stream")
         self.generation = generation
 
     async def stream_response(self, send: Send) -> None:
-        """All that there is to send, which Starlette would ask of an iterator."""
+        """Send the whole stream. Starlette's own method would take the pieces from an iterator."""
 
         async def send_piece(piece: bytes) -> None:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -197,13 +197,13 @@ class EventStream(StreamingResponse):
 
 
 def emptied(choice: CompletionOutput) -> CompletionOutput:
-    """A choice without the one token that was drawn for it: the client wants none."""
+    """A choice without the one token that was drawn: the client wants no tokens."""
     logprobs: list[dict[int, Logprob]] | None = None if choice.logprobs is None else []
     return replace(choice, text="", token_ids=[], logprobs=logprobs, finish_reason="length", stop_reason=None)
 
 
 as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-quoted = json.encoder.encode_basestring  # what it makes of a text
+quoted = json.encoder.encode_basestring  # what as_json makes of a text
 
 
 def event(data: Json) -> bytes:
@@ -211,7 +211,7 @@ def event(data: Json) -> bytes:
 
 
 def frame(chunk: bytes) -> list[str]:
-    """What stands around the text in a chunk whose text is a NUL, and that has nothing else to say."""
+    """The pieces around the text in a chunk whose text is a NUL and that brings nothing but this text."""
     return chunk.decode().split(quoted("\0"))
 
 
@@ -241,8 +241,10 @@ async def merged(streams: Sequence[OutputStream]) -> AsyncIterator[tuple[int, Re
 async def add_all(
     llm: Engine, prompts: Sequence[list[int]], params: SamplingParams, salt: str | None, priority: int, field: str
 ) -> list[tuple[list[int], OutputStream]]:
-    """Queue every prompt, given by its token ids, or none of them. Raises ApiError, which names the `field` that the
-    prompts come from."""
+    """Queue every prompt, given by its token ids, or none of the prompts.
+
+    Raises ApiError, which names the `field` that the prompts come from.
+    """
     given = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
     with refusing(field):  # in a thread, as long prompts take their time
         checked = await asyncio.to_thread(lambda: [llm.check(prompt, params) for prompt in given])
@@ -265,7 +267,7 @@ async def respond(generation: Generation, request: Request) -> Response:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, which is cancelled when the client leaves; then None, as nobody will read an answer."""
+    """The result of `work`; None if the client leaves, since nobody will read an answer. `work` is then cancelled."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,9 +1,9 @@
-"""The JSON of requests: what all of them may hold, and what completions may; `chat` has the rest.
+"""The JSON of requests: the fields of all requests, and those of completions. `chat` has the fields of chats.
 
-A request has OpenAI's fields and vLLM's additions to them; `tolerance` has what becomes of others. `null` is as good as
-absent. What is absent has the checkpoint's default, where that names one. Types are strict: a number in quotes is a
-mistake. Bounds are only where the server is stricter than `SamplingParams`, which checks the rest. A list is given up
-at its first mistake: a million of them, each with an error of its own, would keep everybody waiting.
+A request has OpenAI's fields and vLLM's additions; `tolerance` decides about other fields. `null` means the same as an
+absent field. An absent field has the checkpoint's default, if the checkpoint names one. Types are strict: a number in
+quotes is a mistake. Bounds stand here only if the server is stricter than `SamplingParams`, which checks the rest. The
+check of a list ends at the first mistake: a million mistakes, each with an error of its own, would delay all clients.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_LOGPROBS = 20
-MAX_FIELDS = 100  # of any object, before it is asked which they are
+MAX_FIELDS = 100  # of any object, checked before the names of the fields
 INT32 = 2**31 - 1
 Json = dict[str, Any]
 
@@ -27,14 +27,14 @@ Json = dict[str, Any]
 
 
 def encodable(text: str) -> str:
-    """JSON may hold half a surrogate pair, which is no text."""
+    """The same text. Raises ValueError for half a surrogate pair, which JSON may hold but which is no text."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("holds half of a surrogate pair, which is no text")
     return text
 
 
 def by_token(bias: Any) -> Any:
-    """With token ids for keys, which are strings in JSON. What is too large is refused here, entry by entry no more."""
+    """The biases by token id; in JSON the keys are strings. Raises ValueError for too many biases or a wrong key."""
     if not isinstance(bias, dict):
         return bias
     if len(bias) > MAX_LOGIT_BIAS:
@@ -50,7 +50,7 @@ TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
 class Fields(BaseModel):
-    """What nobody knows is in `model_extra`."""
+    """An object of a request. Fields that the server does not know are in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     harmless: ClassVar[Harmless] = {}
@@ -73,7 +73,7 @@ class StreamOptions(Fields):
 
 
 class StructuredOutputs(Fields):
-    """vLLM's field; what it may hold is checked by `StructuredOutputsParams`. Nothing of it may be ignored."""
+    """vLLM's field. `StructuredOutputsParams` checks the values; an unknown name is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -87,7 +87,7 @@ class StructuredOutputs(Fields):
 
 
 class JsonSchema(Fields):
-    """OpenAI's. The schema is enforced, `strict` or not; `name` and `description` are not read."""
+    """OpenAI's field. The schema is enforced, `strict` or not; `name` and `description` are not read."""
 
     name: Text
     description: Text | None = None
@@ -112,7 +112,7 @@ class ResponseFormat(Fields):
 
 
 class SamplingFields(Fields):
-    """What every endpoint takes."""
+    """The fields of every endpoint that generates."""
 
     harmless: ClassVar[Harmless] = HARMLESS
     no_matter = NO_MATTER
@@ -150,7 +150,7 @@ class SamplingFields(Fields):
 
 
 class GenerationRequest(SamplingFields):
-    """What completions and chats take."""
+    """The fields of completions and chats."""
 
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -172,13 +172,14 @@ class GenerationRequest(SamplingFields):
         return self.max_tokens
 
     def num_scores(self) -> int | None:
-        """Of how many of the likeliest tokens the log-probabilities are wanted in the prompt; None is off."""
+        """How many of the likeliest tokens are wanted per prompt token, with log-probabilities; None for no scores."""
         return self.prompt_logprobs
 
     def sampling_params(self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`defaults` are for absent fields. Raises ValueError for combinations that make no sense.
+        """The engine's parameters. `defaults` are the values of absent fields.
 
-        A request for no tokens draws one, which `Generation` leaves out: the engine has no other end of a prompt.
+        A request for no tokens draws one token, which `Generation` leaves out: the engine ends no request without a
+        token. Raises ValueError for fields that contradict each other.
         """
         same = "n temperature top_p presence_penalty frequency_penalty seed stop top_k min_p repetition_penalty"
         more = (
@@ -196,7 +197,7 @@ class GenerationRequest(SamplingFields):
         return SamplingParams(logprobs=logprobs, prompt_logprobs=self.num_scores(), output_kind=kind, **values)
 
     def structure(self) -> StructuredOutputsParams | None:
-        """What shape the output must have. Raises ValueError and TypeError for what makes no sense."""
+        """The structure that the output must have. Raises ValueError or TypeError if the fields make no sense."""
         wanted = self.response_format.params()
         if self.structured_outputs is None:
             return wanted

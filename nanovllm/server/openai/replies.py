@@ -1,4 +1,4 @@
-"""The JSON of answers at OpenAI's two text endpoints, whole or streamed, and the usage in them."""
+"""The JSON of answers to completions and chats, whole or streamed, and the usage in these answers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from nanovllm.text.parts import Answer, Part
 
 
 class Usage:
-    """Counts the tokens of all outputs of a request, from deltas or from whole outputs."""
+    """The number of tokens of a request: those of its prompts, and those of its outputs, counted as they come."""
 
     def __init__(self, num_prompt_tokens: int, tells_cached_tokens: bool) -> None:
         self.num_prompt_tokens, self.tells_cached_tokens = num_prompt_tokens, tells_cached_tokens
@@ -35,14 +35,14 @@ class Reply(Protocol):
     """The form of one endpoint's answers. `index` numbers the choices of all prompts.
 
     prompts_in_choices: true if each choice has the token ids of its prompt; false if the whole answer has them.
-    splits: whether texts have other parts than content.
+    splits: whether answers may have other parts than content.
     """
 
     prompts_in_choices: bool
     splits: bool
 
     def parts(self, index: int, choice: CompletionOutput) -> list[Part]:
-        """The parts that the text of an output completes. Called once for each output."""
+        """The parts that the new text of a choice completes. Call this once for each output of the choice."""
         ...
 
     def opening(self, index: int) -> Json | None:
@@ -54,8 +54,8 @@ class Reply(Protocol):
 
 
 def likeliest(entry: dict[int, Logprob], n: int) -> list[tuple[int, Logprob]]:
-    """The n likeliest tokens of a position with their ids, best first. `entry` has the chosen token as well, whatever
-    its rank."""
+    """The n likeliest tokens of a position with their ids, best first. `entry` may have one token more: the chosen
+    token, whatever its rank."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
     return [(token_id, item) for token_id, item in ranked if (item.rank or 0) <= n][:n]
 
@@ -105,7 +105,10 @@ class CompletionReply:
 
 
 class ChatReply:
-    """make_answer: reads one answer; None where an answer is content and nothing else."""
+    """The form of chat answers.
+
+    make_answer:  makes the reader of one answer; None if an answer is content and nothing else.
+    """
 
     prompts_in_choices = False
 
@@ -159,7 +162,7 @@ def text_of(parts: Sequence[Part], kind: str) -> str:
 
 
 def delta(parts: Sequence[Part]) -> Json:
-    """What a chunk of a stream adds to a message: of each tool call one entry, with its id and name where it begins."""
+    """What a chunk of a stream adds to a message. Each tool call has one entry, with id and name if the call begins."""
     calls: dict[int, Json] = {}  # by number
     for part in parts:
         if part.call is None:
@@ -177,7 +180,7 @@ def delta(parts: Sequence[Part]) -> Json:
 
 
 def message(parts: Sequence[Part]) -> Json:
-    """A whole message. Its content is null if there is something else in its place."""
+    """A whole message. Its content is null if the message has only reasoning or tool calls."""
     said = delta(parts)
     calls = [{name: value for name, value in call.items() if name != "index"} for call in said.pop("tool_calls", [])]
     return {"role": "assistant", "content": None, "refusal": None} | said | ({"tool_calls": calls} if calls else {})

@@ -1,4 +1,4 @@
-"""The JSON of answers at /v1/responses: items of an output, whole, or as events while they come."""
+"""The JSON of answers at /v1/responses: the items of an output, whole or as a stream of events."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,9 +16,9 @@ from nanovllm.text.parts import Part
 
 
 class Items:
-    """The items of one output: a message, a function call, reasoning. Each grows until the next begins.
+    """The items of one output: messages, function calls and reasoning. An item grows until the next item begins.
 
-    `feed` and `end` return the events of what they change, without their numbers.
+    `feed` and `end` return the events of their changes, without sequence numbers.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Items:
         return events
 
     def end(self, status: str = "completed") -> list[Json]:
-        """End the item that is open, if there is one."""
+        """End the open item, if an item is open."""
         if not self._is_open():
             return []
         item, events = self.items[-1], []
@@ -103,13 +103,13 @@ def new_text(kind: str) -> Json:
 
 
 class ResponseGeneration(Generation):
-    """The output of one request while it is worked on.
+    """The output of one request while the engine works on the request.
 
-    reply:  reads the output.
-    count:  the number of tokens of a text.
+    reply:  splits the output into parts.
+    count:  returns the number of tokens of a text.
     """
 
-    ending = b""  # the last event tells the end
+    ending = b""  # nothing: the last event tells the status
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class ResponseGeneration(Generation):
         return self._event({"type": "response.failed", "response": response})
 
     def _end(self, finish_reason: FinishReason | None) -> tuple[str, list[Json]]:
-        """The status of the response, and the last events of its items, of which there is one at least."""
+        """The status of the response, and the last events of its items. A response has at least one item."""
         status = "incomplete" if finish_reason == "length" else "completed"
         events = [] if self.items.items else self.items.feed([Part("content", "")])
         return status, events + self.items.end(status)
@@ -201,7 +201,7 @@ class ResponseGeneration(Generation):
         }
 
 
-# What the answer repeats of the request.
+# Fields of the request that the answer repeats.
 SHOWN = {
     "instructions",
     "max_output_tokens",

@@ -1,6 +1,6 @@
-"""The JSON of requests at OpenAI's newer endpoint, /v1/responses, and what chat each of them stands for.
+"""The JSON of requests at OpenAI's newer endpoint, /v1/responses, and the chat request that each stands for.
 
-Nothing is stored: the client sends the whole conversation each time. `response_items` has the answers.
+Nothing is stored: the client sends the whole conversation in each request. `response_items` has the answers.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from nanovllm.server.openai.chat import (
 from nanovllm.server.openai.protocol import INT32, Fields, JsonSchema, ResponseFormat, SamplingFields, Text
 from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused
 
-# What a client sends back of an earlier answer, and what says nothing.
+# Fields of an earlier answer that a client sends back, and that change nothing.
 ECHOED = frozenset({"id", "status", "annotations", "logprobs", "summary", "encrypted_content", "phase"})
 
 
@@ -114,9 +114,9 @@ def joined(content: str | Sequence[ItemText]) -> str:
 
 
 def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Reasoning]) -> list[ChatMessage]:
-    """The messages of a chat: reasoning, text and calls of one answer, which are items each, become one message."""
+    """The messages of a chat. The reasoning, the text and the calls of one answer, each an item, become one message."""
     messages: list[ChatMessage] = []
-    answer: dict[str, Any] = {}  # of the assistant, as far as it is known
+    answer: dict[str, Any] = {}  # of the assistant, from the items so far
 
     def end_answer() -> None:
         if answer:
@@ -151,7 +151,7 @@ ECHO = ConfigDict(extra="ignore", strict=True)
 
 
 class TextFormat(JsonSchema):
-    """As in `response_format`, but flat."""
+    """The field `format`: as `response_format` in chats, but with the fields of the schema beside the type."""
 
     model_config = ECHO
 
@@ -226,7 +226,7 @@ class ResponsesRequest(SamplingFields):
     def stands_for_a_chat(self) -> "ResponsesRequest":
         try:
             self._chat = self._as_chat()
-        except ValidationError as error:  # of what does not fit together
+        except ValidationError as error:  # of fields that contradict each other
             first = error.errors()[0]
             field = str(first.get("ctx", {}).get("field") or first["loc"][0])
             raise refused(

@@ -1,7 +1,7 @@
 """Decide about fields that this server does not use: accept a value that changes nothing, refuse one that would.
 
-A client library sends many fields with their defaults. To refuse these would keep the client out for nothing. To ignore
-a field that changes the answer would give a wrong answer without a word.
+A client library sends many fields with their defaults. If the server refused these, the client could not be used. If
+the server ignored a field that changes the answer, the client would get a wrong answer without a warning.
 """
 
 import json
@@ -14,16 +14,16 @@ from pydantic_core import PydanticCustomError
 
 logger = logging.getLogger(__name__)
 
-MOST_NAMES = 100  # that the log gets in all, since clients can make names up
+MOST_NAMES = 100  # field names in the log, in all: clients can invent any number of names
 Json = dict[str, Any]
 Harmless = Mapping[str, tuple[Any, ...]]  # by the name of a field: the values that change nothing
 
-# These say nothing about the answer, whatever their value.
+# These fields say nothing about the answer, whatever their value.
 NO_MATTER = frozenset(
     "user store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
     "prediction length_penalty early_stopping".split()
 )
-# Any other value of these would change the answer, and is refused. `None` is harmless in all of them.
+# Any other value of these fields would change the answer, and is refused. `None` is harmless in all of them.
 HARMLESS: Harmless = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),  # without tools there is nothing to choose
@@ -59,10 +59,12 @@ REMEDIES = {
 
 
 def settle(data: Json, known: Collection[str], harmless: Harmless, no_matter: Collection[str]) -> Json:
-    """The fields of an object from the client, without those that are None and those that change nothing.
+    """The fields of an object from the client, without fields that are None or change nothing.
 
-    `known`: the names of the fields that are used. Raises an error that names the field, if a field would change the
-    answer, or if its name looks like a typing error for a known name.
+    known:  the names of the fields that the server uses.
+
+    Raises an error that names the field if a field would change the answer, or if its name looks like a misspelled
+    known name.
     """
     kept: Json = {}
     for name, value in data.items():
@@ -87,18 +89,19 @@ def refused(field: str, what: str) -> PydanticCustomError:
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Equal, and both or neither of them bool: to JSON, 1 is not true."""
+    """Whether two values are equal, and both or neither are bool: in JSON, 1 is not true."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def refusal(name: str, harmless: tuple[Any, ...]) -> str:
     allowed = " or ".join(map(json.dumps, harmless)) or "null"
     remedy = REMEDIES.get(name, f"leave it out, or send {allowed}")
-    return f"would change the answer, and this value of it is not supported here; {remedy}"
+    return f"would change the answer, and this value is not supported here; {remedy}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that differs by one letter at most, capitals, dashes, underscores and blanks aside; else None."""
+    """The known name that differs by at most one letter; None if there is none. Case, dashes, underscores and blanks
+    do not count."""
     plain = squeezed(name[:100])
     return next((one for one in known if len(one) > 3 and one_edit_at_most(plain, squeezed(one))), None)
 
@@ -108,7 +111,7 @@ def squeezed(name: str) -> str:
 
 
 def one_edit_at_most(a: str, b: str) -> bool:
-    """Whether `a` is `b` but for one letter: added, left out, replaced, or swapped with the next."""
+    """Whether `a` is `b`, or `b` with one letter added, left out, replaced, or swapped with the next letter."""
     same = 0
     while same < min(len(a), len(b)) and a[same] == b[same]:
         same += 1
@@ -127,4 +130,4 @@ class Unknown:
             shown = f"{where}{name[:50]}"
             if shown not in self.names and len(self.names) < MOST_NAMES:
                 self.names.add(shown)
-                logger.info("ignored from now on, as nothing here uses it: the field %r", shown)
+                logger.info("the field %r is ignored, since this server does not use it; this is logged once", shown)

@@ -17,8 +17,8 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 LACKS = {
-    "n": "one answer at a time",
-    "json_object": "structures by a schema only",
+    "n": "asks for one answer at a time",
+    "json_object": "has structured outputs by a schema only",
     "echo": "chats only",
     "usage": "asks for usage at the end only",
 }

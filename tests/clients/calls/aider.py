@@ -6,7 +6,7 @@ from typing import Any
 
 from calls.shared import CALLS, PROMPT, Server, check_text
 
-LACKS = dict.fromkeys(CALLS.keys() - {"chat", "stream"}, "edits files by the text of a chat")
+LACKS = dict.fromkeys(CALLS.keys() - {"chat", "stream"}, "reads edits from the text of a chat")
 
 
 def talk(server: Server, stream: bool) -> str:

@@ -18,7 +18,7 @@ from calls.shared import (
     check_text,
 )
 
-LACKS = {"echo": "chats only", "tools_streamed": "gives calls whole", "usage": "asks for usage at the end only"}
+LACKS = {"echo": "chats only", "tools_streamed": "returns calls as a whole", "usage": "asks for usage at the end only"}
 
 
 def model(server: Server, **more: Any) -> Any:

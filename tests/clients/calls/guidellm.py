@@ -8,7 +8,7 @@ from pathlib import Path
 
 from calls.shared import CALLS, Server
 
-LACKS = dict.fromkeys(CALLS.keys() - {"stream", "usage"}, "measures streams")
+LACKS = dict.fromkeys(CALLS.keys() - {"stream", "usage"}, "measures streams only")
 
 
 def stream(server: Server) -> None:

@@ -8,7 +8,7 @@ import openai
 from calls.shared import ENOUGH, FEW, MESSAGES, Server, check_person, check_text
 from pydantic import BaseModel
 
-ALWAYS = "asks for structures only"
+ALWAYS = "asks for structured outputs only"
 LACKS = {"stream": ALWAYS, "logprobs": ALWAYS, "n": ALWAYS, "echo": ALWAYS, "usage": ALWAYS}
 
 

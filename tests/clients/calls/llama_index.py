@@ -8,7 +8,7 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
-LACKS = {"n": "shows one answer", "echo": "shows log-probabilities of the output only"}
+LACKS = {"n": "returns one answer", "echo": "returns log-probabilities of the output only"}
 MESSAGES = [ChatMessage(PROMPT)]
 
 

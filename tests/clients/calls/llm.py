@@ -8,11 +8,11 @@ from typing import Any
 from calls.shared import ENOUGH, FEW, PROMPT, SCHEMA, Server, check_person, check_stream, check_text
 
 LACKS = {
-    "n": "one answer at a time",
+    "n": "asks for one answer at a time",
     "tools_required": "leaves the choice to the model",
     "tools_named": "leaves the choice to the model",
     "tools_streamed": "leaves the choice to the model",
-    "echo": "no such option",
+    "echo": "has no such option",
     "usage": "asks for usage at the end only",
 }
 ENTRY = """

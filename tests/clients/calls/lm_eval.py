@@ -11,7 +11,7 @@ from typing import Any
 
 from calls.shared import CALLS, Server
 
-LACKS = dict.fromkeys(CALLS.keys() - {"echo"}, "scores texts")
+LACKS = dict.fromkeys(CALLS.keys() - {"echo"}, "scores texts only")
 TOLERANCE = 1e-3
 DOCUMENTS = [
     {"begin": "Nell the fox had a red", "ends": [" kite", " apple", " letter from the king"], "gold": 0},

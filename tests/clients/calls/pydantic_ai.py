@@ -9,7 +9,7 @@ from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-LACKS = {"n": "one answer at a time", "echo": "chats only", "tools_named": "a tool cannot be named"}
+LACKS = {"n": "asks for one answer at a time", "echo": "chats only", "tools_named": "cannot name a tool"}
 
 
 class Person(BaseModel, extra="forbid"):

@@ -14,7 +14,7 @@ from calls.shared import (
 )
 from smolagents import OpenAIModel, tool
 
-LACKS = {"n": "one answer at a time", "echo": "chats only", "usage": "asks for usage at the end only"}
+LACKS = {"n": "asks for one answer at a time", "echo": "chats only", "usage": "asks for usage at the end only"}
 MESSAGES: Any = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
 
 
