@@ -34,6 +34,8 @@ def test_new_keys_and_values_land_in_their_row_and_column(
             likely = {"they were never written": [], "they are written to columns 0 to Q - 1": [(cell[0], i)]}
             likely |= {"k and v are laid out row after row: unflatten(0, (B, Q))": [(1, 0)]}
             likely |= {"they are in every row: row numbers must be a column [B, 1]": [(0, cell[1]), (1, cell[1])]}
+            columns = sorted({position for row in positions for position in row})
+            likely |= {"in the columns of all rows: row r has positions[r]": [(cell[0], p) for p in columns]}
             check(elsewhere, found, [cell], likely)
             stored[1][cell] = 0
         check(f"other {name} that were written, as (layer, row, column)", cells_of(stored), [])
