@@ -327,7 +327,7 @@ show_table("stage_6.h200", RESULTS)
 
 # %% [markdown]
 # *Other tokens?* The GPU computes in bf16, where two correct programs add up in different orders; if two tokens are
-# nearly as good, either may win. In float32, as above, the tokens are the same. (The README says under "How right it
+# nearly as good, either may win. In float32, as above, the tokens are the same. (The README says under "How correct it
 # is" how bf16 is judged.) In the last column stage 5 has the attention of stage 6, and is no faster for it: with either
 # attention the CPU launches kernel by kernel, and that is what takes the time. What lies between the last column and
 # stage 6 is launches, and what the CPU does between launches.

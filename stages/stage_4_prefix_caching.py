@@ -86,7 +86,8 @@ class PrefixCachingPool(BlockPool):
         if not seq.block_table:
             seq.num_computed = len(shared) * self.block_size
         # exercise 4.3: take the shared blocks first (out of the free list, or they might be handed out as empty), then
-        #   the missing ones from the front of the free list, forgetting what each held. Raise every reference count.
+        #   the missing ones from its front, forgetting what each held. Raise every reference count. The free list is
+        #   stage 3's OrderedDict: pop(block, None) takes out a block, popitem(last=False) the pair (first block, None).
         for block in shared:
             self.free_list.pop(block, None)
         fresh = [self.free_list.popitem(last=False)[0] for _ in range(missing)]
@@ -133,8 +134,9 @@ class PrefixCachingPool(BlockPool):
     def release(self, seq: Sequence) -> list[int]:
         """Give back the blocks of `seq`; returns those that are free now. Their contents stay until they are reused."""
         freed = []
-        # exercise 4.4: lower the count of every block; one that reaches 0 goes to the end of the free list. Go from the
-        #   last block to the first: the end of a text is evicted before its beginning, since it is no use without it.
+        # exercise 4.4: lower the count of every block; one that reaches 0 goes to the end of the free list (where a new
+        #   key of an OrderedDict stands). Go from the last block to the first: the end of a text is evicted before its
+        #   beginning, since it is no use without it.
         for block in reversed(seq.block_table):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:

@@ -96,9 +96,9 @@ class Rows:
     def fill(self, batch: list[Sequence], block_size: int, scratch_block: int) -> None:
         """Describe the newest token of each sequence. What an earlier, larger batch left here must not survive."""
         padding = len(self.input_ids) - len(batch)
-        # exercise 6.2: copy_ lists into the five fields [b]: sequences first, then `padding` rows. Those are harmless
-        #   sequences of one token: id 0 at position 0, temperature 0, which write to the first slot of the scratch
-        #   block and see that one key.
+        # exercise 6.2: copy_(torch.tensor(...)) into the five fields [b]: sequences first, then `padding` rows. Those
+        #   are harmless sequences of one token: id 0 at position 0, temperature 0, which write to the first slot of the
+        #   scratch block and see that one key.
         newest = [len(seq.token_ids) - 1 for seq in batch]
         slots = [slots_of(seq, n, n + 1, block_size)[0] for seq, n in zip(batch, newest, strict=True)]
         self.input_ids.copy_(torch.tensor([seq.token_ids[-1] for seq in batch] + [0] * padding))
@@ -188,8 +188,8 @@ class CUDAGraphEngine(ContinuousBatchingEngine):
         batch = Batch(rows.input_ids, rows.positions, rows.slots, numbers, self.attention_of(rows, numbers))
         hidden = self.model(rows.input_ids, rows.positions, partial(self.cache.attend, batch))  # [b, H]
         logits = self.model.logits(hidden)  # [b, V]
-        # exercise 6.3: the rule of `stages.core.sample` for all rows at once: logits + temperature * noise (of which
-        #   the first `bucket` rows belong to this batch), and the index of the largest sum in each row.
+        # exercise 6.3: the rule of `stages.core.sample` for all rows at once: logits + temperature * self.noise (drawn
+        #   already; the first `bucket` rows are this batch's), and the index of the largest sum in each row.
         noise = self.noise[:bucket]  # [b, V]
         scores = logits + rows.temperatures[:, None] * noise
         return scores.argmax(dim=-1)

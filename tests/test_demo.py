@@ -212,6 +212,12 @@ def test_a_live_show_is_stopped_turned_back_and_left(tokenizer: Any, monkeypatch
     assert back[1] == paused[1] - 1 and twice[1] == paused[1] - 2 and there == twice and back[0] < paused[0]
 
 
+@pytest.mark.parametrize(("impl", "whose"), [("stages", "Stage 5: "), ("exercises", "Your stage 5: ")])
+def test_a_live_show_says_whose_stage_is_at_work(tokenizer: Any, impl: str, whose: str) -> None:
+    live = demo.LiveShow(load_stage(5), workload_of(tokenizer, (30,)), 16, add_texts(tokenizer.decode), impl)
+    assert str(live.heading).startswith(whose)
+
+
 def test_what_a_stage_raises_ends_the_show(tokenizer: Any) -> None:
     live = demo.LiveShow(load_stage(5), workload_of(tokenizer, (30,)), 16, add_texts(tokenizer.decode))
     with pytest.raises(RuntimeError, match="no room"), live.running(Slow(live.on_event, fails_at=2)):

@@ -56,6 +56,14 @@ def test_a_hole_that_is_filled_in_wrongly_is_not_filled(tmp_path: Path, capsys: 
     assert read_progress(FOUR, tmp_path).wrong == []
 
 
+def test_what_is_begun_comes_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], tmp_path) == 0
+    assert "Next: stage 1: read make stage-1-notebook" in capsys.readouterr().out
+    write(tmp_path, FOUR, exercise_source(FOUR))
+    assert main([], tmp_path) == 0
+    assert "Next: stage 4: fill in exercise 4.1" in capsys.readouterr().out
+
+
 def test_a_changed_file_is_not_done_any_more(tmp_path: Path) -> None:
     save_result(tmp_path, FOUR, Result(write(tmp_path, FOUR, solution(FOUR)), None, 30))
     write(tmp_path, FOUR, solution(FOUR) + "# changed\n")

@@ -15,7 +15,7 @@ import pytest
 from stages.core import Sequence
 from stages.manifest import Stage, load_stage, load_stages
 from tests.stages.endless import watch
-from tests.stages.likely import in_short
+from tests.stages.likely import hole_at, in_short
 from tests.stages.ranks import awkward_model, awkward_ranks, start_ranks, story_ranks
 from tests.stages.shadow import shadow_checkpoint
 from tests.stages.subject import Subject, arguments
@@ -216,7 +216,12 @@ class Lesson:
                 report.longrepr = still_open(str(call.excinfo.value), number)
             elif item.config.option.tbstyle == "auto" and not call.excinfo.errisinstance(pytest.fail.Exception):
                 test: Any = getattr(item, "function", None)
-                report.longrepr = in_short(test, call.excinfo.value, call.excinfo.tb)
+                culprit = hole_at(test, call.excinfo.tb)
+                if hole and culprit and culprit != hole and self.holes.get(culprit) == "wrong":
+                    self.holes[hole] = f"waits for {culprit}"
+                    report.longrepr = f"waits for exercise {culprit}, which is wrong"
+                else:
+                    report.longrepr = in_short(test, call.excinfo.value, call.excinfo.tb)
             if hole is None and self.one_failure:
                 item.session.shouldfail = "one thing at a time: the tests end here"
         elif call.when == "call" and report.passed:

@@ -20,15 +20,29 @@ SHAPES = (
     "scaled_dot_product_attention needs q, k and v as [.., heads, tokens, D], and enable_gqa=True if several query "
     "heads share a key/value head"
 )
+FREE_LIST = (
+    "the free list is stage 3's OrderedDict, not a deque: popitem(last=False)[0] is its first block, taken out; "
+    "pop(block, None) takes out any; free_list[block] = None puts one at the end"
+)
 HINTS = {  # what the failing line and the error have in them -> the likely mistake
     ("scaled_dot_product_attention", "size"): SHAPES,
     ("append_token", "unhashable type: 'list'"): "sample returns a list, with one token per sequence",
     ("k_blocks", "out of bounds"): "slots are rows of the flat view, k_blocks.flatten(0, 1)",
-    ("array(", "int too big"): "a digest has 64 bits without a sign: parent.to_bytes(8, 'little')",
+    ("parent", "int too big"): "a digest has 64 bits without a sign: parent.to_bytes(8, 'little')",
     ("bytes(", "range(0, 256)"): "a token needs more than a byte: array('q', tokens).tobytes()",
+    ("block_by_digest[", "KeyError"): "no block is known under that digest: self.find(digest) is None then",
     (".matches", "'NoneType'"): "no content is known under this digest: stop before the comparison",
     (".digest", "'int'"): "the parent is the content of the block before, not its digest",
+    ("free_list", "OrderedDict' object has no attribute"): FREE_LIST,
+    ("free_list[", "slice"): FREE_LIST,
+    ("[block]", "not tuple"): "popitem gives a pair, of which the block is the first: popitem(last=False)[0]",
     ("free_list.pop(", "KeyError"): "a shared block that is in use is not in the free list: pop(block, None)",
+    ("slots", "not a sequence"): "slots_of gives a list with a slot for each token: [0] is that of the first",
+    ("gumbel(", "'Rows' object"): "the noise is drawn before the step: self.noise has it",
+    ("context_lens", "size"): "lengths as a column, context_lens[:, None], beside the numbers of the slots [C]",
+    ("[~", "shape mismatch"): "a value for each row, spread over its columns: torch.where(seen, slots, slots[:, :1])",
+    ("hidden[", "out of bounds"): "hidden is [B, L, H]: a row and a column for each prompt, hidden[rows, last]",
+    ("cache.", "'Masks' object"): "the mask follows from `positions` alone; `cache` is there for attention",
     (
         "rows.temperatures",
         "size",
@@ -83,21 +97,37 @@ def check(what: str, got: Any, expected: Any, likely: Mapping[str, Any] | None =
 # --- what a learner reads ---------------------------------------------------------------------------------------------
 
 
+def hole_at(test: Any, traceback: TracebackType | None) -> str | None:
+    """The exercise whose code failed, as far as the traceback leads into one; otherwise the one that is tested."""
+    hole: str | None = getattr(test, "exercise", None)
+    while traceback is not None:
+        path, number = Path(traceback.tb_frame.f_code.co_filename), traceback.tb_lineno
+        if path.parent.name == "exercises" and path.is_file():
+            hole = hole_of_line(path.read_text(encoding="utf-8"), number) or hole
+        traceback = traceback.tb_next
+    return hole
+
+
+def hole_of_line(source: str, number: int) -> str | None:
+    holes = [hole.name for hole in find_holes(source) if hole.first < number <= hole.end]
+    return holes[-1] if holes else None
+
+
 def in_short(test: Any, error: BaseException, traceback: TracebackType | None) -> str:
     """What the test is about, the way through the learner's file, and what was wrong."""
     name = test.__name__.removeprefix("test_").replace("_", " ")
     lines = [f"{(test.__doc__ or name).strip().splitlines()[0]}\n"]
-    hole = getattr(test, "exercise", None)
+    hole = hole_at(test, traceback)
     at: list[str] = []
     while traceback is not None:
         path, number = Path(traceback.tb_frame.f_code.co_filename), traceback.tb_lineno
         if path.parent.name == "exercises" and path.is_file():
             source = path.read_text(encoding="utf-8")
-            holes = [h.name for h in find_holes(source) if h.first < number <= h.end]
-            hole = holes[-1] if holes else hole
-            where = f", in exercise {holes[-1]}" if holes else ""
-            at.append(f"  {path.parent.name}/{path.name}:{number}{where}")
-            at.append(f"    {source.splitlines()[number - 1].strip()}")
+            inside = hole_of_line(source, number)
+            where = f"{path.parent.name}/{path.name}:{number}" + (f", in exercise {inside}" if inside else "")
+            step = [f"  {where}", f"    {source.splitlines()[number - 1].strip()}"]
+            if at[-2:] != step:  # up to Python 3.11 a comprehension is a call, of the same line
+                at += step
         traceback = traceback.tb_next
     # pytest's "where" lines show whole objects: the values are in the line before them
     message = "\n".join(line for line in str(error).splitlines() if not (line.startswith(" +") and len(line) > 120))

@@ -42,6 +42,8 @@ def test_new_keys_and_values_land_in_their_row_and_column(
                     (1, cell[1]),
                 ]
             }
+            columns = sorted({position for row in positions for position in row})
+            likely |= {"in the columns of all rows: row r has positions[r]": [(cell[0], p) for p in columns]}
             check(elsewhere, found, [cell], likely)
             stored[1][cell] = 0
         check(f"other {name} that were written, as (layer, row, column)", cells_of(stored), [])

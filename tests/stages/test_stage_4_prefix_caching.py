@@ -83,7 +83,7 @@ def test_the_walk_follows_the_chain_and_stops_at_the_first_miss(
     """Blocks 0, 1, 2 hold 1 2, 3 4, 5 6 of a text; blocks 4, 5 hold 7 8, 3 4 of another."""
     pool, _ = published(subject, 12, (1, 2, 3, 4, 5, 6, 9), (7, 8, 3, 4, 9))
     likely: dict[str, Any] = {
-        "nothing is found": [],
+        "nothing is found (block 0 is a block, too: the test is `is None`, not `not`)": [],
         "only the first block is found: this block's content is the next one's parent": [0],
         "contents, not blocks: self.block_by_digest leads from a digest to the block": [
             pool.contents[i] for i in range(3)
@@ -100,6 +100,8 @@ def test_the_walk_follows_the_chain_and_stops_at_the_first_miss(
     pool, _ = published(subject, 6, (1, 2, 9))
     likely = {"a digest that is found is trusted: compare the content, too, with content.matches(parent, tokens)": [0]}
     check("blocks found for 3 4 0, where all digests are equal", pool.find_prefix(unknown(3, 4, 0)), [], likely)
+    likely = {"the tokens alone are compared: `parent` is the content of the block before, not content.parent": [0, 0]}
+    check("blocks found for 1 2 1 2 0, where all are equal", pool.find_prefix(unknown(1, 2, 1, 2, 0)), [0], likely)
 
 
 @exercise("4.3")
@@ -109,8 +111,9 @@ def test_known_blocks_are_shared_and_the_missing_ones_taken(subject: Subject) ->
     pool.find_prefix = lambda seq: [0, 1]  # what exercise 4.2 finds
     twin = unknown(1, 2, 3, 4, 8, 8, 8)
     assert pool.allocate(twin, 7), "refused, though 4 blocks are free and 2 are missing"
-    check("table: two shared blocks, two from the front of the free list", twin.block_table, [0, 1, 3, 4])
-    likely: dict[str, Any] = {
+    likely: dict[str, Any] = {"from the end of the free list; its front is popitem(last=False)": [0, 1, 6, 5]}
+    check("table: two shared blocks, two from the front of the free list", twin.block_table, [0, 1, 3, 4], likely)
+    likely = {
         "the shared blocks have two owners now: raise all counts by 1": [1, 1, 1, 1, 1, 0, 0],
         "the new blocks are not counted": [2, 2, 1, 0, 0, 0, 0],
     }
@@ -167,7 +170,7 @@ def test_blocks_come_back_when_their_last_owner_leaves_and_in_reverse(subject: S
         "shared blocks are freed while another sequence uses them: free a block only at a count of 0": [5, 3, 2, 1, 0],
         "the blocks came back from first to last: the end of a text should be evicted before its beginning": [5, 2, 3],
         "the blocks came to the front: what was used last should be evicted last": [2, 3, 5],
-        "no block came back": [5],
+        "no block came back: first lower the count, then see whether it is 0": [5],
     }
     check("free list, front first, with 5 in it before", list(pool.free_list), [5, 3, 2], likely)
     check("returned", freed, [3, 2], {"freed.append(block) is missing": []})

@@ -140,6 +140,7 @@ def test_the_recorded_step_samples_by_the_rule_of_all_stages(subject: Subject, c
         "the noise is added as it is, whatever the temperature": torch.tensor([0, 1]),
         "the temperature is left out, and so is the noise": torch.tensor([1, 1]),
         "one index for all rows together: argmax(dim=-1)": torch.tensor(6),
+        "the largest row of each column; wanted is the largest of each row: argmax(dim=-1)": torch.tensor([0, 0, 1, 0]),
         "divided by the temperature, which is 0 for greedy rows": (
             logits / rows.temperatures[:, None] + engine.noise[:2]
         ).argmax(-1),

@@ -151,7 +151,8 @@ def show(all_progress: list[Progress], console: Console) -> None:
     right = sum(p.holes for p in all_progress if p.done)
     console.print(f"{'█' * right}{'░' * (holes - right)} {right} of {holes} exercises in stages that pass")
     console.print("■ filled in   [red]▣[/] wrong   [dim]□[/] open")
-    following = next((p for p in all_progress if not p.done), None)
+    todo = [p for p in all_progress if not p.done]
+    following = next((p for p in todo if p.written), todo[0] if todo else None)  # what is begun comes first
     if following is None:
         console.print("All stages are done. On to the engine: notebook 8, and nanovllm/.")
     else:

@@ -186,9 +186,17 @@ class LiveShow(Inside):
 
     over = False
 
-    def __init__(self, stage: Stage, workload: Workload, num_blocks: int, with_text: Callable[[Event], Event]) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        workload: Workload,
+        num_blocks: int,
+        with_text: Callable[[Event], Event],
+        impl: str = "stages",
+    ) -> None:
         self.started, self.generated = 0.0, 0
-        heading = Text(f"Stage {stage.number}: {stage.title}. {stage.idea}", "bold")
+        whose = "Your stage" if impl == "exercises" else "Stage"
+        heading = Text(f"{whose} {stage.number}: {stage.title}. {stage.idea}", "bold")
         super().__init__(lambda: EngineView(workload, num_blocks, self.started), heading)
         self.workload, self.with_text = workload, with_text
         self.called_off = False
@@ -250,7 +258,7 @@ def show(
     """Run one stage on a handful of requests and draw it while it works."""
     workload = demo_workload(lambda text: tokenizer.encode(text).ids, LIVE_LENGTHS)
     options = workload.stage_options(stage)
-    live = LiveShow(stage, workload, options.get("num_blocks", 0), add_texts(tokenizer.decode))
+    live = LiveShow(stage, workload, options.get("num_blocks", 0), add_texts(tokenizer.decode), impl)
     engine = build(stage, model, device, live.on_event, options, impl)
     with live.running(engine) as thread:
         if console.is_terminal:
