@@ -27,6 +27,11 @@ MEASURE = """
     Reveal.slide(i);
     const slide = Reveal.getCurrentSlide();
     if ([slide, ...slide.querySelectorAll("pre, figure, .columns > div")].some(over)) said.push(i + 1);
+    // Below is the number of the slide
+    const foot = slide.getBoundingClientRect().bottom - parseFloat(getComputedStyle(slide).paddingBottom);
+    const shown = [...slide.children].filter(e => e.checkVisibility());
+    if (shown.some(e => e.getBoundingClientRect().bottom > foot + 1)) said.push(`low ${i + 1}`);
+    if ([...slide.querySelectorAll("iframe")].some(e => over(e.contentDocument.documentElement))) said.push(`film ${i + 1}`);
     // A tick of a notebook's picture has 11 points at 150 dots an inch
     const scale = e => Math.min(e.clientWidth / e.naturalWidth, e.clientHeight / e.naturalHeight);
     if ([...slide.querySelectorAll("img.day")].some(e => 11 / 72 * 150 * scale(e) < 16)) said.push(`small ${i + 1}`);
