@@ -218,9 +218,10 @@ def stage_5() -> Iterator[str]:
     pool, size, count = scene["num_blocks"], scene["block_size"], in_words(len(scene["requests"])).capitalize()
     assert round(pool * size / (prompt + output), 1) == 1.5
     yield "A pool for one request and a half"
-    yield f"{count} requests, {prompt} tokens in and {output} out each. The pool has **{pool} blocks** of {in_words(size)} tokens"
-    [enough] = re.findall(r"(\d+) blocks +\d+ +0 ", pulls.pull_printed("stage_5_thrashing"))
-    yield f"Then move \"blocks\" to {enough}, and no cross is left"
+    yield f"{count} requests, {prompt} tokens in and {output} out each"
+    yield f"The pool has **{pool} blocks** of {in_words(size)} tokens"
+    [enough] = re.findall(r"(?m)^(\d+) +\d+ +0 ", pulls.pull_printed("stage_5_thrashing"))
+    yield f'Then move "blocks" to {enough}, and no cross is left'
     yield f"with {enough} blocks neither"
     yield scene["answers"][scene["right"]]
     yield f"{workload(5)[0]} requests, {workload(5)[5]} seats"

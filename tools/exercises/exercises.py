@@ -180,7 +180,7 @@ def write_stage(stage: Stage, directory: Path, *, checkpoint: int | None = None,
     print(f"{directory.name}/{target.name}: {stage.title}")
     if holes is None or holes:
         print(listing(stage, holes))
-    print(f"{'No hole is open. Try it' if holes == set() else 'Fill the holes, then'}: make stage-{n}-test IMPL=exercises")
+    print(f"{'No hole is left' if holes == set() else 'Fill the holes, then'}: make stage-{n}-test IMPL=exercises")
     return target
 
 

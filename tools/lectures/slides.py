@@ -162,10 +162,10 @@ def picture(day: str, said: str) -> str:
 
 
 def choices(answers: Sequence[str]) -> str:
-    """Buttons to answer with; the right one begins with an asterisk. Raises ValueError if that is not one of several."""
+    """Buttons to answer with; the right one begins with an asterisk. Raises ValueError if there is not one."""
     different = {answer.removeprefix("*") for answer in answers}
     if sum(answer.startswith("*") for answer in answers) != 1 or len(different) < max(2, len(answers)):
-        raise ValueError(f"@choices has one right answer (*) among several different ones, unlike {' | '.join(answers)}")
+        raise ValueError(f"@choices has one right answer (*) among several others, unlike {' | '.join(answers)}")
     buttons = (
         f'<button{" class=right" if answer.startswith("*") else ""} aria-pressed="false" data-key="{key}">'
         f"{html.escape(answer.removeprefix('*'))}</button>"
