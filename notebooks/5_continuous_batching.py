@@ -305,9 +305,8 @@ for budget, result in {512: in_one_piece, 32: in_chunks}.items():
         next(e["step"] for e in result.events if e["type"] == kind and e["request"] == 2)
         for kind in ("admitted", "token")
     )
-    print(
-        f"budget {budget:3d}: request 0 waits for at most {largest} tokens, request 2 for {first - arrived + 1} steps"
-    )
+    waited = "1 step" if first == arrived else f"{first - arrived + 1} steps"
+    print(f"budget {budget:3d}: request 0 waits for at most {largest} tokens, request 2 for {waited}")
 print("same tokens:", in_one_piece.outputs == in_chunks.outputs)
 
 # %% [markdown]

@@ -27,6 +27,12 @@ MEASURE = """
     Reveal.slide(i);
     const slide = Reveal.getCurrentSlide();
     if ([slide, ...slide.querySelectorAll("pre, figure, .columns > div")].some(over)) said.push(i + 1);
+    // Below is the number of the slide
+    const foot = slide.getBoundingClientRect().bottom - parseFloat(getComputedStyle(slide).paddingBottom);
+    const shown = [...slide.children].filter(e => e.checkVisibility());
+    if (shown.some(e => e.getBoundingClientRect().bottom > foot + 1)) said.push(`low ${i + 1}`);
+    const films = [...slide.querySelectorAll("iframe")].map(e => e.contentDocument.documentElement);
+    if (films.some(over)) said.push(`film ${i + 1}`);
     // A tick of a notebook's picture has 11 points at 150 dots an inch
     const scale = e => Math.min(e.clientWidth / e.naturalWidth, e.clientHeight / e.naturalHeight);
     if ([...slide.querySelectorAll("img.day")].some(e => 11 / 72 * 150 * scale(e) < 16)) said.push(`small ${i + 1}`);
@@ -103,7 +109,10 @@ def test_too_much_is_noticed(tmp_path: Path) -> None:
     assert overflow(narrow, DESK, tmp_path)[1].split(",")[0] == "small 2"
     much = "<p>one line more</p>" * 30
     cramped = text.replace('<aside class="notes">', much + '<aside class="notes">', 1)
-    assert overflow(cramped, DESK, tmp_path) == ("true", "1")
+    assert overflow(cramped, DESK, tmp_path) == ("true", "1,low 1")
+    race = render(read_lecture(lecture_path(5)))
+    assert "minmax(126px" in race
+    assert overflow(race.replace("minmax(126px", "minmax(190px"), DESK, tmp_path)[1].startswith("film ")
     stiff = text.replace("</head>", "<style>pre { white-space: pre !important; }</style></head>")
     assert "def find_prefix" in overflow(stiff, TELEPHONE, tmp_path)[1]
 

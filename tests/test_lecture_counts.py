@@ -20,6 +20,7 @@ from tools.lectures.lecture import lecture_path, read_lecture
 from tools.pictures.three_requests import BLOCK_SIZE, three_requests
 from tools.race.replay import DEFAULT
 from tools.race.workload import load_race
+from tools.scheduler_page.build import scenes
 
 NOTEBOOKS = {int(path.name[0]): f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("[1-7]_*.ipynb")}
 # Numbers that are names, years, or numbers of holes
@@ -212,6 +213,17 @@ def stage_5() -> Iterator[str]:
     [start, _] = printed(5, cell, r"step +(\d+)  request 4  WAITING  -> RUNNING")
     [end] = printed(5, cell, r"step +(\d+)  request 4  RUNNING  -> WAITING")
     yield f"Request 4 lost {in_words(end - start)} steps of work"
+    scene = next(scene for scene in scenes() if scene["name"] == "thrashing")
+    [(prompt, output)] = {(request["prompt"], request["output"]) for request in scene["requests"]}
+    pool, size, count = scene["num_blocks"], scene["block_size"], in_words(len(scene["requests"])).capitalize()
+    assert round(pool * size / (prompt + output), 1) == 1.5
+    yield "A pool for one request and a half"
+    yield f"{count} requests, {prompt} tokens in and {output} out each"
+    yield f"The pool has **{pool} blocks** of {in_words(size)} tokens"
+    [enough] = re.findall(r"(?m)^(\d+) +\d+ +0 ", pulls.pull_printed("stage_5_thrashing"))
+    yield f'Then move "blocks" to {enough}, and no cross is left'
+    yield f"with {enough} blocks neither"
+    yield scene["answers"][scene["right"]]
     yield f"{workload(5)[0]} requests, {workload(5)[5]} seats"
     shapes = source(5, "budgets = [8, 32, 128, 512]", r"shapes = (\[.*?\])")
     yield f"Sixteen requests, every fourth with a prompt of {shapes[3][0]} tokens"

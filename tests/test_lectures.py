@@ -205,8 +205,9 @@ def test_what_is_typed_exists(path: Path) -> None:
         ("Words.", "@dance", 3, "'@dance' is no directive; there are @code"),
         ("Words.", "```python\nx = 1", 3, "never closed"),
         ("Hello.", "Hello.\n|||", 6, "comes before the script"),
-        ("*{{", "{{", 8, "@choices has one right answer (*) among several, unlike hardly | "),
+        ("*{{", "{{", 8, "@choices has one right answer (*) among several others, unlike hardly | "),
         ("| 50", "| *50", 8, "@choices has one right answer (*) among several"),
+        ("| 50 times", "| hardly", 8, "@choices has one right answer (*) among several others"),
         ("{9 min, question}", "{9 min, riddle}", 6, "no kind of slide 'riddle'"),
         ("{9 min, question}", "", 6, "is no '## Title {2 min}'"),
     ],
@@ -318,6 +319,15 @@ def test_lines_can_break_and_code_on_a_slide_is_of_one_size(tmp_path: Path) -> N
     assert len(sizes) == 2 and len(set(sizes)) == 1
     assert re.search(r'<span class="line" style="--margin: 8ch">        .*popleft', text)
     assert '<span class="line" style="--margin: 0ch">$ make test\n</span></pre>' in text
+
+
+def test_pieces_of_code_that_would_not_fit_below_each_other_are_smaller(tmp_path: Path) -> None:
+    def size_of(piece: str) -> float:
+        text = render(read_lecture(written(tmp_path, SMALL.replace("Words.", piece))))
+        return float(re.findall(r'<pre class="code" style="--size: ([\d.]+)px"', text)[0])
+
+    piece = f"@code {STAGE_4} PrefixCachingPool.release"
+    assert size_of("\n".join([piece] * 4)) < size_of(piece)
 
 
 def test_a_fence_keeps_what_looks_like_a_directive(tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ def test_the_legend_names_what_is_there_and_nothing_else(runs: dict[int, Run]) -
     assert "computed again" not in legend(swimlane(runs[2].events))
     assert "shared by several" in legend(block_map(runs[4].events, NUM_BLOCKS, names=NAMES))
     assert "shared by several" not in legend(block_map(runs[5].events, NUM_BLOCKS, names=NAMES))
+    plenty = runs[5].events
+    tight = [*plenty, plenty[-1] | {"type": "preempted"}]
+    assert "preempted" in legend(swimlane(tight)) and "preempted" not in legend(swimlane(plenty))
 
 
 def test_hits_are_written_at_the_box(runs: dict[int, Run]) -> None:

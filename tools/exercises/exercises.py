@@ -178,8 +178,9 @@ def write_stage(stage: Stage, directory: Path, *, checkpoint: int | None = None,
     holes = None if checkpoint is None else holes_from(stage, checkpoint)
     write(target, exercise_source(stage, holes))
     print(f"{directory.name}/{target.name}: {stage.title}")
-    print(listing(stage, holes))
-    print(f"Fill the holes, then: make stage-{n}-test IMPL=exercises")
+    if holes is None or holes:
+        print(listing(stage, holes))
+    print(f"{'No hole is left' if holes == set() else 'Fill the holes, then'}: make stage-{n}-test IMPL=exercises")
     return target
 
 

@@ -54,6 +54,7 @@ DAY, NIGHT = "xcode", "monokai"  # styles of Pygments whose colours can be read 
 TAGS = {"question": "Guess first", "answer": "Measured", "live": "Live"}
 LARGEST, SMALLEST = 23.0, 14.0  # pixels of a letter of code, on a slide of 1280 x 720 pixels
 WIDE, NARROW, TALL = 1110, 505, 540  # pixels for code: the width on a whole slide, in one of two columns; the height
+COLUMN, FRAME = 580, 76  # pixels of height: of all code below a title; of what is around a piece of code
 INLINE = re.compile(r"\{\{(.+?)\}\}")
 
 
@@ -161,9 +162,10 @@ def picture(day: str, said: str) -> str:
 
 
 def choices(answers: Sequence[str]) -> str:
-    """Buttons to answer with; the right one begins with an asterisk. Raises ValueError if that is not one of them."""
-    if sum(answer.startswith("*") for answer in answers) != 1 or len(answers) < 2:
-        raise ValueError(f"@choices has one right answer (*) among several, unlike {' | '.join(answers)}")
+    """Buttons to answer with; the right one begins with an asterisk. Raises ValueError if there is not one."""
+    different = {answer.removeprefix("*") for answer in answers}
+    if sum(answer.startswith("*") for answer in answers) != 1 or len(different) < max(2, len(answers)):
+        raise ValueError(f"@choices has one right answer (*) among several others, unlike {' | '.join(answers)}")
     buttons = (
         f'<button{" class=right" if answer.startswith("*") else ""} aria-pressed="false" data-key="{key}">'
         f"{html.escape(answer.removeprefix('*'))}</button>"
@@ -186,10 +188,12 @@ def fitted(lines: Sequence[str], width: int) -> str:
 
 
 def alike(column: str) -> str:
-    """A column in which all pieces of code have one letter size, the smallest that any of them needs."""
-    sizes = re.findall(r'<pre class="code" style="--size: ([\d.]+)px"', column)
-    smallest = min(sizes, key=float, default="")
-    return re.sub(r'(<pre class="code" style="--size: )[\d.]+', rf"\g<1>{smallest}", column)
+    """A column in which all pieces of code have one letter size: the smallest that any needs, or that lets all fit."""
+    sizes = [float(size) for size in re.findall(r'<pre class="code" style="--size: ([\d.]+)px"', column)]
+    if sizes and not re.sub(r'<p class="where">.*?</pre>', "", column, flags=re.DOTALL).strip():
+        sizes.append((COLUMN - FRAME * len(sizes)) / (1.36 * column.count('<span class="line')))
+    smallest = min(sizes, default=0.0)
+    return re.sub(r'(<pre class="code" style="--size: )[\d.]+', rf"\g<1>{smallest:.1f}", column)
 
 
 def coloured(text: str, language: str, _attributes: str = "") -> str:

@@ -24,6 +24,8 @@ from tools.pictures.plots import (
 )
 from tools.pictures.timeline import Life, Span, Timeline, read_events
 
+PREEMPTED: dict[str, Any] = {"marker": "X", "color": BLACK, "markersize": 9}
+
 PHASE_STYLE: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill": ("prefill: the prompt, for the first time", {"facecolor": BLUE}),
     "decode": ("decode: behind the prompt", {"facecolor": SKY}),
@@ -76,7 +78,7 @@ def draw_lanes(
     by: Literal["step", "tokens"] = "step",
     until: float | None = None,
 ) -> set[str]:
-    """Draw who runs when, as `swimlane` describes it. Returns the phases that occur."""
+    """Draw who runs when, as `swimlane` describes it. Returns the phases that occur, and "preempted"."""
     left: dict[int, float] = {}
     width: dict[int, float] = {}
     position = 0.0
@@ -96,7 +98,8 @@ def draw_lanes(
             axes.barh(row, width[span.step], left=left[span.step], **style)
             if span.tokens:
                 write_tokens(axes, span, left[span.step], width[span.step], row, scale)
-        mark_ends(axes, life, row, left, width, scale)
+        mark_ends(axes, life, row, left, width)
+        used |= {"preempted"} if life.preempted else set()
     axes.set_yticks(range(len(timeline.lives)), timeline.state.labels(names))
     axes.set(ylabel="request", ylim=(len(timeline.lives) - 0.4, -0.6), xlabel="tokens sent through the model so far")
     if by == "step":
@@ -106,10 +109,11 @@ def draw_lanes(
 
 
 def lane_legend(used: set[str]) -> list[Any]:
-    """What the boxes of these phases mean, and the line at the end of a lane."""
+    """What the boxes of these phases mean, the cross of whoever is preempted, and the line at the end of a lane."""
     handles: list[Any] = [Patch(label=text, **style) for phase, (text, style) in PHASE_STYLE.items() if phase in used]
     finished: dict[str, Any] = {"marker": "|", "markersize": 13, "markeredgewidth": 2.5, "linestyle": ""}
-    return [*handles, Line2D([], [], color=BLACK, label="finished", **finished)]
+    crosses = [Line2D([], [], linestyle="", label="preempted", **PREEMPTED)] if "preempted" in used else []
+    return [*handles, *crosses, Line2D([], [], color=BLACK, label="finished", **finished)]
 
 
 def write_tokens(axes: Axes, span: Span, left: float, width: float, row: int, scale: float) -> None:
@@ -124,11 +128,9 @@ def write_tokens(axes: Axes, span: Span, left: float, width: float, row: int, sc
         axes.text(at, row - 0.36, f"+{span.hit} from the cache", va="bottom", ha=side, fontsize=9)
 
 
-def mark_ends(axes: Axes, life: Life, row: int, left: dict[int, float], width: dict[int, float], scale: float) -> None:
+def mark_ends(axes: Axes, life: Life, row: int, left: dict[int, float], width: dict[int, float]) -> None:
     for step in life.preempted:
-        axes.plot(left[step], row, marker="X", color=BLACK, markersize=9, clip_on=False)
-        # Below the line, since what the cache had is written above it, and legible on the boxes that may follow soon
-        axes.text(left[step] + 0.016 * scale, row + 0.24, "preempted", fontsize=9, va="center", bbox=PAPER)
+        axes.plot(left[step], row, **PREEMPTED, clip_on=False)
     if life.finished is not None:
         end = left[life.finished] + width[life.finished]
         axes.plot([end, end], [row - 0.42, row + 0.42], color=BLACK, linewidth=2.5, clip_on=False)

@@ -1,8 +1,9 @@
 // A clock for what has happened, which can be stopped, moved and slowed down, with its controls and keys.
-// show: {duration, stops(), clock(t), draw(t)}; times in seconds of what is shown. keys: further ones, each with its function.
+// show: {duration, stops(), clock(t), draw(t)}; times in seconds of what is shown. from: where it stands at first.
+// keys: further ones, each with its function.
 
-function makePlayer(box, show, {speeds, speed, keys = {}}) {
-  let at = 0, since = null;  // where it was when the clock last began to run, and when that was
+function makePlayer(box, show, {speeds, speed, from = 0, keys = {}}) {
+  let at = from, since = null;  // where it was when the clock last began to run, and when that was
   const button = (text, title, press) => {
     const made = document.createElement("button");
     Object.assign(made, {textContent: text, title, onclick: press});

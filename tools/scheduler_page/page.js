@@ -283,7 +283,7 @@ function show(tick) {
   $("now").textContent = `step ${page.tick} of ${page.guessed ? page.run.frames.length - 1 : "?"}`;
   drawLine(); drawState(); drawTotals();
   const line = $("line"), at = LEFT + page.tick * page.cell - line.scrollLeft;
-  if (at < 0 || at + page.cell > line.clientWidth) line.scrollLeft += at - line.clientWidth / 2;
+  if (at < LEFT || at + page.cell > line.clientWidth) line.scrollLeft += at - line.clientWidth / 2;
 }
 
 function stop() {
