@@ -48,12 +48,18 @@ class Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """uvicorn's looks ten times a second whether it should end; this one is told, and keeps the date."""
+        self._pulse(asyncio.get_running_loop())
         while not self.should_exit:
             await self.on_tick(0)
-            with suppress(OSError):  # no parent any more
-                self._control.send_bytes(ALIVE)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ordered.wait(), PULSE)
+
+    def _pulse(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A sign of life, in one turn of the event loop however busy that is, and the next one a second later."""
+        if not self.should_exit:
+            with suppress(OSError):  # no parent any more
+                self._control.send_bytes(ALIVE)
+            loop.call_later(PULSE, self._pulse, loop)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         cut = asyncio.create_task(self._cut_the_drain())

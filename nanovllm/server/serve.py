@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 GRACE = 5  # seconds in which a process that was told to end must have ended
 MOST_RESTARTS = 3  # of API processes, within RESTART_PERIOD; more are no accident
 RESTART_PERIOD = 60  # seconds
-MOST_MISSED = 10  # pulses of an API process; whoever misses more is stopped or hangs
+MOST_MISSED = 30  # pulses of an API process; whoever misses more is stopped or hangs, and not only busy
 
 
 def serve(args: argparse.Namespace) -> None:
