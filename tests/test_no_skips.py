@@ -14,6 +14,7 @@ WHOLE = "import pytest\n\npytest.skip('no stars', allow_module_level=True)\n"
 PASSES = "def test_c():\n    pass\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [[], ["-n", "1"]], ids=["alone", "xdist"])
 def test_whatever_is_skipped_is_named_and_fails_the_run(share: list[str], tmp_path: Path) -> None:
     texts = {"test_one.py": ONE, "test_whole.py": WHOLE, "test_passes.py": PASSES}

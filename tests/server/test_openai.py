@@ -10,6 +10,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
+from nanovllm.server.openai.generation import encoded
 from tests.server.harness import SMALL, STORY, Served, chat_model, server
 
 MESSAGES: Any = [{"role": "user", "content": STORY}]
@@ -227,3 +228,25 @@ def test_hundreds_of_clients_at_once(served: Served) -> None:
                 assert len({answers[j] for j in range(i, 200, 50)}) == 1
 
     asyncio.run(main())
+
+
+def test_others_have_their_turns_while_a_large_answer_is_encoded() -> None:
+    choices = [{"index": i, "text": '"choices":[]'} for i in range(5)]
+    body = {"id": "x", "choices": choices, "usage": {"total_tokens": 1}}
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def main() -> bytes:
+        task = asyncio.create_task(other())
+        try:
+            return await encoded(body)
+        finally:
+            task.cancel()
+
+    assert json.loads(asyncio.run(main())) == body and turns >= len(choices)
+    assert json.loads(asyncio.run(encoded({"output": []}))) == {"output": []}

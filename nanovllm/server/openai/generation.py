@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -57,6 +57,7 @@ class Generation:
                 for choice in output.outputs:
                     parts = self.reply.parts(prompt * self.body.n + choice.index, choice)
                     choices.append(self._said(prompt, choice, parts, streamed=False))
+                    await asyncio.sleep(0)  # a choice with many log-probabilities takes a quarter of a second
         more = self._prompt_ids() | ({} if self.reply.prompts_in_choices else self._prompt_logprobs(0))
         return self.reply.envelope(choices, False) | {"usage": self.usage.json()} | more
 
@@ -263,7 +264,17 @@ async def respond(generation: Generation, request: Request) -> Response:
             body = await unless_gone(request, generation.whole())
     finally:
         await generation.close()
-    return Response(status_code=499) if body is None else JSONResponse(body)
+    return Response(status_code=499) if body is None else Response(await encoded(body), media_type="application/json")
+
+
+async def encoded(body: Json) -> bytes:
+    """An answer as JSON. Each choice is encoded by itself, so that other requests have their turns in between."""
+    before, found, after = as_json(body | {"choices": []} if "choices" in body else body).partition('"choices":[')
+    pieces = []
+    for choice in body.get("choices", ()):
+        pieces.append(as_json(choice))
+        await asyncio.sleep(0)
+    return f"{before}{found}{','.join(pieces)}{after}".encode()
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
