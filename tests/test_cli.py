@@ -293,10 +293,12 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert (done.returncode, done.stderr, done.stdout) == (141, "", "Once upon a time, in")
 
 
-def test_threads_that_wait_do_not_spin_unless_the_user_says_so() -> None:
+def test_threads_that_wait_spin_for_a_short_time_unless_the_user_says_otherwise() -> None:
     """Set before torch is imported, which reads it only then."""
-    code = "import os, sys, nanovllm; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
-    unset = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    for environment, policy in ((unset, "PASSIVE"), (unset | {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+    code = "import os, sys, nanovllm; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
+    names = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
+    unset = {name: value for name, value in os.environ.items() if name not in names}
+    for more, spins in (({}, "30000"), ({names[0]: "ACTIVE"}, "None"), ({names[1]: "7"}, "7")):
+        environment = unset | more
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-        assert done.stdout.split() == [policy], done.stderr
+        assert done.stdout.split() == [spins], done.stderr
