@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 # An OpenMP thread that waits for others spins, and so takes the core that they need where a CPU is busy. A tenth of
-# GNU's default costs nothing on an idle CPU (measured), and on a busy CPU steps become up to five times as fast. Threads
-# that never spin are faster still on a busy CPU, and take twice the time on an idle one. Read when torch is imported.
+# GNU's default costs nothing on an idle CPU. On a busy CPU, steps become up to five times as fast. Threads that never
+# spin are faster still there, and take twice the time on an idle CPU. Read when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:  # a user's own choice stays
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 

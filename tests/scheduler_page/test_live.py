@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler_page.browser import CHROMIUM, Browser
+from tests.browser import CHROMIUM, Page, browser
 from tools.scheduler_page import build, pyodide
 
 NODE = shutil.which("node")
@@ -61,54 +61,54 @@ def test_under_node_the_events_are_those_of_cpython(runtime: dict[str, bytes], t
 
 
 @pytest.fixture(scope="module")
-def live(runtime: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def live(runtime: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """The page with Python running in it."""
     directory = tmp_path_factory.mktemp("page")
     path = directory / build.NAME
     path.write_text(build.page(runtime), encoding="utf-8")
-    with Browser(path, directory / "profile") as browser:
-        browser.wait(
-            "document.readyState == 'complete' && (page.python || $('python').textContent.includes('not start'))", 240
-        )
-        yield browser
+    with browser(directory) as page:
+        page.look(1280, 900)
+        page.open(path.as_uri())
+        page.wait("page.python || $('python').textContent.includes('not start')", 240)
+        yield page
 
 
 @pytest.fixture
-def scene(live: Browser) -> Any:
+def scene(live: Page) -> Any:
     """scene(number) -> the page as it opens on a scene, the question answered."""
 
-    def opened(number: int) -> Browser:
-        live.value(f"$('mine').checked && $('mine').click(); document.querySelectorAll('nav button')[{number}].click()")
-        live.value("document.querySelector('.answers button').click(); stop()")
+    def opened(number: int) -> Page:
+        live.js(f"$('mine').checked && $('mine').click(); document.querySelectorAll('nav button')[{number}].click()")
+        live.js("document.querySelector('.answers button').click(); stop()")
         return live
 
     yield opened
-    assert live.complaints == []
+    assert live.console == []
 
 
-def requests(browser: Browser) -> dict[str, Any]:
-    return {request["name"]: request for request in browser.value("page.setup.requests")}
+def requests(page: Page) -> dict[str, Any]:
+    return {request["name"]: request for request in page.js("page.setup.requests")}
 
 
-def settled(browser: Browser) -> dict[str, Any]:
+def settled(page: Page) -> dict[str, Any]:
     """The totals of the run, when every change has been answered."""
-    browser.value("change()")
-    totals: dict[str, Any] = browser.value("page.run.totals")
+    page.js("change()")
+    totals: dict[str, Any] = page.js("page.run.totals")
     return totals
 
 
-def middle(browser: Browser, selector: str) -> tuple[float, float]:
-    box = browser.value(f"(box => [box.x + box.width / 2, box.y + box.height / 2])"
+def middle(page: Page, selector: str) -> tuple[float, float]:
+    box = page.js(f"(box => [box.x + box.width / 2, box.y + box.height / 2])"
                         f"(document.querySelector({selector!r}).getBoundingClientRect())")  # fmt: skip
     return box[0], box[1]
 
 
 @needs_chromium
-def test_in_chromium_the_events_are_those_of_cpython(live: Browser) -> None:
+def test_in_chromium_the_events_are_those_of_cpython(live: Page) -> None:
     recorded = json.loads(json.dumps([scene["run"] for scene in build.scenes()]))
     asked = "SCENES.map(({run, ...setup}) => ask({do: 'play', setup}))"
-    assert live.value(f"Promise.all({asked})") == recorded
-    said = live.value("$('python').textContent")
+    assert live.js(f"Promise.all({asked})") == recorded
+    said = live.js("$('python').textContent")
     events = sum(len(run["events"]) for run in recorded)
     assert re.search(rf"in Python 3\.\d+\.\d+, which started in [\d.]+ s and gives the same {events} events", said), (
         said
@@ -116,84 +116,82 @@ def test_in_chromium_the_events_are_those_of_cpython(live: Browser) -> None:
 
 
 @needs_chromium
-def test_nobody_sees_the_future_before_a_guess(live: Browser) -> None:
-    live.value("document.querySelectorAll('nav button')[1].click()")
+def test_nobody_sees_the_future_before_a_guess(live: Page) -> None:
+    live.js("document.querySelectorAll('nav button')[1].click()")
     hidden = "[$('play').disabled, $('totals').hidden, document.querySelectorAll('rect.decode').length]"
-    assert live.value(hidden) == [True, True, 0]
-    live.value("document.querySelectorAll('.answers button')[2].click(); stop()")
-    assert live.value(hidden)[:2] == [False, False] and live.value(hidden)[2] > 20
-    assert live.value("document.querySelector('#question .good').textContent") == "Right. "
+    assert live.js(hidden) == [True, True, 0]
+    live.js("document.querySelectorAll('.answers button')[2].click(); stop()")
+    assert live.js(hidden)[:2] == [False, False] and live.js(hidden)[2] > 20
+    assert live.js("document.querySelector('#question .good').textContent") == "Right. "
 
 
 @needs_chromium
 def test_requests_are_dragged_onto_the_time_line_and_along_it(scene: Any) -> None:
-    browser = scene(0)
-    before = settled(browser)
-    x, y = middle(browser, "[data-flag=C]")
-    cell = browser.value("page.cell")
-    browser.drag((x, y), (x + 3 * cell, y), (x + 7 * cell, y))
-    assert requests(browser)["C"]["arrival"] == 8
-    assert settled(browser)["first"]["C"] >= 1 and settled(browser) != before
-    browser.value("document.querySelector('#tray').scrollIntoView({block: 'end'})")
-    chip, line = middle(browser, "#tray button"), middle(browser, "#line")
-    browser.drag(chip, (line[0], line[1] + 30), line)
-    added = requests(browser)["E"]
-    assert added["output"] == 8 and added["arrival"] == browser.value(f"tickAt({line[0]})") > 3
-    assert settled(browser)["tokens"] == 48 + added["output"]
-    browser.value("document.querySelector('#requests tr:last-child button').click()")
-    assert set(requests(browser)) == set("ABCD")
+    page = scene(0)
+    before = settled(page)
+    x, y = middle(page, "[data-flag=C]")
+    cell = page.js("page.cell")
+    page.drag((x, y), (x + 3 * cell, y), (x + 7 * cell, y))
+    assert requests(page)["C"]["arrival"] == 8
+    assert settled(page)["first"]["C"] >= 1 and settled(page) != before
+    page.js("document.querySelector('#tray').scrollIntoView({block: 'end'})")
+    chip, line = middle(page, "#tray button"), middle(page, "#line")
+    page.drag(chip, (line[0], line[1] + 30), line)
+    added = requests(page)["E"]
+    assert added["output"] == 8 and added["arrival"] == page.js(f"tickAt({line[0]})") > 3
+    assert settled(page)["tokens"] == 48 + added["output"]
+    page.js("document.querySelector('#requests tr:last-child button').click()")
+    assert set(requests(page)) == set("ABCD")
 
 
 @needs_chromium
 def test_the_keyboard_does_what_the_pointer_does(scene: Any) -> None:
-    browser = scene(0)
-    browser.value("document.activeElement.blur()")
-    browser.press("ArrowRight")
-    browser.press("ArrowRight")
-    browser.press("ArrowLeft")
-    assert browser.value("page.tick") == 1
-    browser.value("document.querySelector('[data-flag=B]').focus()")
+    page = scene(0)
+    page.js("document.activeElement.blur()")
+    page.press("ArrowRight")
+    page.press("ArrowRight")
+    page.press("ArrowLeft")
+    assert page.js("page.tick") == 1
+    page.js("document.querySelector('[data-flag=B]').focus()")
     for _ in range(3):
-        browser.press("ArrowRight")
-    assert requests(browser)["B"]["arrival"] == 3 and browser.value("page.tick") == 1
-    settled(browser)
-    assert browser.value("document.activeElement.getAttribute('data-flag')") == "B"
-    browser.press("Delete")
-    assert set(requests(browser)) == set("ACD")
-    browser.value("document.querySelector('#tray button').focus()")
-    browser.press("Enter")
-    assert requests(browser)["B"]["arrival"] == 1 and settled(browser)["first"].keys() == set("ABCD")
+        page.press("ArrowRight")
+    assert requests(page)["B"]["arrival"] == 3 and page.js("page.tick") == 1
+    settled(page)
+    assert page.js("document.activeElement.getAttribute('data-flag')") == "B"
+    page.press("Delete")
+    assert set(requests(page)) == set("ACD")
+    page.js("document.querySelector('#tray button').focus()")
+    page.press("Enter")
+    assert requests(page)["B"]["arrival"] == 1 and settled(page)["first"].keys() == set("ABCD")
 
 
 @needs_chromium
 def test_knobs_change_the_run_and_refusals_are_told(scene: Any) -> None:
-    browser = scene(0)
+    page = scene(0)
     turn = "(key, value) => { const i = $('sliders').querySelectorAll('input')[key]; i.value = value; i.oninput(); }"
-    browser.value(f"({turn})(0, 40)")
-    assert settled(browser)["preemptions"] == 0
-    browser.value("$('sliders').querySelectorAll('input')[6].click()")
-    assert settled(browser)["steps"] > 12 and browser.value("page.setup.static")
-    browser.value(f"({turn})(0, 2)")
-    settled(browser)
-    assert "is refused" in browser.value("$('why').textContent")
-    assert "page.setup" and browser.value("$('totals').textContent").count("(before: ") >= 2
+    page.js(f"({turn})(0, 40)")
+    assert settled(page)["preemptions"] == 0
+    page.js("$('sliders').querySelectorAll('input')[6].click()")
+    assert settled(page)["steps"] > 12 and page.js("page.setup.static")
+    page.js(f"({turn})(0, 2)")
+    settled(page)
+    assert "is refused" in page.js("$('why').textContent")
+    assert page.js("$('totals').textContent").count("(before: ") >= 2
 
 
 @needs_chromium
 def test_the_readers_scheduler_is_tested_and_decides(scene: Any) -> None:
-    browser = scene(0)
-    browser.value("$('mine').click()")
-    browser.wait("$('why').textContent.includes('still open: exercise 5.2')")
-    browser.value("$('ours').click()")
-    browser.wait("!page.run.error && page.run.frames.length > 10")
-    assert "NotImplementedError" in browser.value("localStorage.getItem(STORED)")
-    browser.value(
-        "$('code').value = $('code').value.replace('self.running[-1]', 'self.running[0]'); $('code').oninput()"
-    )
-    browser.wait("page.run.events.some(e => e.type == 'preempted' && e.request == 'A')")
-    browser.value("$('test').click()")
-    browser.wait("$('tests').children.length > 8")
-    said = browser.value("$('tests').textContent")
+    page = scene(0)
+    page.js("$('mine').click()")
+    page.wait("$('why').textContent.includes('still open: exercise 5.2')")
+    page.js("$('ours').click()")
+    page.wait("!page.run.error && page.run.frames.length > 10")
+    assert "NotImplementedError" in page.js("localStorage.getItem(STORED)")
+    page.js("$('code').value = $('code').value.replace('self.running[-1]', 'self.running[0]'); $('code').oninput()")
+    page.wait("page.run.events.some(e => e.type == 'preempted' && e.request == 'A')")
+    page.js("$('test').click()")
+    page.wait("$('tests').children.length > 8")
+    said = page.js("$('tests').textContent")
     counted = re.match(r"(\d+) of (\d+) tests pass\.", said)
     assert counted and 0 < int(counted[1]) < int(counted[2]) and "but got {1: 1}" in said
 
@@ -203,13 +201,14 @@ def test_the_readers_scheduler_is_tested_and_decides(scene: Any) -> None:
 def test_on_a_telephone_nothing_runs_out_of_the_page_also_without_python(tmp_path: Path, dark: bool) -> None:
     path = tmp_path / build.NAME
     path.write_text(build.page({}), encoding="utf-8")
-    with Browser(path, tmp_path / "profile", width=390, height=844, dark=dark) as browser:
-        browser.wait("document.readyState == 'complete'")
-        assert "built without Python" in browser.value("$('python').textContent")
+    with browser(tmp_path) as page:
+        page.look(390, 844, dark)
+        page.open(path.as_uri())
+        assert "built without Python" in page.js("$('python').textContent")
         for number in range(len(build.scenes())):
-            browser.value(f"document.querySelectorAll('nav button')[{number}].click()")
-            browser.value("document.querySelector('.answers button').click(); stop(); show(9)")
-            assert browser.value("document.documentElement.scrollWidth") <= 390
-            assert browser.value("$('why').children.length") > 0
-        assert browser.value("$('own').hidden && $('knobs').disabled && $('people').disabled")
-        assert browser.complaints == []
+            page.js(f"document.querySelectorAll('nav button')[{number}].click()")
+            page.js("document.querySelector('.answers button').click(); stop(); show(9)")
+            assert page.js("document.documentElement.scrollWidth") <= 390
+            assert page.js("$('why').children.length") > 0
+        assert page.js("$('own').hidden && $('knobs').disabled && $('people').disabled")
+        assert page.console == []

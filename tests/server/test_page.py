@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from nanovllm.llm import EMBEDDED_MODEL
-from tests.server.browser import CHROMIUM, Page, browser
+from tests.browser import CHROMIUM, Page, browser
 from tests.server.harness import STORY, Served, server
 
 in_a_browser = [

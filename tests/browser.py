@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-KEYS = {"Enter": (13, "\r"), "Escape": (27, "")}
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowLeft": (37, ""), "ArrowRight": (39, ""), "Delete": (46, "")}
 
 
 class Page:
@@ -95,6 +95,14 @@ class Page:
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
+
+    def drag(self, *points: tuple[float, float]) -> None:
+        """Press at the first point, move over the others, let go at the last."""
+        where = [{"x": x, "y": y, "button": "left", "clickCount": 1} for x, y in points]
+        self.call("Input.dispatchMouseEvent", type="mousePressed", **where[0])
+        for place in where:
+            self.call("Input.dispatchMouseEvent", type="mouseMoved", buttons=1, **place)
+        self.call("Input.dispatchMouseEvent", type="mouseReleased", **where[-1])
 
     def shoot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
