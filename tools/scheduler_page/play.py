@@ -17,7 +17,7 @@ from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.trace_view.engine_state import EngineState, Event
-from tools.scheduler_page.reasons import Ask, Narrator
+from tools.scheduler_page.reasons import Narrator
 
 MOST_TICKS = 400
 ROOM = 1000  # token ids for the prompt of one request
@@ -103,9 +103,6 @@ class EngineRig:
         self.blocks: Any = self.scheduler.blocks
         self.free: Iterable[int] = self.blocks.free
         self.names: dict[Any, str] = {}  # of the sequences
-        self.asks: list[Ask] = []  # for whom the scheduler is looking for blocks or a seat at the moment
-        for method in ("_make_room", "_claim_seat"):
-            watch(self, method)
 
     def add(self, request: Request) -> None:
         """Raises ValueError for a request that could never run."""
@@ -135,8 +132,8 @@ class StageRig:
         self.scheduler: Any = module.Scheduler(self.blocks, setup.seats, setup.budget, self.trace)
         self.free: Iterable[int] = self.blocks.free_list
         self.names: dict[Any, str] = {}
-        self.asks: list[Ask] = []
-        watch(self, "make_room")
+        self.asks: list[tuple[str, int]] = []  # for whom the scheduler makes room at the moment, and how many blocks
+        self._watch_make_room()
 
     def add(self, request: Request) -> None:
         """Raises ValueError for a request that could never run."""
@@ -157,25 +154,21 @@ class StageRig:
         tokens = [next(self.tokens) for s in plan if s.sample]
         self.scheduler.commit(plan, tokens, frozenset())
 
+    def _watch_make_room(self) -> None:
+        """Keep in `asks` for whom `make_room` works: a stage's events do not tell who needed what a victim gave."""
+        real = getattr(self.scheduler, "make_room", None)
+        if real is None:  # the reader may do without
+            return
 
-def watch(rig: Any, method: str) -> None:
-    """Keep in `rig.asks` for whom this method of its scheduler works: no event says who needed what a victim gave."""
-    real = getattr(rig.scheduler, method, None)
-    if real is None:  # the reader may do without
-        return
+        def watched(seq: Any, num_tokens: Any) -> Any:
+            needs = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
+            self.asks.append((self.names[seq], needs))
+            try:
+                return real(seq, num_tokens)
+            finally:
+                self.asks.pop()
 
-    def watched(seq: Any, wanted: Any) -> Any:
-        if method == "_claim_seat":
-            needs = rig.blocks.num_needed(len(seq.token_ids), wanted)
-        else:
-            needs = rig.blocks.num_blocks_for(wanted) - len(seq.block_table)
-        rig.asks.append(Ask(rig.names[seq], needs, seat=method == "_claim_seat"))
-        try:
-            return real(seq, wanted)
-        finally:
-            rig.asks.pop()
-
-    setattr(rig.scheduler, method, watched)
+        self.scheduler.make_room = watched
 
 
 def play(setup: Setup, module: Any = None, told: Callable[[Exception], str] = str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ class Ask(NamedTuple):
 
     name: str
     needs: int  # blocks
+    free: int
     seat: bool  # a waiting sequence asks; otherwise a running one
 
 
@@ -37,7 +38,6 @@ class Narrator:
         self.findable: set[int] = set()  # blocks whose content could be found before the latest event
         self.writers: dict[int, str] = {}  # of each block the one that took it last
         self.victims: set[str] = set()
-        self.given: tuple[str, int] = ("", 0)  # who gave back how many blocks, if the latest event told that
 
     def arrival(self, request: Any) -> str:
         shared = f", the first {request.shared} of them the common beginning" if request.shared else ""
@@ -48,7 +48,7 @@ class Narrator:
         name, kind = event["request"], event["type"]
         if kind == "preempted":
             self.victims.add(name)
-            yield "preempted", self.preemption(name)
+            yield "preempted", self.preemption(event)
         elif kind == "admitted":
             yield "start", self.start(name, event["cached"])
         elif kind == "blocks":
@@ -56,26 +56,34 @@ class Narrator:
         elif kind == "finished":
             request = self.requests[name]
             yield "end", f"{name} has written its {number(request.output, 'token')} and leaves."
-        self.given = name, len(event.get("freed", ()))
         self.findable = {block for block, content in enumerate(self.rig.blocks.contents) if content is not None}
 
-    def preemption(self, victim: str) -> str:
+    def asked(self, event: dict[str, Any]) -> Ask | None:
+        """For whom the victim of this event is preempted: the engine tells, a stage is watched."""
+        if "by" in event:
+            name = event["by"][0]
+            running = [self.rig.names[seq] for seq in self.rig.scheduler.running]
+            return Ask(name, event["needs"], event["free"], seat=name not in running)
+        if not self.rig.asks:
+            return None
+        name, needs = self.rig.asks[-1]
+        return Ask(name, needs, len(self.rig.free), seat=False)
+
+    def preemption(self, event: dict[str, Any]) -> str:
+        victim, ask = event["request"], self.asked(event)
         running = [self.requests[self.rig.names[seq]] for seq in self.rig.scheduler.running]
         me = self.requests[victim]
         if all(r.priority == me.priority for r in running):
             last = f"{victim} came last"
         else:
             last = f"{victim} is last by priority ({me.priority})"
-        if not self.rig.asks:
+        if ask is None:
             return f"{victim} is preempted: {last}."
-        ask = self.rig.asks[-1]
-        # The engine tells of a victim when it has given back its blocks, a stage before that.
-        count = len(self.rig.free) - (self.given[1] if self.given[0] == victim else 0)
-        free = "none is free" if not count else f"only {count} {'is' if count == 1 else 'are'} free"
+        free = "none is free" if not ask.free else f"only {ask.free} {'is' if ask.free == 1 else 'are'} free"
         if ask.name == victim:
             return f"{victim} is preempted: it needs {number(ask.needs, 'block')} more, {free}, and {last} itself."
         if ask.seat:
-            what = f"{number(ask.needs, 'block')}, and {free}" if ask.needs > count else "a seat, and all are taken"
+            what = f"{number(ask.needs, 'block')}, and {free}" if ask.needs > ask.free else "a seat, and all are taken"
             better = f"{self.requests[ask.name].priority} goes before {me.priority}"
             return f"{victim} is preempted: {ask.name} has the better priority ({better}) and needs {what}."
         return f"{victim} is preempted: {ask.name} needs {number(ask.needs, 'block')}, {free}, and {last}."
