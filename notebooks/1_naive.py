@@ -6,7 +6,8 @@
 # closely; see how a token is drawn; measure how slow the loop is; and find, on the way, the fact that makes stage 2
 # possible.
 #
-# Beside this notebook open `stages/stage_1_naive.py`. It has 71 lines.
+# Beside this notebook open `stages/stage_1_naive.py`; it holds the solutions of the exercises, so close it while you
+# write your own. It has 71 lines.
 #
 # **About 20 minutes, and 20 minutes for the exercises.** You need notebook 0.
 

@@ -5,8 +5,8 @@
 # next word. This notebook is about taking notes. The notes are called the **KV cache**; every inference engine has one,
 # and nearly all that is interesting about inference engines is about where to keep it.
 #
-# The whole of it is `stages/stage_2_kv_cache.py`, about 140 lines; `make stage-2-diff` shows what changed. It holds the
-# solutions of the exercises: close it while you write your own. In this notebook they are folded.
+# Beside this notebook open `stages/stage_2_kv_cache.py`; it holds the solutions of the exercises, so close it while you
+# write your own. `make stage-2-diff` shows what changed, solutions as well. In this notebook they are folded.
 #
 # **About 25 minutes, and 40 minutes for the exercises.** You need notebook 1.
 

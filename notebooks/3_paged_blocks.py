@@ -6,6 +6,9 @@
 # nobody knows beforehand how much they will need. Operating systems found the way out in 1962, and inference engines
 # found it again in 2023: **pages**.
 #
+# Beside this notebook open `stages/stage_3_paged_blocks.py`; it holds the solutions of the exercises, so close it while
+# you write your own. `make stage-3-diff` shows what changed, solutions as well.
+#
 # **About 25 minutes, and 35 minutes for the exercises.** You need notebook 2.
 
 # %%

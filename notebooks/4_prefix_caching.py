@@ -8,7 +8,8 @@
 # This notebook is about recognising it. The trick is a *name* for the contents of a block, and the notebook ends with
 # what happens if the name is chosen carelessly: you will see a dormouse become a fox.
 #
-# Open `stages/stage_4_prefix_caching.py` beside it, or run `make stage-4-diff` to see what changed.
+# Beside this notebook open `stages/stage_4_prefix_caching.py`; it holds the solutions of the exercises, so close it
+# while you write your own. `make stage-4-diff` shows what changed, solutions as well.
 #
 # **About 30 minutes, and 50 minutes for the exercises.** You need notebook 3.
 

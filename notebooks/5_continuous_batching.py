@@ -9,7 +9,8 @@
 # many tokens. That is **continuous batching**, the idea that made inference servers several times faster at once, and
 # it needs no new mathematics at all: a loop, two queues and a budget.
 #
-# Open `stages/stage_5_continuous_batching.py` beside it, or run `make stage-5-diff` to see what changed.
+# Beside this notebook open `stages/stage_5_continuous_batching.py`; it holds the solutions of the exercises, so close
+# it while you write your own. `make stage-5-diff` shows what changed, solutions as well.
 #
 # **About 30 minutes, and 40 minutes for the exercises.** You need notebooks 3 and 4.
 

@@ -7,8 +7,10 @@
 #
 # On a GPU, Python is the pianist, and every decode step is the same piece. This notebook punches the roll.
 #
-# You need no GPU: what only a GPU can show is a recording here, and says so. Open `stages/stage_6_cuda_graphs.py`
-# beside it, or run `make stage-6-diff` to see what changed.
+# You need no GPU: what only a GPU can show is a recording here, and says so.
+#
+# Beside this notebook open `stages/stage_6_cuda_graphs.py`; it holds the solutions of the exercises, so close it while
+# you write your own. `make stage-6-diff` shows what changed, solutions as well.
 #
 # **About 35 minutes, and 55 minutes for the exercises.** You need notebook 5.
 

@@ -7,8 +7,11 @@
 # The piano is a model that does not fit on one GPU, or is read too slowly by one. **Tensor parallelism** cuts every
 # matrix of every layer into parts. Each part goes to a **rank**, a process with a device of its own.
 #
-# You need no GPU: two processes on this CPU are two ranks. Open `stages/stage_7_tensor_parallel.py` beside it, or run
-# `make stage-7-diff` to see what changed against the stage before. The processes are in `stages/ranks.py`.
+# You need no GPU: two processes on this CPU are two ranks.
+#
+# Beside this notebook open `stages/stage_7_tensor_parallel.py`; it holds the solutions of the exercises, so close it
+# while you write your own. `make stage-7-diff` shows what changed, solutions as well. The processes are in
+# `stages/ranks.py`.
 #
 # **About 35 minutes, and 60 minutes for the exercises.** You need notebook 5.
 #

@@ -51,13 +51,18 @@ def code_cells(notebook: Any) -> list[Any]:
 
 @pytest.mark.parametrize("stage", load_stages(), ids=lambda stage: stage.slug)
 def test_a_chapter_says_how_long_it_takes_and_what_it_needs(stage: Stage) -> None:
-    """The minutes of its exercises are those of the manifest."""
+    """The minutes of its exercises are those of the manifest. And all say alike where the solutions stand."""
     [path] = [path for path in PATHS if path.stem == f"{stage.number}_{stage.slug}"]
     minutes = sum(minutes for minutes, _ in stage.exercises)
     beginning = path.read_text(encoding="utf-8").split("# %%")[1]
     assert re.search(
         rf"\*\*About \d+ minutes, and {minutes} minutes for the exercises\.\*\* You need notebooks? \d", beginning
     )
+    warning = (
+        f"Beside this notebook open `stages/{stage.module_name}.py`; it holds the solutions of the exercises, "
+        "so close it while you write your own."
+    )
+    assert warning in " ".join(beginning.replace("\n# ", " ").split())
 
 
 def run_nbval(notebook: Path, junit: Path) -> subprocess.CompletedProcess[str]:

@@ -71,7 +71,7 @@ def draw_matrix(axes: Axes, name: str, c: ModelConfig, ranks: int, x: int, y: in
             axes.add_patch(Rectangle((x + across.start, top + down.start), len(across), len(down), **look(rank)))
         line = "--" if copy else "-"
         axes.add_patch(Rectangle((x, top), columns, rows, fill=False, edgecolor=BLACK, linewidth=1, linestyle=line))
-        text = f"copy: {', '.join(map(str, holders))}" if copy else f"{name}\n{rows} × {columns}"
+        text = f"copy: {', '.join(map(str, holders))}" if copy else f"{name}\n{rows}×{columns}"
         axes.text(x, top - 12, text, fontsize=10, va="bottom")
     return x + columns
 
