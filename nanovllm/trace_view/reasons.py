@@ -18,8 +18,8 @@ def blocks(count: int) -> str:
 class Reasons:
     """Hears the events of a run, each after `state` has.
 
-    about: what is known of the engine's limits, `num_blocks`, `block_size`, `max_num_seqs`, `max_num_batched_tokens`.
-    A limit that is not known is never given as a reason.
+    about: what is known of the engine's limits, `num_blocks`, `block_size`, `max_num_seqs`, `max_num_batched_tokens`,
+    and of `enable_chunked_prefill`. A limit that is not known is never given as a reason.
     """
 
     def __init__(self, state: EngineState, about: dict[str, Any]) -> None:
@@ -54,10 +54,15 @@ class Reasons:
             return f"blocks ran out, and {names[sequence]} came last"
         needs, free = event["needs"], event["free"]
         what = f"{blocks(needs)}, {are_free(free)}" if needs > free else "a seat, and none is free"
+        running = [i for i, status in enumerate(self.state.status) if status == "running"]
+        last = max(running, key=lambda i: self.order[i], default=sequence)
+        if self.order[last] > self.order[sequence]:  # the scheduler is a reader's
+            return f"{names[by]} needs {what}, and {names[sequence]} was chosen, though {names[last]} is behind it"
         if by == sequence:
             return f"it needs {what}, and it is itself the last in order"
-        last = "came last" if self.order[by][0] == self.order[sequence][0] else "is less urgent"
-        return f"{names[by]} needs {what}, and {names[sequence]} {last}"
+        better, worse = self.order[by][0], self.order[sequence][0]
+        why = "came last" if better == worse else f"is less urgent (priority {worse}, not {better})"
+        return f"{names[by]} needs {what}, and {names[sequence]} {why}"
 
     def first_in_line(self) -> list[Any]:
         """Of those that wait while the step runs, the first with its reason, as far as it is planned; [] if none do."""
@@ -67,16 +72,25 @@ class Reasons:
         first = min(waiting, key=lambda i: self.order[i])
         return [first, self.why(first)]
 
-    def why(self, sequence: int) -> str:
+    def why(self, sequence: int, shared: int = 0) -> str:
+        """Why a sequence waits while the step runs.
+
+        shared: how many blocks others hold that hold its beginning. Events do not tell, so a recording counts none.
+        """
+        about, known = self.about, self.known[sequence]
+        running = [self.order[i][0] for i, status in enumerate(self.state.status) if status == "running"]
         if sequence in self.victims:
             return f"preempted in this step: {self.victims[sequence]}"
-        if self.planned == self.about.get("max_num_batched_tokens"):
+        if self.planned == about.get("max_num_batched_tokens"):
             return f"the step's budget of {self.planned} tokens is spent"
-        if self.state.status.count("running") == self.about.get("max_num_seqs"):
-            return f"all {self.about['max_num_seqs']} seats are taken"
-        if {"block_size", "num_blocks"} <= self.about.keys():
-            needs = -(-self.known[sequence] // self.about["block_size"])
-            free = self.about["num_blocks"] - len(self.state.owners)
+        if len(running) == about.get("max_num_seqs") and max(running) <= self.order[sequence][0]:
+            return f"all {len(running)} seats are taken" if len(running) > 1 else "the only seat is taken"
+        if {"block_size", "num_blocks"} <= about.keys():
+            needs = -(-known // about["block_size"]) - shared
+            free = about["num_blocks"] - len(self.state.owners)
             if needs > free:
-                return f"its {self.known[sequence]} tokens need {blocks(needs)}, {are_free(free)}"
+                return f"its {known} tokens need {blocks(needs)}, {are_free(free)}"
+        if not about.get("enable_chunked_prefill", True) and "max_num_batched_tokens" in about:
+            left = about["max_num_batched_tokens"] - self.planned
+            return f"its {known} tokens must fit the budget whole, and {left} are left"
         return "its turn has not come"

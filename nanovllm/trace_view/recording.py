@@ -44,8 +44,8 @@ class Recording:
         trace.save("run.jsonl")
 
     about: whatever should be known of the run later on. Of use to the page are `title`, `block_size`, `num_blocks`,
-    `max_num_seqs` and `max_num_batched_tokens`; without `num_blocks` it shows the blocks that were ever used, and
-    without the others it cannot always say why a request waits.
+    `max_num_seqs`, `max_num_batched_tokens` and `enable_chunked_prefill` (True if not given); without `num_blocks` it
+    shows the blocks that were ever used, and without the others it cannot always say why a request waits.
     The file holds the generated token ids, so it is as private as the texts.
     """
 

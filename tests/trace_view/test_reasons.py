@@ -101,7 +101,7 @@ def test_a_seat_for_the_more_urgent_one() -> None:
     fast = world.add([4, 5], max_tokens=2, ignore_eos=True, priority=0)
     world.drain()
     [why] = [event["why"] for event in page_data(recording, None)["events"] if event["type"] == "preempted"]
-    assert why == f"{fast} needs a seat, and none is free, and {slow} is less urgent"
+    assert why == f"{fast} needs a seat, and none is free, and {slow} is less urgent (priority 1, not 0)"
 
 
 def test_a_stage_says_less() -> None:

@@ -6,7 +6,7 @@ in which nobody is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from itertools import count
 from types import ModuleType
@@ -101,7 +101,7 @@ class EngineRig:
         self.engine = LLMEngine(no_model, config, vocab_size=VOCABULARY, on_event=tell)
         self.scheduler: Any = self.engine.scheduler
         self.blocks: Any = self.scheduler.blocks
-        self.free: Iterable[int] = self.blocks.free
+        self.free: Collection[int] = self.blocks.free
         self.names: dict[Any, str] = {}  # of the sequences
 
     def add(self, request: Request) -> None:
@@ -125,12 +125,16 @@ class StageRig:
         self.core, self.setup, self.planned, self.tokens = core, setup, planned, count(VOCABULARY // 2)
 
         def named(event: Event) -> None:
-            tell(event | {"request": list(self.names.values())[event["request"]]})
+            told = event | {"request": list(self.names.values())[event["request"]]}
+            if event["type"] == "preempted" and self.asks:
+                name, needs = self.asks[-1]
+                told |= {"by": [name, 0], "needs": needs, "free": len(self.free)}
+            tell(told)
 
         self.trace = core.Trace(named)
         self.blocks: Any = module.PrefixCachingPool(setup.num_blocks, setup.block_size)
         self.scheduler: Any = module.Scheduler(self.blocks, setup.seats, setup.budget, self.trace)
-        self.free: Iterable[int] = self.blocks.free_list
+        self.free: Collection[int] = self.blocks.free_list
         self.names: dict[Any, str] = {}
         self.asks: list[tuple[str, int]] = []  # for whom the scheduler makes room at the moment, and how many blocks
         self._watch_make_room()
@@ -200,7 +204,7 @@ class Run:
         self.rig: Any = (
             EngineRig(setup, self.hear, self.look) if module is None else StageRig(module, setup, self.hear, self.look)
         )
-        self.narrator = Narrator(setup, self.rig)
+        self.narrator = Narrator(setup, self.rig, self.state)
         self.to_come = sorted(setup.requests, key=lambda request: request.arrival)
         self.held: list[Request] = []  # arrived, but a static batch runs
         self.shares: dict[str, list[Any]] = {}  # of the step: phase, tokens, tokens before them, how many are again
@@ -250,7 +254,7 @@ class Run:
             start, tokens = event["cached"], event["tokens"]
             again = max(0, min(before[i], start + tokens) - start)
             self.shares[event["request"]] = [self.state.phases[i], tokens, start, again]
-        for kind, sentence in self.narrator.hear(event):
+        for kind, sentence in self.narrator.hear(event, i):
             self.note(kind, sentence)
 
     def look(self) -> None:

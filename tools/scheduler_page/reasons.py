@@ -6,18 +6,12 @@ Each sentence has a kind: arrival, refused, start, preempted, forgotten, work, w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
+
+from nanovllm.trace_view.engine_state import EngineState, Event
+from nanovllm.trace_view.reasons import Reasons
 
 Said = tuple[str, str]  # kind and sentence
-
-
-class Ask(NamedTuple):
-    """For whom the scheduler looks for blocks among those of others, and maybe for a seat."""
-
-    name: str
-    needs: int  # blocks
-    free: int
-    seat: bool  # a waiting sequence asks; otherwise a running one
 
 
 def listed(names: Iterable[str]) -> str:
@@ -32,8 +26,11 @@ def number(count: int, noun: str) -> str:
 class Narrator:
     """Follows one run."""
 
-    def __init__(self, setup: Any, rig: Any) -> None:
+    def __init__(self, setup: Any, rig: Any, state: EngineState) -> None:
         self.setup, self.rig = setup, rig
+        limits = {"num_blocks": setup.num_blocks, "block_size": setup.block_size, "max_num_seqs": setup.seats}
+        limits |= {"max_num_batched_tokens": setup.budget, "enable_chunked_prefill": setup.chunks}
+        self.reasons = Reasons(state, limits)
         self.requests = {request.name: request for request in setup.requests}
         self.findable: set[int] = set()  # blocks whose content could be found before the latest event
         self.writers: dict[int, str] = {}  # of each block the one that took it last
@@ -44,11 +41,13 @@ class Narrator:
         priority = f", priority {request.priority}" if len({r.priority for r in self.setup.requests}) > 1 else ""
         return f"{request.name} arrives with {number(request.prompt, 'token')}{shared}{priority}."
 
-    def hear(self, event: dict[str, Any]) -> Iterator[Said]:
+    def hear(self, event: Event, sequence: int) -> Iterator[Said]:
+        """Take in an event of that sequence, after the state has."""
         name, kind = event["request"], event["type"]
+        why = self.reasons.hear(event, sequence)
         if kind == "preempted":
             self.victims.add(name)
-            yield "preempted", self.preemption(event)
+            yield "preempted", f"{name} is preempted: {why}."
         elif kind == "admitted":
             yield "start", self.start(name, event["cached"])
         elif kind == "blocks":
@@ -57,36 +56,6 @@ class Narrator:
             request = self.requests[name]
             yield "end", f"{name} has written its {number(request.output, 'token')} and leaves."
         self.findable = {block for block, content in enumerate(self.rig.blocks.contents) if content is not None}
-
-    def asked(self, event: dict[str, Any]) -> Ask | None:
-        """For whom the victim of this event is preempted: the engine tells, a stage is watched."""
-        if "by" in event:
-            name = event["by"][0]
-            running = [self.rig.names[seq] for seq in self.rig.scheduler.running]
-            return Ask(name, event["needs"], event["free"], seat=name not in running)
-        if not self.rig.asks:
-            return None
-        name, needs = self.rig.asks[-1]
-        return Ask(name, needs, len(self.rig.free), seat=False)
-
-    def preemption(self, event: dict[str, Any]) -> str:
-        victim, ask = event["request"], self.asked(event)
-        running = [self.requests[self.rig.names[seq]] for seq in self.rig.scheduler.running]
-        me = self.requests[victim]
-        if all(r.priority == me.priority for r in running):
-            last = f"{victim} came last"
-        else:
-            last = f"{victim} is last by priority ({me.priority})"
-        if ask is None:
-            return f"{victim} is preempted: {last}."
-        free = "none is free" if not ask.free else f"only {ask.free} {'is' if ask.free == 1 else 'are'} free"
-        if ask.name == victim:
-            return f"{victim} is preempted: it needs {number(ask.needs, 'block')} more, {free}, and {last} itself."
-        if ask.seat:
-            what = f"{number(ask.needs, 'block')}, and {free}" if ask.needs > ask.free else "a seat, and all are taken"
-            better = f"{self.requests[ask.name].priority} goes before {me.priority}"
-            return f"{victim} is preempted: {ask.name} has the better priority ({better}) and needs {what}."
-        return f"{victim} is preempted: {ask.name} needs {number(ask.needs, 'block')}, {free}, and {last}."
 
     def start(self, name: str, cached: int) -> str:
         seq = next(seq for seq, known in self.rig.names.items() if known == name)
@@ -108,7 +77,6 @@ class Narrator:
 
     def plan(self, shares: dict[str, list[Any]], held: list[str]) -> Iterator[Said]:
         """What the step computes, and why the others compute nothing."""
-        spent = sum(tokens for _, tokens, *_ in shares.values())
         known = {self.rig.names[seq]: seq for seq in self.rig.names}
         decodes = [name for name, (phase, *_) in shares.items() if phase == "decode"]
         if decodes:
@@ -128,7 +96,7 @@ class Narrator:
             yield "waits", f"{listed(idle)} {verb} nothing: the budget of {self.setup.budget} tokens is spent."
         waiting = [self.rig.names[seq] for seq in self.rig.scheduler.waiting]
         if waiting:
-            yield "waits", self.waits(waiting[0], self.rig.scheduler.waiting[0], self.setup.budget - spent, running)
+            yield "waits", self.waits(waiting[0], self.rig.scheduler.waiting[0])
         if len(waiting) > 1:
             behind = f"{listed(waiting[1:])} {'waits' if len(waiting) == 2 else 'wait'}"
             yield "waits", f"{behind} behind {waiting[0]}: nobody overtakes."
@@ -136,17 +104,10 @@ class Narrator:
             who = f"{listed(held)} {'waits' if len(held) == 1 else 'wait'}"
             yield "waits", f"{who} for the next batch: {listed(running + waiting)} must end first."
 
-    def waits(self, name: str, seq: Any, budget: int, running: list[str]) -> str:
-        blocks, total = self.rig.blocks, len(seq.token_ids)
-        found = blocks.find_prefix(seq)
-        needs = blocks.num_blocks_for(total) - sum(blocks.ref_counts[block] > 0 for block in found)
-        free, worst = len(self.rig.free), max((self.requests[r].priority for r in running), default=0)
-        if budget <= 0:
-            return f"{name} waits: the budget of {self.setup.budget} tokens is spent."
-        if len(running) >= self.setup.seats and worst <= self.requests[name].priority:
-            return f"{name} waits: no seat is free."
-        if needs > free:
-            are = "is" if free == 1 else "are"
-            room = f"{number(needs, 'block')} for its {number(total, 'token')}"
-            return f"{name} waits: it needs {room}, and {free} {are} free."
-        return f"{name} waits: its {total} tokens must fit the budget whole, and {budget} are left."
+    def waits(self, name: str, seq: Any) -> str:
+        i = next(i for i, (known, _) in enumerate(self.reasons.state.names) if known == name)
+        if i in self.reasons.victims:
+            return f"{name} waits: what it gave up in this step is not taken back at once."
+        found = self.rig.blocks.find_prefix(seq)
+        shared = sum(self.rig.blocks.ref_counts[block] > 0 for block in found)
+        return f"{name} waits: {self.reasons.why(i, shared)}."
