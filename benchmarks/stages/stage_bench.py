@@ -39,8 +39,9 @@ from benchmarks.stages.showcases import (
     TARGETS,
     within_reach,
 )
-from stages.manifest import load_stages
+from stages.manifest import load_stage, load_stages
 from tools import until_ctrl_c
+from tools.exercises import mine
 
 KNOWN = {**{str(number): build for number, build in SHOWCASES.items()}, **OTHERS}
 FIGURE = harness.ROOT / "docs" / "figures" / "ladder.png"
@@ -226,6 +227,8 @@ def run(name: str, options: argparse.Namespace) -> tuple[Result, list[str]] | No
     A showcase that needs a GPU is only tried out without one.
     """
     chosen, shape = argparse.Namespace(**vars(options)), NEED_A_GPU.get(name)
+    if options.impl == "exercises":
+        mine.require_right(load_stage(int(name)))
     if name == "smollm2":
         chosen.model = SMOLLM2
         if not SMOLLM2.is_dir():
@@ -304,6 +307,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare the gains with the recorded ones")
     add_options(parser)
     options = parser.parse_args()
+    if options.impl == "exercises" and (others := set(options.names) & OTHERS.keys()):
+        parser.error(f"--impl exercises needs the number of a stage, and {min(others)!r} is none")
     if options.check:
         return check(options.names, options)
     found = [run(name, options) for name in options.names]

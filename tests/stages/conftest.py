@@ -61,6 +61,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here:
+        if exercise_of(item):
+            item.add_marker("exercise")
     dropped = {item for item in here if not applies(config, item)}
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
@@ -153,7 +156,8 @@ class Lesson:
     def __init__(self, config: pytest.Config) -> None:
         self.one_failure = not config.option.maxfail  # the user has not asked for more
         config.option.reportchars = config.option.reportchars.strip("fE")  # every failure is told once
-        self.whole = not config.option.keyword and config.args == ["tests/stages"]  # and so worth a record
+        selected = config.option.keyword or config.option.markexpr not in config.getini("addopts")
+        self.whole = not selected and config.args == ["tests/stages"]  # and so worth a record
         self.watch = watch()
         self.holes: dict[str, str] = {}  # exercise -> right, wrong, open, or for which other exercise it waits
         self.failed: dict[int, str] = {}  # stage -> its first test that failed

@@ -12,7 +12,7 @@ from typing import Any
 
 from stages.manifest import Stage, load_stages
 from tools.exercises.exercises import solution
-from tools.exercises.progress import EXERCISES, read_progress
+from tools.exercises.progress import EXERCISES, read_progress, run_tests
 
 
 def builds_on(stage: Stage) -> list[Stage]:
@@ -31,11 +31,21 @@ def use_own(stage: Stage, directory: Path = EXERCISES) -> list[Stage]:
     return own
 
 
+def require_right(stage: Stage) -> None:
+    """End the program unless all exercises in the learner's file are right, with what the tests say of the first wrong.
+
+    The tests of the exercises run now, unless all tests of the stage have passed on this very file.
+    """
+    progress, file, n = read_progress(stage, EXERCISES), f"exercises/{stage.module_name}.py", stage.number
+    if not progress.written:
+        sys.exit(f"{file} does not exist yet: `make stage-{n}-exercise` writes it")
+    if not progress.done:
+        print(f"First the exercises in {file}, each by itself:", flush=True)
+        if run_tests(stage, "-m", "exercise"):
+            sys.exit(f"Your stage {n} runs when they are right. The same tests: make stage-{n}-test IMPL=exercises")
+
+
 def engine_class(stage: Stage) -> Any:
-    """The engine of the learner's file. Raises FileNotFoundError if there is none."""
-    if not (EXERCISES / f"{stage.module_name}.py").is_file():
-        raise FileNotFoundError(
-            f"exercises/{stage.module_name}.py does not exist yet: `make stage-{stage.number}-exercise` writes it"
-        )
+    """The engine of the learner's file, which must be there."""
     use_own(stage)
     return stage.engine_class("exercises")

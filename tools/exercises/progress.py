@@ -119,11 +119,16 @@ def read_progress(stage: Stage, directory: Path) -> Progress:
     return Progress(stage, unfinished, len(names), True, known)
 
 
+def run_tests(stage: Stage, *options: str) -> int:
+    """Run pytest on the learner's file of a stage, with a dot for each test. Returns pytest's exit code."""
+    command = [sys.executable, "-m", "pytest", "tests/stages", f"--stage={stage.number}", "--impl=exercises"]
+    quick_start = ["-pno:nbval", "-pno:schemathesis"]
+    return subprocess.run([*command, "-q", *quick_start, *options], cwd=ROOT).returncode
+
+
 def run_stage(stage: Stage, directory: Path, *, mutants: bool) -> Result:
     """Run the stage's tests on the learner's file and, if asked and they pass, on the mutants of the project's file."""
-    command = [sys.executable, "-m", "pytest", "tests/stages", f"--stage={stage.number}", "--impl=exercises"]
-    quiet = ["-q", "--tb=no", "-pno:nbval", "-pno:schemathesis"]
-    subprocess.run([*command, *quiet], cwd=ROOT)  # it shows a dot for each test, and records what it finds
+    run_tests(stage, "--tb=no")  # which records what it finds
     result = load_results(directory)[stage.module_name]
     if mutants and result.failed is None:
         from tools.exercises.mutants import load_mutants, report  # here, because importing pytest takes a while
