@@ -26,12 +26,19 @@ FREE_LIST = (
 )
 HINTS = {  # what the failing line and the error have in them -> the likely mistake
     ("scaled_dot_product_attention", "size"): SHAPES,
+    ("sample(", "cannot unpack non-iterable int"): "sample wants a row for each sequence: [1, V], as the logits are",
     ("append_token", "unhashable type: 'list'"): "sample returns a list, with one token per sequence",
+    ("self.k[", "shape mismatch"): "split the first dimension alone: k.unflatten(0, (batch, num_queries))",
+    ("block_table[", "list index out of range"): (
+        "as many positions lie in one block as it has slots: the position divided by block_size is the index"
+    ),
     ("k_blocks", "out of bounds"): "slots are rows of the flat view, k_blocks.flatten(0, 1)",
     ("parent", "int too big"): "a digest has 64 bits without a sign: parent.to_bytes(8, 'little')",
     ("bytes(", "range(0, 256)"): "a token needs more than a byte: array('q', tokens).tobytes()",
     ("block_by_digest[", "KeyError"): "no block is known under that digest: self.find(digest) is None then",
     (".matches", "'NoneType'"): "no content is known under this digest: stop before the comparison",
+    (".digest", "'NoneType'"): "the first block has no parent, and 0 stands for the digest of none",
+    ("array(", "greater than maximum"): "a vocabulary may have more than 65,536 tokens: array('q', tokens)",
     (".digest", "'int'"): "the parent is the content of the block before, not its digest",
     ("free_list", "OrderedDict' object has no attribute"): FREE_LIST,
     ("free_list[", "slice"): FREE_LIST,
@@ -48,6 +55,12 @@ HINTS = {  # what the failing line and the error have in them -> the likely mist
         "size",
     ): "each row has one temperature and one row of noise: take [:bucket], and make the temperatures a column [b, 1]",
     ("F.embedding", "index out of range"): "a row of another rank cannot be looked up here: look up row 0 in its place",
+    ("copy_(", "must be Tensor, not list"): "copy_ takes a tensor, and this is a list: torch.tensor([...])",
+    ("[:", "can't assign a list"): "a tensor takes a tensor, and this is a list: self.x.copy_(torch.tensor([...]))",
+    ("multinomial", "probability tensor"): (
+        "the draw is made already: self.noise, times the temperature, is added to the logits, and the largest wins"
+    ),
+    ("insort", "not supported between"): "what to compare: sequences have no order of their own, s.request has",
     ("copy_", "size"): "every field needs a value for each row of the bucket, padding included",
 }
 

@@ -26,6 +26,9 @@ def test_a_token_sees_itself_and_all_before_it(subject: Subject) -> None:
             0, 1
         ).reshape(right.shape),
         "the batch dimension that unsqueeze(0) added is still there": right[None],
+        "neighbouring query heads share a key/value head: 0 to 2 the first, 3 to 5 the second, not by turns": attention(
+            q, k.repeat(1, 3, 1), v.repeat(1, 3, 1), column <= own
+        ),
     }
     out = subject.part("attend_to_all")(0, q, k, v)
     told = "attention wants [.., heads, T, D]: heads were put second, so they attended to each other"
@@ -80,6 +83,7 @@ def test_the_whole_text_goes_in_and_its_last_token_is_scored(subject: Subject, c
     engine.model = Model()
     logits = engine.next_token_logits(Sequence(0, [5, 6, 7, 8], 2, SamplingParams(0, 9), seed=0))
     likely: dict[str, Any] = {
+        "there is no dimension for a batch: the ids of all tokens are [T]": [[5, 6, 7, 8]],
         "the prompt alone, without what was generated": [5, 6],
         "the newest token alone: stage 1 keeps nothing, so the model must see the whole text": [8],
     }

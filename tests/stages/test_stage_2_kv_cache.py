@@ -10,7 +10,7 @@ import torch
 from stages.checkpoint import read_config
 from stages.core import SamplingParams, Sequence
 from tests.oracle_record import Recorder
-from tests.stages.likely import check, exercise
+from tests.stages.likely import check, exercise, same
 from tests.stages.requests import greedy, random_prompts
 from tests.stages.subject import Subject, since
 from tests.weights import lively_qwen3
@@ -32,7 +32,7 @@ def test_new_keys_and_values_land_in_their_row_and_column(
             found = [tuple(at) for at in (stored[1] == new[i]).all(-1).all(-1).nonzero().tolist()]
             elsewhere = f"cells (row, column) that hold the {name} of the token of row {cell[0]}, position {cell[1]}"
             likely = {
-                "the new keys or values were never written": [],
+                "the new keys or values were never written (indexing with tensors makes a copy, so assign)": [],
                 "the new tokens are written to columns 0 to Q - 1": [(cell[0], i)],
             }
             likely |= {"k and v are laid out row after row: unflatten(0, (B, Q))": [(1, 0)]}
@@ -93,11 +93,12 @@ LOGITS = "logits (here: the index of a token in the flat rectangle, plus 100)"
 
 @exercise("2.2")
 def test_prefill_scores_the_last_token_of_each_prompt(subject: Subject, checkpoints: Path) -> None:
-    """Prompts of 2, 4 and 1 tokens in a rectangle of 3 x 4."""
+    """Prompts of 2, 4 and 1 tokens in a rectangle of 3 x 4. One ends with token 0."""
     engine = subject.engine(lively_qwen3(checkpoints))
     engine.model = Stub()
     engine.forward = lambda cache, input_ids, positions: torch.arange(input_ids.numel()).float().view(3, 4, 1)
     batch = batch_of(2, 4, 1)
+    batch[1].token_ids[-1] = 0
     for seq in batch:
         seq.num_prompt_tokens = len(seq.token_ids)
     right = torch.tensor([[101.0], [107], [108]])
@@ -105,6 +106,7 @@ def test_prefill_scores_the_last_token_of_each_prompt(subject: Subject, checkpoi
         "the last column of the rectangle, which for short prompts is padding": torch.tensor([[103.0], [107], [111]]),
         "one token too far: the last of n tokens has the index n - 1": torch.tensor([[102.0], [107], [109]]),
         "one token too early": torch.tensor([[100.0], [106], [111]]),
+        "padding is told by its id 0, but id 0 is a token like any other": torch.tensor([[101.0], [106], [108]]),
         "these are hidden states: self.model.logits turns them into scores": right - 100,
         "all columns of these rows: hidden[rows, last] takes one of each": (
             torch.arange(100.0, 112).view(3, 4, 1)[:, [1, 3, 0]]
@@ -140,6 +142,7 @@ def test_decode_runs_the_newest_token_of_each_sequence(subject: Subject, checkpo
         "counted from the end of the prompt; positions count from the beginning of the text": torch.tensor(
             [[0], [2], [1]]
         ),
+        "num_computed is counted from stage 3 on; here it stays 0": torch.zeros(3, 1, dtype=torch.int64),
         "the shape must be [B, 1], a column": torch.tensor([2, 4, 3]),
     }
     check("positions", positions, torch.tensor([[2], [4], [3]]), likely)
@@ -177,6 +180,12 @@ def test_the_mask_lets_a_token_see_itself_and_what_came_before(
         ),
         "[B, Q, context]: a dimension for the heads is missing, [B, 1, Q, context]": columns <= at[:, :, None],
     }
+    triangle = torch.ones(at.shape[1], context, dtype=torch.bool).tril()  # [Q, context]
+    if same(masks.mask.squeeze(), triangle.squeeze()):
+        raise AssertionError(
+            f"mask of positions {positions}: of shape {[*masks.mask.shape]} instead of {[*(columns <= own).shape]}\n"
+            "likely: a triangle starts at column 0; where a token stands is in `positions`, in each row another"
+        )
     check(f"mask of positions {positions}", masks.mask, columns <= own, likely)
 
 

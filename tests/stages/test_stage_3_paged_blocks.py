@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from stages.checkpoint import read_config
@@ -44,6 +45,9 @@ def test_a_sequence_gets_the_blocks_that_it_lacks(subject: Subject) -> None:
         assert fits, f"room for {num_tokens} tokens was refused, with the free blocks {free}"
         likely = {
             "as many blocks as there are tokens: self.num_blocks_for counts blocks": [*range(num_tokens)],
+            "rounded down: what does not fill a block needs one all the same": [*range(num_tokens // 4)],
+            "one block too many where the tokens fill theirs exactly": [*range(num_tokens // 4 + 1)],
+            "room for all tokens that the sequence has: num_tokens says for how many": [0, 1],
             "all blocks are taken again: the blocks that the sequence has already are not missing": [
                 *range(had + blocks)
             ],
@@ -115,7 +119,9 @@ def test_a_slot_is_block_times_size_plus_offset(subject: Subject) -> None:
 
 
 @exercise("3.3")
-def test_the_gather_is_attention_over_the_slots_of_a_sequence(subject: Subject) -> None:
+def test_the_gather_is_attention_over_the_slots_of_a_sequence(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two sequences of two new tokens each: 4 query heads over 2 key/value heads, and two tokens come last to first."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, heads, 8, generator=generator) for n, heads in ((4, 4), (12, 2), (12, 2)))
@@ -132,9 +138,11 @@ def test_the_gather_is_attention_over_the_slots_of_a_sequence(subject: Subject) 
     seen = column <= last_key[:, :, None]  # [R, Q, C]
     everything, causal = torch.ones_like(seen), (column <= torch.arange(2)[:, None]).expand_as(seen)
     rectangle = subject.part("Rectangle")(tokens, slots, seen[:, None])
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))  # what nobody writes stays so
     out = subject.part("gather_attention")([rectangle], q, k.view(3, 4, 2, 8), v.view(3, 4, 2, 8))
     right = attend(v, seen)
     likely = {
+        "nothing came into `out`: indexing with a tensor makes a copy, so assign to out[r.tokens]": q * torch.nan,
         "every key is seen, padding too: r.mask is not used": attend(v, everything),
         "is_causal counts from the first key of the rectangle, not from the sequence's: use r.mask": attend(v, causal),
         "the values are read from the blocks of the keys": attend(k, seen),

@@ -128,12 +128,15 @@ def test_admitted_in_order_with_room_for_all_and_a_share_of_the_budget(rig: Call
     r.scheduler.admit(plan, 10)
     shares = [(s.seq.request, s.num_tokens) for s in plan]
     likely: dict[str, Any] = {
-        "an admitted sequence must leave self.waiting": [(0, 6), (0, 4)],
+        "the first in self.waiting is to leave it, as an admitted sequence must: popleft": [(0, 6), (0, 4)],
         "nothing was scheduled: plan.append(Scheduled(seq, num_tokens))": [],
         "the budget is not lowered: budget -= num_tokens": [(0, 6), (1, 8), (2, 2)],
         "the last sequence takes more than is left: min(.., budget)": [(0, 6), (1, 8)],
     }
     check("shares (request, tokens) of a budget of 10", shares, [(0, 6), (1, 4)], likely)
+    computed = [seq.num_computed for seq in r.scheduler.running]
+    likely = {"planned tokens are not computed yet: commit counts them when the step is over": [6, 4]}
+    check("num_computed of those that run", computed, [0, 0], likely)
     likely = {
         "an admitted sequence must join self.running": ([], [2]),
         "an admitted sequence must leave self.waiting": ([0, 1], [0, 1, 2]),
@@ -201,7 +204,8 @@ def test_a_preempted_sequence_waits_without_blocks_at_its_place(rig: Callable[..
     }
     check("waiting", r.queues()[1], [1, 2, 4], likely)
     check("its block table", victim.block_table, [], {"the victim still has its blocks: self.release(seq)": [2, 3]})
-    check("free blocks", len(r.pool.free_list), 12)
+    likely = {"the victim's blocks never came back to the free list: self.release(seq)": 10}
+    check("free blocks", len(r.pool.free_list), 12, likely)
     likely = {"no KV of the victim is left, since its blocks are gone: set num_computed to 0": 4}
     check("its num_computed", victim.num_computed, 0, likely)
     check("its tokens", len(victim.token_ids), 5, {"the generated tokens must be kept": 4})

@@ -139,6 +139,7 @@ def test_the_recorded_step_samples_by_the_rule_of_all_stages(subject: Subject, c
     likely = {
         "the noise is added as it is, whatever the temperature": torch.tensor([0, 1]),
         "the temperature is left out, and so is the noise": torch.tensor([1, 1]),
+        "keepdim leaves a dimension of one; wanted is [b]": torch.tensor([[1], [2]]),
         "one index for all rows together: argmax(dim=-1)": torch.tensor(6),
         "the largest row of each column; wanted is the largest of each row: argmax(dim=-1)": torch.tensor([0, 0, 1, 0]),
         "divided by the temperature, which is 0 for greedy rows": (
@@ -163,6 +164,7 @@ def test_the_gather_of_whole_tables_sees_only_what_there_is(subject: Subject, ch
             [[True] * 4 + [False] * 2, [True] * 2 + [False] * 4]
         )[:, None, None],
         "[b, C]: dimensions for heads and queries are missing, [b, 1, 1, C]": seen,
+        "[b, 1, C]: one for each of the dimensions for heads and queries, [b, 1, 1, C]": seen[:, None],
     }
     if got.mask.shape[-1] != 6:
         raise AssertionError(

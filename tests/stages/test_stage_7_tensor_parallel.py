@@ -42,7 +42,11 @@ def test_a_rank_has_its_share_of_heads_neurons_and_tokens(subject: Subject, stor
         right |= {"intermediate_size": neurons, "vocab_size": tokens}
         likely = {
             "num_key_value_heads": {"with more ranks than heads, each rank has one head": 2 // size, "not cut": 2},
-            "vocab_size": {"rounded down, so that no rank has the last tokens: round up": 511 // size, "not cut": 511},
+            "vocab_size": {
+                "rounded down, so that no rank has the last tokens: round up": 511 // size,
+                "one too many where nothing is left over": 511 // size + 1,
+                "not cut": 511,
+            },
             "num_attention_heads": {"not cut: each rank has a part of the heads": 4},
             "intermediate_size": {"not cut: each rank has a part of the neurons": whole.intermediate_size},
         }
@@ -86,6 +90,7 @@ def test_each_tensor_is_cut_along_the_right_dimension(subject: Subject, story_mo
     last = cut("embed_tokens.weight", tokens, config, 1, 2)
     likely_rows = {
         "the row of zeros at the end is missing: all ranks have the same number of rows": numbers[4:7],
+        "zeros beside the rows, not below the last: F.pad counts from the last dimension": F.pad(numbers[4:7], (0, 1)),
         "not cut": tokens,
     }
     check("embed_tokens.weight of rank 1, of 7 tokens", last, torch.cat((numbers[4:7], torch.zeros(1, 8))), likely_rows)
@@ -112,15 +117,14 @@ def test_the_ranks_look_up_their_own_tokens_and_add_up(subject: Subject) -> None
         group = Alone(rank)
         layer = subject.part("VocabParallelEmbedding")(torch.nn.Embedding(3, 1), group)
         layer.weight.data = whole[3 * rank : 3 * rank + 3]
-        rows = (ids - 3 * rank).clamp(0, 2)
+        rows, vectors = ids - 3 * rank, layer.weight.data
+        own = (rows >= 0) & (rows < 3)
+        found = vectors[rows.where(own, 0)]
         likely = {
-            "vectors of other ranks' tokens are not zero: the sum would have them twice": layer.weight.data[rows],
-            "vectors of other ranks' tokens are not zero, but those of row 0": layer.weight.data[
-                torch.where((ids - 3 * rank >= 0) & (ids - 3 * rank < 3), ids - 3 * rank, 0)
-            ],
-            "the last of a rank's own tokens counts as another rank's": torch.tensor([[1.0], [0], [0], [0]])
-            if rank == 0
-            else torch.tensor([[0.0], [0], [4], [0]]),
+            "vectors of other ranks' tokens are not zero: the sum would have them twice": vectors[rows.clamp(0, 2)],
+            "vectors of other ranks' tokens are not zero, but those of row 0": found,
+            "what holds for a token holds for its vector: a column own[:, None]": found * own,
+            "the last of a rank's own tokens counts as another rank's": found * (own & (rows < 2))[:, None],
         }
         with torch.inference_mode():
             got = layer(ids)
@@ -138,6 +142,8 @@ def test_a_rank_names_its_best_token_and_never_padding(subject: Subject) -> None
         "padding wins with its logit 0: mask the ids from vocab_size on": [[0.0, 7.0], [0.0, 7.0]],
         "the ids count from this rank's first token: add the tokens of the ranks before": [[-1.0, 1.0], [-1.0, 0.0]],
         "of equal logits the last wins: the lowest id must win, which argmax finds": [[-1.0, 5.0], [-1.0, 5.0]],
+        "the ids of a rank begin where those of the rank before end; padding is told by them": [[0.0, 3.0]] * 2,
+        "a pair for each row, [N, 2]: dim=-1": [[-1.0, -1.0], [5.0, 4.0]],
         "the pairs are (logit, id), in that order": [[5.0, -1.0], [4.0, -1.0]],
     }
     got = best_of(logits, 1, 7)
