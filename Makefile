@@ -32,7 +32,10 @@ unexport VIRTUAL_ENV PYTHONHOME
 # --- set up and test --------------------------------------------------------------------------------------------------
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { sub(/%/, "N", $$1); printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^# --- / { gsub(/^# -+ | -+$$/, ""); print "\n" $$0 } \
+	  /^[a-z%-]+:.*## / { sub(/%/, "N", $$1); line = sprintf("  make %-18s", $$1); n = split($$2, words, " "); \
+	    for (i = 1; i <= n; i++) { if (length(line) + length(words[i]) >= 80) { print line; line = sprintf("%25s", "") } \
+	      line = line " " words[i] } print line }' $(MAKEFILE_LIST)
 
 setup: ## install everything into .venv (PYTHON=..., SYSTEM_SITE=1 to reuse its torch, TORCH=... to choose one)
 	$(SETUP)

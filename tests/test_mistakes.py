@@ -19,7 +19,7 @@ from tests.stage_jobs import ROOT, Job, run_jobs
 from tests.stages import endless
 from tests.stages.endless import EndlessLoop, Watch
 from tests.stages.likely import check, in_short
-from tools.exercises.exercises import PACKAGE, find_holes, solution
+from tools.exercises.exercises import PACKAGE, exercise_source, find_holes, solution
 from tools.exercises.mutants import Mutant
 
 by_slug = pytest.mark.parametrize("stage", load_stages(), ids=lambda stage: stage.slug)
@@ -62,7 +62,7 @@ def run_as_learner(stage: Stage, text: str, target: str) -> str:
 
 @pytest.mark.slow
 def test_an_exercise_that_needs_a_wrong_one_waits_for_it() -> None:
-    """The message is told once, and the exercise that could not run is not called wrong."""
+    """The message is told once, and the exercise that could not run is not called wrong. An open one likewise."""
     stage = load_stage(4)
     text = solution(stage).replace("parent.to_bytes(8", "parent.to_bytes(2")
     told = run_as_learner(stage, text, "tests/stages/test_stage_4_prefix_caching.py")
@@ -71,6 +71,8 @@ def test_an_exercise_that_needs_a_wrong_one_waits_for_it() -> None:
         "4.1  wrong",
         *(f"4.{n}  waits for 4.1" for n in (2, 3, 4)),
     ]
+    told = run_as_learner(stage, exercise_source(stage), "tests/stages/test_stage_4_prefix_caching.py")
+    assert told.count("still open: exercise 4.1: ") == 1 and "waits for exercise 4.1, which is open" in told, told
 
 
 @pytest.mark.slow

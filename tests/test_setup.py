@@ -34,8 +34,13 @@ QUICK = " -p no:nbval -p no:schemathesis"  # plugins that take seconds to start,
 @needs_make
 def test_help_lists_every_target_with_a_description() -> None:
     targets = {name.replace("%", "N") for name in re.findall(r"^([a-z][\w%-]*):(?!=)", MAKEFILE, flags=re.MULTILINE)}
-    listed = {line.split()[1]: line.split(maxsplit=2)[2] for line in run("make", "help").stdout.splitlines()}
+    told = run("make", "help").stdout
+    assert max(map(len, told.splitlines())) <= 80
+    entries = re.findall(r"^  make (\S+) +(.+(?:\n {26}.+)*)$", told, flags=re.MULTILINE)
+    listed = {name: " ".join(description.split()) for name, description in entries}
     assert listed.keys() == targets
+    described = dict(re.findall(r"^([a-z%-]+):.*## (.+)$", MAKEFILE, flags=re.MULTILINE))
+    assert listed == {name.replace("%", "N"): description for name, description in described.items()}
     assert {"setup", "demo", "test", "test-slow", "stage-N-test", "stage-N-notebook", "ladder"} <= targets
     assert all(len(description) > 10 for description in listed.values())
 

@@ -45,7 +45,7 @@ def gpu() -> Iterator[Finding]:
             reason = f"torch is made for CUDA {torch.version.cuda}, and finds no usable card"
             yield Finding("GPU", "note", reason, "nvidia-smi says whether there is one, and how old its driver is")
         else:
-            yield Finding("GPU", "ok", "none: everything but stage 6's measurements and make bench runs on the CPU")
+            yield Finding("GPU", "ok", "none; the CPU does all but `make bench` and what stage 6 measures")
         return
     if driver.exists():
         yield Finding("driver", "ok", driver.read_text().splitlines()[0].split(":", 1)[-1].strip())

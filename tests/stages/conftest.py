@@ -6,6 +6,7 @@ A test that takes the fixture `subject` runs once for every stage from which on 
 
 import importlib.util
 import re
+import textwrap
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.stages.likely import hole_at, in_short
 from tests.stages.ranks import awkward_model, awkward_ranks, start_ranks, story_ranks
 from tests.stages.shadow import shadow_checkpoint
 from tests.stages.subject import Subject, arguments
-from tools.exercises.exercises import find_holes, solution
+from tools.exercises.exercises import find_holes, line_width, solution
 from tools.exercises.mine import use_own
 from tools.exercises.progress import EXERCISES, Result, digest_of, save_result
 
@@ -143,7 +144,8 @@ def story_model() -> Path:
 def still_open(name: str, stage: int) -> str:
     """What the test of an open exercise says: its hint, not a traceback."""
     hints = {f"exercise {hole.name}": hole.hint for hole in find_holes(solution(load_stage(stage)))} if stage else {}
-    return f"still open: {name}: {hints[name]}" if name in hints else f"still open: {name}"
+    told = f"still open: {name}: {hints[name]}" if name in hints else f"still open: {name}"
+    return textwrap.fill(told, line_width(), break_on_hyphens=False)
 
 
 class Lesson:
@@ -216,7 +218,9 @@ class Lesson:
             elif hole:
                 name = str(call.excinfo.value).removeprefix("exercise ")
                 self.holes[hole] = "open" if name == hole else f"waits for {name}"
-            if is_open:
+            if is_open and hole and self.holes[hole] != "open" and self.holes.get(name) == "open":
+                report.longrepr = f"waits for exercise {name}, which is open"
+            elif is_open:
                 report.longrepr = still_open(str(call.excinfo.value), number)
             elif item.config.option.tbstyle == "auto" and not call.excinfo.errisinstance(pytest.fail.Exception):
                 test: Any = getattr(item, "function", None)

@@ -204,8 +204,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=BUILD, help="directory for source and html (default: build/docs)")
     out: Path = parser.parse_args(arguments).out
     prepare(out / "source")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", out / "source", out / "html"]
-    code = subprocess.run([str(part) for part in command], cwd=ROOT).returncode
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-E", out / "source", out / "html"]
+    quiet = [] if sys.stdout.isatty() else ["-q"]  # a person would wait for a minute without a word
+    code = subprocess.run([*map(str, command), *quiet], cwd=ROOT).returncode
     if code == 0:
         scheduler_page.write(out / "html")
         print(out / "html" / "index.html")

@@ -22,6 +22,7 @@ import ast
 import itertools
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Set
@@ -33,7 +34,7 @@ from tools import ROOT
 
 SOLUTIONS = ROOT / "lectures" / "solutions"
 CHECKS = ROOT / "tests" / "lectures" / "checks"
-WIDTH = 120
+WIDEST = 120  # characters of a line, however wide the terminal is
 PACKAGE = '''"""What you have written. Tests end loops that never end, in the processes of stage 7's ranks as well."""
 
 import os
@@ -96,6 +97,11 @@ def find_holes(source: str) -> list[Hole]:
     return holes
 
 
+def line_width() -> int:
+    """How long a printed line may be: as long as the terminal is wide, or 80 where there is none."""
+    return min(WIDEST, shutil.get_terminal_size().columns)
+
+
 def definitions(tree: ast.AST, prefix: str = "") -> dict[str, Definition]:
     """The functions, classes and methods of a file by their names: "allocate", "BlockPool.allocate"."""
     found: dict[str, Definition] = {}
@@ -153,7 +159,7 @@ def holes_from(stage: Stage, checkpoint: int) -> set[str]:
     return {name for name in names if int(name.split(".")[1]) >= checkpoint}
 
 
-def listing(stage: Stage, holes: Set[str] | None = None, width: int = WIDTH) -> str:
+def listing(stage: Stage, holes: Set[str] | None = None, *, width: int) -> str:
     """The named exercises of a stage (None: all), with minutes, difficulty and hint."""
     lines = []
     for hole, (minutes, difficulty) in zip(find_holes(solution(stage)), stage.exercises, strict=True):
@@ -179,7 +185,7 @@ def write_stage(stage: Stage, directory: Path, *, checkpoint: int | None = None,
     write(target, exercise_source(stage, holes))
     print(f"{directory.name}/{target.name}: {stage.title}")
     if holes is None or holes:
-        print(listing(stage, holes))
+        print(listing(stage, holes, width=line_width()))
     print(f"{'No hole is left' if holes == set() else 'Fill the holes, then'}: make stage-{n}-test IMPL=exercises")
     return target
 

@@ -146,7 +146,11 @@ def show(all_progress: list[Progress], console: Console) -> None:
     for p in all_progress:
         tests, caught = "–", "–"
         if p.result is not None:
-            tests = f"[red]fails after {p.result.passed}[/]" if p.result.failed else f"[green]{p.result.passed} pass[/]"
+            tests = f"[green]{p.result.passed} pass[/]"
+            if p.result.failed:
+                tests = (
+                    f"[red]{p.result.passed} pass, then one fails[/]" if p.result.passed else "[red]the first fails[/]"
+                )
             if p.result.caught is not None:
                 caught = f"{p.result.caught} of {p.result.mutants}"
         name = f"{'[green]✓[/] ' if p.done else ''}{p.stage.number} {p.stage.title}"

@@ -334,6 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
             if options.stage is None:
                 print(scheduler_page.write(options.out))
+                print(f"{options.out / 'index.html'} leads to all of them")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
