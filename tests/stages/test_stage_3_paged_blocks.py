@@ -37,9 +37,9 @@ def room_for(pool: Any, seq: Sequence, num_tokens: int) -> bool:
 
 @exercise("3.1")
 def test_a_sequence_gets_the_blocks_that_it_lacks(subject: Subject) -> None:
-    """Blocks of 4 tokens, a pool of 5: for 1 token, 4, 5, 8, 9, and for 3, which need no more."""
-    pool, seq = subject.part("BlockPool")(num_blocks=5, block_size=4), sequence(8)
-    for num_tokens, blocks in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (3, 3)):
+    """Blocks of 4 tokens, a pool of 5: for 4 tokens, 1, 5, 8, 9, and for 3, which need no more."""
+    pool, seq = subject.part("BlockPool")(num_blocks=5, block_size=4), sequence(12)
+    for num_tokens, blocks in ((4, 1), (1, 1), (5, 2), (8, 2), (9, 3), (3, 3)):
         had, free = len(seq.block_table), list(pool.free_list)
         fits = room_for(pool, seq, num_tokens)
         assert fits, f"room for {num_tokens} tokens was refused, with the free blocks {free}"
@@ -47,7 +47,7 @@ def test_a_sequence_gets_the_blocks_that_it_lacks(subject: Subject) -> None:
             "as many blocks as there are tokens: self.num_blocks_for counts blocks": [*range(num_tokens)],
             "rounded down: what does not fill a block needs one all the same": [*range(num_tokens // 4)],
             "one block too many where the tokens fill theirs exactly": [*range(num_tokens // 4 + 1)],
-            "room for all tokens that the sequence has: num_tokens says for how many": [0, 1],
+            "room for all tokens that the sequence has: num_tokens says for how many": [0, 1, 2],
             "all blocks are taken again: the blocks that the sequence has already are not missing": [
                 *range(had + blocks)
             ],

@@ -128,7 +128,7 @@ def test_admitted_in_order_with_room_for_all_and_a_share_of_the_budget(rig: Call
     r.scheduler.admit(plan, 10)
     shares = [(s.seq.request, s.num_tokens) for s in plan]
     likely: dict[str, Any] = {
-        "the first in self.waiting is to leave it, as an admitted sequence must: popleft": [(0, 6), (0, 4)],
+        "an admitted sequence must leave self.waiting, where it is the first: popleft": [(0, 6), (0, 4)],
         "nothing was scheduled: plan.append(Scheduled(seq, num_tokens))": [],
         "the budget is not lowered: budget -= num_tokens": [(0, 6), (1, 8), (2, 2)],
         "the last sequence takes more than is left: min(.., budget)": [(0, 6), (1, 8)],
