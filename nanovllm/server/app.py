@@ -21,7 +21,7 @@ from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Guard, Watch
 from nanovllm.server.openai.answers import AnswerForm, MakeAnswer, check_tools
 from nanovllm.server.openai.chat import ChatMessage, ChatRequest, TokenizeRequest
-from nanovllm.server.openai.generation import Generation, add_all, respond
+from nanovllm.server.openai.generation import Generation, add_all, as_json, quoted, respond
 from nanovllm.server.openai.protocol import CompletionRequest, DetokenizeRequest, GenerationRequest
 from nanovllm.server.openai.replies import ChatReply, CompletionReply, Reply
 from nanovllm.server.openai.response_items import ResponseGeneration
@@ -31,7 +31,7 @@ from nanovllm.server.openai.tolerance import Unknown
 from nanovllm.server.options import AppOptions
 from nanovllm.server.page import page
 from nanovllm.text.chat import num_characters
-from nanovllm.text.render import Renderer
+from nanovllm.text.render import Renderer, TemplateTooSlow
 from nanovllm.text.token_texts import TokenTexts
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -119,9 +119,13 @@ def build_app(
             for part in [] if isinstance(message.content, str) else message.content:
                 ignored.note(part.model_extra, "messages[].content[].")
         given = [message.for_template() for message in messages]
-        check_length(sum(map(num_characters, given)) + (len(json.dumps(tools)) if tools else 0), field)
+        of_tools = len(json.dumps(tools)) if tools else 0
+        check_length(of_tools, "tools")
+        check_length(sum(map(num_characters, given)) + of_tools, field)
         try:
             return await asyncio.to_thread(tokenizer.encode_chat, given, begin, tools, **variables)
+        except TemplateTooSlow as error:
+            raise ApiError(503, str(error), code="template_too_slow", headers={"Retry-After": "1"}) from error
         except ValueError as error:  # the template's own reason, above all
             raise ApiError(400, str(error), param=field) from error
 
@@ -203,7 +207,7 @@ def build_app(
         return await respond(generation, request)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         check_model(body.model)
         ignored.note(body.model_extra)
         if body.messages is not None:
@@ -211,17 +215,29 @@ def build_app(
             tokens = await encode_chat(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
         else:
             [tokens] = await encode_texts([body.prompt or ""], body.add_special_tokens)
-        texts = tokenizer.hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": config.max_model_len, "tokens": tokens, "token_strs": texts}
+
+        def written() -> bytes:
+            """In a thread, and piece by piece: others would have to wait for a list that is written in one go."""
+            texts = tokenizer.hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            shown = as_json({"count": len(tokens), "max_model_len": config.max_model_len})
+            listed = ",".join(str(token) for token in tokens)
+            strs = "null" if texts is None else f"[{','.join(quoted(text) for text in texts)}]"
+            return f'{shown[:-1]},"tokens":[{listed}],"token_strs":{strs}}}'.encode()
+
+        return Response(await asyncio.to_thread(written), media_type="application/json")
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         check_model(body.model)
         ignored.note(body.model_extra)
         size = max(llm.vocab_size, tokenizer.fast.get_vocab_size())
-        if wrong := [token for token in body.tokens if not 0 <= token < size]:
-            raise ApiError(400, f"tokens has {wrong[0]}, and the vocabulary 0 to {size - 1}", param="tokens")
-        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
+
+        def written() -> bytes:
+            if wrong := [token for token in body.tokens if not 0 <= token < size]:
+                raise ApiError(400, f"tokens has {wrong[0]}, and the vocabulary 0 to {size - 1}", param="tokens")
+            return as_json({"prompt": tokenizer.decode(body.tokens, False)}).encode()
+
+        return Response(await asyncio.to_thread(written), media_type="application/json")
 
     def room_for(num_prompt_tokens: int) -> int:
         """As many tokens as the model's context and the KV pool allow one sequence."""

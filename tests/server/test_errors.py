@@ -126,7 +126,7 @@ def test_a_bad_chat_is_a_400_that_names_the_field(served: Served, body: Any, par
         (b"", ""),
         (b"{", "not valid JSON"),
         (b"\xff\xfe{}", ""),
-        (b"[" * 100_000, ""),
+        (b"[" * 10_000, ""),
         (b'{"prompt": 1e999}', ""),
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
         (b'{"prompt": "a", "temperature": Infinity}', "temperature"),

@@ -73,6 +73,8 @@ def test_a_text(scripted: Scripted) -> None:
         (["<think>A ci", "ty.</think>", "So.\n", *CALL_IN_TWO], "stop",
          [thought_item("A city."), text_item("So."), call_item('{"city": "Oslo"}')]),
         ([CALL, "\n", CALL], "stop", [call_item('{"city": "Oslo"}')] * 2),
+        ([f"{CALL}Now ", "this.", CALL, "So."], "stop",
+         [call_item('{"city": "Oslo"}'), text_item("Now this."), call_item('{"city": "Oslo"}'), text_item("So.")]),
         (["Hel"], "length", [text_item("Hel", "incomplete")]),
         ([CALL, CALL_IN_TWO[0]], "length", [call_item('{"city": "Oslo"}'), call_item('{"city": "Oslo"', "incomplete")]),
     ],
@@ -138,6 +140,23 @@ def test_a_conversation_with_calls(scripted: Scripted) -> None:
     assert expected in scripted.engine.script.prompt and script is not scripted.engine.script
     respond(scripted.openai, input=[*history, *second.output, {"role": "user", "content": "Thanks."}])
     assert "<|assistant|>\nIt rains.\n<|user|>\nThanks.\n" in scripted.engine.script.prompt
+
+
+def test_what_stands_between_a_call_and_its_result_belongs_to_the_call(scripted: Scripted) -> None:
+    """Otherwise a message would stand between them, and templates want the result right behind the call."""
+    scripted.says(f"{CALL}Now this.\n{CALL}So.")
+    first = respond(scripted.openai, tools=[WEATHER])
+    assert [item.type for item in first.output] == ["function_call", "message"] * 2
+    ids = [item.call_id for item in first.output[::2]]
+    results = [{"type": "function_call_output", "call_id": call_id, "output": "rain"} for call_id in ids]
+    respond(scripted.openai, input=[{"role": "user", "content": STORY}, *first.output, *results], tools=[WEATHER])
+    called = '<tool_call>weather {"city": "Oslo"}</tool_call>\n'
+    expected = f"<|assistant|>\nNow this.\nSo.\n{called}{called}"
+    expected += "".join(f"<|tool {call_id}|>\nrain\n" for call_id in ids)
+    assert expected in scripted.engine.script.prompt
+    apart = [{"role": role, "content": text} for role, text in (("assistant", "a"), ("assistant", "b"), ("user", "c"))]
+    respond(scripted.openai, input=apart)
+    assert "<|assistant|>\na\n<|assistant|>\nb\n<|user|>\nc\n" in scripted.engine.script.prompt
 
 
 def test_a_model_of_pydantic_is_filled(client: openai.OpenAI, scripted: Scripted) -> None:
