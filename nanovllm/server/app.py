@@ -147,7 +147,7 @@ def build_app(
         """`echoed`: the texts of the prompts, where outputs begin with these; None for a prompt without a text."""
         check_scores(params.prompt_logprobs, prompts, times=body.n if reply.prompts_in_choices else 1)
         salt, field = salt_of(body, request), "prompt" if reply.prompts_in_choices else "messages"
-        queued = await add_all(llm, prompts, params, salt, body.priority, field)
+        queued = await add_all(llm, prompts, params, salt, body.priority, field, body.field_of_structure())
         ids = [token_ids for token_ids, _ in queued]
         echoes = await asyncio.to_thread(make_echoes, texts, echoed, ids, params.logprobs) if echoed else []
         generation = Generation(body, queued, reply, meters, options.tells_cached_tokens, echoes)
@@ -158,7 +158,7 @@ def build_app(
         check(body)
         wanted = body.most_tokens()
         max_tokens = defaults.get("max_tokens", COMPLETION_MAX_TOKENS) if wanted is None else wanted
-        with refusing("prompt"):
+        with refusing("prompt", body.field_of_structure()):
             params = body.sampling_params(max_tokens, body.logprobs, defaults)
         given = body.prompts()
         prompts = [truncated(prompt, body, max_tokens) for prompt in await encode_texts(given)]
@@ -168,10 +168,13 @@ def build_app(
         return await answer(body, request, prompts, params, reply, echoed)
 
     async def prepared(
-        body: ChatRequest, field: str, field_of_tools: str
+        body: ChatRequest, field: str, structure: str, field_of_tools: str
     ) -> tuple[list[int], SamplingParams, MakeAnswer | None]:
-        """The prompt of a chat, its parameters, and what reads the answer. `field`: where the messages come from.
-        `field_of_tools`: where, in a tool, its parameters are."""
+        """The prompt of a chat, its parameters, and what reads the answer.
+
+        field, structure:  the fields that the messages and the structure of the output come from.
+        field_of_tools:    the field of a tool that has its parameters.
+        """
         check(body)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         wanted = body.most_tokens()
@@ -180,7 +183,7 @@ def build_app(
         token_ids = truncated(encoded, body, wanted or 1)
         room = room_for(len(token_ids))
         max_tokens = min(defaults.get("max_tokens", room), room) if wanted is None else wanted
-        with refusing(field):
+        with refusing(field, structure):
             params = body.sampling_params(max_tokens, num_logprobs, defaults)
             params, make_answer = form.adapt(body, token_ids, params)
         if (tools := body.callable()) and params.structured_outputs is not None:
@@ -189,16 +192,18 @@ def build_app(
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        token_ids, params, make_answer = await prepared(body, "messages", "function.parameters")
+        token_ids, params, make_answer = await prepared(
+            body, "messages", body.field_of_structure(), "function.parameters"
+        )
         reply = ChatReply(model_name, params.logprobs, id_of(request), make_answer)
         return await answer(body, request, [token_ids], params, reply)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         ignored.note(body.model_extra)
-        token_ids, params, make_answer = await prepared(body.chat, "input", "parameters")
+        token_ids, params, make_answer = await prepared(body.chat, "input", "text.format", "parameters")
         salt, number = salt_of(body.chat, request), id_of(request)
-        queued = await add_all(llm, [token_ids], params, salt, body.priority, "input")
+        queued = await add_all(llm, [token_ids], params, salt, body.priority, "input", "text.format")
         reply = ChatReply(model_name, None, number, make_answer)
         name, tells_cached = f"resp_{number}", options.tells_cached_tokens
         generation = ResponseGeneration(

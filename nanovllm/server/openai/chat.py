@@ -168,7 +168,12 @@ Tools = Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ChatRequest(GenerationRequest):
-    harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (False,)}
+    harmless: ClassVar[Harmless] = {
+        **HARMLESS,
+        "add_special_tokens": (False,),
+        "prompt": (),
+        "max_output_tokens": (),
+    }
     no_matter = NO_MATTER - {"parallel_tool_calls"}
 
     messages: Messages

@@ -213,9 +213,24 @@ class GenerationRequest(SamplingFields):
             raise ValueError("response_format and structured_outputs both say what the output must be; leave one out")
         return StructuredOutputsParams(**self.structured_outputs.model_dump(by_alias=True, exclude_unset=True))
 
+    def field_of_structure(self) -> str:
+        """The field that an error in the structure of the output is to name; "" if there is none."""
+        given = self.structured_outputs
+        if given is None:
+            return "response_format"
+        names = ((field.alias or name, getattr(given, name)) for name, field in StructuredOutputs.model_fields.items())
+        return next((f"structured_outputs.{name}" for name, value in names if value not in (None, False)), "")
+
 
 class CompletionRequest(GenerationRequest):
-    harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (True,)}
+    harmless: ClassVar[Harmless] = {
+        **HARMLESS,
+        "add_special_tokens": (True,),
+        "messages": (),
+        "max_completion_tokens": (),
+        "max_output_tokens": (),
+        "top_logprobs": (0,),
+    }
 
     prompt: (
         Text

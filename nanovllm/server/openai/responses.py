@@ -215,8 +215,14 @@ class ResponsesRequest(SamplingFields):
         "background": (False,),
         "include": ([], ["reasoning.encrypted_content"]),
         "truncation": ("disabled",),
+        "logprobs": (False,),
         "top_logprobs": (0,),
+        "prompt_logprobs": (),
         "n": (1,),
+        "max_tokens": (),
+        "max_completion_tokens": (),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
     }
     no_matter = NO_MATTER - {"parallel_tool_calls", "metadata"} | {"reasoning", "stream_options"}
 
