@@ -158,7 +158,10 @@ class SamplingParams:
 
 def token_ids(ids: Iterable[object]) -> tuple[object, ...]:
     """As a tuple, with Python's integers for those of numpy and torch."""
-    return tuple(index(i) if hasattr(i, "__index__") else i for i in ids)
+    given = tuple(ids)
+    if set(map(type, given)) == {int}:
+        return given
+    return tuple(index(i) if hasattr(i, "__index__") else i for i in given)
 
 
 def is_id(value: object) -> bool:

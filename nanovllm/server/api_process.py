@@ -97,6 +97,7 @@ def run_api(wires: Wires, sender: int, sock: socket.socket, options: argparse.Na
     except EOFError:  # the engine could not start
         sys.exit(1)
     assert isinstance(info, EngineInfo)
+    sys.set_int_max_str_digits(640)  # a body full of longer ones would take Python a while to read
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:  # on Windows, too: it reads from ZeroMQ
         runner.run(serve(info, wires, sender, sock, options, control))
 

@@ -21,7 +21,7 @@ from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Guard, Watch
 from nanovllm.server.openai.answers import AnswerForm, MakeAnswer, check_tools
 from nanovllm.server.openai.chat import ChatMessage, ChatRequest, TokenizeRequest
-from nanovllm.server.openai.generation import Generation, add_all, respond
+from nanovllm.server.openai.generation import Generation, add_all, as_json, quoted, respond
 from nanovllm.server.openai.protocol import CompletionRequest, DetokenizeRequest, GenerationRequest
 from nanovllm.server.openai.replies import ChatReply, CompletionReply, Reply
 from nanovllm.server.openai.response_items import ResponseGeneration
@@ -31,7 +31,7 @@ from nanovllm.server.openai.tolerance import Unknown
 from nanovllm.server.options import AppOptions
 from nanovllm.server.page import page
 from nanovllm.text.chat import num_characters
-from nanovllm.text.render import Renderer
+from nanovllm.text.render import Renderer, TemplateTooSlow
 from nanovllm.text.token_texts import TokenTexts
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -119,9 +119,13 @@ def build_app(
             for part in [] if isinstance(message.content, str) else message.content:
                 ignored.note(part.model_extra, "messages[].content[].")
         given = [message.for_template() for message in messages]
-        check_length(sum(map(num_characters, given)) + (len(json.dumps(tools)) if tools else 0), field)
+        of_tools = len(json.dumps(tools)) if tools else 0
+        check_length(of_tools, "tools")
+        check_length(sum(map(num_characters, given)) + of_tools, field)
         try:
             return await asyncio.to_thread(tokenizer.encode_chat, given, begin, tools, **variables)
+        except TemplateTooSlow as error:
+            raise ApiError(503, str(error), code="template_too_slow", headers={"Retry-After": "1"}) from error
         except ValueError as error:  # the template's own reason, above all
             raise ApiError(400, str(error), param=field) from error
 
@@ -143,7 +147,7 @@ def build_app(
         """`echoed`: the texts of the prompts, where outputs begin with these; None for a prompt without a text."""
         check_scores(params.prompt_logprobs, prompts, times=body.n if reply.prompts_in_choices else 1)
         salt, field = salt_of(body, request), "prompt" if reply.prompts_in_choices else "messages"
-        queued = await add_all(llm, prompts, params, salt, body.priority, field)
+        queued = await add_all(llm, prompts, params, salt, body.priority, field, body.field_of_structure())
         ids = [token_ids for token_ids, _ in queued]
         echoes = await asyncio.to_thread(make_echoes, texts, echoed, ids, params.logprobs) if echoed else []
         generation = Generation(body, queued, reply, meters, options.tells_cached_tokens, echoes)
@@ -154,7 +158,7 @@ def build_app(
         check(body)
         wanted = body.most_tokens()
         max_tokens = defaults.get("max_tokens", COMPLETION_MAX_TOKENS) if wanted is None else wanted
-        with refusing("prompt"):
+        with refusing("prompt", body.field_of_structure()):
             params = body.sampling_params(max_tokens, body.logprobs, defaults)
         given = body.prompts()
         prompts = [truncated(prompt, body, max_tokens) for prompt in await encode_texts(given)]
@@ -164,10 +168,13 @@ def build_app(
         return await answer(body, request, prompts, params, reply, echoed)
 
     async def prepared(
-        body: ChatRequest, field: str, field_of_tools: str
+        body: ChatRequest, field: str, structure: str, field_of_tools: str
     ) -> tuple[list[int], SamplingParams, MakeAnswer | None]:
-        """The prompt of a chat, its parameters, and what reads the answer. `field`: where the messages come from.
-        `field_of_tools`: where, in a tool, its parameters are."""
+        """The prompt of a chat, its parameters, and what reads the answer.
+
+        field, structure:  the fields that the messages and the structure of the output come from.
+        field_of_tools:    the field of a tool that has its parameters.
+        """
         check(body)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         wanted = body.most_tokens()
@@ -176,7 +183,7 @@ def build_app(
         token_ids = truncated(encoded, body, wanted or 1)
         room = room_for(len(token_ids))
         max_tokens = min(defaults.get("max_tokens", room), room) if wanted is None else wanted
-        with refusing(field):
+        with refusing(field, structure):
             params = body.sampling_params(max_tokens, num_logprobs, defaults)
             params, make_answer = form.adapt(body, token_ids, params)
         if (tools := body.callable()) and params.structured_outputs is not None:
@@ -185,16 +192,18 @@ def build_app(
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        token_ids, params, make_answer = await prepared(body, "messages", "function.parameters")
+        token_ids, params, make_answer = await prepared(
+            body, "messages", body.field_of_structure(), "function.parameters"
+        )
         reply = ChatReply(model_name, params.logprobs, id_of(request), make_answer)
         return await answer(body, request, [token_ids], params, reply)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         ignored.note(body.model_extra)
-        token_ids, params, make_answer = await prepared(body.chat, "input", "parameters")
+        token_ids, params, make_answer = await prepared(body.chat, "input", "text.format", "parameters")
         salt, number = salt_of(body.chat, request), id_of(request)
-        queued = await add_all(llm, [token_ids], params, salt, body.priority, "input")
+        queued = await add_all(llm, [token_ids], params, salt, body.priority, "input", "text.format")
         reply = ChatReply(model_name, None, number, make_answer)
         name, tells_cached = f"resp_{number}", options.tells_cached_tokens
         generation = ResponseGeneration(
@@ -203,7 +212,7 @@ def build_app(
         return await respond(generation, request)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         check_model(body.model)
         ignored.note(body.model_extra)
         if body.messages is not None:
@@ -211,17 +220,29 @@ def build_app(
             tokens = await encode_chat(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
         else:
             [tokens] = await encode_texts([body.prompt or ""], body.add_special_tokens)
-        texts = tokenizer.hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": config.max_model_len, "tokens": tokens, "token_strs": texts}
+
+        def written() -> bytes:
+            """In a thread, and piece by piece: others would have to wait for a list that is written in one go."""
+            texts = tokenizer.hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            shown = as_json({"count": len(tokens), "max_model_len": config.max_model_len})
+            listed = ",".join(str(token) for token in tokens)
+            strs = "null" if texts is None else f"[{','.join(quoted(text) for text in texts)}]"
+            return f'{shown[:-1]},"tokens":[{listed}],"token_strs":{strs}}}'.encode()
+
+        return Response(await asyncio.to_thread(written), media_type="application/json")
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         check_model(body.model)
         ignored.note(body.model_extra)
         size = max(llm.vocab_size, tokenizer.fast.get_vocab_size())
-        if wrong := [token for token in body.tokens if not 0 <= token < size]:
-            raise ApiError(400, f"tokens has {wrong[0]}, and the vocabulary 0 to {size - 1}", param="tokens")
-        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
+
+        def written() -> bytes:
+            if wrong := [token for token in body.tokens if not 0 <= token < size]:
+                raise ApiError(400, f"tokens has {wrong[0]}, and the vocabulary 0 to {size - 1}", param="tokens")
+            return as_json({"prompt": tokenizer.decode(body.tokens, False)}).encode()
+
+        return Response(await asyncio.to_thread(written), media_type="application/json")
 
     def room_for(num_prompt_tokens: int) -> int:
         """As many tokens as the model's context and the KV pool allow one sequence."""

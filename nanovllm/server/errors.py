@@ -1,9 +1,9 @@
 """Errors in the shape that OpenAI's clients understand, whatever raised them."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields as fields_of
-from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,6 +15,7 @@ from nanovllm.admission import NeverFits, QueueFull
 from nanovllm.engine.request import ContextLengthExceeded
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.stream import EngineDead, RequestAborted
+from nanovllm.structured_outputs import KINDS
 
 TYPES = {
     401: "authentication_error",
@@ -24,6 +25,7 @@ TYPES = {
     503: "service_unavailable_error",
 }
 PARAMETERS = {field.name for field in fields_of(SamplingParams)}
+UNREADABLE = "the body cannot be read as JSON: it is compressed, not in Unicode, too deep, or has too long a number"
 
 
 class ApiError(HTTPException):
@@ -69,8 +71,11 @@ def answering() -> Iterator[None]:
 
 
 @contextmanager
-def refusing(prompt: str) -> Iterator[None]:
-    """Turn what prompts and parameters must not be into the client's mistake. `prompt`: the field with the prompt.
+def refusing(prompt: str, structure: str = "") -> Iterator[None]:
+    """Turn what prompts and parameters must not be into the client's mistake.
+
+    prompt:     the field with the prompt.
+    structure:  the field that became the structured outputs; "" if there is none.
 
     Only for what checks them: a ValueError from anywhere else is a fault of the server.
     """
@@ -79,32 +84,60 @@ def refusing(prompt: str) -> Iterator[None]:
     except ContextLengthExceeded as error:
         raise ApiError(400, str(error), param=prompt, code="context_length_exceeded") from error
     except (ValueError, TypeError) as error:
-        name = str(error).partition(" ")[0].partition("=")[0]  # a message begins with what it is about
-        param = prompt if name.startswith("prompt") else name if name in PARAMETERS else None
-        raise ApiError(400, str(error), param=param) from error
+        message = str(error).replace("prompt_token_ids", prompt)
+        if structure:
+            message = re.sub(rf"^structured_outputs\.({'|'.join(KINDS)})\b", structure, message)
+        name = re.split(r"[^\w.]", message, maxsplit=1)[0]  # a message begins with what it is about
+        is_field = name == structure or name.partition(".")[0] in PARAMETERS
+        raise ApiError(400, message, param=name if is_field else prompt if name == prompt else None) from error
 
 
 def bad_request(request: Request, error: Exception) -> JSONResponse:
     """Name one thing that is wrong with a body, without repeating the body."""
     assert isinstance(error, RequestValidationError)
-    # Where a field may have several types each has its complaint; the one about more than the type tells most.
-    first = min(error.errors(), key=lambda e: e["type"].endswith("_type"))
+    # Where a field may have several types each has its complaint. The one about more than the type tells most, and then
+    # the one about what is deepest in the body.
+    first = min(error.errors(), key=lambda e: (e["type"].endswith("_type"), -len(e["loc"])))
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
-    path = first["loc"][1:]  # without "body"
-    # Behind the fields there may be what pydantic calls the type that it tried last.
-    fields = list(takewhile(lambda part: isinstance(part, int) or (part.isidentifier() and part != "str"), path))
+    path, more = first["loc"][1:], first.get("ctx", {})  # without "body"
+    fields = in_body(path, error.body)
     if kind == "json_invalid":
         fields, message = [], "the body is not valid JSON"
     elif kind == "refused":  # by the field's name
-        fields, message = [*fields, first["ctx"]["field"]], first["ctx"]["what"]
+        fields, message = [*fields, more["field"]], more["what"]
     elif not path and kind != "value_error":
         message = "the body must be a JSON object, sent with Content-Type: application/json"
+    elif kind == "missing":
+        fields = [*fields, path[-1]] if fields[-1:] != [path[-1]] else fields  # a null is missing, too
     elif kind == "extra_forbidden":
         message = "not supported here; leave it out"
+    elif kind == "too_long":
+        message = f"has a length of {more['actual_length']}; at most {more['max_length']} is possible"
+    elif kind == "too_short":
+        message = f"must not be empty: its length must be at least {more['min_length']}"
     elif kind.endswith("_type") and len(fields) < len(path):
         message = "neither this type nor what is in it is accepted here"
+    elif kind == "model_attributes_type":
+        message = "must be an object"
+    elif kind == "literal_error" and fields[-1] == "type" and {"content", "output"} & {*fields}:
+        message += ": this server reads no images, sounds or files"
     param = ".".join(map(str, fields)) or None
     return error_response(ApiError(400, f"{param}: {message}" if param else message, param=param))
+
+
+def in_body(path: Sequence[str | int], body: Any) -> list[str | int]:
+    """What a client finds in its body of pydantic's path to a mistake. The rest are names of pydantic's own: of the
+    types that it has tried."""
+    found: list[str | int] = []
+    for part in path:
+        if isinstance(body, dict) and str(part) in body:
+            body = body[str(part)]
+        elif isinstance(body, list) and isinstance(part, int):
+            body = body[part]
+        else:
+            continue
+        found.append(part)
+    return found
 
 
 def what_there_is(app: FastAPI) -> str:
@@ -121,6 +154,8 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if error.status_code in (404, 405) and not isinstance(error, ApiError):
             error = ApiError(error.status_code, f"{error.detail}: {what_there_is(app)}", headers=error.headers)
+        elif error.status_code == 400 and not isinstance(error, ApiError):  # FastAPI's, which says less
+            error = ApiError(400, UNREADABLE)
         return error_response(error)
 
     app.add_exception_handler(HTTPException, http_error)

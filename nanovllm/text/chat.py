@@ -8,7 +8,7 @@ from functools import cache
 from itertools import product
 from typing import Any, TypeAlias
 
-from nanovllm.text.render import Renderer, TemplateSyntax, TemplateTooExpensive
+from nanovllm.text.render import Renderer, TemplateSyntax, TemplateTooExpensive, TemplateTooSlow
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class ChatTemplate:
         variables: what else the template may ask for.
 
         Raises ValueError if `messages` are not chat messages, if there is no template, if the template would leave out
-        tools or calls, or if it refuses the messages, with the template's own reason.
+        tools or calls, or if it refuses the messages, with the template's own reason. TemplateTooSlow is the ValueError
+        of a renderer that is worth another try.
         """
         check_messages(messages)
         check_tools(tools or ())
@@ -90,6 +91,8 @@ class ChatTemplate:
                     raise ValueError(f"the template has no place for {what}, which would be lost; leave them out")
             prepared = [self._prepared(message, bool(tools)) for message in messages]
             text = self._apply(prepared, add_generation_prompt, tools, **variables)
+        except TemplateTooSlow:
+            raise
         except Exception as error:  # a template is a program
             reason = (str(error) or type(error).__name__)[:MAX_REASON]
             raise ValueError(f"the chat template refuses the messages: {reason}") from error
@@ -172,6 +175,8 @@ class ChatTemplate:
         """The prompt; "" if the template does not take this conversation."""
         try:
             return self._apply(list(messages), tools=[PROBE_TOOL] if with_tools else None)
+        except TemplateTooSlow:  # the same form may be found the next time
+            raise
         except TemplateTooExpensive as error:
             self._unusable = str(error)
             raise

@@ -4,10 +4,14 @@ A template is a program that comes with a checkpoint, and loops over what client
 keeps a template from files and from Python, but not from running for ever or filling the memory. So a server renders
 templates in a child process: this module, run as a program. The child reads one request per line, and answers each with
 one line.
+
+The time of a template is CPU time, which does not depend on what else the machine does. The parent's clock is only for
+a child that does not get this CPU time: such a child says nothing about its template.
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,14 +19,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SECONDS = 5.0  # for one conversation
+SECONDS = 5.0  # of CPU time, for one conversation
+PATIENCE = 4  # times as many seconds by the clock
 START_SECONDS = 60.0  # for the start of the child, whose imports take a second
 MEMORY = 1 << 29  # bytes that the child may take beyond what it has after its start
 CHARACTERS = 1 << 25  # of a rendered conversation
+KILLED = -9  # the status of a child that was killed: for want of time, or by a system that wants memory
 
 
 class TemplateTooExpensive(ValueError):
     """A template took too much time or memory, or made too long a text."""
+
+
+class TemplateTooSlow(ValueError):
+    """A template did not get the time that it may take. It may be a good template on a busy machine."""
 
 
 class TemplateSyntax(ValueError):
@@ -45,7 +55,8 @@ class Renderer:
         """Render messages, in plain dicts and lists, as `render_jinja_template` of `transformers` does.
 
         `arguments`: `chat_template`, `add_generation_prompt`, the names of special tokens, whatever the template takes.
-        Raises TemplateTooExpensive, TemplateSyntax, and ValueError with the template's reason if it refuses.
+        Raises TemplateTooExpensive, TemplateTooSlow, TemplateSyntax, and ValueError with the template's reason if it
+        refuses.
         """
         try:
             line = json.dumps({"conversations": [messages], **arguments}).encode() + b"\n"
@@ -71,17 +82,17 @@ class Renderer:
         if self._child is None or self._child.poll() is not None:
             self._end()
             self._child = subprocess.Popen(
-                [sys.executable, "-P", __file__],  # nothing of this package is imported
+                [sys.executable, "-P", __file__, str(self.seconds)],  # nothing of this package is imported
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
             self._exchange(b"", START_SECONDS)
-        return self._exchange(line, self.seconds)
+        return self._exchange(line, PATIENCE * self.seconds)
 
     def _exchange(self, line: bytes, seconds: float) -> dict[str, Any]:
-        """Send a line and read a line. A child that takes too long is killed, which ends the reading."""
+        """Send a line and read a line. A child that takes longer than `seconds` is killed, which ends the reading."""
         child = self._child
         assert child is not None and child.stdin is not None and child.stdout is not None
         watchdog = threading.Timer(seconds, child.kill)
@@ -98,7 +109,9 @@ class Renderer:
             found: dict[str, Any] = json.loads(answer)
             return found
         self._end()
-        raise TemplateTooExpensive(f"the chat template took more than {seconds:g} s or {MEMORY >> 20} MiB")
+        if child.returncode == KILLED:
+            raise TemplateTooSlow(f"the chat template was not rendered within {seconds:g} s on this busy machine")
+        raise TemplateTooExpensive(f"the chat template took more than {self.seconds:g} s or {MEMORY >> 20} MiB")
 
     def _end(self) -> None:
         if self._child is not None:
@@ -113,8 +126,9 @@ class Renderer:
 # --- the child -------------------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Answer each line of stdin. When there are no more, the parent is gone."""
+def serve(seconds: float) -> None:
+    """Answer each line of stdin. When there are no more, the parent is gone. A line that costs more than these seconds
+    of CPU time ends the process."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -122,6 +136,7 @@ def serve() -> None:
     print("{}", flush=True)  # tells the parent that the child is ready
     for line in sys.stdin.buffer:
         answer: dict[str, Any]
+        bound_time(seconds)
         try:
             [text], _ = render_jinja_template(**json.loads(line))
             too_long = f"the chat template made {len(text)} characters; the most are {CHARACTERS}"
@@ -132,7 +147,15 @@ def serve() -> None:
             answer = {"expensive": f"the chat template needs too much memory ({type(error).__name__})"}
         except Exception as error:  # a template is a program
             answer = {"error": (str(error) or type(error).__name__)[:1000]}
+        bound_time(0)
         print(json.dumps(answer), flush=True)
+
+
+def bound_time(seconds: float) -> None:
+    """End this process after so many seconds of CPU time; 0 is never. On a system without such timers, only the
+    parent's clock bounds the time."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def bound_memory() -> None:
@@ -146,4 +169,4 @@ def bound_memory() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(float(sys.argv[1]))

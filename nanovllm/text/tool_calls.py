@@ -2,7 +2,8 @@
 
 A call is a JSON object: {"name": "get_weather", "arguments": {"city": "Oslo"}}. The formats (vLLM's `hermes` and
 `llama3_json`) differ in what stands around this object. The arguments go out as they come, exactly as the model writes
-them; as with OpenAI, a client must check them. Text that does not have the form of a call up to its arguments is
+them; as with OpenAI, a client must check them. Some models write the object as a JSON string: such a call goes out when
+it is complete. Other keys of a call are dropped. Text that does not have the form of a call up to its arguments is
 content, and no such text is lost. White space around a call belongs to the format.
 """
 
@@ -22,6 +23,7 @@ HEAD = re.compile(
 )
 MAX_HEAD = 2048  # characters of a longer beginning are not looked for again with every piece of text
 FIRST_KEY = re.compile(r'\{[ \t\r\n]*"([^"]*)"')
+OTHER_KEY = re.compile(r',[ \t\r\n]*"')
 KEYS = {"type", "name", "arguments", "parameters"}
 CLOSES = {"{": "}", "[": "]"}
 BETWEEN = frozenset(' \t\r\n,:+-.0123456789truefalsnE"{}[]')  # what JSON may have outside of its strings
@@ -73,7 +75,6 @@ class ToolCallSplitter:
         self._held = ""  # of a call that has only begun: what stands before its JSON
         self._json = JsonObject()  # the object that is being read
         self._num_read = 0  # characters of the unread text that `_json` has read
-        self._is_open = False  # a call whose arguments have ended, but not its own object
 
     def feed(self, text: str) -> list[Part]:
         self._unread += text
@@ -84,8 +85,9 @@ class ToolCallSplitter:
 
     def finish(self) -> list[Part]:
         rest = self._held + self._unread
-        if self._state == self._after_arguments or (self._num_calls and not rest.strip()):
-            rest = ""  # a call without its end
+        unended = self._after_arguments, self._other_keys, self._after_object
+        if self._state in unended or (self._num_calls and not rest.strip()):
+            rest = ""  # of a call without its end
         self._held = self._unread = ""
         return [Part("content", rest)] if rest else []
 
@@ -150,7 +152,7 @@ class ToolCallSplitter:
             return self._is_content(parts, end)
         self._call(parts, call[0])
         parts.append(Part("arguments", call[1], self._num_calls - 1))
-        self._unread, self._is_open, self._state = self._unread[end:], False, self._after_arguments
+        self._unread, self._state = self._unread[end:], self._after_object
         return True
 
     def _call(self, parts: list[Part], name: str) -> None:
@@ -169,16 +171,32 @@ class ToolCallSplitter:
         parts.append(Part("arguments", self._unread[:end], self._num_calls - 1))
         self._unread = self._unread[end:]
         if ended is not None:
-            self._is_open, self._state = True, self._after_arguments
+            self._state = self._after_arguments
         return ended is not None
 
     def _after_arguments(self, parts: list[Part]) -> bool:
-        """Up to the end of a call. The call counts even if the model forgets the last brace or the marker."""
+        """Before other keys or the last brace of a call. The call counts even if the model forgets the brace."""
+        text = self._unread = self._unread.lstrip()
+        if text.rstrip() in ("", ","):
+            return False
+        self._state = self._after_object
+        if text.startswith("}") or OTHER_KEY.match(text):
+            self._json, self._state = JsonObject(), self._other_keys
+            self._json.feed("{")
+        return True
+
+    def _other_keys(self, parts: list[Part]) -> bool:
+        """Up to the last brace of a call."""
+        ended = self._json.feed(self._unread)
+        self._unread = "" if ended is None else self._unread[ended[0] :]
+        if ended is not None:
+            self._state = self._after_object
+        return ended is not None
+
+    def _after_object(self, parts: list[Part]) -> bool:
+        """Before the marker that ends a call. The call counts even if the model forgets the marker."""
         self._unread = self._unread.lstrip()
-        if self._is_open and self._unread:
-            self._is_open = False
-            self._unread = self._unread.removeprefix("}").lstrip()
-        if self._is_open or (self._unread != self._form.end and self._form.end.startswith(self._unread)):
+        if self._unread != self._form.end and self._form.end.startswith(self._unread):
             return False
         self._unread = self._unread.removeprefix(self._form.end)
         self._state = self._next
@@ -223,6 +241,8 @@ def parsed(text: str) -> tuple[str, str] | None:
     try:
         call: Any = json.loads(text, strict=False)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments, strict=False)
         if not (isinstance(name, str) and name and isinstance(arguments, dict)):
             return None
         written = json.dumps(arguments, ensure_ascii=False)

@@ -20,7 +20,8 @@ FRAGMENTS = [
     '{"name": "now", "arguments": {}}', '{"arguments": {"x": 1}, "name": "late"}', '{"name": "no", "arguments": 5}',
     '{"type": "function", "name": "typed", "parameters": {"x": "ü🦊"}}', '{"name": "cut", "arguments": {"x": "',
     '{"name": "bad", "arguments": {"x": 1]', '{"other": 1}', '{"name"\u00a0: "space"',
-    '{"name": "\\ud800", "arguments": {}}', "\n", "hello", " ", "; ", "}", "{", '"', "<", "<tool", "ü🦊",
+    '{"name": "\\ud800", "arguments": {}}', '{"name": "more", "arguments": {}, "id": 1}',
+    '{"name": "quoted", "arguments": "{\\"x\\": 1}"}', "\n", "hello", " ", "; ", "}", "{", '"', "<", "<tool", "ü🦊",
 ]  # fmt: skip
 
 
@@ -59,6 +60,15 @@ def reasoning_in(text: str, begins: Beginning) -> list[tuple[str, str]]:
         ('<tool_call>{"name":"now","arguments":{}}</tool_call>', call(0, "now", "{}")),
         ('<tool_call>{"arguments": {"x": "ü"}, "name": "f"}</tool_call>', call(0, "f", '{"x": "ü"}')),
         ('<tool_call>{"name": "a \\"b", "arguments": {}}</tool_call>', call(0, 'a "b', "{}")),
+        # The object as a string, as OpenAI's own JSON has it.
+        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": \\"ü\\"}"}</tool_call>', call(0, "f", '{"x": "ü"}')),
+        # Other keys behind the arguments, whole and cut off.
+        (
+            '<tool_call>{"name": "f", "arguments": {"x": 1}, "id": "a}", "more": [{}]}</tool_call>Done.',
+            [*call(0, "f", '{"x": 1}'), content("Done.")],
+        ),
+        ('<tool_call>{"name": "f", "arguments": {}\n, "id": "a"</tool_call>', call(0, "f", "{}")),
+        ('<tool_call>{"name": "f", "arguments": {}, "id": "a', call(0, "f", "{}")),
         # What models forget: the marker, the brace, both.
         ('<tool_call>{"name": "f", "arguments": {"x": 1}}', call(0, "f", '{"x": 1}')),
         ('<tool_call>{"name": "f", "arguments": {"x": 1}</tool_call>', call(0, "f", '{"x": 1}')),
@@ -88,6 +98,8 @@ def test_calls_of_hermes(text: str, parts: list[Part]) -> None:
             f'{LLAMA}; {{"type": "function", "name": "g", "parameters": {{}}}}',
             [*call(0, "weather", '{"city": "Oslo"}'), *call(1, "g", "{}")],
         ),
+        ('{"name": "f", "parameters": {}, "id": 1}; Done.', [*call(0, "f", "{}"), content("; Done.")]),
+        ('{"name": "f", "parameters": {}, ' + LLAMA, [*call(0, "f", "{}"), *call(1, "weather", '{"city": "Oslo"}')]),
         (f"I would call {LLAMA}", [content(f"I would call {LLAMA}")]),
         ('{"answer": {"name": "x"}}', [content('{"answer": {"name": "x"}}')]),
         ('<|python_tag|>brave_search.call(query="x")', [content('<|python_tag|>brave_search.call(query="x")')]),
@@ -104,6 +116,7 @@ def test_calls_of_llama(text: str, parts: list[Part]) -> None:
         "<tool_call>", "a <tool_cal", "<tool_call>\nweather(Oslo)\n</tool_call>",
         '<tool_call>{"name": "f"}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "argum', '<tool_call>{"arguments": {"x": 1}}</tool_call>', '<tool_call>["f", {}]',
         '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "<tool_call> <tool_call>", "\n </tool_call> \n",

@@ -1,14 +1,15 @@
 """Chat templates that come from strangers: rendered like everywhere, and within bounds."""
 
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from nanovllm.text import render
 from nanovllm.text.chat import ChatTemplate
-from nanovllm.text.render import Renderer, TemplateTooExpensive
+from nanovllm.text.render import Renderer, TemplateTooExpensive, TemplateTooSlow
 from tests.engine.test_chat import PIECES, TEMPLATES, hf, user
 from tests.engine.test_chat_tools import ANSWER, FAMILIES, R1, TOOLS, call
 
@@ -98,6 +99,37 @@ def test_a_template_that_takes_too_long_is_given_up_and_the_next_is_rendered() -
     child = renderer._child
     renderer.close()
     assert child is not None and child.poll() is not None
+
+
+def test_a_template_that_is_only_slow_is_tried_again() -> None:
+    class Busy(Renderer):
+        has_time = False
+
+        def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+            if not self.has_time:
+                raise TemplateTooSlow("no time")
+            return "".join(message["content"] for message in messages)
+
+    renderer = Busy()
+    chat = ChatTemplate(hf("never rendered"), renderer)
+    for _ in range(2):
+        with pytest.raises(TemplateTooSlow):
+            chat.render([user("a")])
+    renderer.has_time = True
+    assert chat.render([user("a")]) == "a"
+
+
+@pytest.mark.slow
+def test_a_child_without_time_proves_nothing_and_is_replaced() -> None:
+    renderer = Renderer(seconds=0.5)
+    chat = ChatTemplate(hf("{% for m in messages %}{{ m.content }}{% endfor %}"), renderer)
+    child = renderer._child
+    assert child is not None and chat.render([user("a")]) == "a"
+    child.send_signal(signal.SIGSTOP)
+    with pytest.raises(TemplateTooSlow, match=r"within 2 s"):
+        chat.render([user("b")])
+    assert child.returncode == render.KILLED and chat.render([user("b")]) == "b"
+    renderer.close()
 
 
 def test_a_template_may_not_make_more_than_a_prompt_could_hold() -> None:

@@ -7,11 +7,14 @@ from unittest.mock import patch
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from nanovllm import AsyncLLM
 from nanovllm.admission import QueueFull
 from nanovllm.server import options
+from nanovllm.server.json_size import num_values
 from nanovllm.server.openai.chat import ChatRequest
 from nanovllm.server.openai.protocol import CompletionRequest
 from tests.server.harness import Served, greedy, idle, serving, tokens
@@ -19,6 +22,7 @@ from tests.server.shadow import Gate
 from tests.server.test_errors import CHAT, COMPLETIONS, ask, error_of
 
 MANY = 20_000
+RESPONSES = "/v1/responses"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,50 @@ def test_a_body_full_of_mistakes_is_not_read_to_its_end(kind: type[ChatRequest],
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
     assert caught.value.error_count() < 10
+
+
+texts = st.text(alphabet=[*'"\\\\{}[],:/uü🦊', "\ud800"])
+values = st.recursive(texts | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(texts, inner))
+
+
+@given(values, st.booleans())
+@settings(max_examples=25)
+def test_values_of_json_are_counted_without_reading_it(value: Any, ascii: bool) -> None:
+    def count(one: Any) -> int:
+        inner = [*one, *one.values()] if isinstance(one, dict) else one if isinstance(one, list) else []
+        return isinstance(one, str | list | dict) + sum(map(count, inner))
+
+    def commas(one: Any) -> int:
+        inner = list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
+        return max(0, len(inner) - 1) + sum(map(commas, inner))
+
+    assert num_values(json.dumps(value, ensure_ascii=ascii)) == (count(value), commas(value))
+
+
+TEXT, CALL = {"type": "text", "text": ""}, {"function": {"name": "f", "arguments": "{}"}}
+DENSE = json.dumps(dict.fromkeys(map(str, range(MANY)), ""))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "message"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [TEXT] * 1500}] * 2}, 400, "messages", "3000 text parts"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * 2100}, 400, "messages", "2048"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 2100}]}, 400, "messages", "2048"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DENSE}}]}]},
+         400, "messages.0.tool_calls.0.function.arguments", "at most 32768"),
+        (RESPONSES, {"input": [{"role": "user", "content": [TEXT] * 2100}]}, 400, "input", "2100 text parts"),
+        (RESPONSES, {"input": [{"role": "user", "content": ""}] * 2100}, 400, "input", "2048"),
+        (CHAT, {"messages": [{"role": "user", "content": [TEXT] * MANY}]}, 413, None, "at most 32768"),
+        (COMPLETIONS, {"prompt": [5] * 600_000}, 413, None, "at most 524288"),
+        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [5] * 300_000}, 400, "allowed_token_ids", "262144"),
+    ],
+)  # fmt: skip
+def test_more_than_can_be_read_in_time_is_refused_by_name(
+    served: Served, path: str, body: Any, status: int, param: str | None, message: str
+) -> None:
+    error = error_of(ask(served, path, body), status)
+    assert error["param"] == param and message in error["message"], error
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(served: Served) -> None:

@@ -73,6 +73,8 @@ def test_a_text(scripted: Scripted) -> None:
         (["<think>A ci", "ty.</think>", "So.\n", *CALL_IN_TWO], "stop",
          [thought_item("A city."), text_item("So."), call_item('{"city": "Oslo"}')]),
         ([CALL, "\n", CALL], "stop", [call_item('{"city": "Oslo"}')] * 2),
+        ([f"{CALL}Now ", "this.", CALL, "So."], "stop",
+         [call_item('{"city": "Oslo"}'), text_item("Now this."), call_item('{"city": "Oslo"}'), text_item("So.")]),
         (["Hel"], "length", [text_item("Hel", "incomplete")]),
         ([CALL, CALL_IN_TWO[0]], "length", [call_item('{"city": "Oslo"}'), call_item('{"city": "Oslo"', "incomplete")]),
     ],
@@ -140,6 +142,23 @@ def test_a_conversation_with_calls(scripted: Scripted) -> None:
     assert "<|assistant|>\nIt rains.\n<|user|>\nThanks.\n" in scripted.engine.script.prompt
 
 
+def test_what_stands_between_a_call_and_its_result_belongs_to_the_call(scripted: Scripted) -> None:
+    """Otherwise a message would stand between them, and templates want the result right behind the call."""
+    scripted.says(f"{CALL}Now this.\n{CALL}So.")
+    first = respond(scripted.openai, tools=[WEATHER])
+    assert [item.type for item in first.output] == ["function_call", "message"] * 2
+    ids = [item.call_id for item in first.output[::2]]
+    results = [{"type": "function_call_output", "call_id": call_id, "output": "rain"} for call_id in ids]
+    respond(scripted.openai, input=[{"role": "user", "content": STORY}, *first.output, *results], tools=[WEATHER])
+    called = '<tool_call>weather {"city": "Oslo"}</tool_call>\n'
+    expected = f"<|assistant|>\nNow this.\nSo.\n{called}{called}"
+    expected += "".join(f"<|tool {call_id}|>\nrain\n" for call_id in ids)
+    assert expected in scripted.engine.script.prompt
+    apart = [{"role": role, "content": text} for role, text in (("assistant", "a"), ("assistant", "b"), ("user", "c"))]
+    respond(scripted.openai, input=apart)
+    assert "<|assistant|>\na\n<|assistant|>\nb\n<|user|>\nc\n" in scripted.engine.script.prompt
+
+
 def test_a_model_of_pydantic_is_filled(client: openai.OpenAI, scripted: Scripted) -> None:
     scripted.says('{"city": "Oslo"}')
     parsed = scripted.openai.responses.parse(model="story", input=STORY, text_format=City)
@@ -183,7 +202,7 @@ def test_an_error_in_a_stream_is_a_failed_response(scripted: Scripted, monkeypat
         ({}, "input", "required"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "must be a message"),
-        ({"input": [{"role": "robot", "content": "a"}]}, "input.0.message.role", "assistant"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input.0.role", "assistant"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"input": "a", "background": True}, "background", "would change the answer"),
         ({"input": "a", "n": 2}, "n", "would change the answer"),
@@ -193,6 +212,11 @@ def test_an_error_in_a_stream_is_a_failed_response(scripted: Scripted, monkeypat
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "no tools"),
         ({"input": "a", "tools": [WEATHER], "text": {"format": {"type": "json_object"}}}, "text.format", "both say"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "greater"),
+        ({"input": "a", "max_tokens": 9}, "max_tokens", "its name here is max_output_tokens"),
+        ({"input": "a", "response_format": {"type": "json_object"}}, "response_format", "text.format"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format", '"not"'),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+         "input.0.content.0.type", "reads no images"),
         ({"input": "a", "model": "other"}, None, "no model 'other'"),
         ({"input": "x" * 10**6}, "input", "max_model_len"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "input", "an object"),

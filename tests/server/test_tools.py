@@ -263,6 +263,12 @@ def test_history_reaches_the_template(scripted: Scripted) -> None:
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": DEEP}}}]},
             "tools.0.function.parameters", "100 levels deep",
         ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"title": "x" * 2**16}}}] * 2,
+            },
+            "tools", "max_model_len=4096",
+        ),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "tools both say"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "tools both say"),
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ignore_eos must be"),
@@ -290,7 +296,8 @@ def test_a_model_without_a_format_is_only_forced(served: Served) -> None:
         return httpx.post(f"{served.url}/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1} | more)
 
     error = ask(tools=TOOLS).json()["error"]
-    assert error["param"] == "tools" and "--tool-parser" in error["message"]
+    assert error["param"] == "tools" and "the chat template" in error["message"]
+    assert "--tool-parser of the model" in error["message"]
     assert ask(tools=TOOLS, tool_choice="none").status_code == ask(tools=[], tool_choice="auto").status_code == 200
 
 
@@ -299,10 +306,16 @@ def test_the_operator_may_name_the_formats() -> None:
     script = llama.says('{"name": "weather", "parameters": {"city": "Rome"}}')
     assert chat(llama.openai, tools=TOOLS).choices[0].message.tool_calls[0].function.arguments == '{"city": "Rome"}'
     assert "weather" not in script.prompt  # which this template has no place for
+    long: Any = {"type": "function", "function": {"name": "f", "parameters": {"title": "x" * 2**16}}}
+    with pytest.raises(openai.BadRequestError, match="more than 131072") as refused:
+        chat(llama.openai, tools=[long, long], tool_choice="required")
+    assert refused.value.param == "tools"
     off = Scripted(TEMPLATE, tool_parser="none", reasoning_parser="none")
     off.says("<think>a</think>b")
     assert chat(off.openai).choices[0].message.content == "<think>a</think>b"
-    assert off.http.post("/chat/completions", json={"messages": MESSAGES, "tools": TOOLS}).status_code == 400
+    error = off.http.post("/chat/completions", json={"messages": MESSAGES, "tools": TOOLS}).json()["error"]
+    assert error["param"] == "tools" and "started with --tool-parser none" in error["message"]
+    assert "template" not in error["message"]
     always = Scripted("{% for m in messages %}{{ m.content }}{% endfor %}", reasoning_parser="deepseek_r1")
     always.says("a</think>b")
     assert plain(chat(always.openai).choices[0].message) == {"content": "b", "reasoning": "a", "tool_calls": []}

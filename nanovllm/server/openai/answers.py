@@ -31,7 +31,7 @@ class AnswerForm:
     """
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str, reasoning_parser_: str) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.reads_no_tools = tokenizer, tool_parser == "none"
         template = chat_template(tokenizer.hf)
         self.tools = tool_format(template) if tool_parser == "auto" else TOOL_FORMATS.get(tool_parser)
         found = reasoning_parser(template) if reasoning_parser_ == "auto" else reasoning_parser_
@@ -52,7 +52,8 @@ class AnswerForm:
         """The parameters, with a grammar for the answer where one is needed, and a function that makes the reader of an
         answer. The function is None if an answer is content and nothing else.
 
-        Raises ApiError if the model may call tools, need not, and writes calls in a format that is not known.
+        Raises ApiError if the model may call tools, need not, and writes calls in a format that is not known; and if
+        the grammar is too long.
         """
         begins = self._begins(prompt)
         grammar = AnswerGrammar(self.special, begins)
@@ -60,13 +61,18 @@ class AnswerForm:
         form = self.tools
         if tools and form is None:
             if not body.must_call():
-                what = "the chat template of this model does not tell how tools are called"
-                remedy = 'start the server with --tool-parser, or set tool_choice to "required" or to a function'
-                raise ApiError(400, f"{what}; {remedy}", param="tools")
+                unknown = "the chat template of this model does not tell how tools are called"
+                what = "this server was started with --tool-parser none" if self.reads_no_tools else unknown
+                remedy = "start the server with the --tool-parser of the model"
+                choice = 'set tool_choice to "required", "none" or a function'
+                raise ApiError(400, f"{what}; {remedy}, or {choice}", param="tools")
             form = HERMES  # a grammar can force this form from any model
         structure = params.structured_outputs
         if form is not None and (body.must_call() or any(tool.strict for tool in tools)):
-            structure = grammar.of_calls(form, tools, body.must_call(), one)
+            try:
+                structure = grammar.of_calls(form, tools, body.must_call(), one)
+            except ValueError as error:  # too long
+                raise of_all_tools(error) from None
         elif structure is not None:
             structure = grammar.of_answer(structure)
         thinks, calls = begins in ("before", "inside"), form if tools else None
@@ -104,8 +110,8 @@ async def check_tools(
 ) -> None:
     """Check that the grammar of these tools can be enforced.
 
-    field: the field of a tool that has its parameters. Raises ApiError, which names the tool, if the grammar cannot be
-    enforced.
+    field: the field of a tool that has its parameters. Raises ApiError, which names the tool that is to blame, or all
+    tools, if the grammar cannot be enforced.
     """
 
     def check(structure: StructuredOutputsParams | None) -> str | None:
@@ -117,9 +123,15 @@ async def check_tools(
             return str(error)
         return None
 
-    if await asyncio.to_thread(check, params.structured_outputs) is None:
+    if (whole := await asyncio.to_thread(check, params.structured_outputs)) is None:
         return
     for i, tool in enumerate(tools):
         if error := await asyncio.to_thread(check, StructuredOutputsParams(json=tool.schema())):
             param = f"tools.{i}.{field}"
             raise ApiError(400, error.replace("structured_outputs.json", param), param=param)
+    raise of_all_tools(whole)
+
+
+def of_all_tools(error: object) -> ApiError:
+    """What is wrong with the grammar of all tools together."""
+    return ApiError(400, str(error).replace("structured_outputs.grammar", "tools: their grammar"), param="tools")

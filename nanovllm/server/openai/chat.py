@@ -3,13 +3,16 @@
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from nanovllm.server.json_size import num_values
 from nanovllm.server.openai.protocol import INT32, MAX_LOGPROBS, Fields, GenerationRequest, Json, Short, Text, encodable
 from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused
 from nanovllm.text.tool_grammars import Tool
 
-MAX_MESSAGES = 2048  # of a conversation; also the most parts of one message
+MAX_MESSAGES = 2048  # of a conversation
+MAX_PARTS = 2048  # of all messages together: text parts and tool calls
+MAX_ARGUMENTS = 2**15  # strings, lists and objects in the JSON of one call
 MAX_TOOLS = 128
 MAX_DEPTH = 100  # levels of a schema
 # Variables that the server gives a chat template, and arguments of `transformers`: a client may set none of these.
@@ -27,9 +30,16 @@ class TextPart(Fields):
     text: Text
 
 
+def with_few_values(arguments: str) -> str:
+    """The same JSON. Raises ValueError if a template's reader would take long for it."""
+    if len(arguments) > MAX_ARGUMENTS and (number := num_values(arguments)[0]) > MAX_ARGUMENTS:
+        raise ValueError(f"holds {number} strings, lists and objects; at most {MAX_ARGUMENTS} are possible")
+    return arguments
+
+
 class CalledFunction(Fields):
     name: Text
-    arguments: Text | Json = ""  # JSON, as the answer had them, or the object itself
+    arguments: Annotated[Text, AfterValidator(with_few_values)] | Json = ""  # JSON, as in the answer, or the object
 
 
 class ToolCall(Fields):
@@ -45,9 +55,9 @@ class ChatMessage(Fields):
     no_matter = frozenset({"cache_control"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] = ""
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] = ""
     name: Text | None = None
-    tool_calls: list[ToolCall] = Field([], max_length=MAX_TOOLS, fail_fast=True)
+    tool_calls: list[ToolCall] = Field([], fail_fast=True)
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # vLLM's name of reasoning_content
@@ -75,7 +85,23 @@ class ChatMessage(Fields):
         return said | {name: value for name, value in more.items() if value is not None}
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+def with_few_parts(messages: Any) -> Any:
+    """The same messages, or items, whatever they are. Raises ValueError for more than MAX_PARTS parts of messages: each
+    costs some microseconds, in which all other clients wait."""
+    number = 0
+    for message in messages if isinstance(messages, list) and len(messages) <= MAX_MESSAGES else ():
+        for name in ("content", "tool_calls", "output") if isinstance(message, dict) else ():
+            number += len(parts) if isinstance(parts := message.get(name), list) else 0
+    if number > MAX_PARTS:
+        raise ValueError(f"there are {number} text parts and tool calls; at most {MAX_PARTS} are possible")
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(with_few_parts, json_schema_input_type=list[ChatMessage]),
+]
 
 
 def not_the_servers(variables: Json) -> Json:
@@ -142,7 +168,12 @@ Tools = Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ChatRequest(GenerationRequest):
-    harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (False,)}
+    harmless: ClassVar[Harmless] = {
+        **HARMLESS,
+        "add_special_tokens": (False,),
+        "prompt": (),
+        "max_output_tokens": (),
+    }
     no_matter = NO_MATTER - {"parallel_tool_calls"}
 
     messages: Messages

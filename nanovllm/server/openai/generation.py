@@ -240,14 +240,20 @@ async def merged(streams: Sequence[OutputStream]) -> AsyncIterator[tuple[int, Re
 
 
 async def add_all(
-    llm: Engine, prompts: Sequence[list[int]], params: SamplingParams, salt: str | None, priority: int, field: str
+    llm: Engine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    salt: str | None,
+    priority: int,
+    field: str,
+    structure: str,
 ) -> list[tuple[list[int], OutputStream]]:
     """Queue every prompt, given by its token ids, or none of the prompts.
 
-    Raises ApiError, which names the `field` that the prompts come from.
+    Raises ApiError, which names the `field` that the prompts come from, or the field of the `structure`.
     """
     given = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
-    with refusing(field):  # in a thread, as long prompts take their time
+    with refusing(field, structure):  # in a thread, as long prompts take their time
         checked = await asyncio.to_thread(lambda: [llm.check(prompt, params) for prompt in given])
     with answering():
         streams = llm.submit(checked, priority=priority)  # dropped, they abort

@@ -18,6 +18,7 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_LOGPROBS = 20
+MAX_TOKEN_IDS = 2**18  # of a list that is no prompt
 MAX_FIELDS = 100  # of any object, checked before the names of the fields
 INT32 = 2**31 - 1
 Json = dict[str, Any]
@@ -28,8 +29,10 @@ Json = dict[str, Any]
 
 def encodable(text: str) -> str:
     """The same text. Raises ValueError for half a surrogate pair, which JSON may hold but which is no text."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("holds half of a surrogate pair, which is no text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no text") from None
     return text
 
 
@@ -55,6 +58,12 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     harmless: ClassVar[Harmless] = {}
     no_matter: ClassVar[Collection[str]] = ()
+    known: ClassVar[Collection[str]] = ()  # the fields, by the names that a client writes
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **more: Any) -> None:
+        super().__pydantic_init_subclass__(**more)
+        cls.known = [field.alias or name for name, field in cls.model_fields.items()]
 
     @model_validator(mode="before")
     @classmethod
@@ -63,8 +72,7 @@ class Fields(BaseModel):
             return data
         if len(data) > MAX_FIELDS:
             raise ValueError(f"an object has {len(data)} fields, more than there are; leave out what is not supported")
-        known = [field.alias or name for name, field in cls.model_fields.items()]
-        return settle(data, known, cls.harmless, cls.no_matter)
+        return settle(data, cls.known, cls.harmless, cls.no_matter)
 
 
 class StreamOptions(Fields):
@@ -134,7 +142,7 @@ class SamplingFields(Fields):
     stop_token_ids: list[int] = Field([], max_length=128)
     logit_bias: Annotated[dict[int, float], BeforeValidator(by_token)] | None = None
     bad_words: list[Short] = Field([], max_length=MAX_BAD_WORDS)
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_TOKEN_IDS)] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -205,9 +213,24 @@ class GenerationRequest(SamplingFields):
             raise ValueError("response_format and structured_outputs both say what the output must be; leave one out")
         return StructuredOutputsParams(**self.structured_outputs.model_dump(by_alias=True, exclude_unset=True))
 
+    def field_of_structure(self) -> str:
+        """The field that an error in the structure of the output is to name; "" if there is none."""
+        given = self.structured_outputs
+        if given is None:
+            return "response_format"
+        names = ((field.alias or name, getattr(given, name)) for name, field in StructuredOutputs.model_fields.items())
+        return next((f"structured_outputs.{name}" for name, value in names if value not in (None, False)), "")
+
 
 class CompletionRequest(GenerationRequest):
-    harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (True,)}
+    harmless: ClassVar[Harmless] = {
+        **HARMLESS,
+        "add_special_tokens": (True,),
+        "messages": (),
+        "max_completion_tokens": (),
+        "max_output_tokens": (),
+        "top_logprobs": (0,),
+    }
 
     prompt: (
         Text
@@ -230,4 +253,4 @@ class CompletionRequest(GenerationRequest):
 
 class DetokenizeRequest(Fields):
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]

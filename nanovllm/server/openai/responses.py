@@ -30,6 +30,7 @@ from nanovllm.server.openai.chat import (
     TemplateVariables,
     TextPart,
     ToolCall,
+    with_few_parts,
 )
 from nanovllm.server.openai.protocol import INT32, Fields, JsonSchema, ResponseFormat, SamplingFields, Text
 from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused
@@ -48,7 +49,7 @@ class ItemText(Fields):
     text: Text
 
 
-Texts = Text | Annotated[list[ItemText], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Texts = Text | Annotated[list[ItemText], Field(fail_fast=True)]
 
 
 class Message(Fields):
@@ -102,11 +103,17 @@ Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_
 
 
 def as_items(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    """The items, which may be given as the text of one message. Raises ValueError for too many parts."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else with_few_parts(given)
 
 
 def texts(content: str | Sequence[ItemText]) -> str | list[TextPart]:
     return content if isinstance(content, str) else [TextPart(type="text", text=part.text) for part in content]
+
+
+def one_after_the_other(*contents: str | list[TextPart]) -> list[TextPart]:
+    lists = ([TextPart(type="text", text=one)] if isinstance(one, str) else one for one in contents)
+    return [part for parts in lists for part in parts]
 
 
 def joined(content: str | Sequence[ItemText]) -> str:
@@ -114,7 +121,11 @@ def joined(content: str | Sequence[ItemText]) -> str:
 
 
 def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Reasoning]) -> list[ChatMessage]:
-    """The messages of a chat. The reasoning, the text and the calls of one answer, each an item, become one message."""
+    """The messages of a chat. The reasoning, the text and the calls of one answer, each an item, become one message.
+
+    What stands between a call and its result belongs to the answer with the call: a chat template wants the results
+    right behind the calls.
+    """
     messages: list[ChatMessage] = []
     answer: dict[str, Any] = {}  # of the assistant, from the items so far
 
@@ -128,15 +139,18 @@ def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Re
             function = CalledFunction(name=item.name, arguments=item.arguments)
             answer.setdefault("tool_calls", []).append(ToolCall(id=item.call_id, function=function))
         elif isinstance(item, Reasoning):
-            end_answer()
-            answer["reasoning_content"] = joined(item.content)
+            if "tool_calls" not in answer:
+                end_answer()
+            before = [thought] if (thought := answer.get("reasoning_content")) else []
+            answer["reasoning_content"] = "\n".join([*before, joined(item.content)])
         elif isinstance(item, FunctionCallOutput):
             end_answer()
             messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=texts(item.output)))
         elif item.role == "assistant":
-            if answer.keys() - {"reasoning_content"}:
+            if "tool_calls" not in answer and "content" in answer:
                 end_answer()
-            answer["content"] = texts(item.content)
+            said = texts(item.content)
+            answer["content"] = one_after_the_other(answer["content"], said) if "content" in answer else said
         else:
             end_answer()
             messages.append(ChatMessage(role=item.role, content=texts(item.content)))
@@ -201,8 +215,14 @@ class ResponsesRequest(SamplingFields):
         "background": (False,),
         "include": ([], ["reasoning.encrypted_content"]),
         "truncation": ("disabled",),
+        "logprobs": (False,),
         "top_logprobs": (0,),
+        "prompt_logprobs": (),
         "n": (1,),
+        "max_tokens": (),
+        "max_completion_tokens": (),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
     }
     no_matter = NO_MATTER - {"parallel_tool_calls", "metadata"} | {"reasoning", "stream_options"}
 

@@ -50,12 +50,22 @@ HARMLESS: Harmless = {
     "typical_p": (1,),
     "mirostat": (0,),
     "repeat_penalty": (1,),
+    "prompt_embeds": (),
+    "max_new_tokens": (),
 }
 REMEDIES = {
     "previous_response_id": "nothing is stored here, so send the whole conversation as input",
     "chat_template": "start the server with --chat-template",
     "repeat_penalty": "its name here is repetition_penalty",
-}
+    "functions": "send them as tools",
+    "function_call": "use tool_choice, and tool_calls in messages",
+    "response_format": "its name here is text.format",
+    "messages": "send them to /v1/chat/completions",
+    "max_tokens": "its name here is max_output_tokens",
+    "max_completion_tokens": "its name in /v1/completions is max_tokens, in /v1/responses max_output_tokens",
+    "max_output_tokens": "its name here is max_tokens",
+    "max_new_tokens": "its name in /v1/responses is max_output_tokens, otherwise max_tokens",
+} | {f"guided_{kind}": f"its name here is structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")}
 
 
 def settle(data: Json, known: Collection[str], harmless: Harmless, no_matter: Collection[str]) -> Json:
