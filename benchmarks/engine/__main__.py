@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine import LARGE_SHAPE, SHAPE, ablations, arrivals, speculation, speed, steps
+from benchmarks.engine import LARGE_SHAPE, SHAPE, ablations, arrivals, speculation, speed, step_costs, steps
 from benchmarks.engine import tensor_parallel as ranks
 from benchmarks.lib.harness import EMBEDDED_MODEL, Comparison, make_parser
 
@@ -30,13 +30,14 @@ SHOWCASES = {
     "tensor_parallel": ranks.showcase,
 }
 SPECULATION = "speculation"  # two results, each of one process with two engines
+STEP_COSTS = "step_costs"  # a card for `nanovllm simulate`
 LARGE = ("tensor_parallel", SPECULATION)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options with their defaults. Exits with one line if they make no sense."""
     parser = make_parser("engine", __doc__)
-    names = [*SHOWCASES, SPECULATION]
+    names = [*SHOWCASES, SPECULATION, STEP_COSTS]
     parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=f"which: {', '.join(names)}")
     parser.add_argument("--out", type=Path, required=True, help="directory for the JSON")
     parser.add_argument("--rounds", type=int, help="processes of every contender (default: this benchmark's)")
@@ -50,7 +51,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the embedded model and a tiny workload: for tests")
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if options.device == "cpu" and not options.quick and options.names != [SPECULATION]:
+    if options.device == "cpu" and not options.quick and not {*options.names} <= {SPECULATION, STEP_COSTS}:
         sys.exit("this measures a GPU, and there is none here; --quick tries it out on a CPU")
     for name in ("rounds", "repeats"):
         if getattr(options, name) not in (None, *range(1, 1000)):
@@ -60,12 +61,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(name: str, options: argparse.Namespace) -> bool:
     """Measure one benchmark, and say whether nothing is missing."""
-    small = options.quick or (name == SPECULATION and options.device == "cpu")
+    small = options.quick or (name in (SPECULATION, STEP_COSTS) and options.device == "cpu")
     model = options.model or (EMBEDDED_MODEL if small else LARGE_SHAPE if name in LARGE else SHAPE)
     chosen = argparse.Namespace(**vars(options) | {"model": model.resolve()})
     try:
         if name == SPECULATION:
             return speculation.run(chosen)
+        if name == STEP_COSTS:
+            return step_costs.run(chosen)
         comparison = Comparison(SHOWCASES[name](chosen), chosen)
         comparison.run(options.only)
         return not comparison.failures

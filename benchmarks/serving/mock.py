@@ -20,7 +20,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -230,13 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         run_server(options)
         return 0
     print(f"engine alone: {engine_alone(options.streams):.2f} us a token")
-    command = [sys.executable, "-m", "benchmarks.serving.mock", "--server", "--rate", str(options.rate)]
-    popen = subprocess.Popen(
-        [*command, "--api-servers", str(options.api_servers)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert popen.stdout is not None
-        port = int(popen.stdout.readline().rpartition(":")[2])
+    with serving(options.rate, options.api_servers) as (popen, port):
         pids = children(popen.pid)
         idle = [cpu_seconds(pid) for pid in [popen.pid, *pids]]
         time.sleep(5)
@@ -247,11 +242,44 @@ def main(arguments: list[str] | None = None) -> int:
         print("MiB:", [round(memory_mib(pid)) for pid in [popen.pid, *pids]])
         for name, value in asyncio.run(measure(port, pids, options)).items():
             print(f"{name}: {value}")
+    return 0
+
+
+@contextmanager
+def serving(rate: float, api_servers: int = 1) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The server with the fake model, as its process and its port. Raises RuntimeError if it ends with an error."""
+    command = [sys.executable, "-m", "benchmarks.serving.mock", "--server", "--rate", str(rate)]
+    popen = subprocess.Popen([*command, "--api-servers", str(api_servers)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert popen.stdout is not None
+        yield popen, int(popen.stdout.readline().rpartition(":")[2])
         popen.terminate()
-        return popen.wait(30)
+        if status := popen.wait(30):
+            raise RuntimeError(f"the server ended with status {status}")
     finally:
         popen.kill()
         popen.wait()
+
+
+def server_time(seconds: float) -> dict[str, float]:
+    """CPU seconds that HTTP adds to a request and to a token, at a load that leaves the server time to spare.
+
+    Long answers cost by the token. With short ones, what they cost beyond their tokens is the request's.
+    """
+    streams, short = 16, 4
+    with serving(rate=2000) as (popen, port):
+        pids = children(popen.pid)
+        long, few = (
+            asyncio.run(measure(port, pids, argparse.Namespace(streams=streams, max_tokens=n, seconds=seconds)))
+            for n in (1000, short)
+        )
+    engine, api = (sum(long[f"{who}_us_per_token"]) for who in ("engine", "api"))
+    both = sum(map(sum, (few["engine_us_per_token"], few["api_us_per_token"])))
+    return {
+        "request": 1e-6 * short * max(0.0, both - engine - api),
+        "engine_token": 1e-6 * max(0.0, engine - engine_alone(streams)),
+        "api_token": 1e-6 * api,
+    }
 
 
 if __name__ == "__main__":

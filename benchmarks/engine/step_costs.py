@@ -1,0 +1,150 @@
+"""What a step costs on this machine: the engine's own steps over a grid, and the factors that explain them.
+
+The grid is that of `benchmarks/engine/step_scenes.py`. What HTTP adds is measured with a model that computes nothing
+(`benchmarks/serving/mock.py`). The result is a card for `nanovllm simulate --card FILE`; those that come with the
+package are in nanovllm/simulate/cards.
+"""
+
+import statistics
+from argparse import Namespace
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.engine import ours, step_scenes
+from benchmarks.lib import harness, roofline, tables
+from benchmarks.lib.harness import Contender
+from benchmarks.lib.process import choose_clock
+from benchmarks.serving import mock
+from nanovllm.graphs.sizes import MAX_SEQUENCES, OPERATIONS_WHILE_LAUNCHING, PROMPT_SIZES, batch_sizes
+from nanovllm.simulate.costs import Card, ServerTime
+from nanovllm.simulate.fit import Observation, fit_device, fit_host, non_negative_least_squares
+from nanovllm.simulate.needs import read_architecture
+from nanovllm.simulate.step_shape import StepShape
+from nanovllm.simulate.step_time import Recordings
+
+MOST_SEQUENCES = 512  # of the recordings that a card describes
+GPU_ENGINE: dict[str, Any] = {"max_model_len": 17_408, "max_num_seqs": 256}
+CPU_ENGINE: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_gib": 0.25}
+RECORDINGS = Recordings(
+    decodes=tuple(batch_sizes(MOST_SEQUENCES, 0)),
+    prompts=PROMPT_SIZES,
+    max_sequences=MAX_SEQUENCES,
+    max_operations=OPERATIONS_WHILE_LAUNCHING,
+)
+
+
+def run(options: Namespace) -> bool:
+    """Measure, fit and write the card. Prints what the fit misses."""
+    cpu = options.device == "cpu"
+    options = Namespace(**vars(options) | ({"threads": 1} if cpu else {}))
+    grid = step_scenes.QUICK_GRID if options.quick or cpu else step_scenes.GRID
+    engine = CPU_ENGINE if cpu else GPU_ENGINE
+    scenes = ["decodes", "chunks", "mixed", "masked"]
+    points, kv_tokens, measured = measure_scenes(ours(options, **engine), scenes, grid, options, not cpu)
+    numbers = grid["guesses"]["numbers"]
+    guessing = ours(options, "guesses", **engine, speculative={"method": "ngram", "k": max(numbers)})
+    points += measure_scenes(guessing, ["guesses"], grid, options, False)[0]
+    limits = harness.run_process(Contender("the card's rates"), measure_rates, {"device": options.device}, options)[
+        "repetitions"
+    ][0]
+    server = ServerTime(**mock.server_time(seconds=2 if options.quick else 6))
+    card = make_card(options.model, points, limits, measured["facts"], kv_tokens, server)
+    path = card.write(options.out)
+    print(describe(card), f"written: {path}", sep="\n", flush=True)
+    return True
+
+
+def measure_scenes(
+    contender: Contender, scenes: list[str], grid: dict[str, Any], options: Namespace, overlapped: bool
+) -> tuple[list[dict[str, Any]], int, dict[str, Any]]:
+    """Medians over the repetitions of each point, the size of the KV cache in tokens, and what the process told."""
+    # A GPU computes while this thread does not: only on a CPU is its CPU time that of a step.
+    clock = choose_clock(options.device, 1)
+    arguments = {"grid": grid, "scenes": scenes, "overlapped": overlapped, "clock": clock}
+    measured = harness.run_process(
+        contender, step_scenes.measure, {"repeats": options.repeats or 3, **arguments}, options
+    )
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for repetition in measured["repetitions"]:
+        for point in repetition["points"]:
+            by_name.setdefault(point["name"], []).append(point)
+    points = []
+    for same in by_name.values():
+        hosts = [p["host"] for p in same if p["host"] is not None]
+        host = statistics.median(hosts) if hosts else None
+        points.append({**same[0], "device": statistics.median(p["device"] for p in same), "host": host})
+    return points, measured["repetitions"][0]["kv_tokens"], measured
+
+
+def measure_rates(device: str) -> list[dict[str, float]]:
+    return [asdict(roofline.measure_limits(device))]
+
+
+def make_card(
+    model: Path,
+    points: list[dict[str, Any]],
+    rates: dict[str, float],
+    machine: dict[str, Any],
+    kv_tokens: int,
+    server: ServerTime,
+) -> Card:
+    """The factors that explain the points, with all that says where they are from."""
+    architecture, itemsize = read_architecture(model)
+    cpu = machine["device"] == "cpu"
+    recordings = Recordings() if cpu else RECORDINGS.for_model(architecture)
+    observations = [Observation(p["name"], [StepShape(*p["shape"])], p["device"]) for p in points]
+    time, missed = fit_device(observations, recordings)
+    known = [p for p in points if p["host"] is not None]
+    host = fit_host([(StepShape(*p["shape"]), p["host"], p["device"] + p["host"]) for p in known])
+    return Card(
+        card="cpu" if cpu else harness.card_slug(machine["device"]),
+        shape=model.name,
+        tensor_parallel_size=1,
+        architecture=architecture,
+        itemsize=4 if cpu else itemsize,
+        source=f"a grid of {len(points)} steps",
+        rates=rates,
+        kv_tokens=kv_tokens,
+        time=replace(time, host=host),
+        server=server,
+        all_reduce={} if cpu else all_reduces(),
+        residuals=missed.as_json(),
+        machine=machine,
+        commit=harness.commit(),
+        points=[{**p, "fitted": time.device_seconds(StepShape(*p["shape"]))} for p in points],
+    )
+
+
+def all_reduces() -> dict[str, tuple[float, float]]:
+    """By the number of ranks, seconds and seconds per byte of a sum, from what `tensor_parallel` has measured."""
+    with suppress(ValueError):
+        found = tables.load("tensor_parallel.h200", harness.RESULTS)["all_reduce"]
+        return {str(each["ranks"]): line_through(each["rows"]) for each in found}
+    return {}
+
+
+def line_through(rows: list[dict[str, float]]) -> tuple[float, float]:
+    """The best of the kinds of sums that were measured, in microseconds by bytes, as seconds and seconds per byte."""
+    best = np.array([1e-6 * min(value for name, value in row.items() if name != "bytes") for row in rows])
+    a = np.array([[1.0, row["bytes"]] for row in rows]) / best[:, None]
+    seconds, per_byte = non_negative_least_squares(a, np.ones(len(rows)))
+    return float(seconds), float(per_byte)
+
+
+def describe(card: Card) -> str:
+    """The factors, and what they miss."""
+    missed, time = card.residuals, card.time
+    lines = [f"{card.shape} on {card.card}, from {card.source}; a knee at {time.knee} tokens"]
+    lines += [f"  device, {name}: {1e6 * value:.4g} us" for name, value in time.device.items() if value]
+    lines += [f"  host, {name}: {1e6 * value:.4g} us" for name, value in time.host.items() if value]
+    lines.append(f"  launching kernel by kernel: {1e3 * time.launch:.2f} ms")
+    lines.append(f"  server: {', '.join(f'{1e6 * v:.3g} us per {n}' for n, v in card.server._asdict().items())}")
+    lines.append(
+        f"  the fit misses {missed['median_percent']:.1f}% in the median, {missed['worst_percent']:.1f}% at most "
+        f"({missed['worst_of']})"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,266 @@
+"""Scenes on a running engine, whose steps are timed: decodes, chunks of prompts, both, guesses, structured outputs.
+
+Every step is planned by the scheduler and computed by the real executor. A step takes from the end of the one before,
+or from its own submission if that is later, until its result is there. On a GPU that is measured with asynchronous
+scheduling, where the host's work is hidden, and again without: the difference is the host's time. On a CPU, which
+overlaps nothing, the host's time is what lies between a result and the next submission.
+"""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any, NamedTuple
+
+from benchmarks.lib.process import CLOCKS, ClockName, Engine, random_prompts
+from nanovllm.engine.plan import StepHandle, StepPlan, StepResult
+from nanovllm.simulate.step_shape import StepShape, shape_of
+
+DECODES = {"batches": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256], "contexts": [128, 512, 2048, 8192, 15_872]}
+CHUNKS = {"sizes": [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384], "contexts": [0, 2048, 8192, 15_872]}
+MIXED = {"batches": [8, 32, 60, 128, 255], "sizes": [64, 512, 2048, 8192], "context": 512}
+GRID: dict[str, Any] = {
+    "decodes": DECODES,
+    "chunks": CHUNKS,
+    "prompts": [2, 8, 32, 128],  # in a step, of all `sizes` that they can share
+    "mixed": MIXED,
+    "masked": [1, 8, 64],
+    "guesses": {"batches": [1, 8, 32, 64], "numbers": [1, 3, 7], "context": 512},
+    "steps": 12,
+    "most_tokens": 2**19,  # of all sequences of a batch together
+    "highest_id": 10_000,
+}
+QUICK_GRID: dict[str, Any] = {
+    "decodes": {"batches": [1, 2, 4, 8, 16, 32, 64], "contexts": [16, 128, 512]},
+    "chunks": {"sizes": [16, 64, 128, 256, 512, 1024], "contexts": [0, 512]},
+    "prompts": [2, 8],
+    "mixed": {"batches": [2, 8, 16], "sizes": [16, 64, 256], "context": 64},
+    "masked": [1, 4],
+    "guesses": {"batches": [1, 4], "numbers": [1, 3], "context": 64},
+    "steps": 5,
+    "most_tokens": 2**13,
+    "highest_id": 500,
+}
+GRAMMAR = r"[a-z ]{300,400}"
+
+
+class Step(NamedTuple):
+    shape: StepShape
+    device: float  # seconds
+    host: float  # seconds between the result before and this submission; below 0 if the submission came first
+
+
+class Meter:
+    """Times an engine's steps as they are submitted and committed."""
+
+    def __init__(self, core: Any, clock: ClockName) -> None:
+        self._now = CLOCKS[clock]
+        self.steps: list[Step] = []
+        self._submit, self._commit = core.executor.submit, core.scheduler.commit
+        self._submitted: dict[int, tuple[float, StepShape]] = {}
+        self._last = 0.0
+        core.executor.submit, core.scheduler.commit = self.submit, self.commit
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        self._submitted[plan.step] = self._now(), shape_of(plan)
+        handle: StepHandle = self._submit(plan)
+        return handle
+
+    def commit(self, plan: StepPlan, result: StepResult) -> Any:
+        now = self._now()
+        begun, shape = self._submitted.pop(plan.step)
+        self.steps.append(Step(shape, now - max(begun, self._last), begun - self._last))
+        self._last = now
+        return self._commit(plan, result)
+
+
+class Bench:
+    """Scenes on one engine; each leaves it empty. A scene yields points: {"name", "shape", "device", "host"}."""
+
+    def __init__(self, engine: Engine, grid: dict[str, Any], overlapped: bool, clock: ClockName) -> None:
+        self.engine, self.grid, self.overlapped = engine, grid, overlapped
+        self.core = engine.llm.engine
+        self.meter = Meter(self.core, clock)
+        self.default = self.core.scheduler.config
+        self.longest, self.seats = self.default.max_model_len, self.default.max_num_seqs
+        self.pool = min(grid["most_tokens"], self.default.num_kv_blocks * self.default.kvcache_block_size)
+        self._ids, self._seeds = count(), count()
+
+    def add(self, number: int, length: int, max_tokens: int, **more: Any) -> None:
+        """So many prompts that share nothing."""
+        params = self.engine.make_params(**{"temperature": 0.6, "ignore_eos": True, "max_tokens": max_tokens} | more)
+        for prompt in random_prompts([length] * number, next(self._seeds), self.grid["highest_id"]):
+            self.core.add_request(str(next(self._ids)), prompt, params)
+
+    def budget(self, tokens: int | None = None) -> None:
+        """Tokens of a step from now on; the engine's own without a number."""
+        most = self.default.max_num_batched_tokens
+        self.core.scheduler.config = replace(self.default, max_num_batched_tokens=min(tokens or most, most))
+
+    def overlap(self, wanted: bool) -> None:
+        self.core.config = replace(self.core.config, async_scheduling=wanted)
+
+    def advance(self, steps: int) -> list[Step]:
+        """The steps that end in so many turns."""
+        self.meter.steps = []
+        for _ in range(steps):
+            if self.core.has_unfinished():
+                self.core.advance()
+        return self.meter.steps
+
+    def until_all_decode(self, number: int) -> None:
+        while not (steps := self.advance(1)) or steps[-1].shape.decodes < number or steps[-1].shape.prompts:
+            pass
+
+    def clear(self) -> None:
+        self.core.abort_all()
+        self.budget()
+
+    def steady(self, name: str, keeps: Any = None) -> Iterator[dict[str, Any]]:
+        """The running decodes, as a point with the median time; overlapped and not, where both can be."""
+        steps = self.grid["steps"]
+        self.overlap(self.overlapped)
+        found = [s for s in self.advance(steps + 2)[2:] if keeps is None or keeps(s.shape)]
+        single = found
+        if self.overlapped:
+            self.overlap(False)
+            single = [s for s in self.advance(steps + 2)[2:] if keeps is None or keeps(s.shape)]
+        if found and single:
+            device = statistics.median(s.device for s in found)
+            host = statistics.median(s.host for s in single)
+            if self.overlapped:
+                host = statistics.median(s.device + s.host for s in single) - device
+            yield {"name": name, "shape": mean_shape(found), "device": device, "host": max(0.0, host)}
+
+    def decodes(self) -> Iterator[dict[str, Any]]:
+        grid, room = self.grid["decodes"], 4 * self.grid["steps"] + 8
+        for batch in grid["batches"]:
+            for context in grid["contexts"]:
+                if batch * (context + room) <= self.pool and context + room <= self.longest and batch <= self.seats:
+                    self.add(batch, context, self.longest - context)
+                    self.until_all_decode(batch)
+                    yield from self.steady(f"{batch} decodes at {context}")
+                    self.clear()
+
+    def chunks(self) -> Iterator[dict[str, Any]]:
+        """Chunks of one prompt behind a context; and whole prompts, several in a step."""
+        for size in self.grid["chunks"]["sizes"]:
+            for context in self.grid["chunks"]["contexts"]:
+                number = min(3, (self.longest - 1 - context) // size)
+                if number and size <= self.default.max_num_batched_tokens:
+                    yield from self.one_after_another(f"chunks of {size} behind {context}", size, context, number)
+            for prompts in self.grid["prompts"]:
+                length = size // prompts
+                if 8 <= length < self.longest and prompts <= self.seats and 3 * size <= self.pool:
+                    yield from self.several(f"{prompts} prompts of {length}", prompts, length)
+
+    def one_after_another(self, name: str, size: int, context: int, number: int) -> Iterator[dict[str, Any]]:
+        found = []
+        for overlapped in dict.fromkeys((self.overlapped, False)):
+            self.overlap(overlapped)
+            self.add(1, context + number * size, 1)
+            while context > 0 and (left := context - self.computed()) > 0:
+                self.budget(left)
+                self.advance(1)
+            self.budget(size)
+            steps = self.advance(number + 2)
+            found.append([s for s in steps if s.shape.prompt_tokens == size][-number:])
+            self.clear()
+        yield from self.paired(name, found)
+
+    def computed(self) -> int:
+        """Tokens of the first running sequence whose KV exists or is on its way."""
+        running = self.core.scheduler.running
+        return running[0].num_computed if running else 0
+
+    def several(self, name: str, prompts: int, length: int) -> Iterator[dict[str, Any]]:
+        found = []
+        for overlapped in dict.fromkeys((self.overlapped, False)):
+            self.overlap(overlapped)
+            self.add(3 * prompts, length, 1)
+            self.budget(prompts * length)
+            found.append([s for s in self.advance(5) if s.shape.prompts == prompts])
+            self.clear()
+        yield from self.paired(name, found)
+
+    def mixed(self) -> Iterator[dict[str, Any]]:
+        """A chunk of a prompt beside decodes."""
+        grid = self.grid["mixed"]
+        for batch in grid["batches"]:
+            for size in grid["sizes"]:
+                number = min(3, (self.longest - 1) // size)
+                room = batch * (grid["context"] + 64) + number * size
+                if not number or room > self.pool or batch >= self.seats:
+                    continue
+                found = []
+                for overlapped in dict.fromkeys((self.overlapped, False)):
+                    self.overlap(overlapped)
+                    self.add(batch, grid["context"], self.longest - grid["context"])
+                    self.until_all_decode(batch)
+                    self.add(1, number * size, 1)
+                    self.budget(batch + size)
+                    found.append([s for s in self.advance(number + 2) if s.shape.prompts])
+                    self.clear()
+                yield from self.paired(f"{batch} decodes beside chunks of {size}", found)
+
+    def paired(self, name: str, found: list[list[Step]]) -> Iterator[dict[str, Any]]:
+        """Steps that happened overlapped, and again by themselves (or only these, on a CPU). The first of several did
+        not follow on another."""
+        first, single = found[0], found[-1]
+        for number, (step, alone) in enumerate(zip(first, single, strict=False)):
+            if number or len(first) == 1:
+                host = alone.host if first is single else alone.device + max(0.0, alone.host) - step.device
+                host_known = number and (step.shape == alone.shape)
+                known = {"host": max(0.0, host)} if host_known else {"host": None}
+                yield {"name": f"{name}, {number}", "shape": list(step.shape), "device": step.device, **known}
+
+    def masked(self) -> Iterator[dict[str, Any]]:
+        """Decodes with structured outputs, by a real grammar where there is a tokenizer."""
+        if not (self.engine.llm.path / "tokenizer.json").is_file():
+            return
+        from nanovllm.structured_outputs import StructuredOutputsParams
+        from nanovllm.text.grammars import TokenGrammars
+        from nanovllm.text.tokenizer import Tokenizer
+
+        eos = self.core.eos_token_ids
+        self.core.grammars = TokenGrammars(Tokenizer(self.engine.llm.path), self.core.vocab_size, eos)
+        for batch in self.grid["masked"]:
+            self.add(batch, 64, 100, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex=GRAMMAR))
+            self.until_all_decode(batch)
+            yield from self.steady(f"{batch} masked decodes", lambda shape, batch=batch: shape.masked == batch)
+            self.clear()
+
+    def guesses(self) -> Iterator[dict[str, Any]]:
+        """Verification of guesses, whatever they are."""
+        grid, scheduler = self.grid["guesses"], self.core.scheduler
+        for batch in grid["batches"]:
+            for number in grid["numbers"]:
+                scheduler.max_guesses, scheduler.proposer = number, AnyGuesses()
+                self.add(batch, grid["context"], self.longest - grid["context"])
+                self.until_all_decode(batch)
+                yield from self.steady(f"{batch} decodes with {number} guesses each")
+                self.clear()
+
+
+class AnyGuesses:
+    def propose(self, seq: Any, k: int) -> list[int | None]:
+        return [1] * k
+
+
+def mean_shape(steps: list[Step]) -> list[int]:
+    """Of steps that are alike but for their keys."""
+    return [round(statistics.mean(column)) for column in zip(*(s.shape for s in steps), strict=True)]
+
+
+def measure(
+    engine: Engine, repeats: int, grid: dict[str, Any], scenes: list[str], overlapped: bool, clock: ClockName
+) -> list[Any]:
+    """In the process of the engine: the points of each repetition, and the size of its KV cache in tokens."""
+    bench = Bench(engine, grid, overlapped, clock)
+    kv_tokens = bench.default.num_kv_blocks * bench.default.kvcache_block_size
+    repetitions = []
+    for repeat in range(-1, repeats):  # the first is for warming up: kernels are compiled for the sizes of steps
+        found = [point for scene in scenes for point in getattr(bench, scene)()]
+        if repeat >= 0:
+            repetitions.append({"points": found, "kv_tokens": kv_tokens})
+    return repetitions

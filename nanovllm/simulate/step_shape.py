@@ -1,0 +1,39 @@
+"""What the time of a step depends on: how many of everything, and never which."""
+
+from typing import NamedTuple
+
+from nanovllm.engine.plan import StepPlan
+
+
+class StepShape(NamedTuple):
+    """Counts of a step. A step that has no less of anything takes no less time (`StepTime`)."""
+
+    decodes: int = 0  # sequences that compute one known token and sample
+    decode_keys: int = 0  # keys that those read: the sum of their contexts, once more for each guess
+    prompts: int = 0  # sequences with a chunk of a prompt, or of what is computed anew after a preemption
+    prompt_tokens: int = 0  # tokens of those chunks
+    prompt_pairs: int = 0  # pairs of a query and a key that those tokens see
+    samples: int = 0  # sequences that draw a token
+    guesses: int = 0  # guessed tokens that are verified
+    masked: int = 0  # sequences with structured outputs among those that draw
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    """The counts of a plan. A last chunk of one token counts as a decode: it computes the same."""
+    decodes = decode_keys = prompts = prompt_tokens = prompt_pairs = samples = guesses = 0
+    for _, _, start, num_tokens, sample, _, guessed in plan.scheduled:
+        samples += sample
+        known = num_tokens
+        if guessed:
+            known -= len(guessed)
+            guesses += len(guessed)
+        pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+        if sample and known == 1:
+            decodes += 1
+            decode_keys += pairs
+        else:
+            prompts += 1
+            prompt_tokens += known
+            prompt_pairs += pairs
+    masked = len(plan.masked)
+    return StepShape(decodes, decode_keys, prompts, prompt_tokens, prompt_pairs, samples, guesses, masked)
