@@ -17,7 +17,7 @@ from nanovllm.engine.plan import Executor, StepHandle, StepMasks, StepPlan
 from nanovllm.engine.request import Choice, MakeDetokenizer, Request, check_request
 from nanovllm.engine.scheduler import Committed, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.trace import OnEvent, Trace
+from nanovllm.engine.trace import Clock, OnEvent, Trace
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams, derive_seed
 
@@ -39,17 +39,20 @@ class LLMEngine:
         make_detokenizer: MakeDetokenizer | None = None,
         grammars: Grammars | None = None,
         on_event: OnEvent | None = None,
+        clock: Clock = time.perf_counter,
     ) -> None:
         """`config` is resolved, `num_kv_blocks` included. Without `make_detokenizer` outputs have ids but no text, and
-        without `grammars` they cannot be structured."""
+        without `grammars` they cannot be structured. `clock` tells the time of events and metrics; nothing is decided
+        by it."""
         self.executor = executor
         self.config = config
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.make_detokenizer = make_detokenizer
         self.grammars = grammars
-        self.trace = Trace(on_event)
-        self.scheduler = Scheduler(config, self.trace)
+        self.clock = clock
+        self.trace = Trace(on_event, clock)
+        self.scheduler = Scheduler(config, self.trace, clock)
         self.closed = False
         self.calls = Calls()
         self._requests: dict[str, Request] = {}
@@ -96,7 +99,7 @@ class LLMEngine:
         """Queue a request. Smaller `priority` goes first; among equal priorities, the request that was added first.
 
         Requests share cached prefixes only under the same `cache_salt`. `prompt` is the prompt's text, for the outputs
-        only. `arrival_time` is in seconds of `time.perf_counter()`, for the metrics only. `matcher` is what `compile`
+        only. `arrival_time` is in seconds of the engine's `clock`, for the metrics only. `matcher` is what `compile`
         returned, if the caller has called it. Raises what `check_request` and `compile` do, ValueError for an id in
         use, and RuntimeError once the engine is closed. An error changes nothing.
         """
@@ -107,7 +110,7 @@ class LLMEngine:
         token_ids, limit = self.check_request(prompt_token_ids, params)
         matcher = matcher or self.compile(params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        arrived = time.perf_counter() if arrival_time is None else arrival_time
+        arrived = self.clock() if arrival_time is None else arrival_time
         request = Request(request_id, prompt, token_ids, params, arrived)
         for choice in range(params.n):
             key = next(self._keys)
@@ -165,7 +168,7 @@ class LLMEngine:
         seq = None if request is None else request.choices[choice].seq
         if request is not None and seq is not None and seq.key in self.scheduler.sequences:
             self.scheduler.finish(seq, "stop")
-            self._choice_is_over(request, seq, time.perf_counter())
+            self._choice_is_over(request, seq, self.clock())
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something left to do: a request, or a step in flight whose requests have all ended."""
@@ -209,7 +212,7 @@ class LLMEngine:
             self._in_flight.append((plan, handle))
             if not self.config.async_scheduling:
                 committed = self._commit_oldest()
-        now = time.perf_counter()
+        now = self.clock()
         news = [(self._requests[one.seq.request_id], one) for one in committed]
         for request, (seq, token_ids, _) in news:
             if request.first_token_time is None and token_ids:

@@ -17,7 +17,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.guesses import Proposer, make_proposer
 from nanovllm.engine.plan import Scheduled, Scored, StepPlan, StepResult, TokenLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.trace import Trace
+from nanovllm.engine.trace import Clock, Trace
 from nanovllm.outputs import FinishReason, SpeculationStats
 
 _order = attrgetter("priority", "arrival")
@@ -45,11 +45,12 @@ class Scheduler:
     strictly worse priority, and never overtakes another sequence of its own priority.
     """
 
-    def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
+    def __init__(self, config: EngineConfig, trace: Trace | None = None, clock: Clock = time.perf_counter) -> None:
         if config.kvcache_block_size is None or config.num_kv_blocks is None:
             raise ValueError("kvcache_block_size and num_kv_blocks must be known by now: see EngineConfig.resolve")
         self.config = config
         self.trace = trace or Trace()
+        self.clock = clock
         self.num_kv_blocks: int = config.num_kv_blocks
         self.block_size: int = config.kvcache_block_size
         self.proposer = None if config.speculation is None else make_proposer(config.speculation)
@@ -202,7 +203,7 @@ class Scheduler:
         if seq.num_scored < seq.num_to_score:
             self._scoring[seq] = None
         if seq.first_scheduled_time is None:
-            seq.first_scheduled_time = time.perf_counter()
+            seq.first_scheduled_time = self.clock()
             seq.num_cached_tokens = seq.num_computed
         self.trace.emit("admitted", seq, cached=seq.num_computed)
 

@@ -73,7 +73,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of committed steps
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    first_scheduled_time: float | None = None  # seconds of time.perf_counter()
+    first_scheduled_time: float | None = None  # seconds of the engine's clock
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

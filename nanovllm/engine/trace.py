@@ -9,12 +9,13 @@ from nanovllm.engine.sequence import Sequence
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
 Blocks = Collection[int]  # block numbers
+Clock = Callable[[], float]  # seconds that never run back; a simulation has its own
 
 
 class Trace:
     """Tells a listener what happens to each request, and in which step.
 
-    type       details, beside t (seconds of time.perf_counter()), step, request (its id) and choice (0 .. n - 1)
+    type       details, beside t (seconds of `clock`), step, request (its id) and choice (0 .. n - 1)
     added      prompt_tokens, priority
     admitted   cached: tokens that need not be computed
     scheduled  tokens: how many this step computes; cached: how many have been computed before
@@ -26,13 +27,14 @@ class Trace:
     What a listener raises ends all requests. Its ValueError or TypeError arrives as a RuntimeError.
     """
 
-    def __init__(self, on_event: OnEvent | None = None) -> None:
+    def __init__(self, on_event: OnEvent | None = None, clock: Clock = time.perf_counter) -> None:
         self.on_event = on_event
+        self.clock = clock
         self.step = 0
 
     def emit(self, type: str, seq: Sequence, **details: Any) -> None:
         if self.on_event is not None:
-            event = {"t": time.perf_counter(), "step": self.step, "type": type, "request": seq.request_id}
+            event = {"t": self.clock(), "step": self.step, "type": type, "request": seq.request_id}
             try:
                 self.on_event(event | {"choice": seq.choice} | details)
             except (ValueError, TypeError) as error:  # which would be taken for a refusal of the request
