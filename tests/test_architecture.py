@@ -88,6 +88,14 @@ def the_server_has_no_torch(sources: Sources) -> list[str]:
     ]
 
 
+def the_simulation_has_no_torch(sources: Sources) -> list[str]:
+    """Nothing that `simulate/` can reach brings torch in: a fleet is simulated on any laptop. Of the engine's users it
+    needs none, since it is one itself."""
+    found = _reached(sources, "nanovllm.simulate", lambda name: inside(name, "torch", "triton"))
+    front = [i for i in sources.all_imports("nanovllm.simulate") if i.of("nanovllm.llm", "nanovllm.async_llm")]
+    return found + [str(i) for i in front]
+
+
 def _reached(sources: Sources, package: str, forbidden: Callable[[str], bool]) -> list[str]:
     """What the modules of a package reach of what is forbidden, by any import."""
     return [
@@ -151,6 +159,7 @@ RULES: list[Rule] = [
     the_control_plane_is_pure_python,
     text_has_no_torch,
     the_server_has_no_torch,
+    the_simulation_has_no_torch,
     the_data_plane_knows_no_requests,
     sampling_and_graphs_know_no_runner,
     collectives_lie_below_the_layers,
@@ -178,6 +187,7 @@ CIRCLE = no_import_goes_round_in_a_circle
 CONTROL = the_control_plane_is_pure_python
 TEXT = text_has_no_torch
 SERVER = the_server_has_no_torch
+SIMULATION = the_simulation_has_no_torch
 BELOW = sampling_and_graphs_know_no_runner
 COLLECTIVES = collectives_lie_below_the_layers
 HOPPER = only_a_choice_names_hopper
@@ -226,6 +236,12 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
     ),
     (TEXT, {"nanovllm.text.a": "def f():\n    from nanovllm.b import B", "nanovllm.b": "import torch"}, "torch"),
     (SERVER, {"nanovllm.server.a": "from nanovllm.b import B", "nanovllm.b": "import torch"}, "torch"),
+    (
+        SIMULATION,
+        {"nanovllm.simulate.a": "def f():\n    from nanovllm.b import B", "nanovllm.b": "import torch"},
+        "torch",
+    ),
+    (SIMULATION, {"nanovllm.simulate.a": "from nanovllm.llm import LLM", "nanovllm.llm": ""}, "nanovllm.llm"),
     (BELOW, {"nanovllm.sampling.a": "from nanovllm.runner.rows import Rows"}, "runner.rows"),
     (BELOW, {"nanovllm.graphs.a": "if TYPE_CHECKING:\n    from nanovllm.runner import model_runner"}, "runner"),
     (COLLECTIVES, {"nanovllm.distributed.a": "from nanovllm.layers.linear import Linear"}, "layers.linear"),
