@@ -1,11 +1,17 @@
 """The arithmetic behind the engine's benchmarks: the headline workload, its limit, idle time from a trace."""
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 
 from benchmarks.engine import SHAPE, steps
 from benchmarks.lib import roofline, workloads
 from nanovllm.engine.plan import Scheduled
-from nanovllm.models.config import read_config
+from nanovllm.models.config import FAMILIES, read_config
+from nanovllm.models.transformer import Transformer
+from nanovllm.simulate.needs import read_architecture
 
 # --- the workload and its limit --------------------------------------------------------------------------------------
 
@@ -34,7 +40,7 @@ def test_the_roofline_of_the_headline() -> None:
 
 
 def test_costs_are_what_counting_step_by_step_gives() -> None:
-    c = read_config(SHAPE)
+    c, _ = read_architecture(SHAPE)
     prompts, outputs = [3, 10, 1], [4, 1, 6]
     costs = roofline.costs_of(c, prompts, outputs, itemsize=2)
     matrices = c.num_hidden_layers * (
@@ -44,7 +50,7 @@ def test_costs_are_what_counting_step_by_step_gives() -> None:
     keys = sum(p + step for p, n in zip(prompts, outputs, strict=True) for step in range(1, n))
     pairs = sum(query + 1 for p in prompts for query in range(p))
     assert costs.kv_bytes == keys * 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2
-    assert costs.weight_bytes == 5 * 2 * roofline.num_parameters(c)["all"]
+    assert costs.weight_bytes == 5 * 2 * c.num_parameters
     assert costs.prefill_operations == 2 * (
         14 * matrices + 3 * c.vocab_size * c.hidden_size
     ) + pairs * c.num_hidden_layers * c.num_attention_heads * (4 * c.head_dim)
@@ -52,7 +58,7 @@ def test_costs_are_what_counting_step_by_step_gives() -> None:
 
 def test_the_least_of_all_steps_is_the_limit_of_the_run() -> None:
     """Prompts in two chunks, decodes beside them, sequences that end at different times."""
-    c, limits = read_config(SHAPE), roofline.Limits(bytes_per_second=3e12, operations_per_second=7e14)
+    (c, _), limits = read_architecture(SHAPE), roofline.Limits(bytes_per_second=3e12, operations_per_second=7e14)
     reckon = steps.Reckoner(c, limits, itemsize=2)
     plans = [
         [Scheduled(0, 0, 0, 3, True, ()), Scheduled(1, 1, 0, 6, False, ())],
@@ -75,8 +81,23 @@ def test_the_kinds_of_decode_steps() -> None:
     ]  # fmt: skip
 
 
-def test_parameters_are_counted() -> None:
-    assert roofline.num_parameters(read_config(SHAPE))["all"] == 596_049_920
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("switch", [False, True])
+def test_parameters_are_counted_as_the_model_has_them(family: str, switch: bool, tmp_path: Path) -> None:
+    raw = json.loads((SHAPE / "config.json").read_text())
+    switches = dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), switch)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": family, "num_hidden_layers": 2} | switches))
+    with torch.device("meta"):
+        model = Transformer(read_config(tmp_path), max_model_len=1)
+    counted, itemsize = read_architecture(tmp_path)
+    assert itemsize == 2
+    assert counted.num_parameters == sum(p.numel() for p in model.parameters())
+    assert counted.num_matrix_parameters == sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+    assert counted.num_head_parameters == model.embed_tokens.weight.numel()
+
+
+def test_the_parameters_of_qwen3() -> None:
+    assert read_architecture(SHAPE)[0].num_parameters == 596_049_920
 
 
 # --- idle time -------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import torch
 from benchmarks.engine import LARGE_SHAPE as SHAPE
 from benchmarks.engine import tensor_parallel
 from benchmarks.engine.__main__ import parse
-from benchmarks.engine.tensor_parallel import FULL, name_of, num_all_reduces, of_steps
+from benchmarks.engine.tensor_parallel import FULL, name_of, of_steps
 from benchmarks.lib import harness, report
-from nanovllm.models.config import read_config
+from nanovllm.simulate.needs import read_architecture
 from tests.stages.ranks import Threads
 
 STEPS = {("nanovllm", 1): 5.0, ("nanovllm", 2): 3.0, ("vLLM", 1): 6.0, ("vLLM", 2): 4.0}  # ms at batch 1
@@ -56,7 +56,7 @@ def test_everybody_is_compared_and_vllm_is_the_rival(result: dict[str, Any]) -> 
 def test_where_a_step_goes_adds_up(result: dict[str, Any]) -> None:
     """The 8B shape by hand: 36 layers of 192.9M numbers and a head of 622.3M, in bfloat16; 16 key/value heads' worth of
     keys and values in a layer; 73 all-reduces of 8 KiB for each sequence."""
-    assert num_all_reduces(read_config(SHAPE)) == 73
+    assert read_architecture(SHAPE)[0].num_all_reduces == 73
     layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
     weights_ms = 1e3 * 2 * (36 * layer + 4096 * 151936) / RATE
     keys_ms = 1e3 * (128 + 257 / 2) * 36 * 2 * 8 * 128 * 2 / RATE

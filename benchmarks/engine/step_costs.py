@@ -20,9 +20,9 @@ from benchmarks.lib.harness import Contender
 from benchmarks.lib.process import choose_clock
 from benchmarks.serving import mock
 from nanovllm.graphs.sizes import MAX_SEQUENCES, OPERATIONS_WHILE_LAUNCHING, PROMPT_SIZES, batch_sizes
-from nanovllm.simulate.costs import Card, ServerTime
-from nanovllm.simulate.fit import Observation, fit_device, fit_host, non_negative_least_squares
-from nanovllm.simulate.needs import read_architecture
+from nanovllm.simulate.costs import Card, IntakeTime, ServerTime
+from nanovllm.simulate.fit import Observation, fit_device, fit_host, fit_intake, non_negative_least_squares
+from nanovllm.simulate.needs import Needs, read_architecture
 from nanovllm.simulate.step_shape import StepShape
 from nanovllm.simulate.step_time import Recordings
 
@@ -44,15 +44,14 @@ def run(options: Namespace) -> bool:
     grid = step_scenes.QUICK_GRID if options.quick or cpu else step_scenes.GRID
     engine = CPU_ENGINE if cpu else GPU_ENGINE
     scenes = ["decodes", "chunks", "mixed", "masked"]
-    points, kv_tokens, measured = measure_scenes(ours(options, **engine), scenes, grid, options, not cpu)
+    points, told = measure_scenes(ours(options, **engine), scenes, grid, options, not cpu)
     numbers = grid["guesses"]["numbers"]
     guessing = ours(options, "guesses", **engine, speculative={"method": "ngram", "k": max(numbers)})
     points += measure_scenes(guessing, ["guesses"], grid, options, False)[0]
-    limits = harness.run_process(Contender("the card's rates"), measure_rates, {"device": options.device}, options)[
-        "repetitions"
-    ][0]
+    rates_job = Contender("the card's rates"), measure_rates, {"device": options.device}
+    [rates] = harness.run_process(*rates_job, options)["repetitions"]
     server = ServerTime(**mock.server_time(seconds=2 if options.quick else 6))
-    card = make_card(options.model, points, limits, measured["facts"], kv_tokens, server)
+    card = make_card(options.model, points, rates, told, server)
     path = card.write(options.out)
     print(describe(card), f"written: {path}", sep="\n", flush=True)
     return True
@@ -60,8 +59,8 @@ def run(options: Namespace) -> bool:
 
 def measure_scenes(
     contender: Contender, scenes: list[str], grid: dict[str, Any], options: Namespace, overlapped: bool
-) -> tuple[list[dict[str, Any]], int, dict[str, Any]]:
-    """Medians over the repetitions of each point, the size of the KV cache in tokens, and what the process told."""
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Medians over the repetitions of each point; and what else the process told: machine, intake, KV cache."""
     # A GPU computes while this thread does not: only on a CPU is its CPU time that of a step.
     clock = choose_clock(options.device, 1)
     arguments = {"grid": grid, "scenes": scenes, "overlapped": overlapped, "clock": clock}
@@ -77,7 +76,7 @@ def measure_scenes(
         hosts = [p["host"] for p in same if p["host"] is not None]
         host = statistics.median(hosts) if hosts else None
         points.append({**same[0], "device": statistics.median(p["device"] for p in same), "host": host})
-    return points, measured["repetitions"][0]["kv_tokens"], measured
+    return points, {**measured["repetitions"][-1], "machine": measured["facts"]}
 
 
 def measure_rates(device: str) -> list[dict[str, float]]:
@@ -85,19 +84,16 @@ def measure_rates(device: str) -> list[dict[str, float]]:
 
 
 def make_card(
-    model: Path,
-    points: list[dict[str, Any]],
-    rates: dict[str, float],
-    machine: dict[str, Any],
-    kv_tokens: int,
-    server: ServerTime,
+    model: Path, points: list[dict[str, Any]], rates: dict[str, float], told: dict[str, Any], server: ServerTime
 ) -> Card:
     """The factors that explain the points, with all that says where they are from."""
     architecture, itemsize = read_architecture(model)
+    machine, intake = told["machine"], [(*added, added[-1]) for added in told["intake"]]
     cpu = machine["device"] == "cpu"
     recordings = Recordings() if cpu else RECORDINGS.for_model(architecture)
     observations = [Observation(p["name"], [StepShape(*p["shape"])], p["device"]) for p in points]
-    time, missed = fit_device(observations, recordings)
+    least = {} if cpu else least_factors(Needs(architecture, itemsize), rates)  # a CPU may have it all in its caches
+    time, missed = fit_device(observations, recordings, least)
     known = [p for p in points if p["host"] is not None]
     host = fit_host([(StepShape(*p["shape"]), p["host"], p["device"] + p["host"]) for p in known])
     return Card(
@@ -108,8 +104,9 @@ def make_card(
         itemsize=4 if cpu else itemsize,
         source=f"a grid of {len(points)} steps",
         rates=rates,
-        kv_tokens=kv_tokens,
+        kv_tokens=told["kv_tokens"],
         time=replace(time, host=host),
+        intake=IntakeTime(*fit_intake(intake)),
         server=server,
         all_reduce={} if cpu else all_reduces(),
         residuals=missed.as_json(),
@@ -117,6 +114,13 @@ def make_card(
         commit=harness.commit(),
         points=[{**p, "fitted": time.device_seconds(StepShape(*p["shape"]))} for p in points],
     )
+
+
+def least_factors(needs: Needs, rates: dict[str, float]) -> dict[str, float]:
+    """What a key, and a product, takes at the card's best rates."""
+    operations = {"token_beyond_knee": needs.token_operations, "prompt_pair": needs.pair_operations}
+    least = {name: number / rates["operations_per_second"] for name, number in operations.items()}
+    return least | {"decode_key": needs.key_bytes / rates["bytes_per_second"]}
 
 
 def all_reduces() -> dict[str, tuple[float, float]]:
@@ -142,6 +146,8 @@ def describe(card: Card) -> str:
     lines += [f"  device, {name}: {1e6 * value:.4g} us" for name, value in time.device.items() if value]
     lines += [f"  host, {name}: {1e6 * value:.4g} us" for name, value in time.host.items() if value]
     lines.append(f"  launching kernel by kernel: {1e3 * time.launch:.2f} ms")
+    request, token = (1e6 * seconds for seconds in card.intake)
+    lines.append(f"  intake: {request:.3g} us per request, {token:.3g} us per token of its prompt")
     lines.append(f"  server: {', '.join(f'{1e6 * v:.3g} us per {n}' for n, v in card.server._asdict().items())}")
     lines.append(
         f"  the fit misses {missed['median_percent']:.1f}% in the median, {missed['worst_percent']:.1f}% at most "

@@ -85,12 +85,17 @@ class Bench:
         self.longest, self.seats = self.default.max_model_len, self.default.max_num_seqs
         self.pool = min(grid["most_tokens"], self.default.num_kv_blocks * self.default.kvcache_block_size)
         self._ids, self._seeds = count(), count()
+        self._now = CLOCKS[clock]
+        self.intake: list[tuple[int, int, float]] = []  # requests, tokens of their prompts, seconds of adding them
 
     def add(self, number: int, length: int, max_tokens: int, **more: Any) -> None:
         """So many prompts that share nothing."""
         params = self.engine.make_params(**{"temperature": 0.6, "ignore_eos": True, "max_tokens": max_tokens} | more)
-        for prompt in random_prompts([length] * number, next(self._seeds), self.grid["highest_id"]):
+        prompts = random_prompts([length] * number, next(self._seeds), self.grid["highest_id"])
+        start = self._now()
+        for prompt in prompts:
             self.core.add_request(str(next(self._ids)), prompt, params)
+        self.intake.append((number, number * length, self._now() - start))
 
     def budget(self, tokens: int | None = None) -> None:
         """Tokens of a step from now on; the engine's own without a number."""
@@ -255,12 +260,13 @@ def mean_shape(steps: list[Step]) -> list[int]:
 def measure(
     engine: Engine, repeats: int, grid: dict[str, Any], scenes: list[str], overlapped: bool, clock: ClockName
 ) -> list[Any]:
-    """In the process of the engine: the points of each repetition, and the size of its KV cache in tokens."""
+    """In the process of the engine: of each repetition the points and the intake, and the KV cache's size in tokens."""
     bench = Bench(engine, grid, overlapped, clock)
     kv_tokens = bench.default.num_kv_blocks * bench.default.kvcache_block_size
     repetitions = []
     for repeat in range(-1, repeats):  # the first is for warming up: kernels are compiled for the sizes of steps
         found = [point for scene in scenes for point in getattr(bench, scene)()]
         if repeat >= 0:
-            repetitions.append({"points": found, "kv_tokens": kv_tokens})
+            repetitions.append({"points": found, "kv_tokens": kv_tokens, "intake": bench.intake})
+        bench.intake = []
     return repetitions

@@ -31,7 +31,7 @@ from benchmarks.lib.process import SAMPLED, Engine, random_prompts
 from benchmarks.lib.roofline import Limits
 from benchmarks.lib.tables import Result
 from nanovllm.engine.plan import Scheduled
-from nanovllm.models.config import ModelConfig, read_config
+from nanovllm.simulate.needs import Architecture, Needs, read_architecture
 
 MARK = "benchmark step"
 UNMARKED = 5
@@ -174,8 +174,8 @@ KINDS = (PROMPTS, *(kind_of(batch) for batch in reversed(BATCHES)))
 class Reckoner:
     """The least seconds of each step of a run, whose steps come in order."""
 
-    def __init__(self, model: ModelConfig, limits: Limits, itemsize: int) -> None:
-        self.needs, self.limits = roofline.Needs(model, itemsize), limits
+    def __init__(self, model: Architecture, limits: Limits, itemsize: int) -> None:
+        self.needs, self.limits = Needs(model, itemsize), limits
         self.begun: set[int] = set()  # sequences that have their first token
 
     def __call__(self, scheduled: Sequence[Scheduled]) -> tuple[str, float]:
@@ -202,12 +202,12 @@ def measure_phases(
     engine: Engine, repeats: int, sizes: dict[str, int], limits: dict[str, float], model: str, itemsize: int
 ) -> list[Measured]:
     """In the process of the engine. Each kind of step: {"steps", "seconds", "least_seconds"}."""
-    chosen, config = workloads.Sizes(**sizes), read_config(Path(model))
+    chosen, (architecture, _) = workloads.Sizes(**sizes), read_architecture(Path(model))
     scheduler = engine.llm.engine.scheduler
     commit = scheduler.commit
 
     found: Measured = {}
-    reckon = Reckoner(config, Limits(**limits), itemsize)
+    reckon = Reckoner(architecture, Limits(**limits), itemsize)
     begin = 0.0
 
     def timed_commit(plan: Any, result: Any) -> Any:
@@ -229,7 +229,7 @@ def measure_phases(
     for number in range(repeats):
         prompts, max_tokens = workloads.headline(number, chosen)
         found = {kind: {"steps": 0, "seconds": 0.0, "least_seconds": 0.0} for kind in KINDS}
-        reckon = Reckoner(config, Limits(**limits), itemsize)
+        reckon = Reckoner(architecture, Limits(**limits), itemsize)
         begin = time.perf_counter()
         engine.generate(prompts, max_tokens, SAMPLED)
         repetitions.append(found)

@@ -25,12 +25,10 @@ from torch import Tensor
 from benchmarks.engine import ours, speed, vllm
 from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Contender, Measured, Showcase
-from benchmarks.lib.roofline import Needs
 from benchmarks.lib.tables import Result, cell, row
 from nanovllm.distributed.group import Group, devices_of
 from nanovllm.distributed.one_shot import SWITCH, default_bytes
-from nanovllm.models.config import ModelConfig, read_config
-from nanovllm.models.sharding import shard_config
+from nanovllm.simulate.needs import Architecture, Needs, read_architecture
 from nanovllm.workers.spawned_team import SpawnedTeam
 
 TARGET = 0.85  # of vLLM's time for a step
@@ -71,7 +69,7 @@ def of_steps(
         config: dict[str, Any] = {"tensor_parallel_size": n, "max_num_seqs": MAX_NUM_SEQS}
         contenders.append(ours(options, name_of("nanovllm", n), **config))
         contenders += vllm(options, name_of("vLLM", n), **config)
-    theirs, model = name_of("vLLM", numbers[-1]), read_config(options.model)
+    theirs, model = name_of("vLLM", numbers[-1]), read_architecture(options.model)[0]
     return speed.of_small_batches(
         "tensor_parallel",
         "A step on several GPUs",
@@ -85,30 +83,25 @@ def of_steps(
     )
 
 
-def num_all_reduces(model: ModelConfig) -> int:
-    """Of a step: behind the embedding, and behind attention and MLP of each layer."""
-    return 2 * model.num_hidden_layers + 1
-
-
 def share_of_step(
-    model: ModelConfig, ranks: int, batch: int, keys: float, latencies: dict[str, Any], itemsize: int = 2
+    model: Architecture, ranks: int, batch: int, keys: float, latencies: dict[str, Any], itemsize: int = 2
 ) -> dict[str, float]:
     """Milliseconds of a decode step of one rank: {"weights": ..., "keys": ..., "all-reduces": ...}, each at its best.
 
     keys: how many a sequence has, on average over the steps. latencies: of `all_reduces`.
     """
-    needs, rate = Needs(shard_config(model, ranks), itemsize), latencies["bytes_per_second"]
+    needs, rate = Needs(model.share(ranks), itemsize), latencies["bytes_per_second"]
     parts = {"weights": 1e3 * needs.weight_bytes / rate, "keys": 1e3 * batch * keys * needs.key_bytes / rate}
     if ranks > 1:
         message = batch * model.hidden_size * itemsize
         fitting = next((row for row in latencies["rows"] if row["bytes"] >= message), latencies["rows"][-1])
         by_one_shot = message <= latencies["one_shot_bytes"] and "one-shot" in fitting
-        parts["all-reduces"] = num_all_reduces(model) * fitting["one-shot" if by_one_shot else "NCCL"] / 1e3
+        parts["all-reduces"] = model.num_all_reduces * fitting["one-shot" if by_one_shot else "NCCL"] / 1e3
     return parts
 
 
 def where_it_goes(
-    result: Result, latencies: list[dict[str, Any]], model: ModelConfig, sizes: dict[str, Any]
+    result: Result, latencies: list[dict[str, Any]], model: Architecture, sizes: dict[str, Any]
 ) -> list[dict[str, float]]:
     """For each number of ranks and each batch: what the parts take, and the rest. Empty on a CPU."""
     by_ranks = {found["ranks"]: found for found in latencies if found["bytes_per_second"]}

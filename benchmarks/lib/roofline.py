@@ -16,8 +16,7 @@ import torch
 
 from benchmarks.lib import harness, workloads
 from benchmarks.lib.harness import Contender, Measured
-from nanovllm.models.config import ModelConfig, read_config
-from nanovllm.models.transformer import Transformer
+from nanovllm.simulate.needs import Architecture, Needs, read_architecture
 
 
 @dataclass(frozen=True)
@@ -46,30 +45,7 @@ class Limits:
         return costs.output_tokens / self.seconds(costs)
 
 
-class Needs:
-    """What the parts of a step of `model` cannot do without, in bytes to read and operations to do.
-
-    itemsize: bytes of a number.
-    """
-
-    def __init__(self, model: ModelConfig, itemsize: int) -> None:
-        c, parameters = model, num_parameters(model)
-        self.weight_bytes = itemsize * (parameters["all"] - (0 if c.tie_word_embeddings else parameters["head"]))
-        self.key_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * itemsize  # of a token
-        self.pair_operations = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim  # of a query and a key
-        self.token_operations, self.sample_operations = 2 * parameters["matrices"], 2 * parameters["head"]
-
-
-def num_parameters(model: ModelConfig) -> dict[str, int]:
-    """Parameters, counted on a model without memory: of the layers' matrices, of the output head, and all of them."""
-    with torch.device("meta"):
-        transformer = Transformer(model, max_model_len=1)
-    sizes = {name: p.numel() for name, p in transformer.named_parameters()}
-    matrices = sum(p.numel() for p in transformer.layers.parameters() if p.dim() == 2)
-    return {"matrices": matrices, "head": sizes["embed_tokens.weight"], "all": sum(sizes.values())}
-
-
-def costs_of(model: ModelConfig, prompts: list[int], outputs: list[int], itemsize: int = 2) -> Costs:
+def costs_of(model: Architecture, prompts: list[int], outputs: list[int], itemsize: int = 2) -> Costs:
     """Costs of generating `outputs[i]` tokens after `prompts[i]` tokens, all requests at once.
 
     A request's first token comes out of its prefill, so n tokens take n - 1 decode steps, and the step for token j sees
@@ -90,7 +66,7 @@ def costs_of(model: ModelConfig, prompts: list[int], outputs: list[int], itemsiz
 
 def headline_costs(model: Path, sizes: workloads.Sizes, itemsize: int) -> Costs:
     prompts, outputs = workloads.headline(0, sizes)
-    return costs_of(read_config(model), [len(p) for p in prompts], outputs, itemsize)
+    return costs_of(read_architecture(model)[0], [len(p) for p in prompts], outputs, itemsize)
 
 
 def measure_limits(device: str) -> Limits:
@@ -115,7 +91,7 @@ def measure(model: str, device: str, quick: bool) -> list[Measured]:
         "limits": asdict(limits),
         "seconds": limits.seconds(costs),
         "tokens_per_second": limits.tokens_per_second(costs),
-        "weights_ms": 1e3 * num_parameters(read_config(Path(model)))["all"] * itemsize / limits.bytes_per_second,
+        "weights_ms": 1e3 * read_architecture(Path(model))[0].num_parameters * itemsize / limits.bytes_per_second,
     }
     return [{"roofline": found}]
 

@@ -17,7 +17,7 @@ from nanovllm.simulate.needs import Architecture, Needs, read_architecture
 from nanovllm.simulate.step_shape import StepShape, shape_of
 from nanovllm.simulate.step_time import StepTime
 
-__all__ = ["Card", "Costs", "ServerTime", "StepCosts", "StepShape", "load_costs", "shape_of"]
+__all__ = ["Card", "Costs", "IntakeTime", "ServerTime", "StepCosts", "StepShape", "load_costs", "shape_of"]
 
 CARDS = Path(__file__).parent / "cards"
 OPTION = "--card FILE"
@@ -30,6 +30,16 @@ class StepCosts(Protocol):
     def device_seconds(self, shape: StepShape) -> float: ...
 
     def host_seconds(self, shape: StepShape) -> float: ...
+
+
+class IntakeTime(NamedTuple):
+    """What adding a request costs the host, in seconds: checking it, and copying its prompt."""
+
+    request: float = 0.0
+    prompt_token: float = 0.0
+
+    def seconds(self, num_prompt_tokens: int) -> float:
+        return self.request + self.prompt_token * num_prompt_tokens
 
 
 class ServerTime(NamedTuple):
@@ -53,6 +63,7 @@ class Card:
     rates: Mapping[str, float]  # bytes_per_second, operations_per_second
     kv_tokens: int  # of the pool that was measured, with all the memory that the engine's defaults take
     time: StepTime
+    intake: IntakeTime
     server: ServerTime
     # By the number of ranks, [seconds, seconds per byte] of a sum over the ranks
     all_reduce: Mapping[str, tuple[float, float]]
@@ -66,7 +77,8 @@ class Card:
         """Raises ValueError for a file that is no card."""
         raw = read_json(path)
         try:
-            times = {"time": StepTime.from_json(raw["time"]), "server": ServerTime(**raw["server"])}
+            times = {"time": StepTime.from_json(raw["time"]), "intake": IntakeTime(**raw["intake"])}
+            times |= {"server": ServerTime(**raw["server"])}
             return cls(**raw | times | {"architecture": Architecture(**raw["architecture"])})
         except (KeyError, TypeError) as error:
             raise ValueError(
@@ -77,7 +89,8 @@ class Card:
     def write(self, directory: Path) -> Path:
         ranks = f".tp{self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
         path = directory / f"{self.card}.{self.shape.lower()}{ranks}.json"
-        own = {"architecture": asdict(self.architecture), "time": self.time.as_json(), "server": self.server._asdict()}
+        own = {"architecture": asdict(self.architecture), "time": self.time.as_json()}
+        own |= {"intake": self.intake._asdict(), "server": self.server._asdict()}
         directory.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(vars(self) | own, indent=1) + "\n", encoding="utf-8")
         return path
@@ -92,6 +105,7 @@ class Costs:
     measured: bool  # on this card with this model and this number of ranks; else derived
     source: str  # from what, in words
     time: StepTime
+    intake: IntakeTime
     server: ServerTime
     kv_tokens: int  # for so many tokens the KV cache of one replica has room, about
 
@@ -118,7 +132,7 @@ def load_costs(card: str, model: str | Path, tensor_parallel_size: int = 1) -> C
     for known in cards:
         if (known.architecture, known.tensor_parallel_size) == (wanted, tensor_parallel_size):
             source = f"measured on {known.card} ({known.source})"
-            return Costs(known.card, name, True, source, known.time, known.server, known.kv_tokens)
+            return Costs(known.card, name, True, source, known.time, known.intake, known.server, known.kv_tokens)
 
     def distance(known: Card) -> tuple[float, bool, int]:
         ratio = known.architecture.num_parameters / wanted.num_parameters
@@ -146,7 +160,7 @@ def load_costs(card: str, model: str | Path, tensor_parallel_size: int = 1) -> C
         )
     ranks = f" with {n} ranks" if (n := nearest.tensor_parallel_size) > 1 else ""
     source = f"derived from {nearest.shape} on {nearest.card}{ranks}, by bytes and operations; not measured"
-    return Costs(nearest.card, name, False, source, time, nearest.server, kv_tokens)
+    return Costs(nearest.card, name, False, source, time, nearest.intake, nearest.server, kv_tokens)
 
 
 def find_cards(card: str) -> list[Card]:

@@ -3,7 +3,7 @@
 The relative error counts, since a step of a millisecond matters as much as one of a hundred: both are waited for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -16,6 +16,8 @@ from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Recordings, St
 
 KNEES = (32, 64, 96, 128, 160, 192, 256, 384, 512, 1024)  # tokens; the best is taken
 MOST_TURNS = 20
+# Weight of keeping factors small: it decides only between explanations that the steps cannot tell apart.
+RIDGE = 0.03
 
 Array = npt.NDArray[np.float64]
 
@@ -41,14 +43,16 @@ class Residuals:
         return {"worst_percent": self.worst, "median_percent": self.median, "worst_of": self.worst_of}
 
 
-def non_negative_least_squares(a: Array, b: Array) -> Array:
+def non_negative_least_squares(a: Array, b: Array, ridge: float = 0.0) -> Array:
     """The x >= 0 that makes |a x - b| least (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23).
 
-    a: [N, K]; b: [N]. Columns of zeros get 0.
+    a: [N, K]; b: [N]. Columns of zeros get 0. ridge: weight of the lengths of the columns a_k x_k, which are then kept
+    small as well.
     """
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0
-    a = a / scale
+    a = np.concatenate([a / scale, ridge * np.eye(len(scale))])
+    b = np.concatenate([b, np.zeros(len(scale))])
     x, active = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
     tolerance = 1e-10 * max(1.0, float(np.abs(a.T @ b).max(initial=0.0)))
     for _ in range(3 * len(x) + 10):
@@ -72,11 +76,17 @@ def non_negative_least_squares(a: Array, b: Array) -> Array:
     return x / scale
 
 
-def fit_device(observations: Sequence[Observation], recordings: Recordings) -> tuple[StepTime, Residuals]:
-    """The device's factors, knee and launches. Raises ValueError without observations."""
+def fit_device(
+    observations: Sequence[Observation], recordings: Recordings, least: Mapping[str, float] | None = None
+) -> tuple[StepTime, Residuals]:
+    """The device's factors, knee and launches.
+
+    least: what a factor cannot be below, because the card cannot read or multiply faster. Raises ValueError without
+    observations.
+    """
     if not observations:
         raise ValueError("a cost cannot be fitted to no steps at all: measure some")
-    fits = [_fit_with_knee(observations, StepTime({}, {}, knee, recordings=recordings)) for knee in KNEES]
+    fits = [_fit_with_knee(observations, StepTime(least or {}, {}, knee, recordings=recordings)) for knee in KNEES]
     return min(fits, key=lambda found: _squares(observations, found[0]))
 
 
@@ -87,14 +97,16 @@ def _fit_with_knee(observations: Sequence[Observation], start: StepTime) -> tupl
     launched = [np.array([start.recordings.run(shape)[1] for shape in o.shapes]) for o in observations]
     tokens = [rows[:, 1] for rows in counts]
     small = [eager & (n < 4 * start.knee) for eager, n in zip(launched, tokens, strict=True)]
-    targets = np.ones(len(observations))
+    least = np.array([start.device.get(name, 0.0) for name in DEVICE_TERMS] + [0.0])
     found = start
     for _ in range(MOST_TURNS):
-        rows = [
-            np.append(c[~s].sum(axis=0), s.sum()) / o.seconds
-            for c, s, o in zip(counts, small, observations, strict=True)
-        ]
-        factors = non_negative_least_squares(np.array(rows), targets)
+        rows = np.array(
+            [
+                np.append(c[~s].sum(axis=0), s.sum()) / o.seconds
+                for c, s, o in zip(counts, small, observations, strict=True)
+            ]
+        )
+        factors = least + non_negative_least_squares(rows, 1.0 - rows @ least, RIDGE)
         device = dict(zip(DEVICE_TERMS, map(float, factors[:-1]), strict=True))
         found = replace(start, device=device, launch=float(factors[-1]))
         computing = [c @ factors[:-1] for c in counts]
@@ -122,3 +134,12 @@ def fit_host(steps: Sequence[tuple[StepShape, float, float]]) -> dict[str, float
     whole = np.array([seconds for _, _, seconds in steps])
     a, b = np.array(rows) / whole[:, None], np.array([seconds for _, seconds, _ in steps]) / whole
     return dict(zip(HOST_TERMS, map(float, non_negative_least_squares(a, b)), strict=True))
+
+
+def fit_intake(added: Sequence[tuple[int, int, float, float]]) -> tuple[float, float]:
+    """Seconds per request and per token of its prompt. added: requests, tokens of all their prompts, seconds that this
+    took, and seconds of all that was measured with it, to which the error is relative."""
+    whole = np.array([seconds for *_, seconds in added])
+    a = np.array([[number, tokens] for number, tokens, _, _ in added]) / whole[:, None]
+    request, token = non_negative_least_squares(a, np.array([seconds for _, _, seconds, _ in added]) / whole)
+    return float(request), float(token)

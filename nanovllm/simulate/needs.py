@@ -3,9 +3,9 @@
 Torch-free, so that a model can be simulated where it could never be loaded. The benchmarks' rooflines count here too.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from nanovllm.models.checkpoint import read_json
 
@@ -29,11 +29,6 @@ class Architecture:
     o_bias: bool
     mlp_bias: bool
 
-    @classmethod
-    def of(cls, config: Any) -> Self:
-        """The same numbers from an object that has more, such as a `ModelConfig`."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
-
     def share(self, ranks: int) -> Self:
         """What each of so many ranks has: see models/sharding.py.
 
@@ -52,6 +47,11 @@ class Architecture:
             intermediate_size=neurons // ranks,
             vocab_size=-(-self.vocab_size // ranks),
         )
+
+    @property
+    def num_all_reduces(self) -> int:
+        """Sums over the ranks in a step: behind the embedding, and behind attention and MLP of each layer."""
+        return 2 * self.num_hidden_layers + 1
 
     @property
     def num_matrix_parameters(self) -> int:

@@ -151,8 +151,8 @@ class StepTime:
         return replace(self, device=device, launch=launch, recordings=recordings)
 
     def with_all_reduces(self, model: Architecture, itemsize: int, seconds: float, per_byte: float) -> "StepTime":
-        """With the sums over the ranks: one behind the embedding, and two in each layer."""
-        number = 2 * model.num_hidden_layers + 1
+        """With the sums over the ranks."""
+        number = model.num_all_reduces
         device = dict(self.device)
         device["step"] = device.get("step", 0.0) + number * seconds
         device["token"] = device.get("token", 0.0) + number * per_byte * model.hidden_size * itemsize
