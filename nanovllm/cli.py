@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `serve`, `bench`, `info`, `trace`. A user's mistake gets one line."""
+"""The command line: `nanovllm generate`, `chat`, `serve`, `simulate` and so on. A user's mistake gets one line."""
 
 import argparse
 import os
@@ -14,6 +14,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.logs import set_up
 from nanovllm.server.options import add_options, check, json_object
+from nanovllm.simulate.options import add_simulate, run_simulate
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.trace_view.recording import Recording, add_trace_commands, page
 
@@ -92,6 +93,10 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--load-format", default="auto", help="dummy: random weights, only config.json is needed")
     info = command("info", run_info, "what was detected and chosen, and why")
     info.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
+    help = "a fleet of engines in virtual time: who waits how long, and what it costs"
+    simulate = commands.add_parser("simulate", help=help, description=help)
+    simulate.set_defaults(run=run_simulate)
+    add_simulate(simulate)
     add_trace_commands(commands.add_parser("trace", help="look at a recorded run"))
     return top
 

@@ -122,6 +122,7 @@ class Fleet:
 
     def _arrive(self, query: Query) -> None:
         self.statistics.num_sent += 1
+        self.statistics.timeline.add(self.now, self.num_open, len(self.serving))
         self._send(query)
 
     def _send(self, query: Query) -> None:

@@ -1,5 +1,7 @@
 """What came of a simulation: counted while it runs, in constant memory, and told as a table or as JSON."""
 
+from dataclasses import dataclass
+from itertools import zip_longest
 from math import isnan, nan
 from typing import Any
 
@@ -7,6 +9,41 @@ from nanovllm.simulate.histogram import Histogram
 from nanovllm.simulate.replica import Job, Replica
 
 PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class Bin:
+    """Some time of a fleet."""
+
+    arrivals: int = 0
+    most_open: int = 0  # queries that were not over
+    replicas: int = 0  # that served, at the last arrival
+
+
+class Timeline:
+    """A fleet over time, in at most `MOST` bins: where they do not suffice, they become twice as wide."""
+
+    MOST = 400
+
+    def __init__(self) -> None:
+        self.width = 1.0  # s
+        self.bins: list[Bin] = []
+
+    def add(self, time: float, num_open: int, num_replicas: int) -> None:
+        """A query has arrived."""
+        while time >= self.MOST * self.width:
+            pairs = zip_longest(self.bins[::2], self.bins[1::2], fillvalue=Bin())
+            self.bins = [
+                Bin(a.arrivals + b.arrivals, max(a.most_open, b.most_open), max(a.replicas, b.replicas))
+                for a, b in pairs
+            ]
+            self.width *= 2
+        while len(self.bins) <= time / self.width:
+            self.bins.append(Bin(replicas=num_replicas))
+        bin = self.bins[int(time / self.width)]
+        bin.arrivals += 1
+        bin.most_open = max(bin.most_open, num_open)
+        bin.replicas = num_replicas
 
 
 class Statistics:
@@ -37,6 +74,7 @@ class Statistics:
         self.gap = Histogram()  # between two deliveries of tokens to one client; of all queries
         self.token = Histogram()  # mean time per output token after the first, of each query
         self.whole = Histogram()
+        self.timeline = Timeline()
         # Replicas
         self.seconds = 0.0  # from the start until the last query was over
         self.replica_seconds = 0.0  # start-up included

@@ -1,0 +1,169 @@
+"""The options of `nanovllm simulate` and `nanovllm plan`, and what these two commands do."""
+
+import argparse
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.server.options import ENGINE, json_object
+from nanovllm.simulate.arrivals import SHAPES, Lengths
+from nanovllm.simulate.autoscaling import Autoscaling
+from nanovllm.simulate.fleet import FleetOptions
+from nanovllm.simulate.report import table
+from nanovllm.simulate.routers import ROUTERS
+from nanovllm.simulate.scenario import Scenario, WorkloadOptions
+
+# Of the engine's options those that change a schedule. What depends on the memory of a GPU is told by the card.
+NUMBERS = [name for name in ENGINE if name not in ("gpu_memory_utilization", "kv_cache_gib", "generation_config")]
+SWITCHES = "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"
+SCALING = [field.name for field in fields(Autoscaling) if field.name != "max_replicas"]
+
+
+def seconds(text: str) -> float:
+    """Raises ValueError, which argparse reports, for what is no time: 0.2, 0.2s, 200ms, 10min or 1h."""
+    found = re.fullmatch(r"([\d.]+)(ms|s|min|h)?", text)
+    if not found:
+        raise ValueError(text)
+    return float(found[1]) * {"ms": 1e-3, "s": 1.0, None: 1.0, "min": 60.0, "h": 3600.0}[found[2]]
+
+
+def lengths(text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def death(text: str) -> tuple[float, int]:
+    """Raises ValueError, which argparse reports, for what is not like 300:2."""
+    time, number = text.split(":")
+    return seconds(time), int(number)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Those of both commands."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a shape that was measured, a directory with a config.json, or a hub id")
+    add("--card", required=True, help="h200, or a file that `python -m benchmarks.engine step_costs` has written")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="all results")
+    clients = parser.add_argument_group("clients").add_argument
+    clients("--rate", type=float, help="queries per second, the later turns of conversations included")
+    clients("--cv", type=float, default=1.0, help="of the gaps between arrivals: 1 is Poisson, more comes in bursts")
+    clients("--replay", type=Path, metavar="FILE", help="a trace in place of --rate: Azure's columns, or BurstGPT's")
+    clients("--speed", type=float, default=1.0, help="of the replay")
+    clients("--prompt-tokens", type=lengths, default=Lengths.parse("lognormal:512,0.8"), help=SHAPES)
+    clients("--output-tokens", type=lengths, default=Lengths.parse("lognormal:128,0.8"), help="the same")
+    clients("--shared-prefix", type=int, default=0, help="tokens before each prompt that others share")
+    clients("--num-prefixes", type=int, default=1, help="how many different ones there are")
+    clients("--turns", type=float, default=1.0, help="of a conversation, on average")
+    clients("--think-seconds", type=seconds, default=10.0, help="from an answer to the next turn, on average")
+    clients("--max-retries", type=int, default=2, help="after a refusal, each a second later")
+    engine = parser.add_argument_group("the engine of a replica").add_argument
+    for name in NUMBERS:
+        engine(f"--{name.replace('_', '-')}", type=ENGINE[name], help="as in nanovllm.config")
+    engine("--kvcache-block-size", type=int, help="as in nanovllm.config")
+    for name in SWITCHES:
+        engine(f"--{name.replace('_', '-')}", action=argparse.BooleanOptionalAction, help="as in nanovllm.config")
+    engine("--acceptance", type=float, default=0.6, help="probability that a guess is right if all before it are")
+    engine("--max-queue", type=int, default=512, help="sequences that may wait before more are refused")
+    engine("--engine-only", action="store_true", help="the engine is called directly: no HTTP, no API process")
+    routing = parser.add_argument_group("the router").add_argument
+    routing("--router", choices=ROUTERS, default="two-choices", help="by which rule a query finds its replica")
+    routing(
+        "--router-kwargs", type=json_object, default={}, metavar="JSON", help="such as '{\"imbalanced_threshold\": 8}'"
+    )
+    routing("--max-ongoing-requests", type=int, help="of a replica; more wait at the router")
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--seconds", type=seconds, help="in which queries come")
+    parser.add_argument("--queries", type=int, help="so many first turns at most")
+    parser.add_argument("--target-first", type=seconds, help="for the goodput: time to the first token, such as 200ms")
+    parser.add_argument("--target-gap", type=seconds, help="for the goodput: mean time per later token")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="distributions, and load over time, as a picture")
+    group = parser.add_argument_group("the fleet").add_argument
+    group("--replicas", type=int, default=1, help="at the start")
+    group("--startup-seconds", type=seconds, default=60.0, help="until a new replica serves")
+    group("--die", type=death, action="append", default=[], metavar="T:N", help="at time T the replica N dies (from 0)")
+    group("--max-replicas", type=int, help="scale by the queue, as Ray Serve does; with this the next ones count")
+    for name in SCALING:
+        kind, default = (int, 1) if name == "min_replicas" else (seconds, getattr(Autoscaling, name))
+        group(f"--{name.replace('_', '-')}", type=kind, default=default, help=f"as Ray Serve's (default {default})")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    names = *NUMBERS, *SWITCHES, "kvcache_block_size"
+    return EngineConfig(**{name: value for name in names if (value := getattr(args, name)) is not None})
+
+
+def scenario(args: argparse.Namespace, **changed: Any) -> Scenario:
+    """What the options of both commands say, and `changed` in place of the defaults of the others."""
+    names = {field.name for field in fields(WorkloadOptions)}
+    workload = {name: value for name, value in vars(args).items() if name in names}
+    direct = "model", "card", "router", "router_kwargs", "max_queue", "acceptance", "seed"
+    fleet = {"max_retries": args.max_retries, "max_ongoing_requests": args.max_ongoing_requests}
+    return Scenario(
+        **{name: getattr(args, name) for name in direct},
+        engine=engine_config(args),
+        workload=WorkloadOptions(**workload | changed.pop("workload", {})),
+        fleet=FleetOptions(**fleet | changed.pop("fleet", {})),
+        with_server=not args.engine_only,
+        **changed,
+    )
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Before hours of simulation. Raises ValueError for a file in a directory that there is not."""
+    for path in paths:
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ValueError(f"{path}: there is no directory {path.resolve().parent}")
+
+
+def run_simulate(args: argparse.Namespace) -> None:
+    check_writable(args.json, args.plot)
+    if args.plot is not None:
+        from nanovllm.simulate.plots import check_matplotlib
+
+        check_matplotlib()
+    scaling = None
+    if args.max_replicas is not None:
+        scaling = Autoscaling(max_replicas=args.max_replicas, **{name: getattr(args, name) for name in SCALING})
+    names = "replicas", "startup_seconds"
+    fleet = {name: getattr(args, name) for name in names} | {"autoscaling": scaling, "deaths": tuple(args.die)}
+    chosen = scenario(args, fleet=fleet, target_first=args.target_first, target_gap=args.target_gap)
+    described = chosen.described()
+    print(f"{described['model']} on {described['card']}: {described['costs']}")
+    statistics = chosen.run(Progress(args.seconds, args.queries))
+    report = statistics.report(chosen.config.tensor_parallel_size)
+    print(table(report))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"scenario": described} | report, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        from nanovllm.simulate.plots import plot
+
+        plot(statistics, args.plot)
+
+
+class Progress:
+    """A bar that is told the virtual time of each arrival."""
+
+    def __init__(self, seconds: float | None, queries: int | None) -> None:
+        from tqdm import tqdm
+
+        by_time = queries is None and seconds is not None
+        total, unit = (seconds, "s") if by_time else (queries, " queries")
+        self.by_time = by_time
+        self.bar = tqdm(total=total, unit=unit, desc="simulated", dynamic_ncols=True, disable=None, mininterval=0.3)
+        self._last = 0.0
+
+    def __call__(self, now: float) -> None:
+        if not self.by_time:
+            self.bar.update()
+        elif now - self._last > 0.1:
+            self.bar.update(round(now - self._last, 1))
+            self._last = now

@@ -1,0 +1,177 @@
+"""All that a simulation depends on, in one value: model, card, engine, fleet, router, clients."""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.simulate.arrivals import Lengths, Replay, Synthetic, Workload
+from nanovllm.simulate.costs import Costs, load_costs
+from nanovllm.simulate.fleet import Fleet, FleetOptions
+from nanovllm.simulate.replica import Replica
+from nanovllm.simulate.report import Statistics
+from nanovllm.simulate.routers import ROUTERS, Router
+
+VOCAB_SIZE = 32_768  # of the texts: nothing depends on it
+ENGINE_OPTIONS = (
+    "tensor_parallel_size",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "kvcache_block_size",
+    "num_kv_blocks",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "async_scheduling",
+    "speculative",
+)
+LONGEST = 2**20  # tokens of a model's context: what the model itself allows is not looked up
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """Who asks what, and when: see `Synthetic`, or with `replay` see `Replay`. One of rate and replay is given, and of
+    seconds and queries at least one, but that a trace ends by itself."""
+
+    rate: float | None = None
+    seconds: float | None = None
+    queries: int | None = None
+    cv: float = 1.0
+    prompt_tokens: Lengths = Lengths("lognormal", 512.0, 0.8)  # noqa: RUF009  # it is frozen
+    output_tokens: Lengths = Lengths("lognormal", 128.0, 0.8)  # noqa: RUF009
+    shared_prefix: int = 0
+    num_prefixes: int = 1
+    turns: float = 1.0
+    think_seconds: float = 10.0
+    replay: Path | None = None
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if (self.rate is None) == (self.replay is None):
+            raise ValueError("give rate, in queries per second, or replay, a file with a trace; one of them")
+        if self.replay is None and self.seconds is None and self.queries is None:
+            raise ValueError("give seconds or queries, so that the arrivals end")
+        if self.replay is not None and not self.replay.is_file():
+            raise ValueError(f"replay={str(self.replay)!r}: there is no such file")
+        for name in ("rate", "seconds", "queries", "speed"):
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number; got {value!r}")
+        for name, least in (("cv", 0), ("shared_prefix", 0), ("think_seconds", 0), ("num_prefixes", 1), ("turns", 1)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)!r}")
+
+    def make(self, seed: int) -> Workload:
+        ends: dict[str, Any] = {"seconds": self.seconds, "num_queries": self.queries, "vocab_size": VOCAB_SIZE}
+        if self.replay is not None:
+            return Replay(self.replay, speed=self.speed, **ends)
+        assert self.rate is not None
+        names = "cv", "prompt_tokens", "output_tokens", "shared_prefix", "num_prefixes", "turns", "think_seconds"
+        return Synthetic(rate=self.rate, seed=seed, **ends, **{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A simulation that can be run, and run again with something changed.
+
+    model, card:     see `load_costs`.
+    engine:          of each replica. Without `num_kv_blocks` the pool is as large as the card leaves room for.
+    max_queue:       sequences that may wait on a replica before it refuses more.
+    acceptance:      the probability that a guess is right if all before it are, with `engine.speculative`.
+    with_server:     the replicas are servers; else engines that are called directly.
+    target_first, target_gap:  seconds, for the goodput: see `Statistics`.
+    """
+
+    model: str
+    card: str
+    engine: EngineConfig
+    workload: WorkloadOptions
+    fleet: FleetOptions
+    router: str = "two-choices"
+    router_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_queue: int | None = 512
+    acceptance: float = 0.6
+    with_server: bool = True
+    target_first: float | None = None
+    target_gap: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.router not in ROUTERS:
+            raise ValueError(f"router must be one of {', '.join(ROUTERS)}; got {self.router!r}")
+        if not 0 <= self.acceptance <= 1:
+            raise ValueError(f"acceptance must be from 0 to 1; got {self.acceptance!r}")
+        if self.max_queue is not None and self.max_queue < 1:
+            raise ValueError(f"max_queue must be at least 1; got {self.max_queue!r}")
+        for name in ("target_first", "target_gap"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{name} must be a positive number of seconds; got {value!r}")
+
+    @cached_property
+    def costs(self) -> Costs:
+        return load_costs(self.card, self.model, self.engine.tensor_parallel_size)
+
+    @cached_property
+    def config(self) -> EngineConfig:
+        """The engine's, with nothing left open."""
+        resolved = self.engine.resolve(on_gpu=self.costs.card != "cpu", model_max_len=LONGEST)
+        assert resolved.kvcache_block_size is not None
+        blocks = resolved.num_kv_blocks or self.costs.kv_tokens // resolved.kvcache_block_size
+        return replace(resolved, num_kv_blocks=max(1, blocks))
+
+    def make_router(self) -> Router:
+        """Raises TypeError for an option that the router does not have."""
+        assert self.config.kvcache_block_size is not None
+        try:
+            return ROUTERS[self.router](random.Random(self.seed), self.config.kvcache_block_size, **self.router_kwargs)
+        except TypeError as error:
+            raise TypeError(f"router_kwargs of {self.router}: {error}") from None
+
+    def run(self, on_progress: Callable[[float], None] | None = None) -> Statistics:
+        options = self.fleet
+        if self.with_server:
+            options = replace(options, server=self.costs.server)
+
+        def make_replica(number: int) -> Replica:
+            return Replica(
+                number,
+                self.config,
+                self.costs,
+                vocab_size=VOCAB_SIZE,
+                max_queue=self.max_queue,
+                server=options.server,
+                acceptance=self.acceptance,
+                seed=self.seed,
+            )
+
+        statistics = Statistics(self.target_first, self.target_gap)
+        workload = self.workload.make(self.seed)
+        return Fleet(make_replica, self.make_router(), workload, options, statistics, on_progress).run()
+
+    def described(self) -> dict[str, Any]:
+        """What was simulated, for the report, and what makes Ray Serve do the same (`examples/ray_serve.py`)."""
+        config, router, fleet = self.config, self.make_router(), self.fleet
+        ray: dict[str, Any] = {"num_replicas": fleet.replicas}
+        if fleet.autoscaling is not None:
+            ray = {"autoscaling_config": vars(fleet.autoscaling) | {"initial_replicas": fleet.replicas}}
+        if fleet.max_ongoing_requests is not None:
+            ray["max_ongoing_requests"] = fleet.max_ongoing_requests
+        ray["request_router_config"] = {
+            "request_router_class": router.ray_class,
+            "request_router_kwargs": router.ray_kwargs,
+        }
+        return {
+            "model": self.model,
+            "card": self.costs.card,
+            "costs": self.costs.source,
+            "measured": self.costs.measured,
+            "engine": {name: getattr(config, name) for name in ENGINE_OPTIONS},
+            "max_queue": self.max_queue,
+            "replicas": fleet.replicas,
+            "router": self.router,
+            "router_kwargs": dict(self.router_kwargs),
+            "seed": self.seed,
+            "ray": ray,
+        }
