@@ -157,6 +157,7 @@ class Statistics:
                 "largest_kv_occupancy": self.largest_occupancy,
                 "preemptions": self.num_preemptions,
                 "steps": self.num_steps,
+                "tokens_per_step": number(self.num_output_tokens / (self.num_steps or nan)),
                 "longest_router_queue": self.longest_router_queue,
                 "queries": [self.queries_by_replica[n] for n in sorted(self.queries_by_replica)],
             },
@@ -184,7 +185,7 @@ def table(report: dict[str, Any]) -> str:
         f"tokens/s; {percent(tokens['cached_share'])} of prompt tokens cached",
         f"goodput      {said(good['queries_per_second'])} queries/s, {percent(good['share'])} of all: {targets(good)}",
         f"replicas     {said(replicas['mean'], 1)} on average, {replicas['most']} at most, {replicas['gpu_hours']:.2f} "
-        f"GPU hours; devices busy {percent(replicas['busy_share'])}",
+        f"GPU hours; devices busy {percent(replicas['busy_share'])}, {said(replicas['tokens_per_step'], 1)} tokens per step",
         f"KV blocks    {percent(replicas['mean_kv_occupancy'])} in use on average, "
         f"{percent(replicas['largest_kv_occupancy'])} at most; {replicas['preemptions']:,} preemptions",
         "",
