@@ -14,7 +14,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.logs import set_up
 from nanovllm.server.options import add_options, check, json_object
-from nanovllm.simulate.options import add_simulate, run_simulate
+from nanovllm.simulate.options import add_plan, add_simulate, run_plan, run_simulate
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.trace_view.recording import Recording, add_trace_commands, page
 
@@ -97,6 +97,10 @@ def parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("simulate", help=help, description=help)
     simulate.set_defaults(run=run_simulate)
     add_simulate(simulate)
+    help = "the fewest GPUs that answer so many queries in time, by simulation"
+    plan = commands.add_parser("plan", help=help, description=help)
+    plan.set_defaults(run=run_plan)
+    add_plan(plan)
     add_trace_commands(commands.add_parser("trace", help="look at a recorded run"))
     return top
 

@@ -3,7 +3,8 @@
 import argparse
 import json
 import re
-from dataclasses import fields
+import sys
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from nanovllm.server.options import ENGINE, json_object
 from nanovllm.simulate.arrivals import SHAPES, Lengths
 from nanovllm.simulate.autoscaling import Autoscaling
 from nanovllm.simulate.fleet import FleetOptions
+from nanovllm.simulate.plan import Planner, SetUp, Target
 from nanovllm.simulate.report import table
 from nanovllm.simulate.routers import ROUTERS
 from nanovllm.simulate.scenario import Scenario, WorkloadOptions
@@ -96,6 +98,25 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         group(f"--{name.replace('_', '-')}", type=kind, default=default, help=f"as Ray Serve's (default {default})")
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    add = parser.add_argument
+    add("--target-first", type=seconds, help="time to the first token, such as 200ms")
+    add("--target-gap", type=seconds, help="time between two tokens, such as 20ms")
+    add("--percentile", type=float, default=99.0, help="of the first tokens and of the gaps that must be in time")
+    add("--max-gpus", type=int, default=256, help="at which the search gives up")
+    add("--seconds", type=seconds, default=30.0, help="of each simulation; of the best ones four times as long")
+    whole: dict[str, Any] = {"type": numbers, "metavar": "N,N"}
+    add("--ranks", **whole, default=[1, 2, 4, 8], help="values of tensor_parallel_size to try")
+    add("--budgets", **whole, default=[2048, 8192, 16384], help="values of max_num_batched_tokens to try")
+    add("--block-sizes", **whole, default=[256], help="values of kvcache_block_size to try")
+
+
+def numbers(text: str) -> list[int]:
+    """Raises ValueError, which argparse reports, for what is no list of numbers with commas between."""
+    return [int(part) for part in text.split(",")]
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     names = *NUMBERS, *SWITCHES, "kvcache_block_size"
     return EngineConfig(**{name: value for name in names if (value := getattr(args, name)) is not None})
@@ -147,6 +168,47 @@ def run_simulate(args: argparse.Namespace) -> None:
         from nanovllm.simulate.plots import plot
 
         plot(statistics, args.plot)
+
+
+def run_plan(args: argparse.Namespace) -> None:
+    check_writable(args.json)
+    target = Target(args.target_first, args.target_gap, args.percentile)
+    chosen = scenario(args, target_first=args.target_first, target_gap=args.target_gap)
+    guesses = [None] if chosen.engine.speculative is None else [None, chosen.engine.speculative]
+    set_ups = [
+        SetUp(ranks, budget, block_size, guessing)
+        for ranks in possible_ranks(chosen, args.ranks)
+        for budget in args.budgets
+        for block_size in args.block_sizes
+        for guessing in guesses
+    ]
+    planner = Planner(chosen, target, set_ups, args.max_gpus, lambda said: print(f"  {said}", file=sys.stderr))
+    found = planner.find()
+    described = found.scenario.described()
+    print(f"{described['model']} on {described['card']}: {described['costs']}")
+    print(f"{found.best.num_gpus} GPUs: {found.best.replicas} x {found.best.set_up}")
+    print(f"    {found.best.numbers(target)}")
+    for outcome, why in found.others:
+        print(f"not {outcome.replicas} x {outcome.set_up}: {why}\n    {outcome.numbers(target)}")
+    if args.json is not None:
+        others = [asdict(outcome) | {"num_gpus": outcome.num_gpus, "why_not": why} for outcome, why in found.others]
+        best = asdict(found.best) | {"num_gpus": found.best.num_gpus}
+        told = {"scenario": described, "target": asdict(target), "best": best, "others": others}
+        args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def possible_ranks(chosen: Scenario, wanted: list[int]) -> list[int]:
+    """Those for which there are costs. Raises ValueError, with the reason, if there are none for any."""
+    good, why = [], ""
+    for ranks in wanted:
+        try:
+            _ = replace(chosen, engine=replace(chosen.engine, tensor_parallel_size=ranks)).costs
+            good.append(ranks)
+        except ValueError as error:
+            why = why or str(error)
+    if not good:
+        raise ValueError(why)
+    return good
 
 
 class Progress:

@@ -185,7 +185,8 @@ def table(report: dict[str, Any]) -> str:
         f"tokens/s; {percent(tokens['cached_share'])} of prompt tokens cached",
         f"goodput      {said(good['queries_per_second'])} queries/s, {percent(good['share'])} of all: {targets(good)}",
         f"replicas     {said(replicas['mean'], 1)} on average, {replicas['most']} at most, {replicas['gpu_hours']:.2f} "
-        f"GPU hours; devices busy {percent(replicas['busy_share'])}, {said(replicas['tokens_per_step'], 1)} tokens per step",
+        f"GPU hours; devices busy {percent(replicas['busy_share'])}; "
+        f"{said(replicas['tokens_per_step'], 1)} tokens per step",
         f"KV blocks    {percent(replicas['mean_kv_occupancy'])} in use on average, "
         f"{percent(replicas['largest_kv_occupancy'])} at most; {replicas['preemptions']:,} preemptions",
         "",

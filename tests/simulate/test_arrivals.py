@@ -108,7 +108,7 @@ def test_azures_trace(tmp_path: Path) -> None:
     )
     assert replay(tmp_path / "t.csv", AZURE, speed=2.0)[-1].time == pytest.approx(32.4, abs=1e-5)
     newer = AZURE.replace("2023-11-16 18:15:46.6805900", "2024-05-10 00:00:00.009930+00:00").splitlines()[:2]
-    assert len(replay(path, "\n".join(newer))) == 1
+    assert len(replay(tmp_path / "t.csv", "\n".join(newer))) == 1
 
 
 def test_burst_gpts_trace(tmp_path: Path) -> None:

@@ -1,0 +1,218 @@
+"""The fewest GPUs that meet a target, by search over simulations: how many replicas, and how each should be set up.
+
+More replicas are never worse, but for chance. So for each set-up the fewest that suffice are found by bisection, and a
+set-up that fails with as many GPUs as another one needs is out after one simulation. These are short. The best ones are
+then simulated for longer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+from nanovllm.simulate.report import Statistics
+from nanovllm.simulate.scenario import Scenario
+
+LONGER = 4  # times as many queries for the best set-ups
+NUM_OTHERS = 3
+QUIET_RATE = 0.01  # queries per second: each one is alone
+QUIET_QUERIES = 200
+
+
+@dataclass(frozen=True)
+class Target:
+    """So many of 100 first tokens, and of 100 gaps between tokens, in so many seconds. None: no target."""
+
+    first: float | None
+    gap: float | None
+    percentile: float = 99.0
+
+    def __post_init__(self) -> None:
+        if self.first is None and self.gap is None:
+            raise ValueError("a plan needs target_first or target_gap, such as --target-first 200ms")
+        for name in ("first", "gap"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"target_{name} must be a positive number of seconds; got {value!r}")
+        if not 0 < self.percentile < 100:
+            raise ValueError(f"percentile must be above 0 and below 100; got {self.percentile!r}")
+
+    def parts(self) -> Iterator[tuple[str, float]]:
+        """The name in `Outcome` and the limit, of each part that there is."""
+        for name in ("first", "gap"):
+            if (limit := getattr(self, name)) is not None:
+                yield name, limit
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """What may be chosen for a replica: fields of `EngineConfig`."""
+
+    tensor_parallel_size: int
+    max_num_batched_tokens: int
+    kvcache_block_size: int
+    speculative: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    def __str__(self) -> str:
+        guesses = "no speculation" if self.speculative is None else f"speculative={dict(self.speculative)}"
+        return (
+            f"tensor_parallel_size={self.tensor_parallel_size}, max_num_batched_tokens={self.max_num_batched_tokens}, "
+            f"kvcache_block_size={self.kvcache_block_size}, {guesses}"
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulation of a set-up brought. Times are in seconds, at the target's percentile."""
+
+    set_up: SetUp
+    replicas: int
+    first: float
+    gap: float
+    share_refused: float  # of the queries, those that are too long included
+
+    @property
+    def num_gpus(self) -> int:
+        return self.replicas * self.set_up.tensor_parallel_size
+
+    def excess(self, target: Target) -> float:
+        """How much of what is allowed was used, by the worst of the target's parts: up to 1 is good."""
+        allowed = 1 - target.percentile / 100
+        return max([self.share_refused / allowed, *(getattr(self, name) / limit for name, limit in target.parts())])
+
+    def numbers(self, target: Target) -> str:
+        names = {"first": "first token", "gap": "gap"}
+        said = [
+            f"p{target.percentile:g} {names[name]} {1e3 * getattr(self, name):.1f} ms (target {1e3 * limit:g})"
+            for name, limit in target.parts()
+        ]
+        said += [f"{100 * self.share_refused:.1f}% refused"] if self.share_refused else []
+        return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class Plan:
+    best: Outcome
+    others: list[tuple[Outcome, str]]  # the runners-up, and why each loses
+    scenario: Scenario  # that the best one was simulated in
+
+
+class Planner:
+    """Finds the plan for a scenario, of which clients, router and card are kept."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        target: Target,
+        set_ups: Sequence[SetUp],
+        max_gpus: int = 256,
+        on_trial: Callable[[str], None] = lambda said: None,
+    ) -> None:
+        """`scenario.workload` is that of a short simulation. `on_trial` is told what is being simulated."""
+        self.scenario = scenario
+        self.target = target
+        self.set_ups = set_ups
+        self.max_gpus = max_gpus
+        self.on_trial = on_trial
+        self.num_trials = 0
+        self._known: dict[tuple[SetUp, int], Outcome] = {}
+
+    def find(self) -> Plan:
+        """Raises ValueError if no number of GPUs up to `max_gpus` meets the target, with what comes nearest."""
+        found: list[Outcome] = []
+        best = self.max_gpus  # GPUs: no set-up that needs more is of interest
+        for set_up in self.set_ups:
+            outcome = self._fewest(set_up, best)
+            found.append(outcome)
+            if self._good(outcome):
+                best = min(best, outcome.num_gpus)
+        found.sort(key=self._rank)
+        if not self._good(found[0]):
+            raise ValueError(
+                f"no plan: the nearest, {found[0].set_up} with {found[0].num_gpus} GPUs, has "
+                f"{found[0].numbers(self.target)}; raise the target or max_gpus={self.max_gpus}"
+            )
+        finalists = sorted((self._confirmed(o) for o in found[: NUM_OTHERS + 1] if self._good(o)), key=self._rank)
+        others = [*finalists[1:], *(o for o in found if o.set_up not in {f.set_up for f in finalists})][:NUM_OTHERS]
+        return Plan(finalists[0], [(o, self._why(o, finalists[0])) for o in others], self._with(finalists[0]))
+
+    def _good(self, outcome: Outcome) -> bool:
+        return outcome.excess(self.target) <= 1
+
+    def _rank(self, outcome: Outcome) -> tuple[bool, float, float]:
+        """The good ones first, by GPUs; then those that miss the target by least."""
+        good, excess = self._good(outcome), outcome.excess(self.target)
+        return not good, outcome.num_gpus if good else excess, excess
+
+    def _why(self, outcome: Outcome, best: Outcome) -> str:
+        if not self._good(outcome):
+            return f"misses the target with {outcome.num_gpus} GPUs"
+        if outcome.num_gpus > best.num_gpus:
+            return f"needs {outcome.num_gpus} GPUs"
+        return "as many GPUs, and nearer to the limit"
+
+    def _fewest(self, set_up: SetUp, max_gpus: int) -> Outcome:
+        """The fewest replicas of this set-up that meet the target with at most so many GPUs; if none do, what the most
+        replicas brought, or one that has a single query at a time."""
+        most = max_gpus // set_up.tensor_parallel_size
+        if not most:
+            return self._trial(set_up, 1)
+        quiet = self._quiet(set_up)
+        if not self._good(quiet):
+            return quiet
+        if most < self.max_gpus // set_up.tensor_parallel_size and not self._good(last := self._trial(set_up, most)):
+            return last  # another set-up needs no more than that
+        low, high = 0, 1
+        while high < most and not self._good(self._trial(set_up, high)):
+            low, high = high, min(2 * high, most)
+        if not self._good(last := self._trial(set_up, high)):
+            return last
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._good(self._trial(set_up, middle)) else (middle, high)
+        return self._trial(set_up, high)
+
+    def _quiet(self, set_up: SetUp) -> Outcome:
+        """What a query finds that is alone. Where this misses the target, more replicas do not help."""
+        workload = self.scenario.workload
+        if workload.replay is not None:
+            return Outcome(set_up, 1, 0.0, 0.0, 0.0)
+        workload = replace(workload, rate=QUIET_RATE, seconds=None, queries=QUIET_QUERIES)
+        return self._simulate(set_up, 1, replace(self.scenario, workload=workload))
+
+    def _confirmed(self, outcome: Outcome) -> Outcome:
+        """The same with more queries, and more replicas if it takes these."""
+        workload = self.scenario.workload
+        seconds = None if workload.seconds is None else LONGER * workload.seconds
+        queries = None if workload.queries is None else LONGER * workload.queries
+        longer = replace(self.scenario, workload=replace(workload, seconds=seconds, queries=queries))
+        for replicas in range(outcome.replicas, outcome.replicas + 3):
+            outcome = self._simulate(outcome.set_up, replicas, longer)
+            if self._good(outcome):
+                break
+        return outcome
+
+    def _trial(self, set_up: SetUp, replicas: int) -> Outcome:
+        if (set_up, replicas) not in self._known:
+            self._known[set_up, replicas] = self._simulate(set_up, replicas, self.scenario)
+        return self._known[set_up, replicas]
+
+    def _with(self, outcome: Outcome, scenario: Scenario | None = None) -> Scenario:
+        scenario = scenario or self.scenario
+        engine = replace(scenario.engine, **vars(outcome.set_up))
+        if engine.speculative is not None:
+            engine = replace(engine, async_scheduling=None)
+        return replace(scenario, engine=engine, fleet=replace(scenario.fleet, replicas=outcome.replicas))
+
+    def _simulate(self, set_up: SetUp, replicas: int, scenario: Scenario) -> Outcome:
+        self.num_trials += 1
+        self.on_trial(f"{replicas} x {set_up}")
+        chosen = self._with(Outcome(set_up, replicas, 0.0, 0.0, 0.0), scenario)
+        return outcome_of(set_up, replicas, chosen.run(), self.target.percentile)
+
+
+def outcome_of(set_up: SetUp, replicas: int, statistics: Statistics, percentile: float) -> Outcome:
+    first, gap = statistics.first_token.percentile(percentile), statistics.gap.percentile(percentile)
+    if not statistics.num_finished:
+        first = gap = inf
+    refused = (statistics.num_refused + statistics.num_too_long) / max(1, statistics.num_sent)
+    return Outcome(set_up, replicas, first, 0.0 if gap != gap else gap, refused)
