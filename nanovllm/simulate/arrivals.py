@@ -13,11 +13,11 @@ from functools import lru_cache
 from itertools import count
 from math import exp
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import xxhash
 
-SHAPES = "512 (always so many), uniform:100,1024 or lognormal:512,0.8 (median, and sigma of the logarithm)"
+SHAPES = "512 (always so many), uniform:100,1024 or lognormal:512,0.6 (median, and sigma of the logarithm)"
 
 
 class Turn(NamedTuple):
@@ -56,9 +56,10 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of numbers of tokens: `low` and `high` of a uniform one, median and sigma of a lognormal one."""
+    """A distribution of numbers of tokens. `first` and `second`: the only number; the least and the most; the median,
+    and sigma of the logarithm."""
 
-    kind: str
+    kind: Literal["fixed", "uniform", "lognormal"]
     first: float
     second: float = 0.0
 
@@ -73,7 +74,7 @@ class Lengths:
         good = {"": 1, "fixed": 1, "uniform": 2, "lognormal": 2}.get(kind) == len(values)
         if not good or values[0] < 1 or (kind == "uniform" and values[1] < values[0]) or values[-1] < 0:
             raise ValueError(f"{text!r} is no distribution of lengths; write {SHAPES}")
-        return cls(kind or "fixed", *values)
+        return cls(kind or "fixed", *values)  # type: ignore[arg-type]  # it is one of them
 
     def draw(self, rng: random.Random) -> int:
         if self.kind == "fixed":
@@ -81,6 +82,9 @@ class Lengths:
         if self.kind == "uniform":
             return rng.randint(int(self.first), int(self.second))
         return max(1, round(self.first * exp(self.second * rng.gauss(0.0, 1.0))))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.first:g}" + (f",{self.second:g}" if self.kind != "fixed" else "")
 
     @property
     def mean(self) -> float:

@@ -16,7 +16,7 @@ from nanovllm.simulate.scenario import Scenario
 LONGER = 4  # times as many queries for the best set-ups
 NUM_OTHERS = 3
 QUIET_RATE = 0.01  # queries per second: each one is alone
-QUIET_QUERIES = 200
+QUIET_QUERIES = 50
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Outcome:
     replicas: int
     first: float
     gap: float
-    share_refused: float  # of the queries, those that are too long included
+    share_refused: float  # of the queries
 
     @property
     def num_gpus(self) -> int:
@@ -156,20 +156,30 @@ class Planner:
         most = max_gpus // set_up.tensor_parallel_size
         if not most:
             return self._trial(set_up, 1)
-        quiet = self._quiet(set_up)
-        if not self._good(quiet):
+        if not self._good(quiet := self._quiet(set_up)):
             return quiet
-        if most < self.max_gpus // set_up.tensor_parallel_size and not self._good(last := self._trial(set_up, most)):
-            return last  # another set-up needs no more than that
-        low, high = 0, 1
-        while high < most and not self._good(self._trial(set_up, high)):
-            low, high = high, min(2 * high, most)
-        if not self._good(last := self._trial(set_up, high)):
-            return last
+        low, high = self._between(set_up, most)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._good(self._trial(set_up, middle)) else (middle, high)
         return self._trial(set_up, high)
+
+    def _between(self, set_up: SetUp, most: int) -> tuple[int, int]:
+        """Replicas that do not suffice, or 0, and more that do, in growing distance: up from 1 as long as nothing is
+        known, else down from what another set-up needs. If `most` do not suffice,
+        that number twice."""
+        step = 1
+        if most < self.max_gpus // set_up.tensor_parallel_size:
+            if not self._good(self._trial(set_up, most)):
+                return most, most
+            high = most
+            while high > 1 and self._good(self._trial(set_up, max(1, high - step))):
+                high, step = max(1, high - step), 2 * step
+            return max(0, high - step), high
+        low = 0
+        while step < most and not self._good(self._trial(set_up, step)):
+            low, step = step, min(2 * step, most)
+        return (low, step) if self._good(self._trial(set_up, step)) else (step, step)
 
     def _quiet(self, set_up: SetUp) -> Outcome:
         """What a query finds that is alone. Where this misses the target, more replicas do not help."""
@@ -214,5 +224,5 @@ def outcome_of(set_up: SetUp, replicas: int, statistics: Statistics, percentile:
     first, gap = statistics.first_token.percentile(percentile), statistics.gap.percentile(percentile)
     if not statistics.num_finished:
         first = gap = inf
-    refused = (statistics.num_refused + statistics.num_too_long) / max(1, statistics.num_sent)
+    refused = statistics.num_refused / max(1, statistics.num_sent)
     return Outcome(set_up, replicas, first, 0.0 if gap != gap else gap, refused)

@@ -40,8 +40,8 @@ class WorkloadOptions:
     seconds: float | None = None
     queries: int | None = None
     cv: float = 1.0
-    prompt_tokens: Lengths = Lengths("lognormal", 512.0, 0.8)  # noqa: RUF009  # it is frozen
-    output_tokens: Lengths = Lengths("lognormal", 128.0, 0.8)  # noqa: RUF009
+    prompt_tokens: Lengths = Lengths("lognormal", 512.0, 0.6)  # noqa: RUF009  # it is frozen
+    output_tokens: Lengths = Lengths("lognormal", 128.0, 0.6)  # noqa: RUF009
     shared_prefix: int = 0
     num_prefixes: int = 1
     turns: float = 1.0
@@ -168,6 +168,9 @@ class Scenario:
             "costs": self.costs.source,
             "measured": self.costs.measured,
             "engine": {name: getattr(config, name) for name in ENGINE_OPTIONS},
+            "clients": {name: told(value) for name, value in vars(self.workload).items()},
+            "max_retries": fleet.max_retries,
+            "with_server": self.with_server,
             "max_queue": self.max_queue,
             "replicas": fleet.replicas,
             "router": self.router,
@@ -175,3 +178,8 @@ class Scenario:
             "seed": self.seed,
             "ray": ray,
         }
+
+
+def told(value: Any) -> Any:
+    """As JSON has it, and the command line."""
+    return str(value) if isinstance(value, Lengths | Path) else value

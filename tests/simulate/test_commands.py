@@ -1,0 +1,101 @@
+"""`nanovllm simulate` and `nanovllm plan`, as a user calls them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanovllm.cli import main
+from nanovllm.simulate.options import seconds
+
+SMALL = ["--card", "h200", "--rate", "200", "--prompt-tokens", "uniform:50,400", "--output-tokens", "30"]
+SIMULATE = ["simulate", "Qwen3-0.6B", *SMALL, "--queries", "150"]
+
+
+def test_a_simulation_is_told_as_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    options = ["--replicas", "2", "--router", "prefix", "--router-kwargs", '{"imbalanced_threshold": 8}']
+    options += ["--shared-prefix", "512", "--max-num-batched-tokens", "2048", "--no-async-scheduling"]
+    options += ["--target-first", "200ms", "--json", str(out), "--plot", str(picture)]
+    assert main([*SIMULATE, *options]) == 0
+    said = capsys.readouterr().out
+    assert "150 of 150 finished" in said and "first token within 200 ms" in said
+    told = json.loads(out.read_text())
+    assert told["queries"]["finished"] == 150 and told["tokens"]["output"] == 4500
+    assert told["tokens"]["cached_share"] > 0.5
+    engine = told["scenario"]["engine"]
+    assert engine["max_num_batched_tokens"] == 2048 and engine["async_scheduling"] is False
+    assert engine["kvcache_block_size"] == 256 and engine["num_kv_blocks"] > 100
+    assert told["scenario"]["ray"] == {
+        "num_replicas": 2,
+        "request_router_config": {
+            "request_router_class": "ray.serve.llm.request_router.PrefixCacheAffinityRouter",
+            "request_router_kwargs": {"imbalanced_threshold": 8, "match_rate_threshold": 0.1, "do_eviction": True},
+        },
+    }
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_plan_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    options = ["--target-first", "100ms", "--target-gap", "20ms", "--seconds", "0.5", "--budgets", "2048,8192"]
+    assert main(["plan", "Qwen3-0.6B", *SMALL, *options, "--ranks", "1", "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "1 GPUs: 1 x tensor_parallel_size=1, max_num_batched_tokens=" in said and "(target 20)" in said
+    told = json.loads(out.read_text())
+    assert told["best"]["num_gpus"] == 1 and told["best"]["first"] < 0.1
+    assert [other["why_not"] for other in told["others"]] == ["as many GPUs, and nearer to the limit"]
+    assert told["scenario"]["ray"]["num_replicas"] == 1
+
+
+def test_replicas_that_die_and_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--die", "200ms:0", "--startup-seconds", "0.1", "--max-replicas", "3", "--upscale-delay-s", "0"]
+    assert main([*SIMULATE, *options, "--target-ongoing-requests", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "150 of 150 finished" in said and " 0 sent again" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["simulate", "Qwen3-0.6B", "--card", "h200", "--rate", "1"], "give seconds or queries"),
+        (["simulate", "Qwen3-0.6B", "--card", "h200", "--seconds", "1"], "give rate, in queries per second, or replay"),
+        (["simulate", "Qwen3-0.6B", "--card", "h200", "--replay", "no.csv"], "replay='no.csv': there is no such file"),
+        ([*SIMULATE, "--replicas", "0"], "replicas must be at least 1; got 0"),
+        ([*SIMULATE, "--rate", "-1"], "rate must be a positive number; got -1.0"),
+        ([*SIMULATE, "--turns", "0.5"], "turns must be at least 1; got 0.5"),
+        ([*SIMULATE, "--acceptance", "2"], "acceptance must be from 0 to 1; got 2.0"),
+        ([*SIMULATE, "--card", "abacus"], "card='abacus' is not known; known are h200"),
+        ([*SIMULATE, "--max-num-seqs", "0"], "max_num_seqs must be at least 1; got 0"),
+        ([*SIMULATE, "--router-kwargs", '{"pull": 1}'], "router_kwargs of two-choices"),
+        ([*SIMULATE, "--max-replicas", "2", "--min-replicas", "3"], "min_replicas=3 and max_replicas=2"),
+        ([*SIMULATE, "--json", "/no/such/place.json"], "there is no directory /no/such"),
+        (["plan", "Qwen3-0.6B", *SMALL], "a plan needs target_first or target_gap, such as --target-first 200ms"),
+        (["plan", "Qwen3-0.6B", *SMALL, "--target-gap", "1", "--ranks", "3"], "tensor_parallel_size=3 does not fit"),
+    ],
+)
+def test_a_mistake_gets_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert complaint in error and error.startswith("nanovllm: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--prompt-tokens", "many"), ("--target-first", "soon"), ("--die", "3"), ("--router", "none")]
+)
+def test_a_value_that_is_none_is_refused_by_name(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*SIMULATE, option, value])
+    assert f"argument {option}: " in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*SIMULATE, "--plot", "out.png"]) == 1
+    assert "pip install 'nanovllm[notebooks]'" in capsys.readouterr().err
+
+
+def test_times_of_any_unit() -> None:
+    assert [seconds(text) for text in ("2", "1.5s", "200ms", "10min", "1h")] == [2, 1.5, 0.2, 600, 3600]

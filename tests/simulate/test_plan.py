@@ -1,0 +1,89 @@
+"""The plan is the fewest GPUs, and says why the others lose."""
+
+from math import inf
+from typing import Any
+
+import pytest
+
+from nanovllm.config import EngineConfig
+from nanovllm.simulate import scenario as scenarios
+from nanovllm.simulate.arrivals import Lengths
+from nanovllm.simulate.costs import ServerTime
+from nanovllm.simulate.fleet import FleetOptions
+from nanovllm.simulate.plan import Outcome, Planner, SetUp, Target
+from nanovllm.simulate.scenario import Scenario, WorkloadOptions
+from tests.simulate.linear import Linear
+
+
+class Card(Linear):
+    """Two ranks are 1.6 times as fast as one."""
+
+    card, model, measured, source, server, kv_tokens = "made up", "any", True, "made up", ServerTime(), 6400
+
+
+@pytest.fixture
+def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
+    monkeypatch.setattr(scenarios, "load_costs", lambda card, model, ranks: Card(slower=1.6 ** (1 - ranks)))
+    lengths = Lengths.parse("uniform:20,300")
+    workload = WorkloadOptions(rate=400.0, queries=150, prompt_tokens=lengths, output_tokens=Lengths.parse("20"))
+    return Scenario(model="any", card="made up", engine=EngineConfig(), workload=workload, fleet=FleetOptions())
+
+
+ONE, TWO = SetUp(1, 256, 16), SetUp(2, 256, 16)
+
+
+@pytest.mark.parametrize("set_ups", [[ONE, TWO], [TWO, ONE]], ids=["small first", "large first"])
+def test_the_plan_is_the_fewest_gpus(scenario: Scenario, set_ups: list[SetUp]) -> None:
+    target = Target(0.03, 0.012, 90.0)
+    planner = Planner(scenario, target, set_ups)
+    plan = planner.find()
+    trials = planner.num_trials
+
+    def meets(set_up: SetUp, replicas: int) -> bool:
+        return planner._trial(set_up, replicas).excess(target) <= 1
+
+    fewest = {set_up: next(n for n in range(1, 9) if meets(set_up, n)) for set_up in set_ups}
+    assert fewest[ONE] > 1
+    assert plan.best.num_gpus == min(fewest[ONE], 2 * fewest[TWO]) and plan.best.excess(target) <= 1
+    assert trials < 14
+    [(other, why)] = plan.others
+    assert {other.set_up, plan.best.set_up} == {ONE, TWO}
+    assert f"{other.num_gpus} GPUs" in why or "as many GPUs" in why
+    chosen = plan.scenario
+    assert chosen.fleet.replicas == plan.best.replicas
+    assert chosen.engine.tensor_parallel_size == plan.best.set_up.tensor_parallel_size
+    assert chosen.config.num_kv_blocks == 400
+
+
+def test_what_no_number_of_gpus_can_do_is_said(scenario: Scenario) -> None:
+    planner = Planner(scenario, Target(0.03, 0.0005, 90.0), [ONE, TWO])
+    with pytest.raises(ValueError, match=r"no plan: the nearest, tensor_parallel_size=2.*gap 1\.\d ms \(target 0.5\)"):
+        planner.find()
+    assert planner.num_trials == 2, "a query that is alone tells"
+
+
+def test_too_few_gpus(scenario: Scenario) -> None:
+    with pytest.raises(ValueError, match="raise the target or max_gpus=1"):
+        Planner(scenario, Target(0.01, None), [ONE], max_gpus=1).find()
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ((None, None), "a plan needs target_first or target_gap"),
+        ((0.1, -1.0), "target_gap must be a positive number of seconds; got -1.0"),
+        ((0.1, None, 100.0), "percentile must be above 0 and below 100; got 100.0"),
+    ],
+)
+def test_targets_that_make_no_sense(values: tuple[Any, ...], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Target(*values)
+
+
+def test_an_outcome_is_as_bad_as_its_worst_part() -> None:
+    target = Target(0.2, 0.02, 99.0)
+    assert Outcome(ONE, 3, 0.1, 0.03, 0.0).excess(target) == pytest.approx(1.5)
+    assert Outcome(ONE, 3, 0.1, 0.01, 0.02).excess(target) == pytest.approx(2.0), "2% are refused, and 1% may be late"
+    assert Outcome(TWO, 3, inf, 0.0, 1.0).excess(target) == inf and Outcome(TWO, 3, 0, 0, 0).num_gpus == 6
+    said = Outcome(ONE, 3, 0.1, 0.03, 0.02).numbers(target)
+    assert said == "p99 first token 100.0 ms (target 200), p99 gap 30.0 ms (target 20), 2.0% refused"
