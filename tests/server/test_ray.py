@@ -47,7 +47,7 @@ def replicas(router: str, home: Path) -> Iterator[tuple[Process, str]]:
 
 
 def test_two_replicas_answer_as_one_server_also_when_one_of_them_is_killed(tmp_path: Path) -> None:
-    with replicas("load", tmp_path) as (process, url):
+    with replicas("two-choices", tmp_path) as (process, url):
         assert httpx.get(f"{url}/health").status_code == 200
         expected = set(asyncio.run(ask(f"{url}/v1", 16)))
         assert len(expected) == 1 and len(expected.pop()) > 10  # greedy: whichever replica answers

@@ -1,0 +1,334 @@
+"""The simulation beside what it simulates, under the same arrivals: `AsyncLLM`, the server, and Ray Serve's replicas.
+
+    python -m benchmarks.serving.simulated [--card FILE] [--rates 2 6 12] [--seconds 30] [--only NAME] [--quick]
+
+Without --card the cost of steps is measured first (`python -m benchmarks.engine step_costs`). Arrivals are a Poisson
+process. Every real run is a fresh process, and is warm before the clock starts. A busy machine spoils the comparison:
+`load` in the result is the number of processes that wanted a core when a run began.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.engine import SHAPE, step_costs
+from benchmarks.lib import harness, tables
+from benchmarks.lib.harness import Contender
+from benchmarks.lib.process import facts
+from benchmarks.lib.tables import Result
+from benchmarks.serving import load, speed
+from nanovllm.config import EngineConfig
+from nanovllm.simulate.arrivals import Query
+from nanovllm.simulate.costs import Card, Costs, ServerTime, load_costs
+from nanovllm.simulate.fleet import Fleet, FleetOptions
+from nanovllm.simulate.replica import Replica
+from nanovllm.simulate.routers import PowerOfTwoChoices
+
+WARM_UP = 4.0, 2.0, 99  # requests a second, seconds, seed
+VOCAB_SIZE = 4096
+HIGHEST_ID = 500
+SHARES = {"p50": "median", "p99": "p99"}
+LABELS = {
+    "tokens_per_second": "output tokens/s",
+    "first_p50": "first token, median (ms)",
+    "first_p99": "first token, p99 (ms)",
+    "gap_p50": "gap, median (ms)",
+    "gap_p99": "gap, p99 (ms)",
+}
+
+Figures = dict[str, float]  # by the keys of LABELS
+
+
+class Asked(NamedTuple):
+    """A request: when it is sent, in seconds from the start, and what."""
+
+    time: float
+    prompt: list[int]
+    max_tokens: int
+
+
+def arrivals(rate: float, seconds: float, seed: int, gpu: bool = False) -> list[Asked]:
+    """Poisson arrivals. Lengths are those of benchmarks/serving/load.py, or on a GPU those of speed.py."""
+    draw, found, now = random.Random(seed), [], 0.0
+    while (now := now + draw.expovariate(rate)) < seconds:
+        if gpu:
+            lengths = speed.length(draw, speed.MEAN_PROMPT, 1500), speed.length(draw, speed.MEAN_OUTPUT, 1500)
+        else:
+            lengths = draw.randint(16, 128), draw.randint(8, 64)
+        found.append(Asked(now, [draw.randrange(1, HIGHEST_ID) for _ in range(lengths[0])], lengths[1]))
+    return found
+
+
+# --- the real thing ---------------------------------------------------------------------------------------------------
+
+
+def figures(answers: list[dict[str, Any]], gaps: list[float]) -> Figures:
+    """Of answers as `speed.request` gives them, with ends in seconds from the start. Raises RuntimeError for one that
+    is not whole."""
+    if lost := sum(not answer["finished"] for answer in answers):
+        raise RuntimeError(f"{lost} of {len(answers)} requests got no whole answer")
+    found = {"tokens_per_second": sum(a["tokens"] for a in answers) / max(a["end"] for a in answers)}
+    for name, values in ("first", [a["first"] for a in answers]), ("gap", gaps):
+        for share in SHARES:
+            found[f"{name}_{share}"] = 1e3 * (load.percentile(values, int(share[1:]) / 100) or 0.0)
+    return found
+
+
+async def ask(port: int, asked: list[Asked], start: float) -> tuple[list[dict[str, Any]], list[float]]:
+    """Send requests at their times, from `start` on in seconds of time.perf_counter(), and read the answers."""
+    gaps: list[float] = []
+    tasks = []
+    for one in asked:
+        await asyncio.sleep(max(0.0, start + one.time - time.perf_counter()))
+        body = {"prompt": one.prompt, "max_tokens": one.max_tokens, "stream": True, "ignore_eos": True}
+        body |= {"temperature": 0.6, "stream_options": {"include_usage": True}}
+        tasks.append(asyncio.create_task(speed.request(port, body, start + one.time, gaps)))
+    answers = [{**answer, "end": answer["end"] - start} for answer in await asyncio.gather(*tasks)]
+    return answers, gaps
+
+
+def client(port: int, asked: list[Asked], start: float) -> tuple[list[dict[str, Any]], list[float]]:
+    return asyncio.run(ask(port, asked, start))
+
+
+def over_http(port: int, asked: list[Asked], clients: int) -> Figures:
+    """What clients in processes of their own see."""
+    with multiprocessing.get_context("spawn").Pool(clients) as pool:
+        pool.map(abs, range(clients))  # they are there
+        for wave in arrivals(*WARM_UP), asked:
+            start = time.perf_counter() + 0.2
+            parts = pool.starmap(client, [(port, wave[i::clients], start) for i in range(clients)], chunksize=1)
+    return figures([a for answers, _ in parts for a in answers], [gap for _, gaps in parts for gap in gaps])
+
+
+def measure_async(waves: list[list[list[Any]]], model: str, config: dict[str, Any]) -> list[Figures]:
+    """In a process of its own: figures of the last wave."""
+    return [asyncio.run(in_process([[Asked(*one) for one in wave] for wave in waves], model, config))]
+
+
+async def in_process(waves: list[list[Asked]], model: str, config: dict[str, Any]) -> Figures:
+    from nanovllm import AsyncLLM, SamplingParams
+
+    async with AsyncLLM(model, skip_tokenizer_init=True, **config) as llm:
+        for wave in waves:
+            start, gaps = time.perf_counter(), list[float]()
+
+            async def read(one: Asked, start: float, gaps: list[float]) -> dict[str, Any]:
+                params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=one.max_tokens)
+                first, last, tokens = None, 0.0, 0
+                async for output in llm.generate({"prompt_token_ids": one.prompt}, params):
+                    now = time.perf_counter()
+                    tokens = len(output.outputs[0].token_ids)
+                    if first is None:
+                        first = now - start - one.time
+                    else:
+                        gaps.append(now - last)
+                    last = now
+                return {"tokens": tokens, "first": first, "finished": tokens == one.max_tokens, "end": last - start}
+
+            tasks = []
+            for one in wave:
+                await asyncio.sleep(max(0.0, start + one.time - time.perf_counter()))
+                tasks.append(asyncio.create_task(read(one, start, gaps)))
+            answers = list(await asyncio.gather(*tasks))
+    return figures(answers, gaps)
+
+
+@contextmanager
+def process(command: list[str], ready: str) -> Iterator[int]:
+    """The port of a server that says `ready`, with the port in it; it is stopped in the end, and what it has started
+    with it."""
+    with tempfile.TemporaryFile("w+") as log:
+        popen = subprocess.Popen(
+            command, cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
+        try:
+            assert popen.stdout is not None
+            for line in popen.stdout:
+                if found := re.search(ready, line):
+                    yield int(found[1])
+                    break
+            else:
+                log.seek(0)
+                raise RuntimeError(f"the server did not start:\n{log.read()[-2000:]}")
+        finally:
+            popen.send_signal(signal.SIGINT)
+            try:
+                popen.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(popen.pid, signal.SIGKILL)
+                popen.wait()
+
+
+# --- the simulation ---------------------------------------------------------------------------------------------------
+
+
+class Given:
+    """A `Workload` of requests that are all known."""
+
+    def __init__(self, asked: list[Asked]) -> None:
+        self.asked = asked
+
+    def queries(self) -> Iterator[Query]:
+        return (Query(i, one.time, one.prompt, one.max_tokens) for i, one in enumerate(self.asked))
+
+    def follow_up(self, query: Query, token_ids: list[int], now: float) -> None:
+        return None
+
+
+def simulate(costs: Costs, asked: list[Asked], config: EngineConfig, replicas: int, server: ServerTime) -> Figures:
+    """The same figures in virtual time."""
+
+    def make(number: int) -> Replica:
+        return Replica(number, config, costs, vocab_size=VOCAB_SIZE, server=server)
+
+    router = PowerOfTwoChoices(random.Random(0), config.kvcache_block_size or 16)
+    told = Fleet(make, router, Given(asked), FleetOptions(replicas=replicas, server=server)).run().report()
+    found = {"tokens_per_second": told["tokens"]["output_per_second"]}
+    for name, key in ("first", "first_token_seconds"), ("gap", "gap_seconds"):
+        found |= {f"{name}_{share}": 1e3 * (told[key][share] or 0.0) for share in SHARES}
+    return found
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+class Setting(NamedTuple):
+    """One way of serving: how the real one is run, and what its simulation has."""
+
+    title: str
+    rates: list[float]
+    real: Callable[[list[Asked]], Figures]
+    replicas: int
+    server: ServerTime
+
+
+def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
+    gpu = options.device != "cpu"
+    config = engine_options(options)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in config.items()]
+    serve = [sys.executable, "-m", "nanovllm.cli", "serve", str(options.model), "--port", "0", "--max-queue", "100000"]
+    ray = [sys.executable, "examples/ray_serve.py", str(options.model), "--replicas", "2", "--port", str(options.port)]
+    clients = speed.CLIENTS if gpu else 1
+
+    def async_llm(asked: list[Asked]) -> Figures:
+        arguments = {"waves": [arrivals(*WARM_UP), asked], "model": str(options.model), "config": config}
+        found = harness.run_process(Contender("AsyncLLM"), measure_async, arguments, options)
+        figures_found: Figures = found["repetitions"][0]
+        return figures_found
+
+    def server(command: list[str], asked: list[Asked]) -> Figures:
+        with process(command, r"serving at http://127\.0\.0\.1:(\d+)") as port:
+            return over_http(port, asked, clients)
+
+    found = [
+        Setting("AsyncLLM", options.rates, async_llm, 1, ServerTime()),
+        Setting("server", options.rates, partial(server, [*serve, *flags]), 1, costs.server),
+    ]
+    if options.ray_rates:
+        found.append(Setting("two replicas, Ray Serve", options.ray_rates, partial(server, ray), 2, costs.server))
+    return [setting for setting in found if options.only is None or setting.title in options.only]
+
+
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    if options.device != "cpu":
+        return {"device": options.device, "max_model_len": 4096}
+    return {"device": "cpu", "num_kv_blocks": 4096, "kvcache_block_size": 16}
+
+
+def compare(options: argparse.Namespace, costs: Costs) -> Iterator[dict[str, Any]]:
+    """A row for each way of serving, and each rate."""
+    gpu = options.device != "cpu"
+    chosen = EngineConfig(**engine_options(options)).resolve(on_gpu=gpu, model_max_len=4096 if gpu else 2048)
+    assert chosen.kvcache_block_size is not None
+    blocks = chosen.num_kv_blocks or costs.kv_tokens // chosen.kvcache_block_size
+    config = EngineConfig(**{**vars(chosen), "num_kv_blocks": blocks})
+    for title, rates, real, replicas, server in settings(options, costs):
+        for rate in rates:
+            asked = arrivals(rate, options.seconds, 1, gpu)
+            busy = os.getloadavg()[0]
+            row = {"where": title, "rate": rate, "load": busy, "measured": real(asked)}
+            row["simulated"] = simulate(costs, asked, config, replicas, server)
+            print(*rows_of(row), sep="\n", flush=True)
+            yield row
+
+
+def rows_of(row: dict[str, Any]) -> list[str]:
+    """Lines of the table: of each figure what was simulated and measured, and how far the first is off."""
+    lines = []
+    for key, label in LABELS.items():
+        simulated, measured = row["simulated"][key], row["measured"][key]
+        off = f"{100 * (simulated / measured - 1):+.1f}%"
+        cells = f"{row['rate']:g}", label, *(tables.number(value, "ms") for value in (simulated, measured)), off
+        lines.append(tables.row(row["where"], *cells))
+    return lines
+
+
+def table(results: dict[str, Result]) -> list[str]:
+    """A row for each way of serving, each rate and each figure."""
+    result = results["serving_simulated"]
+    lines = tables.head("", "requests/s", "", "simulated", "measured", "off")
+    lines += [line for row in result["rows"] for line in rows_of(row)]
+    machine = result["machine"]
+    where = machine["device"] if machine["device"] != "cpu" else f"{machine['processor']}, {machine['cores']} cores"
+    lines += ["", f"Each rate for {result['seconds']:g} s. Costs: {result['source']}."]
+    return [*lines, "", f"Measured on {where}, torch {machine['torch']}; commit {tables.commit(result)}."]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = harness.make_parser("serving.simulated", __doc__)
+    parser.add_argument("--card", help="a name or a file (default: measured now)")
+    parser.add_argument("--model", type=Path, help="a checkpoint (default: the story model; on a GPU a shape)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2, 6, 12], help="requests a second")
+    parser.add_argument("--ray-rates", type=float, nargs="*", default=[8], help="the same of two Ray replicas")
+    parser.add_argument("--seconds", type=float, default=30, help="how long each rate is kept up (default 30)")
+    parser.add_argument("--only", action="append", metavar="NAME", help="AsyncLLM, server, or two replicas, Ray Serve")
+    parser.add_argument("--port", type=int, default=8765, help="of Ray's server")
+    parser.add_argument("--quick", action="store_true", help="a low rate for three seconds, and no Ray: for tests")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
+    options = parser.parse_args(arguments)
+    options.model = options.model or (harness.EMBEDDED_MODEL if options.device == "cpu" else SHAPE)
+    options.threads = 1 if options.device == "cpu" else None
+    if options.threads:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of the servers
+    if options.quick:
+        options.rates, options.ray_rates, options.seconds = [3.0], [], 3.0
+    with tempfile.TemporaryDirectory() as scratch:
+        card = options.card or measure_costs(options, Path(scratch))
+        costs = load_costs(card, options.model)
+    result = {
+        "name": "serving_simulated",
+        "machine": facts(options.device),
+        "commit": harness.commit("nanovllm", "benchmarks/serving/*.py"),
+        "seconds": options.seconds,
+        "source": costs.source,
+        "rows": list(compare(options, costs)),
+    }
+    harness.write_json(result, harness.result_path("serving_simulated", result["machine"]["device"], options.out))
+
+
+def measure_costs(options: argparse.Namespace, directory: Path) -> str:
+    """The file of a card that is measured now."""
+    chosen = argparse.Namespace(**vars(options) | {"out": directory, "repeats": 1 if options.quick else None})
+    step_costs.run(argparse.Namespace(**vars(chosen) | {"flash_path": None, "vllm_path": None}))
+    [path] = directory.glob("*.json")
+    Card.read(path).write(options.out / "cards")
+    return str(path)
+
+
+if __name__ == "__main__":
+    main()
