@@ -32,8 +32,8 @@ from nanovllm import AsyncLLM
 from nanovllm.server.app import build_app
 from nanovllm.simulate.routers import ROUTERS as ROUTER_CLASSES
 
-# Those of `nanovllm simulate` that Ray can apply to HTTP requests as they are. Its other routers want requests of its own
-# LLM deployments, whose prompts they read, or a second deployment that counts.
+# Those of `nanovllm simulate` that Ray can apply to HTTP requests as they are. Its other routers want requests of its
+# own LLM deployments, whose prompts they read, or a second deployment that counts.
 ROUTERS = {
     "two-choices": "of two replicas drawn at random, the one with fewer requests",
     "round-robin": "one after the other",

@@ -3,33 +3,38 @@
     python -m benchmarks.serving.simulated [--card FILE] [--rates 2 6 12] [--seconds 30] [--only NAME] [--quick]
 
 Without --card the cost of steps is measured first (`python -m benchmarks.engine step_costs`). Arrivals are a Poisson
-process. Every real run is a fresh process, and is warm before the clock starts. A busy machine spoils the comparison:
-`load` in the result is the number of processes that wanted a core when a run began.
+process. Every real run is a fresh process, and is warm before the clock starts. "engine" is the engine's own loop on one
+thread, whose clock is the CPU time of this thread, so that other processes hardly matter. For all others a busy machine
+spoils the comparison: `load` in the result is the number of processes that wanted a core when a run began.
 """
 
 import argparse
-import asyncio
-import multiprocessing
 import os
 import random
-import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.engine import SHAPE, step_costs
 from benchmarks.lib import harness, tables
-from benchmarks.lib.harness import Contender
+from benchmarks.lib.harness import Contender, Measure
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
-from benchmarks.serving import load, speed
+from benchmarks.serving import speed
+from benchmarks.serving.drive import (
+    SHARES,
+    WARM_UP,
+    Asked,
+    Figures,
+    arrivals,
+    measure_async,
+    measure_engine,
+    over_http,
+    process,
+)
 from nanovllm.config import EngineConfig
 from nanovllm.simulate.arrivals import Query
 from nanovllm.simulate.costs import Card, Costs, ServerTime, load_costs
@@ -37,10 +42,7 @@ from nanovllm.simulate.fleet import Fleet, FleetOptions
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.routers import PowerOfTwoChoices
 
-WARM_UP = 4.0, 2.0, 99  # requests a second, seconds, seed
 VOCAB_SIZE = 4096
-HIGHEST_ID = 500
-SHARES = {"p50": "median", "p99": "p99"}
 LABELS = {
     "tokens_per_second": "output tokens/s",
     "first_p50": "first token, median (ms)",
@@ -48,129 +50,6 @@ LABELS = {
     "gap_p50": "gap, median (ms)",
     "gap_p99": "gap, p99 (ms)",
 }
-
-Figures = dict[str, float]  # by the keys of LABELS
-
-
-class Asked(NamedTuple):
-    """A request: when it is sent, in seconds from the start, and what."""
-
-    time: float
-    prompt: list[int]
-    max_tokens: int
-
-
-def arrivals(rate: float, seconds: float, seed: int, gpu: bool = False) -> list[Asked]:
-    """Poisson arrivals. Lengths are those of benchmarks/serving/load.py, or on a GPU those of speed.py."""
-    draw, found, now = random.Random(seed), [], 0.0
-    while (now := now + draw.expovariate(rate)) < seconds:
-        if gpu:
-            lengths = speed.length(draw, speed.MEAN_PROMPT, 1500), speed.length(draw, speed.MEAN_OUTPUT, 1500)
-        else:
-            lengths = draw.randint(16, 128), draw.randint(8, 64)
-        found.append(Asked(now, [draw.randrange(1, HIGHEST_ID) for _ in range(lengths[0])], lengths[1]))
-    return found
-
-
-# --- the real thing ---------------------------------------------------------------------------------------------------
-
-
-def figures(answers: list[dict[str, Any]], gaps: list[float]) -> Figures:
-    """Of answers as `speed.request` gives them, with ends in seconds from the start. Raises RuntimeError for one that
-    is not whole."""
-    if lost := sum(not answer["finished"] for answer in answers):
-        raise RuntimeError(f"{lost} of {len(answers)} requests got no whole answer")
-    found = {"tokens_per_second": sum(a["tokens"] for a in answers) / max(a["end"] for a in answers)}
-    for name, values in ("first", [a["first"] for a in answers]), ("gap", gaps):
-        for share in SHARES:
-            found[f"{name}_{share}"] = 1e3 * (load.percentile(values, int(share[1:]) / 100) or 0.0)
-    return found
-
-
-async def ask(port: int, asked: list[Asked], start: float) -> tuple[list[dict[str, Any]], list[float]]:
-    """Send requests at their times, from `start` on in seconds of time.perf_counter(), and read the answers."""
-    gaps: list[float] = []
-    tasks = []
-    for one in asked:
-        await asyncio.sleep(max(0.0, start + one.time - time.perf_counter()))
-        body = {"prompt": one.prompt, "max_tokens": one.max_tokens, "stream": True, "ignore_eos": True}
-        body |= {"temperature": 0.6, "stream_options": {"include_usage": True}}
-        tasks.append(asyncio.create_task(speed.request(port, body, start + one.time, gaps)))
-    answers = [{**answer, "end": answer["end"] - start} for answer in await asyncio.gather(*tasks)]
-    return answers, gaps
-
-
-def client(port: int, asked: list[Asked], start: float) -> tuple[list[dict[str, Any]], list[float]]:
-    return asyncio.run(ask(port, asked, start))
-
-
-def over_http(port: int, asked: list[Asked], clients: int) -> Figures:
-    """What clients in processes of their own see."""
-    with multiprocessing.get_context("spawn").Pool(clients) as pool:
-        pool.map(abs, range(clients))  # they are there
-        for wave in arrivals(*WARM_UP), asked:
-            start = time.perf_counter() + 0.2
-            parts = pool.starmap(client, [(port, wave[i::clients], start) for i in range(clients)], chunksize=1)
-    return figures([a for answers, _ in parts for a in answers], [gap for _, gaps in parts for gap in gaps])
-
-
-def measure_async(waves: list[list[list[Any]]], model: str, config: dict[str, Any]) -> list[Figures]:
-    """In a process of its own: figures of the last wave."""
-    return [asyncio.run(in_process([[Asked(*one) for one in wave] for wave in waves], model, config))]
-
-
-async def in_process(waves: list[list[Asked]], model: str, config: dict[str, Any]) -> Figures:
-    from nanovllm import AsyncLLM, SamplingParams
-
-    async with AsyncLLM(model, skip_tokenizer_init=True, **config) as llm:
-        for wave in waves:
-            start, gaps = time.perf_counter(), list[float]()
-
-            async def read(one: Asked, start: float, gaps: list[float]) -> dict[str, Any]:
-                params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=one.max_tokens)
-                first, last, tokens = None, 0.0, 0
-                async for output in llm.generate({"prompt_token_ids": one.prompt}, params):
-                    now = time.perf_counter()
-                    tokens = len(output.outputs[0].token_ids)
-                    if first is None:
-                        first = now - start - one.time
-                    else:
-                        gaps.append(now - last)
-                    last = now
-                return {"tokens": tokens, "first": first, "finished": tokens == one.max_tokens, "end": last - start}
-
-            tasks = []
-            for one in wave:
-                await asyncio.sleep(max(0.0, start + one.time - time.perf_counter()))
-                tasks.append(asyncio.create_task(read(one, start, gaps)))
-            answers = list(await asyncio.gather(*tasks))
-    return figures(answers, gaps)
-
-
-@contextmanager
-def process(command: list[str], ready: str) -> Iterator[int]:
-    """The port of a server that says `ready`, with the port in it; it is stopped in the end, and what it has started
-    with it."""
-    with tempfile.TemporaryFile("w+") as log:
-        popen = subprocess.Popen(
-            command, cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )
-        try:
-            assert popen.stdout is not None
-            for line in popen.stdout:
-                if found := re.search(ready, line):
-                    yield int(found[1])
-                    break
-            else:
-                log.seek(0)
-                raise RuntimeError(f"the server did not start:\n{log.read()[-2000:]}")
-        finally:
-            popen.send_signal(signal.SIGINT)
-            try:
-                popen.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(popen.pid, signal.SIGKILL)
-                popen.wait()
 
 
 # --- the simulation ---------------------------------------------------------------------------------------------------
@@ -224,20 +103,21 @@ def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
     ray = [sys.executable, "examples/ray_serve.py", str(options.model), "--replicas", "2", "--port", str(options.port)]
     clients = speed.CLIENTS if gpu else 1
 
-    def async_llm(asked: list[Asked]) -> Figures:
+    def in_process(title: str, measure: Measure, asked: list[Asked]) -> Figures:
         arguments = {"waves": [arrivals(*WARM_UP), asked], "model": str(options.model), "config": config}
-        found = harness.run_process(Contender("AsyncLLM"), measure_async, arguments, options)
-        figures_found: Figures = found["repetitions"][0]
-        return figures_found
+        found: list[Figures] = harness.run_process(Contender(title), measure, arguments, options)["repetitions"]
+        return found[0]
 
     def server(command: list[str], asked: list[Asked]) -> Figures:
         with process(command, r"serving at http://127\.0\.0\.1:(\d+)") as port:
             return over_http(port, asked, clients)
 
     found = [
-        Setting("AsyncLLM", options.rates, async_llm, 1, ServerTime()),
-        Setting("server", options.rates, partial(server, [*serve, *flags]), 1, costs.server),
+        Setting(title, options.rates, partial(in_process, title, measure), 1, ServerTime())
+        for title, measure in (("engine", measure_engine), ("AsyncLLM", measure_async))
+        if title == "AsyncLLM" or not gpu
     ]
+    found += [Setting("server", options.rates, partial(server, [*serve, *flags]), 1, costs.server)]
     if options.ray_rates:
         found.append(Setting("two replicas, Ray Serve", options.ray_rates, partial(server, ray), 2, costs.server))
     return [setting for setting in found if options.only is None or setting.title in options.only]
@@ -246,7 +126,7 @@ def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.device != "cpu":
         return {"device": options.device, "max_model_len": 4096}
-    return {"device": "cpu", "num_kv_blocks": 4096, "kvcache_block_size": 16}
+    return {"device": "cpu", "num_kv_blocks": 4096}
 
 
 def compare(options: argparse.Namespace, costs: Costs) -> Iterator[dict[str, Any]]:
@@ -296,7 +176,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[2, 6, 12], help="requests a second")
     parser.add_argument("--ray-rates", type=float, nargs="*", default=[8], help="the same of two Ray replicas")
     parser.add_argument("--seconds", type=float, default=30, help="how long each rate is kept up (default 30)")
-    parser.add_argument("--only", action="append", metavar="NAME", help="AsyncLLM, server, or two replicas, Ray Serve")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="engine, AsyncLLM, server, or two replicas, Ray Serve"
+    )
     parser.add_argument("--port", type=int, default=8765, help="of Ray's server")
     parser.add_argument("--quick", action="store_true", help="a low rate for three seconds, and no Ray: for tests")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)

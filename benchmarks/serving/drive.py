@@ -1,0 +1,186 @@
+"""The same arrivals for all ways of serving: the engine's own loop, `AsyncLLM`, and over HTTP."""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from benchmarks.lib import harness
+from benchmarks.serving import load, speed
+
+WARM_UP = 4.0, 2.0, 99  # requests a second, seconds, seed
+HIGHEST_ID = 500
+SHARES = ("p50", "p99")
+
+Figures = dict[str, float]  # tokens_per_second; first_p50, first_p99, gap_p50 and gap_p99 in milliseconds
+
+
+class Asked(NamedTuple):
+    """A request: when it is sent, in seconds from the start, and what."""
+
+    time: float
+    prompt: list[int]
+    max_tokens: int
+
+
+def arrivals(rate: float, seconds: float, seed: int, gpu: bool = False) -> list[Asked]:
+    """Poisson arrivals. Lengths are those of benchmarks/serving/load.py, or on a GPU those of speed.py."""
+    draw, found, now = random.Random(seed), [], 0.0
+    while (now := now + draw.expovariate(rate)) < seconds:
+        if gpu:
+            lengths = speed.length(draw, speed.MEAN_PROMPT, 1500), speed.length(draw, speed.MEAN_OUTPUT, 1500)
+        else:
+            lengths = draw.randint(16, 128), draw.randint(8, 64)
+        found.append(Asked(now, [draw.randrange(1, HIGHEST_ID) for _ in range(lengths[0])], lengths[1]))
+    return found
+
+
+def figures(answers: list[dict[str, Any]], gaps: list[float]) -> Figures:
+    """Of answers as `speed.request` gives them, with ends in seconds from the start. Raises RuntimeError for one that
+    is not whole."""
+    if lost := sum(not answer["finished"] for answer in answers):
+        raise RuntimeError(f"{lost} of {len(answers)} requests got no whole answer")
+    found = {"tokens_per_second": sum(a["tokens"] for a in answers) / max(a["end"] for a in answers)}
+    for name, values in ("first", [a["first"] for a in answers]), ("gap", gaps):
+        for share in SHARES:
+            found[f"{name}_{share}"] = 1e3 * (load.percentile(values, int(share[1:]) / 100) or 0.0)
+    return found
+
+
+async def ask(port: int, asked: list[Asked], start: float) -> tuple[list[dict[str, Any]], list[float]]:
+    """Send requests at their times, from `start` on in seconds of time.perf_counter(), and read the answers."""
+    gaps: list[float] = []
+    tasks = []
+    for one in asked:
+        await asyncio.sleep(max(0.0, start + one.time - time.perf_counter()))
+        body = {"prompt": one.prompt, "max_tokens": one.max_tokens, "stream": True, "ignore_eos": True}
+        body |= {"temperature": 0.6, "stream_options": {"include_usage": True}}
+        tasks.append(asyncio.create_task(speed.request(port, body, start + one.time, gaps)))
+    answers = [{**answer, "end": answer["end"] - start} for answer in await asyncio.gather(*tasks)]
+    return answers, gaps
+
+
+def client(port: int, asked: list[Asked], start: float) -> tuple[list[dict[str, Any]], list[float]]:
+    return asyncio.run(ask(port, asked, start))
+
+
+def over_http(port: int, asked: list[Asked], clients: int) -> Figures:
+    """What clients in processes of their own see."""
+    with multiprocessing.get_context("spawn").Pool(clients) as pool:
+        pool.map(abs, range(clients))  # they are there
+        for wave in arrivals(*WARM_UP), asked:
+            start = time.perf_counter() + 0.2
+            parts = pool.starmap(client, [(port, wave[i::clients], start) for i in range(clients)], chunksize=1)
+    return figures([a for answers, _ in parts for a in answers], [gap for _, gaps in parts for gap in gaps])
+
+
+def measure_async(waves: list[list[list[Any]]], model: str, config: dict[str, Any]) -> list[Figures]:
+    """In a process of its own: figures of the last wave."""
+    return [asyncio.run(in_process([[Asked(*one) for one in wave] for wave in waves], model, config))]
+
+
+async def in_process(waves: list[list[Asked]], model: str, config: dict[str, Any]) -> Figures:
+    from nanovllm import AsyncLLM, SamplingParams
+
+    async with AsyncLLM(model, skip_tokenizer_init=True, **config) as llm:
+        for wave in waves:
+            start, gaps = time.perf_counter(), list[float]()
+
+            async def read(one: Asked, start: float, gaps: list[float]) -> dict[str, Any]:
+                params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=one.max_tokens)
+                first, last, tokens = None, 0.0, 0
+                async for output in llm.generate({"prompt_token_ids": one.prompt}, params):
+                    now = time.perf_counter()
+                    tokens += len(output.outputs[0].token_ids)
+                    if first is None:
+                        first = now - start - one.time
+                    else:
+                        gaps.append(now - last)
+                    last = now
+                return {"tokens": tokens, "first": first, "finished": tokens == one.max_tokens, "end": last - start}
+
+            tasks = []
+            for one in wave:
+                await asyncio.sleep(max(0.0, start + one.time - time.perf_counter()))
+                tasks.append(asyncio.create_task(read(one, start, gaps)))
+            answers = list(await asyncio.gather(*tasks))
+    return figures(answers, gaps)
+
+
+class BusyClock:
+    """Seconds that this thread has computed for, and those that it would have waited for: what a stopwatch shows on a
+    machine that does nothing else."""
+
+    def __init__(self) -> None:
+        self._offset = -time.process_time()
+
+    def __call__(self) -> float:
+        return time.process_time() + self._offset
+
+    def skip_to(self, when: float) -> None:
+        self._offset += max(0.0, when - self())
+
+
+def measure_engine(waves: list[list[list[Any]]], model: str, config: dict[str, Any]) -> list[Figures]:
+    """In a process of its own, with one thread: the engine's own loop. Nobody waits for a request to come."""
+    from nanovllm import LLM, SamplingParams
+
+    core = LLM(model, skip_tokenizer_init=True, **config).engine
+    for wave in waves:
+        clock, gaps = BusyClock(), list[float]()
+        coming = [Asked(*one) for one in wave]
+        answers = [{"tokens": 0, "first": None, "finished": False, "end": 0.0} for _ in coming]
+        sent = 0
+        while sent < len(coming) or core.has_unfinished():
+            while sent < len(coming) and coming[sent].time <= clock():
+                params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=coming[sent].max_tokens)
+                core.add_request(str(sent), coming[sent].prompt, params)
+                sent += 1
+            if not core.has_unfinished():
+                clock.skip_to(coming[sent].time)
+                continue
+            news = core.advance()
+            now = clock()
+            for request, (seq, token_ids, _) in news:
+                answer = answers[int(request.request_id)]
+                if answer["first"] is None:
+                    answer["first"] = now - coming[int(request.request_id)].time
+                else:
+                    gaps.append(now - answer["end"])
+                answer["tokens"] += len(token_ids)
+                answer["end"], answer["finished"] = now, seq.finish_reason is not None
+    return [figures(answers, gaps)]
+
+
+@contextmanager
+def process(command: list[str], ready: str) -> Iterator[int]:
+    """The port of a server that says `ready`, with the port in it; it is stopped in the end, and what it has started
+    with it."""
+    with tempfile.TemporaryFile("w+") as log:
+        popen = subprocess.Popen(
+            command, cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
+        try:
+            assert popen.stdout is not None
+            for line in popen.stdout:
+                if found := re.search(ready, line):
+                    yield int(found[1])
+                    break
+            else:
+                log.seek(0)
+                raise RuntimeError(f"the server did not start:\n{log.read()[-2000:]}")
+        finally:
+            popen.send_signal(signal.SIGINT)
+            try:
+                popen.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(popen.pid, signal.SIGKILL)
+                popen.wait()
