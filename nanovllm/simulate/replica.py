@@ -16,11 +16,12 @@ from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
 from nanovllm.engine.sequence import Sequence as EngineSequence
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.simulate.arrivals import Query
-from nanovllm.simulate.costs import ServerTime, StepCosts, shape_of
+from nanovllm.simulate.costs import IntakeTime, ServerTime, StepCosts, shape_of
 from nanovllm.simulate.histogram import Histogram
 
 Tokens = dict[int, tuple[list[int], None]]  # what a step sampled for each sequence, by key
 NO_SERVER = ServerTime()  # the engine is called directly
+NO_INTAKE = IntakeTime()  # taking in a query costs nothing
 
 
 class VirtualClock:
@@ -145,14 +146,17 @@ class Replica:
         *,
         vocab_size: int,
         max_queue: int | None = None,
+        intake: IntakeTime = NO_INTAKE,
         server: ServerTime = NO_SERVER,
         acceptance: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """`config` is resolved, `num_kv_blocks` included. `server` is what HTTP adds to the engine's own time."""
+        """`config` is resolved, `num_kv_blocks` included. `intake` is the host's time for a query, in the turn that takes
+        it in. `server` is what HTTP adds to the engine's own time."""
         self.number = number
         self.config = config
         self.max_queue = max_queue
+        self.intake = intake
         self.server = server
         self.clock = VirtualClock()
         draw = random.Random(f"{seed} {number}")
@@ -169,6 +173,7 @@ class Replica:
         self._jobs: dict[int, Job] = {}  # by the sequence's key
         self._load = 0, config.max_num_seqs  # sequences that wait, and free seats: what the step loop published last
         self._num_arrived = 0  # since then
+        self._to_take_in = 0.0  # seconds of the host, for those
         self._last_keys: KeysView[int] = {}.keys()  # of the sequences that got tokens in the last turn that had any
         self._last_time = 0.0  # when that turn was over
         self._num_idle_turns = 0
@@ -189,6 +194,7 @@ class Replica:
         key = self.executor.added
         self._jobs[key] = Job(query, self.engine.scheduler.sequences[key])
         self._num_arrived += 1
+        self._to_take_in += self.intake.seconds(len(query.prompt))
         self.num_routed += 1
         self.num_ongoing += 1
         self.prompt_backlog += len(query.prompt)
@@ -201,6 +207,8 @@ class Replica:
         if not engine.has_unfinished():
             return None
         self.clock.wait_until(now)
+        self.clock.now += self._to_take_in
+        self._to_take_in = 0.0
         num_steps, executor.delivered = executor.num_steps, {}
         engine.advance()
         self.in_turn = True

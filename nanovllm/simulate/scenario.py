@@ -141,6 +141,7 @@ class Scenario:
                 self.costs,
                 vocab_size=VOCAB_SIZE,
                 max_queue=self.max_queue,
+                intake=self.costs.intake,
                 server=options.server,
                 acceptance=self.acceptance,
                 seed=self.seed,

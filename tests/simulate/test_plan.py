@@ -8,7 +8,7 @@ import pytest
 from nanovllm.config import EngineConfig
 from nanovllm.simulate import scenario as scenarios
 from nanovllm.simulate.arrivals import Lengths
-from nanovllm.simulate.costs import ServerTime
+from nanovllm.simulate.costs import IntakeTime, ServerTime
 from nanovllm.simulate.fleet import FleetOptions
 from nanovllm.simulate.plan import Outcome, Planner, SetUp, Target
 from nanovllm.simulate.scenario import Scenario, WorkloadOptions
@@ -18,7 +18,8 @@ from tests.simulate.linear import Linear
 class Card(Linear):
     """Two ranks are 1.6 times as fast as one."""
 
-    card, model, measured, source, server, kv_tokens = "made up", "any", True, "made up", ServerTime(), 6400
+    card, model, measured, source, kv_tokens = "made up", "any", True, "made up", 6400
+    server, intake = ServerTime(), IntakeTime()
 
 
 @pytest.fixture

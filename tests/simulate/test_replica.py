@@ -12,6 +12,7 @@ from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import Scheduled, StepMasks, StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.simulate.arrivals import Query
+from nanovllm.simulate.costs import IntakeTime, ServerTime
 from nanovllm.simulate.histogram import Histogram
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.step_shape import shape_of
@@ -127,6 +128,26 @@ def test_steps_follow_each_other(host: float, asynchronous: bool, period: float)
     assert ends[0] == pytest.approx(max(2 * host, host + 3) if asynchronous else host + 3)
     assert [b - a for a, b in pairwise(ends[1:-1])] == pytest.approx([period] * 7)
     assert gaps.num_values == 9 and gaps.mean == pytest.approx((ends[-1] - ends[0]) / 9)
+
+
+def test_what_a_query_costs_beside_its_steps() -> None:
+    """Its intake lengthens the turn that takes it in; the server's tokens lengthen steps, and come later."""
+    costs = Linear(step=1.0, host=0.0, decode=0.0, key=0.0, prompt_token=0.0)
+
+    def finished(**times: Any) -> list[tuple[float | None, float]]:
+        chosen = config(async_scheduling=False)
+        replica, now, done = Replica(0, chosen, costs, vocab_size=VOCAB_SIZE, **times), 0.0, []
+        for number in range(3):
+            replica.add(Query(number, 0.0, [number] * 10, max_tokens=2), 0.0)
+        while (over := replica.begin_turn(now)) is not None:
+            now = over
+            done += replica.end_turn(now, Histogram())
+        return [(job.first_token_time, job.finished_time) for job in done]
+
+    assert finished() == [(1.0, 2.0)] * 3
+    assert finished(intake=IntakeTime(0.5, 0.1)) == [(pytest.approx(5.5), pytest.approx(6.5))] * 3
+    assert finished(server=ServerTime(engine_token=0.5)) == [(2.5, 5.0)] * 3
+    assert finished(server=ServerTime(api_token=0.5)) == [(2.0, 3.0)] * 3, "the middle one of three"
 
 
 def test_guesses_are_right_as_often_as_asked() -> None:
