@@ -151,8 +151,8 @@ class Replica:
         acceptance: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """`config` is resolved, `num_kv_blocks` included. `intake` is the host's time for a query, in the turn that takes
-        it in. `server` is what HTTP adds to the engine's own time."""
+        """`config` is resolved, `num_kv_blocks` included. `intake` is the host's time for a query, in the turn that
+        takes the query in. `server` is what HTTP adds to the engine's own time."""
         self.number = number
         self.config = config
         self.max_queue = max_queue

@@ -34,18 +34,21 @@ class Watched(Statistics):
 
 STORMY: dict[str, Any] = {
     "replicas": 3,
-    "deaths": ((1.0, 0), (2.0, 3), (2.5, 1), (3.0, 2), (3.2, 4)),
-    "startup_seconds": 0.7,
+    "deaths": ((0.3, 0), (0.6, 1), (0.9, 2), (1.1, 3), (1.3, 4)),
+    "startup_seconds": 0.3,
     "max_queue": 2,
 }
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+ROUTER = [pytest.param(name, marks=() if name == "prefix" else pytest.mark.slow) for name in ROUTERS]
+
+
+@pytest.mark.parametrize("router", ROUTER)
 def test_every_query_ends_once(router: str) -> None:
     """Over deaths, refusals and conversations; and the clock never runs back."""
-    workload = synthetic(rate=150.0, num_queries=300, turns=2.0, think_seconds=0.3, cv=2.0)
+    workload = synthetic(rate=300.0, num_queries=150, turns=2.0, think_seconds=0.3, cv=2.0)
     stats = Watched()
-    simulated = fleet(workload, router, statistics=stats, max_retries=1, **STORMY)
+    simulated = fleet(workload, router, statistics=stats, engine=config(max_num_seqs=2), max_retries=1, **STORMY)
     times: list[float] = []
     at = simulated._at
 
@@ -58,7 +61,8 @@ def test_every_query_ends_once(router: str) -> None:
     simulated.run()
     assert times == sorted(times)
     assert stats.num_resent > 0 and stats.num_refused > 0 and stats.num_lost_tokens > 0, "else this would prove little"
-    assert stats.num_sent == stats.num_finished + stats.num_refused + stats.num_too_long > 300
+    assert stats.num_sent == stats.num_finished + stats.num_refused + stats.num_too_long > 150
+    assert stats.num_retries > stats.num_refused
     assert max(Counter(query.number for query in stats.queries).values()) == 1
     assert not simulated.queued and simulated.num_open == 0
 
@@ -73,20 +77,21 @@ def test_no_token_is_lost_or_counted_twice() -> None:
     assert sum(replica.num_tokens for replica in replicas) == stats.num_output_tokens + stats.num_lost_tokens
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", ROUTER)
 def test_the_same_seed_gives_the_same_result(router: str) -> None:
-    def run() -> str:
-        workload = synthetic(turns=2.0, shared_prefix=64, num_prefixes=3, think_seconds=1.0)
+    def run(seed: int) -> str:
+        workload = synthetic(turns=2.0, shared_prefix=64, num_prefixes=3, think_seconds=1.0, num_queries=40, seed=seed)
         return json.dumps(fleet(workload, router, replicas=3, deaths=((1.0, 1),)).run().report())
 
-    assert run() == run()
-    other = fleet(synthetic(seed=2), router, replicas=3).run().report()
-    assert json.dumps(other) != json.dumps(fleet(synthetic(seed=3), router, replicas=3).run().report())
+    assert run(1) == run(1) != run(2)
 
 
-@pytest.mark.parametrize("rate", [20.0, 200.0], ids=["half empty", "too much"])
+@pytest.mark.parametrize("rate", [pytest.param(20.0, id="half empty", marks=pytest.mark.slow), 200.0])
 def test_a_slower_card_is_never_better(rate: float) -> None:
-    found = [fleet(synthetic(rate=rate), costs=Linear(slower), replicas=2).run().report() for slower in (1.0, 1.3, 2.0)]
+    def run(slower: float) -> dict[str, Any]:
+        return fleet(synthetic(rate=rate, num_queries=100), costs=Linear(slower), replicas=2).run().report()
+
+    found = [run(slower) for slower in (1.0, 1.3, 2.0)]
     for fast, slow in pairwise(found):
         assert slow["tokens"]["output_per_second"] <= fast["tokens"]["output_per_second"]
         for times in ("first_token_seconds", "token_seconds", "whole_seconds"):
@@ -97,12 +102,12 @@ def test_a_slower_card_is_never_better(rate: float) -> None:
 def test_one_at_a_time_is_the_queue_of_the_textbook(utilisation: float) -> None:
     """Poisson arrivals, one server, constant service: the mean wait is that of Pollaczek and Khinchine."""
     costs = Linear(step=0.9, host=0.1, decode=0.0, key=0.0, prompt_token=0.0)
-    num_queries = 8_000 if utilisation < 0.6 else 60_000
+    num_queries = 2_000 if utilisation < 0.6 else 30_000
     one = Lengths.parse("1")
     workload = synthetic(rate=utilisation, num_queries=num_queries, prompt_tokens=one, output_tokens=one)
     stats = fleet(workload, engine=config(max_num_seqs=1, async_scheduling=False), costs=costs).run()
     wait = stats.whole.mean - 1.0
-    assert wait == pytest.approx(utilisation / (2 * (1 - utilisation)), rel=0.06)
+    assert wait == pytest.approx(utilisation / (2 * (1 - utilisation)), rel=0.12 if utilisation < 0.6 else 0.08)
     assert stats.busy_seconds == pytest.approx(0.9 * num_queries)
 
 
@@ -131,7 +136,7 @@ def test_a_text_that_is_too_long_is_counted_and_not_sent_again() -> None:
 def grows(**options: Any) -> tuple[Fleet, list[tuple[float, int]]]:
     """A fleet under a load that begins at once and ends; and when it had how many replicas."""
     rule = Autoscaling(**{"max_replicas": 4, "target_ongoing_requests": 4, "look_back_period_s": 2.0} | options)
-    simulated = fleet(synthetic(rate=60.0, num_queries=1200), autoscaling=rule, startup_seconds=3.0)
+    simulated = fleet(synthetic(rate=60.0, num_queries=600), autoscaling=rule, startup_seconds=3.0)
     sizes: list[tuple[float, int]] = []
 
     def changed(replicas: Sequence[Replica]) -> None:
@@ -146,7 +151,7 @@ def test_replicas_are_added_after_the_delay_and_the_start_up() -> None:
     simulated, sizes = grows(upscale_delay_s=5.0)
     assert sizes[0] == (0.0, 1) and sizes[1][1] == 2
     assert 5.0 + 3.0 <= sizes[1][0] <= 5.0 + 3.0 + 3.0
-    assert simulated.statistics.num_finished == 1200
+    assert simulated.statistics.num_finished == 600
     hours = simulated.statistics.report()["replicas"]["gpu_hours"]
     assert simulated.statistics.seconds / 3600 < hours < 4 * simulated.statistics.seconds / 3600
 
@@ -155,7 +160,7 @@ def test_replicas_that_are_too_many_finish_what_they_have() -> None:
     simulated, sizes = grows(upscale_delay_s=0.0, downscale_delay_s=1.0, target_ongoing_requests=6)
     numbers = [number for _, number in sizes]
     assert max(numbers) > 1 and any(b < a for a, b in pairwise(numbers))
-    assert simulated.statistics.num_finished == 1200 and simulated.statistics.num_resent == 0
+    assert simulated.statistics.num_finished == 600 and simulated.statistics.num_resent == 0
 
 
 @pytest.mark.parametrize(

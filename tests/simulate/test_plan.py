@@ -26,7 +26,7 @@ class Card(Linear):
 def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     monkeypatch.setattr(scenarios, "load_costs", lambda card, model, ranks: Card(slower=1.6 ** (1 - ranks)))
     lengths = Lengths.parse("uniform:20,300")
-    workload = WorkloadOptions(rate=400.0, queries=150, prompt_tokens=lengths, output_tokens=Lengths.parse("20"))
+    workload = WorkloadOptions(rate=400.0, queries=100, prompt_tokens=lengths, output_tokens=Lengths.parse("20"))
     return Scenario(model="any", card="made up", engine=EngineConfig(), workload=workload, fleet=FleetOptions())
 
 
