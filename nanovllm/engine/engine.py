@@ -42,17 +42,15 @@ class LLMEngine:
         clock: Clock = time.perf_counter,
     ) -> None:
         """`config` is resolved, `num_kv_blocks` included. Without `make_detokenizer` outputs have ids but no text, and
-        without `grammars` they cannot be structured. `clock` tells the time of events and metrics; nothing is decided
-        by it."""
+        without `grammars` they cannot be structured. `clock` is for events and metrics, and decides nothing."""
         self.executor = executor
         self.config = config
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.make_detokenizer = make_detokenizer
         self.grammars = grammars
-        self.clock = clock
         self.trace = Trace(on_event, clock)
-        self.scheduler = Scheduler(config, self.trace, clock)
+        self.scheduler = Scheduler(config, self.trace)
         self.closed = False
         self.calls = Calls()
         self._requests: dict[str, Request] = {}
@@ -110,7 +108,7 @@ class LLMEngine:
         token_ids, limit = self.check_request(prompt_token_ids, params)
         matcher = matcher or self.compile(params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        arrived = self.clock() if arrival_time is None else arrival_time
+        arrived = self.trace.clock() if arrival_time is None else arrival_time
         request = Request(request_id, prompt, token_ids, params, arrived)
         for choice in range(params.n):
             key = next(self._keys)
@@ -168,7 +166,7 @@ class LLMEngine:
         seq = None if request is None else request.choices[choice].seq
         if request is not None and seq is not None and seq.key in self.scheduler.sequences:
             self.scheduler.finish(seq, "stop")
-            self._choice_is_over(request, seq, self.clock())
+            self._choice_is_over(request, seq, self.trace.clock())
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something left to do: a request, or a step in flight whose requests have all ended."""
@@ -212,7 +210,7 @@ class LLMEngine:
             self._in_flight.append((plan, handle))
             if not self.config.async_scheduling:
                 committed = self._commit_oldest()
-        now = self.clock()
+        now = self.trace.clock()
         news = [(self._requests[one.seq.request_id], one) for one in committed]
         for request, (seq, token_ids, _) in news:
             if request.first_token_time is None and token_ids:

@@ -5,7 +5,6 @@ chunked prefill, decode, prefix hits and recomputation after a preemption are al
 iteration: Orca, Yu et al. 2022; chunks beside decodes: Sarathi-Serve, Agrawal et al. 2024; recomputation: vLLM.)
 """
 
-import time
 from bisect import bisect_left, insort
 from collections import Counter
 from heapq import heappop, heappush
@@ -17,7 +16,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.guesses import Proposer, make_proposer
 from nanovllm.engine.plan import Scheduled, Scored, StepPlan, StepResult, TokenLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.trace import Clock, Trace
+from nanovllm.engine.trace import Trace
 from nanovllm.outputs import FinishReason, SpeculationStats
 
 _order = attrgetter("priority", "arrival")
@@ -45,12 +44,11 @@ class Scheduler:
     strictly worse priority, and never overtakes another sequence of its own priority.
     """
 
-    def __init__(self, config: EngineConfig, trace: Trace | None = None, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
         if config.kvcache_block_size is None or config.num_kv_blocks is None:
             raise ValueError("kvcache_block_size and num_kv_blocks must be known by now: see EngineConfig.resolve")
         self.config = config
         self.trace = trace or Trace()
-        self.clock = clock
         self.num_kv_blocks: int = config.num_kv_blocks
         self.block_size: int = config.kvcache_block_size
         self.proposer = None if config.speculation is None else make_proposer(config.speculation)
@@ -203,7 +201,7 @@ class Scheduler:
         if seq.num_scored < seq.num_to_score:
             self._scoring[seq] = None
         if seq.first_scheduled_time is None:
-            seq.first_scheduled_time = self.clock()
+            seq.first_scheduled_time = self.trace.clock()
             seq.num_cached_tokens = seq.num_computed
         self.trace.emit("admitted", seq, cached=seq.num_computed)
 
