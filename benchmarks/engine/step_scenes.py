@@ -16,7 +16,7 @@ from benchmarks.lib.process import CLOCKS, ClockName, Engine, random_prompts
 from nanovllm.engine.plan import StepHandle, StepPlan, StepResult
 from nanovllm.simulate.step_shape import StepShape, shape_of
 
-DECODES = {"batches": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256], "contexts": [128, 512, 2048, 8192, 15_872]}
+DECODES = {"batches": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256], "contexts": [128, 512, 2048, 8192]}
 CHUNKS = {"sizes": [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384], "contexts": [0, 2048, 8192, 15_872]}
 MIXED = {"batches": [8, 32, 60, 128, 255], "sizes": [64, 512, 2048, 8192], "context": 512}
 GRID: dict[str, Any] = {
@@ -88,14 +88,14 @@ class Bench:
         self._now = CLOCKS[clock]
         self.intake: list[tuple[int, int, float]] = []  # requests, tokens of their prompts, seconds of adding them
 
-    def add(self, number: int, length: int, max_tokens: int, **more: Any) -> None:
-        """So many prompts that share nothing."""
+    def add(self, lengths: list[int], max_tokens: int, **more: Any) -> None:
+        """Prompts of these lengths that share nothing."""
         params = self.engine.make_params(**{"temperature": 0.6, "ignore_eos": True, "max_tokens": max_tokens} | more)
-        prompts = random_prompts([length] * number, next(self._seeds), self.grid["highest_id"])
+        prompts = random_prompts(lengths, next(self._seeds), self.grid["highest_id"])
         start = self._now()
         for prompt in prompts:
             self.core.add_request(str(next(self._ids)), prompt, params)
-        self.intake.append((number, number * length, self._now() - start))
+        self.intake.append((len(lengths), sum(lengths), self._now() - start))
 
     def budget(self, tokens: int | None = None) -> None:
         """Tokens of a step from now on; the engine's own without a number."""
@@ -141,8 +141,13 @@ class Bench:
         grid, room = self.grid["decodes"], 4 * self.grid["steps"] + 8
         for batch in grid["batches"]:
             for context in grid["contexts"]:
-                if batch * (context + room) <= self.pool and context + room <= self.longest and batch <= self.seats:
-                    self.add(batch, context, self.longest - context)
+                lengths = spread(batch, context)
+                if (
+                    batch * (context + room) <= self.pool
+                    and max(lengths) + room <= self.longest
+                    and batch <= self.seats
+                ):
+                    self.add(lengths, self.longest - max(lengths))
                     self.until_all_decode(batch)
                     yield from self.steady(f"{batch} decodes at {context}")
                     self.clear()
@@ -156,14 +161,14 @@ class Bench:
                     yield from self.one_after_another(f"chunks of {size} behind {context}", size, context, number)
             for prompts in self.grid["prompts"]:
                 length = size // prompts
-                if 8 <= length < self.longest and prompts <= self.seats and 3 * size <= self.pool:
+                if length >= 8 and 2 * length < self.longest and prompts <= self.seats and 3 * size <= self.pool:
                     yield from self.several(f"{prompts} prompts of {length}", prompts, length)
 
     def one_after_another(self, name: str, size: int, context: int, number: int) -> Iterator[dict[str, Any]]:
         found = []
         for overlapped in dict.fromkeys((self.overlapped, False)):
             self.overlap(overlapped)
-            self.add(1, context + number * size, 1)
+            self.add([context + number * size], 1)
             while context > 0 and (left := context - self.computed()) > 0:
                 self.budget(left)
                 self.advance(1)
@@ -182,8 +187,8 @@ class Bench:
         found = []
         for overlapped in dict.fromkeys((self.overlapped, False)):
             self.overlap(overlapped)
-            self.add(3 * prompts, length, 1)
-            self.budget(prompts * length)
+            self.add(3 * spread(prompts, length), 1)
+            self.budget(sum(spread(prompts, length)))
             found.append([s for s in self.advance(5) if s.shape.prompts == prompts])
             self.clear()
         yield from self.paired(name, found)
@@ -200,9 +205,9 @@ class Bench:
                 found = []
                 for overlapped in dict.fromkeys((self.overlapped, False)):
                     self.overlap(overlapped)
-                    self.add(batch, grid["context"], self.longest - grid["context"])
+                    self.add(spread(batch, grid["context"]), 64)
                     self.until_all_decode(batch)
-                    self.add(1, number * size, 1)
+                    self.add([number * size], 1)
                     self.budget(batch + size)
                     found.append([s for s in self.advance(number + 2) if s.shape.prompts])
                     self.clear()
@@ -230,7 +235,7 @@ class Bench:
         eos = self.core.eos_token_ids
         self.core.grammars = TokenGrammars(Tokenizer(self.engine.llm.path), self.core.vocab_size, eos)
         for batch in self.grid["masked"]:
-            self.add(batch, 64, 100, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex=GRAMMAR))
+            self.add([64] * batch, 100, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex=GRAMMAR))
             self.until_all_decode(batch)
             yield from self.steady(f"{batch} masked decodes", lambda shape, batch=batch: shape.masked == batch)
             self.clear()
@@ -241,10 +246,15 @@ class Bench:
         for batch in grid["batches"]:
             for number in grid["numbers"]:
                 scheduler.max_guesses, scheduler.proposer = number, AnyGuesses()
-                self.add(batch, grid["context"], self.longest - grid["context"])
+                self.add(spread(batch, grid["context"]), 400)
                 self.until_all_decode(batch)
                 yield from self.steady(f"{batch} decodes with {number} guesses each")
                 self.clear()
+
+
+def spread(number: int, mean: int) -> list[int]:
+    """Lengths as different as in traffic, from a quarter of the mean to seven quarters of it."""
+    return [max(1, round(mean * (0.25 + 1.5 * (i + 0.5) / number))) for i in range(number)]
 
 
 class AnyGuesses:

@@ -3,9 +3,9 @@
     python -m benchmarks.serving.simulated [--card FILE] [--rates 2 6 12] [--seconds 30] [--only NAME] [--quick]
 
 Without --card the cost of steps is measured first (`python -m benchmarks.engine step_costs`). Arrivals are a Poisson
-process. Every real run is a fresh process, and is warm before the clock starts. "engine" is the engine's own loop on one
-thread, whose clock is the CPU time of this thread, so that other processes hardly matter. For all others a busy machine
-spoils the comparison: `load` in the result is the number of processes that wanted a core when a run began.
+process. Every real run is a fresh process, and is warm before the clock starts. "engine" is the engine's own loop on
+one thread, whose clock is the CPU time of this thread. A busy machine spoils the comparison all the same, for cores
+share caches and memory: `load` in the result is the number of processes that wanted a core when a run began.
 """
 
 import argparse
