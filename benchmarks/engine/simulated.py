@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from benchmarks.engine import SHAPE, arrivals, speed
+from benchmarks.engine import LARGE_SHAPE, SHAPE, arrivals, speed, tensor_parallel
 from benchmarks.lib import harness, tables, workloads
 from benchmarks.lib.harness import Measured
 from benchmarks.lib.process import Engine
@@ -76,6 +76,8 @@ class Compared(NamedTuple):
     metrics: tuple[tuple[str, str], ...]  # scenario and metric in it
     run: Callable[[Engine], list[Measured]]
     config: Mapping[str, Any] = MappingProxyType({})
+    model: Path = SHAPE
+    ranks: int = 1
 
 
 def headline(engine: Engine) -> list[Measured]:
@@ -94,11 +96,18 @@ def streams(engine: Engine) -> list[Measured]:
     return arrivals.measure_streams(engine, 1, **arrivals.STREAMS)
 
 
+def of_ranks(engine: Engine) -> list[Measured]:
+    return speed.measure_small(engine, 1, **tensor_parallel.FULL)
+
+
 SMALL = tuple(
     (f"batch {batch}", metric) for batch in speed.SMALL["batches"] for metric in ("ms_per_token", "first_token_ms")
 )
 SHARED = tuple(
     (s, m) for s in (arrivals.AT_ONCE, arrivals.AFTER_ONE) for m in ("first_tokens_ms", "requests_per_second")
+)
+RANKS = tuple(
+    (f"batch {batch}", m) for batch in tensor_parallel.FULL["batches"] for m in ("ms_per_token", "first_token_ms")
 )
 WAITS = tuple(("mixed", metric) for metric in ("gap_p50_ms", "gap_p99_ms", "prompt_wait_ms"))
 RUNS = (
@@ -109,6 +118,10 @@ RUNS = (
     Compared("mixed", "chunks of up to 512", WAITS, streams, {"max_num_batched_tokens": 512}),
     Compared("mixed", "chunks of up to 2,048", WAITS, streams, {"max_num_batched_tokens": 2048}),
     Compared("mixed", "default budget", WAITS, streams),
+    *(
+        Compared("tensor_parallel", tensor_parallel.name_of("nanovllm", n), RANKS, of_ranks, {}, LARGE_SHAPE, n)
+        for n in (1, 2, 4)  # as many as were recorded
+    ),
 )
 LABELS = {
     "tokens_per_second": "output tokens/s",
@@ -122,11 +135,11 @@ LABELS = {
 }
 
 
-def compare(card: str, model: str, results: Path, runs: Sequence[Compared] = RUNS) -> list[dict[str, Any]]:
+def compare(card: str, results: Path, runs: Sequence[Compared] = RUNS) -> list[dict[str, Any]]:
     """A row for each metric that was recorded on the card: what the simulation says, and what was measured."""
-    costs = load_costs(card, model)
     rows = []
-    for result, contender, metrics, run, config in runs:
+    for result, contender, metrics, run, config, model, ranks in runs:
+        costs = load_costs(card, model, ranks)
         found = tables.find((result,), costs.card, results)
         if not found:
             continue
@@ -135,6 +148,7 @@ def compare(card: str, model: str, results: Path, runs: Sequence[Compared] = RUN
         for scenario, metric in metrics:
             recorded = [s[scenario][metric] for s in scenarios]
             row = {"benchmark": result, "contender": contender, "scenario": scenario, "metric": metric}
+            row |= {"model": costs.model, "derived": not costs.measured}
             spread = {"recorded": statistics.median(recorded), "min": min(recorded), "max": max(recorded)}
             rows.append(row | {"simulated": simulated[scenario][metric], **spread})
     return rows
@@ -151,15 +165,17 @@ def table(results: dict[str, Result]) -> list[str]:
     result = results["simulated"]
     lines = tables.head("", "", "simulated", "recorded", "off", left=2)
     for row in result["rows"]:
-        what = (
-            f"{row['benchmark']}, {row['scenario']}"
-            if row["contender"] == "nanovllm"
-            else f"{row['benchmark']}, {row['contender']}"
-        )
+        who = "" if row["contender"] == "nanovllm" else f", {row['contender'].removeprefix('nanovllm, ')}"
+        what = f"{row['model']}{who}: {row['scenario']}" + (" (derived)" if row["derived"] else "")
         low, middle, high = (tables.number(row[name], "ms") for name in ("min", "recorded", "max"))
         cells = tables.number(row["simulated"], "ms"), f"{middle} ({low} to {high})", f"{off_by(row):+.1f}%"
         lines.append(tables.row(what, LABELS[row["metric"]], *cells))
-    return [*lines, "", f"Costs: {result['source']}; {Path(result['model']['name']).name}. {tables.commit(result)}."]
+    told = (
+        f"Costs: {result['source']}. A model that was not measured has them from one that was, by bytes and operations."
+    )
+    if "records" in result["source"]:
+        told += " These are the records of the table itself: what is not derived says how well they can be explained."
+    return [*lines, "", f"{told} Commit {tables.commit(result)}."]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -168,13 +184,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=harness.RESULTS, help="where the records are")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="where the result goes")
     options = parser.parse_args(arguments)
-    costs = load_costs(options.card, str(SHAPE))
-    rows = compare(options.card, str(SHAPE), options.results)
+    costs = load_costs(options.card, SHAPE)
+    rows = compare(options.card, options.results)
     if not rows:
         sys.exit(f"nothing was recorded on {costs.card} in {options.results}")
     result = {
         "name": "simulated",
-        "model": {"name": harness.model_name(SHAPE)},
         "source": costs.source,
         "commit": harness.commit("nanovllm", "benchmarks/engine/*.py"),
         "rows": rows,

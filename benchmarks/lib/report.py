@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.engine import ablations, gpu_tests, speculation, speed, steps, tensor_parallel
+from benchmarks.engine import ablations, gpu_tests, simulated, speculation, speed, steps, tensor_parallel
 from benchmarks.kernels import attention, linears
 from benchmarks.lib import tables
 from benchmarks.lib.harness import RESULTS, ROOT, make_parser
 from benchmarks.serving import load as serving
+from benchmarks.serving import simulated as serving_simulated
 from benchmarks.serving import speed as serving_speed
 from benchmarks.stages import stage_bench
 from benchmarks.stages.showcases import SHOWCASES
@@ -37,6 +38,8 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], li
     "tensor_parallel": (("tensor_parallel",), tensor_parallel.table),
     "serving": (("serving",), serving.table),
     "serving_speed": (("serving_speed",), serving_speed.table),
+    "simulated": (("simulated",), simulated.table),
+    "serving_simulated": (("serving_simulated",), serving_simulated.table),
     "speed": (("throughput", "latency"), speed.short_table),
     "speed_cpu": (("engine_cpu",), stage_bench.engine_cpu_sentence),
     "kernels": (("kernels",), attention.table),
