@@ -1,0 +1,129 @@
+"""The benchmark of steps, from a grid on a tiny model to a card; and the drivers of what is simulated."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.engine import __main__ as command
+from benchmarks.engine import step_costs, step_scenes
+from benchmarks.lib.process import Engine
+from benchmarks.serving import drive, mock, simulated
+from nanovllm.simulate.costs import Card, StepShape, load_costs
+from tests.test_engine_benchmarks import run_here
+from tests.weights import lively_qwen3
+
+TINY: dict[str, Any] = {
+    "decodes": {"batches": [1, 3], "contexts": [16, 40]},
+    "chunks": {"sizes": [8, 16], "contexts": [0, 24]},
+    "prompts": [2],
+    "mixed": {"batches": [2], "sizes": [8], "context": 16},
+    "masked": [1],
+    "guesses": {"batches": [2], "numbers": [1, 3], "context": 16},
+    "steps": 3,
+    "most_tokens": 2**11,
+    "highest_id": 500,
+}
+OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 8, "num_kv_blocks": 128}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_qwen3(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+def points_of(model: Path, scenes: list[str], overlapped: bool, **config: Any) -> dict[str, dict[str, Any]]:
+    """By name, what a grid of these scenes finds."""
+    engine = Engine("nanovllm", str(model), {**OPTIONS, **config}, 0.0)
+    try:
+        [found] = step_scenes.measure(engine, 1, TINY, scenes, overlapped, "cpu")
+    finally:
+        engine.llm.close()
+    assert found["kv_tokens"] == 128 * 16 and all(seconds > 0 for *_, seconds in found["intake"])
+    return {point["name"]: point for point in found["points"]}
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_grid_has_the_steps_that_it_names(model: Path, overlapped: bool) -> None:
+    """Alone, as on a CPU, and with asynchronous scheduling and without it in turns, as on a GPU."""
+    config = {"async_scheduling": overlapped}
+    found = points_of(model, ["decodes", "chunks", "mixed"], overlapped, **config)
+    shapes = {name: StepShape(*point["shape"]) for name, point in found.items()}
+    assert all(point["device"] > 0 for point in found.values())
+    assert shapes["3 decodes at 40"].decodes == shapes["3 decodes at 40"].samples == 3
+    assert 3 * 40 < shapes["3 decodes at 40"].decode_keys < 3 * 60
+    chunk = shapes["chunks of 16 behind 24, 1"]
+    assert chunk[:4] == (0, 0, 1, 16) and chunk.prompt_pairs == 16 * (24 + 16) + 16 * 17 // 2
+    several = shapes["2 prompts of 8, 1"]
+    assert (several.prompts, several.prompt_tokens) == (2, 16)
+    beside = shapes["2 decodes beside chunks of 8, 1"]
+    assert (beside.decodes, beside.prompts, beside.prompt_tokens) == (2, 1, 8)
+    assert any(point["host"] is not None for point in found.values())
+
+
+def test_a_grid_of_guesses(model: Path) -> None:
+    speculative = {"method": "ngram", "k": 3}
+    found = points_of(model, ["guesses"], False, speculative=speculative)
+    shape = StepShape(*found["2 decodes with 3 guesses each"]["shape"])
+    assert (shape.decodes, shape.guesses, shape.samples) == (2, 6, 2)
+
+
+@pytest.mark.slow
+def test_a_card_is_measured_and_simulated(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the grid to figures beside those of the real engine. How close they are is not judged here."""
+    monkeypatch.setattr(step_costs.harness, "run_process", run_here)
+    monkeypatch.setattr(step_scenes, "QUICK_GRID", TINY)
+    monkeypatch.setattr(mock, "server_time", lambda seconds: {"request": 1e-3, "engine_token": 1e-5, "api_token": 5e-5})
+    told = ["--quick", "--device", "cpu", "--repeats", "1", "--model", str(model), "--out", str(tmp_path)]
+    command.main(["step_costs", *told])
+    [path] = tmp_path.glob("*.json")
+    card = Card.read(path)
+    assert path.name == f"cpu.{model.name.lower()}.json" and card.residuals["median_percent"] < 100
+    assert card.time.device["step"] > 0 and card.time.host["step"] > 0 and card.intake.prompt_token > 0
+    costs = load_costs(str(path), model)
+    assert costs.measured and costs.device_seconds(StepShape(decodes=3, decode_keys=90, samples=3)) > 0
+
+    simulated.main(
+        [
+            "--card",
+            str(path),
+            "--model",
+            str(model),
+            "--quick",
+            "--only",
+            "engine",
+            "--only",
+            "AsyncLLM",
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    rows = simulated.tables.load("serving_simulated", tmp_path)["rows"]
+    assert [row["where"] for row in rows] == ["engine", "AsyncLLM"]
+    for row in rows:
+        assert row["simulated"].keys() == row["measured"].keys() == simulated.LABELS.keys()
+        assert all(value > 0 for value in (*row["simulated"].values(), *row["measured"].values()))
+    assert len(simulated.table({"serving_simulated": simulated.tables.load("serving_simulated", tmp_path)})) > 10
+
+
+@pytest.mark.slow
+def test_what_http_costs_is_measured() -> None:
+    found = mock.server_time(seconds=1)
+    assert 0 < found["api_token"] < 0.01 and 0 < found["engine_token"] < 0.01 and 0 <= found["request"] < 0.1
+
+
+def test_figures_of_answers() -> None:
+    answers = [
+        {"tokens": 3, "first": 0.1, "finished": True, "end": 2.0},
+        {"tokens": 5, "first": 0.3, "finished": True, "end": 4.0},
+    ]
+    found = drive.figures(answers, [0.01, 0.02, 0.05])
+    assert found == {"tokens_per_second": 2.0, "first_p50": 100, "first_p99": 300, "gap_p50": 20, "gap_p99": 50}
+    with pytest.raises(RuntimeError, match="1 of 2 requests got no whole answer"):
+        drive.figures([answers[0], {**answers[1], "finished": False}], [])
+
+
+def test_arrivals_are_the_same_for_everybody() -> None:
+    asked = drive.arrivals(50.0, 4.0, 1)
+    assert asked == drive.arrivals(50.0, 4.0, 1) and 150 < len(asked) < 250
+    assert [one.time for one in asked] == sorted(one.time for one in asked)
