@@ -77,7 +77,7 @@ def plan(args: argparse.Namespace) -> tuple[dict[str, Any], int, dict[str, Any]]
     """Options of Ray's deployment, max_queue of a replica, and the engine's options."""
     if args.plan is None:
         router = ROUTER_CLASSES[args.router]
-        config = {"request_router_class": router.ray_class, "request_router_kwargs": {}}
+        config: dict[str, Any] = {"request_router_class": router.ray_class, "request_router_kwargs": {}}
         return {"num_replicas": args.replicas, "request_router_config": config}, 64, {}
     scenario = simulated(args.plan)
     engine = {name: value for name, value in scenario["engine"].items() if value is not None}

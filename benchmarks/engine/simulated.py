@@ -147,7 +147,7 @@ def compare(card: str, results: Path, runs: Sequence[Compared] = RUNS) -> list[d
         [simulated] = run(VirtualEngine(costs, costs.kv_tokens, costs.intake, **config))
         for scenario, metric in metrics:
             recorded = [s[scenario][metric] for s in scenarios]
-            row = {"benchmark": result, "contender": contender, "scenario": scenario, "metric": metric}
+            row: dict[str, Any] = {"benchmark": result, "contender": contender, "scenario": scenario, "metric": metric}
             row |= {"model": costs.model, "derived": not costs.measured}
             spread = {"recorded": statistics.median(recorded), "min": min(recorded), "max": max(recorded)}
             rows.append(row | {"simulated": simulated[scenario][metric], **spread})

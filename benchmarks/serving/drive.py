@@ -137,7 +137,7 @@ def measure_engine(waves: list[list[list[Any]]], model: str, config: dict[str, A
     for wave in waves:
         clock, gaps = BusyClock(), list[float]()
         coming = [Asked(*one) for one in wave]
-        answers = [{"tokens": 0, "first": None, "finished": False, "end": 0.0} for _ in coming]
+        answers: list[dict[str, Any]] = [{"tokens": 0, "first": None, "finished": False, "end": 0.0} for _ in coming]
         sent = 0
         while sent < len(coming) or core.has_unfinished():
             while sent < len(coming) and coming[sent].time <= clock():

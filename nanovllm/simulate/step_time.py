@@ -169,5 +169,6 @@ class StepTime:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "StepTime":
-        recordings = {name: tuple(n) if isinstance(n, list) else n for name, n in raw["recordings"].items()}
-        return cls(raw["device"], raw["host"], raw["knee"], raw["launch"], Recordings(**recordings))
+        sizes = {name: tuple(raw["recordings"][name]) for name in ("decodes", "prompts")}
+        recordings = Recordings(**{**raw["recordings"], **sizes})
+        return cls(raw["device"], raw["host"], raw["knee"], raw["launch"], recordings)
