@@ -175,7 +175,7 @@ def table(results: dict[str, Result]) -> list[str]:
     )
     if "records" in result["source"]:
         told += " These are the records of the table itself: what is not derived says how well they can be explained."
-    return [*lines, "", f"{told} Commit {tables.commit(result)}."]
+    return [*lines, "", told]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -191,7 +191,6 @@ def main(arguments: list[str] | None = None) -> None:
     result = {
         "name": "simulated",
         "source": costs.source,
-        "commit": harness.commit("nanovllm", "benchmarks/engine/*.py"),
         "rows": rows,
     }
     print("\n".join(table({"simulated": result})))
