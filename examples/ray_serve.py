@@ -40,6 +40,17 @@ ROUTERS = {
     # The replica has the conversation in its prefix cache.
     "sessions": "requests with the same x-session-id meet the same replica",
 }
+# How long a text may be, and how many KV blocks there are, is for the real model and the real memory to say.
+CHOSEN = (
+    "tensor_parallel_size",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "kvcache_block_size",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "async_scheduling",
+    "speculative",
+)
 
 
 class Replica:
@@ -80,7 +91,7 @@ def plan(args: argparse.Namespace) -> tuple[dict[str, Any], int, dict[str, Any]]
         config: dict[str, Any] = {"request_router_class": router.ray_class, "request_router_kwargs": {}}
         return {"num_replicas": args.replicas, "request_router_config": config}, 64, {}
     scenario = simulated(args.plan)
-    engine = {name: value for name, value in scenario["engine"].items() if value is not None}
+    engine = {name: scenario["engine"][name] for name in CHOSEN}
     return scenario["ray"], scenario["max_queue"], engine
 
 
