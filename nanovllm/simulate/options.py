@@ -159,7 +159,8 @@ def run_simulate(args: argparse.Namespace) -> None:
     chosen = scenario(args, fleet=fleet, target_first=args.target_first, target_gap=args.target_gap)
     described = chosen.described()
     print(f"{described['model']} on {described['card']}: {described['costs']}")
-    statistics = chosen.run(Progress(args.seconds, args.queries))
+    with Progress(args.seconds, args.queries) as progress:
+        statistics = chosen.run(progress)
     report = statistics.report(chosen.config.tensor_parallel_size)
     print(table(report))
     if args.json is not None:
@@ -222,6 +223,12 @@ class Progress:
         self.by_time = by_time
         self.bar = tqdm(total=total, unit=unit, desc="simulated", dynamic_ncols=True, disable=None, mininterval=0.3)
         self._last = 0.0
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
 
     def __call__(self, now: float) -> None:
         if not self.by_time:
