@@ -56,7 +56,8 @@ def run_as_learner(stage: Stage, text: str, target: str) -> str:
         (package / "__init__.py").write_text(PACKAGE, encoding="utf-8")
         (package / f"{stage.module_name}.py").write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", "pytest", target, "-q", f"--stage={stage.number}", "--impl=exercises"]
-        options = ["-o", f"pythonpath={directory} {ROOT}", "-pno:cacheprovider"]
+        options = ["-o", f"pythonpath={directory} {ROOT}"]
+        options += [f"-pno:{plugin}" for plugin in ("cacheprovider", "nbval", "schemathesis")]
         return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
 
 

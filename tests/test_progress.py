@@ -1,6 +1,7 @@
 """Progress follows the learner's files, and believes no result that was recorded for another text."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,20 @@ def test_a_changed_file_is_not_done_any_more(tmp_path: Path) -> None:
     save_result(tmp_path, FOUR, Result(write(tmp_path, FOUR, solution(FOUR)), None, 30))
     write(tmp_path, FOUR, solution(FOUR) + "# changed\n")
     assert read_progress(FOUR, tmp_path).result is None
+
+
+@pytest.mark.parametrize(
+    ("options", "all_run"),
+    [({}, True), ({"keyword": "prefix"}, False), ({"markexpr": "exercise"}, False), ({"args": ["tests"]}, False)],
+    ids=["all", "by_name", "exercises", "elsewhere"],
+)
+def test_only_a_run_of_all_tests_is_recorded(options: dict[str, Any], all_run: bool) -> None:
+    from tests.stages.conftest import runs_all
+
+    given = {"keyword": "", "markexpr": "not slow", "args": ["tests/stages"]} | options
+    config: Any = SimpleNamespace(option=SimpleNamespace(**given), args=given["args"])
+    config.getini = lambda name: ["--strict-markers", "-m", "not slow"]
+    assert runs_all(config) is all_run
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"stage_4_prefix_caching": {"digest": "x"}}'])

@@ -89,7 +89,8 @@ class Reasons:
             needs = -(-known // about["block_size"]) - shared
             free = about["num_blocks"] - len(self.state.owners)
             if needs > free:
-                return f"its {known} tokens need {blocks(needs)}, {are_free(free)}"
+                beside = f" beside {shared} that it shares" if shared else ""
+                return f"its {known} tokens need {blocks(needs)}{beside}, {are_free(free)}"
         if not about.get("enable_chunked_prefill", True) and "max_num_batched_tokens" in about:
             left = about["max_num_batched_tokens"] - self.planned
             return f"its {known} tokens must fit the budget whole, and {left} are left"

@@ -140,12 +140,16 @@ def test_of_a_reader_s_victim_nothing_is_said_that_is_true_of_the_engine_s_only(
         (setup((0, 2, 5), (0, 2, 5), seats=1), "B waits: the only seat is taken."),
         (setup((0, 8, 5), (0, 2, 5)), "B waits: the step's budget of 8 tokens is spent."),
         (setup((0, 4, 3), (0, 8, 1), num_blocks=5), "B waits: its 8 tokens need 4 blocks, 3 are free."),
+        (setup((0, 8, 6, 0, 8), (2, 12, 2, 0, 8), num_blocks=7),
+         "B waits: its 13 tokens need 3 blocks beside 4 that it shares, 1 is free."),
+        (setup((0, 16, 6, 0), (0, 2, 14, 2), (1, 24, 2, 1), num_blocks=16, seats=2, budget=32),
+         "C waits: its 24 tokens need 12 blocks, 5 are free."),
         (setup((0, 4, 5), (0, 6, 5), chunks=False, num_blocks=5),
          "B waits: its 6 tokens must fit the budget whole, and 4 are left."),
         (setup((0, 2, 5), (0, 2, 5), (0, 2, 5), seats=1), "C waits behind B: nobody overtakes."),
         (setup((0, 2, 5), (1, 2, 5), static=True), "B waits for the next batch: A must end first."),
     ],
-    ids=["seat", "budget", "blocks", "whole", "behind", "batch"],
+    ids=["seat", "budget", "blocks", "shared", "seat_to_be_had", "whole", "behind", "batch"],
 )  # fmt: skip
 def test_why_somebody_waits(waiting: Setup, reason: str) -> None:
     assert reason in said(play(waiting), "waits")

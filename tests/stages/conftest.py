@@ -148,6 +148,12 @@ def still_open(name: str, stage: int) -> str:
     return textwrap.fill(told, line_width(), break_on_hyphens=False)
 
 
+def runs_all(config: pytest.Config) -> bool:
+    """Whether all tests of a stage run, so that what they find is worth a record."""
+    chosen = config.option.keyword or config.option.markexpr not in config.getini("addopts")
+    return not chosen and config.args == ["tests/stages"]
+
+
 class Lesson:
     """A run on a learner's file: what is wrong first, told in short; which exercises are right; and a record of it.
 
@@ -158,8 +164,7 @@ class Lesson:
     def __init__(self, config: pytest.Config) -> None:
         self.one_failure = not config.option.maxfail  # the user has not asked for more
         config.option.reportchars = config.option.reportchars.strip("fE")  # every failure is told once
-        selected = config.option.keyword or config.option.markexpr not in config.getini("addopts")
-        self.whole = not selected and config.args == ["tests/stages"]  # and so worth a record
+        self.whole = runs_all(config)
         self.watch = watch()
         self.holes: dict[str, str] = {}  # exercise -> right, wrong, open, or for which other exercise it waits
         self.failed: dict[int, str] = {}  # stage -> its first test that failed
