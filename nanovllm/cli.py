@@ -118,7 +118,10 @@ def params_of(args: argparse.Namespace, defaults: Mapping[str, Any]) -> Sampling
     said = {name: value for name in names if (value := getattr(args, name)) is not None}
     shape: dict[str, Any] = {"regex": args.regex, "choice": args.choice}
     for name, file in ("json", args.json_schema), ("grammar", args.grammar):
-        shape[name] = None if file is None else Path(file).read_text("utf-8")
+        try:
+            shape[name] = None if file is None else Path(file).read_text("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{file} is no text in UTF-8; save it as UTF-8") from None
     if any(value is not None for value in shape.values()):
         said["structured_outputs"] = StructuredOutputsParams(**shape)
     return SamplingParams(**{"max_tokens": MAX_TOKENS, **defaults, **said})
@@ -146,6 +149,8 @@ def stream(llm: "LLM", prompt_token_ids: list[int], params: SamplingParams, echo
 
 def run_generate(args: argparse.Namespace) -> None:
     params_of(args, {})  # a mistake shows before a model is loaded
+    if any("\ud800" <= character <= "\udfff" for character in args.prompt):  # Python's sign for bytes that are no text
+        raise ValueError("the prompt is no text in UTF-8; write it in UTF-8")
     if args.trace is not None and not args.trace.parent.is_dir():
         raise ValueError(f"--trace {args.trace}: there is no directory {args.trace.parent}")
     trace = None if args.trace is None else Recording(title=args.prompt)

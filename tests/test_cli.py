@@ -170,6 +170,7 @@ def test_info_says_what_was_chosen_and_why(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
+        (["generate", "Nell \udcff"], ("the prompt", "UTF-8")),
         (
             ["generate", "x", "--model", "no/such/model/here"],
             ("no/such/model/here", "neither a directory nor a hub id"),
@@ -202,6 +203,14 @@ def test_a_mistake_is_one_line(
     assert printed.err.startswith("nanovllm: ") and printed.err.count("\n") == 1, printed.err
     assert [part for part in parts if part not in printed.err] == [], printed.err
     assert arguments[0] == "info" or printed.out == ""  # no half of an answer before it
+
+
+@pytest.mark.parametrize("option", ["--json-schema", "--grammar"])
+def test_a_file_in_another_encoding_is_named(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "schema"
+    file.write_text('{"title": "Größe"}', "latin-1")
+    assert cli.main(["generate", "Nell", option, str(file)]) == 1
+    assert capsys.readouterr().err == f"nanovllm: {file} is no text in UTF-8; save it as UTF-8\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

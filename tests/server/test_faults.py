@@ -96,8 +96,10 @@ def test_a_bad_row_fails_alone(asynchronous: bool) -> None:
         async with serving(async_scheduling=asynchronous) as llm:
             prompts = [[i, 1, 2] for i in range(3)]
             expected = [await tokens(llm.generate(prompt, greedy(max_tokens=20))) for prompt in prompts]
+            gate = Gate(llm)  # until the row is spoilt
             streams = [llm.generate(prompt, greedy(max_tokens=20)) for prompt in prompts]
             spoil(llm, streams[1]._request.key, at_output=5)
+            gate.open()
             first, bad, last = await asyncio.gather(*map(read, streams))
             assert bad[0].finish_reason == "error" and bad[0].token_ids == expected[1][:5]
             assert [first[0].token_ids, last[0].token_ids] == [expected[0], expected[2]]
