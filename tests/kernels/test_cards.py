@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,14 @@ KIB = 1024
 SHARED = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
 REGISTERS = 64 * KIB  # of a multiprocessor
 HOPPER_ONLY = ("_ring_kernel", "_warp_specialized_prefill_kernel", "_weight_prefetch_linear_kernel")
+
+
+def test_the_page_of_cards_names_them_all() -> None:
+    """docs/cards.md says "compiled" of each card that is tested here, and "measured" of Hopper alone."""
+    rows = re.findall(r"^\| (\d+)\.(\d) \|.*?\| (\w+) \| (\w+) \|$", (ROOT / "docs/cards.md").read_text(), re.M)
+    assert {int(major + minor): (known, dtype) for major, minor, known, dtype in rows} == {
+        n: ("measured" if n == 90 else "compiled", "float16" if n < 80 else "bfloat16") for n in SHARED
+    }
 
 
 def on_card(capability: int, *arguments: str) -> dict[str, Any]:

@@ -67,9 +67,10 @@ def decode_config(
     programs should run at once, so on a GPU with less of it there are fewer of them. Before Ampere all operands of a
     product are in registers, which have room for 16 keys.
     """
-    tile_bytes = 0 if capability is not None and capability < (8, 0) else 16 * 1024
-    keys = keys_per_tile(head_dim, element_size, tile_bytes)
-    program = (2 * keys + MAX_ROWS) * head_dim * element_size + 4 * 1024  # K, V and Q; what is left over; the system's
+    before_ampere = capability is not None and capability < (8, 0)
+    keys = keys_per_tile(head_dim, element_size, 0 if before_ampere else 16 * 1024)
+    rows = 2 * keys + MAX_ROWS * (2 if before_ampere else 1)  # of K and V, of Q, and there of the result, too
+    program = rows * head_dim * element_size + 4 * 1024  # what is small, and the system's share
     return DecodeConfig(keys, programs_per_sm=max(1, min(3, sm_shared // program)))
 
 
