@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import has_bfloat16
-from nanovllm.kernels.launch import is_hopper, shared_memory
+from nanovllm.kernels.launch import capability, is_hopper, shared_memory
 from nanovllm.kernels.linear.skinny_linear import skinny_linear
 from nanovllm.kernels.linear.tiled_linear import Tile, tiled_linear
 
@@ -123,8 +122,10 @@ def choose_linear(
         return None
     outputs, inputs = weight.shape
     columns = outputs // 2 if gated else outputs
-    if weight.dtype == torch.float32 or inputs % 128 or columns % 32 or not has_bfloat16(weight.device):
-        return None  # before Ampere `skinny_linear` would spill all its weights
+    if weight.dtype == torch.float32 or inputs % 128 or columns % 32:
+        return None
+    if (capability(weight.device) or (9, 0)) < (8, 0):
+        return None  # `skinny_linear` would spill all its weights
     if columns % 64 == 0:
         for row in ON_HOPPER[kind_of(weight, gated, partial)]:
             if num_tokens in row.tokens and weight.nbytes <= row.max_bytes:
