@@ -17,9 +17,14 @@ def why_no_kernels(device: torch.device) -> str | None:
     if not sys.platform.startswith("linux") or importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install triton; Linux only)"
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"its kernels need compute capability 8.0 or more, and this GPU has {major}.{minor}"
+    if (major, minor) < (7, 5):
+        return f"its kernels need compute capability 7.5 or more, and this GPU has {major}.{minor}"
     return None
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether kernels on `device` can compute in bfloat16: NVIDIA GPUs can since Ampere."""
+    return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class FusedKernels(NamedTuple):

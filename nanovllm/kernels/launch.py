@@ -22,14 +22,21 @@ CACHE_LINE = 128  # bytes
 
 
 @cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability, major and minor; None where `device` is no GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@cache
 def overlaps_launches(device: torch.device) -> bool:
     """Whether `device` has programmatic dependent launch."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    found = capability(device)
+    return found is not None and found[0] >= 9
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return capability(device) == (9, 0)
 
 
 @cache
@@ -39,6 +46,17 @@ def shared_memory(device: torch.device) -> int:
         return 227 * 1024
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
+
+
+@cache
+def shared_memory_of_sm(device: torch.device) -> int:
+    """Bytes of shared memory that the programs of one multiprocessor have together, 1 KiB of each for the system. Where
+    `device` is no GPU, those of a Hopper GPU."""
+    return (
+        228 * 1024
+        if device.type != "cuda"
+        else int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+    )
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanovllm.distributed.group import Group
+from nanovllm.kernels import has_bfloat16
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids, weight_files
 from nanovllm.models.config import ModelConfig, read_config
@@ -51,7 +52,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a directory or a hub id onto `device`, ready for inference.
 
-    dtype:          None: the checkpoint's on a GPU, and float32 on a CPU, where half precision is slow.
+    dtype:          None: the checkpoint's on a GPU, and float32 on a CPU, where half precision is slow. A GPU without
+                    bfloat16 (before Ampere) uses such a checkpoint in float16.
     max_model_len:  positions to prepare for; None: all that the model has.
     load_format:    "dummy" reads config.json alone and draws the weights at random, always the same ones.
     group:          of several ranks each loads its own share, and reads nothing else.
@@ -63,8 +65,7 @@ def load_model(
         raise ValueError(f"device={str(device)!r}: no usable CUDA GPU here; use device='cpu'")
     path = find_checkpoint(model, weights=load_format != "dummy")
     config = read_config(path)
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else config.dtype
+    dtype = dtype_in_use(dtype, config.dtype, device)
     config = replace(config, dtype=dtype)
     files = {} if load_format == "dummy" else weight_files(path)
     if config.tie_word_embeddings and has_own_head(path, files, dtype):
@@ -80,6 +81,25 @@ def load_model(
     else:
         fill_from_files(transformer, path, files, config, group)
     return LoadedModel(transformer.eval(), config, read_eos_token_ids(path), path)
+
+
+def dtype_in_use(asked: torch.dtype | None, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the weights on `device`: what is asked for, or what `load_model` says of None.
+
+    Raises ValueError if bfloat16 is asked for and the GPU has none.
+    """
+    if asked == torch.bfloat16 and not has_bfloat16(device):
+        raise ValueError(
+            f"dtype='bfloat16': {str(device)!r} has no bfloat16 (from compute capability 8.0); use 'float16'"
+        )
+    if asked is not None:
+        return asked
+    if device.type == "cpu":
+        return torch.float32
+    if stored == torch.bfloat16 and not has_bfloat16(device):
+        logger.info("%s has no bfloat16: the checkpoint's weights are used in float16", device)
+        return torch.float16
+    return stored
 
 
 def checkpoint_views(model: Transformer) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,8 @@ import torch
 from nanovllm.attention import select_backend
 from nanovllm.attention.interface import AttentionMetadata
 from nanovllm.attention.torch_ref import TorchRefBackend
+from nanovllm.kernels import has_bfloat16
+from nanovllm.models.loader import dtype_in_use
 from tests.kernels.attention_cases import check, make_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -68,9 +70,25 @@ def test_shapes_that_the_kernels_cannot_have(head_dim: int, block_size: int, dty
 
 @pytest.mark.usefixtures("hopper")
 def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    with pytest.raises(ValueError, match=r"8\.0 or more, and this GPU has 7\.5"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    with pytest.raises(ValueError, match=r"7\.5 or more, and this GPU has 7\.0"):
         select_backend("triton", CUDA, 64, 16, torch.float16)
+
+
+def test_bfloat16_before_ampere(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A GPU of 7.5 takes such a checkpoint in float16, and says so; who asks for bfloat16 is told what to do."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    caplog.set_level("INFO", logger="nanovllm")
+    assert not has_bfloat16(CUDA) and has_bfloat16(CPU)
+    assert dtype_in_use(None, torch.bfloat16, CUDA) == torch.float16 and "no bfloat16" in caplog.text
+    assert (
+        dtype_in_use(None, torch.float16, CUDA) == torch.float16
+        and dtype_in_use(None, torch.float16, CPU).itemsize == 4
+    )
+    with pytest.raises(ValueError, match=r"dtype='bfloat16': 'cuda' has no bfloat16 .*use 'float16'"):
+        dtype_in_use(torch.bfloat16, torch.bfloat16, CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert dtype_in_use(None, torch.bfloat16, CUDA) == torch.bfloat16
 
 
 @pytest.mark.usefixtures("hopper")

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.attention.triton_backend import HopperKernels, hopper_kernels
-from nanovllm.kernels.launch import is_hopper
+from nanovllm.kernels.launch import capability, is_hopper
 from nanovllm.kernels.linear.choice import hopper_linear
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_all_the_rest_imports_and_computes() -> None:
 
 
 def forget() -> None:
-    for known in (hopper_kernels, hopper_linear, is_hopper):
+    for known in (hopper_kernels, hopper_linear, is_hopper, capability):
         known.cache_clear()
 
 

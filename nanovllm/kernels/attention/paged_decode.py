@@ -53,15 +53,25 @@ class DecodeConfig:
     programs_per_sm: int = 3
 
 
-def decode_config(head_dim: int, element_size: int) -> DecodeConfig:
+def decode_config(
+    head_dim: int, element_size: int, capability: tuple[int, int] | None = None, sm_shared: int = 228 * 1024
+) -> DecodeConfig:
     """Tiles of 16 KiB, K and V: 64 keys at a head_dim of 128 in 16 bits.
 
     By Little's law an H100 must have 3.1 TB/s * 0.8 microseconds = 2.5 MB on its way to stay busy, 19 KB for each of
     its 132 multiprocessors. Three programs, each with a tile of K and one of V on their way, cover that even while two
     of them compute. There are no registers for a fourth. Measured alone, some other layouts are as fast on an H200
     (`benchmarks/results/kernels.h200.json`). Those that were tried in a recorded step were slower (docs/kernels.md).
+
+    capability: of the GPU; None: Triton's interpreter. sm_shared: bytes of shared memory of a multiprocessor. All
+    programs should run at once, so on a GPU with less of it there are fewer of them. Before Ampere all operands of a
+    product are in registers, which have room for 16 keys.
     """
-    return DecodeConfig(keys=keys_per_tile(head_dim, element_size, 16 * 1024))
+    before_ampere = capability is not None and capability < (8, 0)
+    keys = keys_per_tile(head_dim, element_size, 0 if before_ampere else 16 * 1024)
+    rows = 2 * keys + MAX_ROWS * (2 if before_ampere else 1)  # of K and V, of Q, and there of the result, too
+    program = rows * head_dim * element_size + 4 * 1024  # what is small, and the system's share
+    return DecodeConfig(keys, programs_per_sm=max(1, min(3, sm_shared // program)))
 
 
 @triton.jit(do_not_specialize=["num_sequences", "pieces"], do_not_specialize_on_alignment=["context_len_ptr"])

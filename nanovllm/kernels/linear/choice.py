@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import is_hopper, shared_memory
+from nanovllm.kernels.launch import capability, is_hopper, shared_memory
 from nanovllm.kernels.linear.skinny_linear import skinny_linear
 from nanovllm.kernels.linear.tiled_linear import Tile, tiled_linear
 
@@ -124,6 +124,8 @@ def choose_linear(
     columns = outputs // 2 if gated else outputs
     if weight.dtype == torch.float32 or inputs % 128 or columns % 32:
         return None
+    if (capability(weight.device) or (9, 0)) < (8, 0):
+        return None  # `skinny_linear` would spill all its weights
     if columns % 64 == 0:
         for row in ON_HOPPER[kind_of(weight, gated, partial)]:
             if num_tokens in row.tokens and weight.nbytes <= row.max_bytes:

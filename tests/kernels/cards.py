@@ -1,0 +1,134 @@
+"""What the engine launches on a GPU that is not here: `python -m tests.kernels.cards 86 compile`, or `... storm '{}'`.
+
+compile: prints what a program of each kernel takes, for the shapes of several models. storm: starts the engine with
+these options, has it compute steps of all odd sizes, and prints which variants were needed only then.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan
+from nanovllm.kernels.attention.paged_decode import decode_config
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.sampling_params import SamplingParams
+from tests.kernels.absent_gpu import AbsentGpu, OnMeta, Variant, start
+
+QWEN3 = json.loads((Path(__file__).parents[2] / "benchmarks/shapes/Qwen3-0.6B/config.json").read_text())
+
+
+def shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, **other: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads}
+    return QWEN3 | sizes | {"num_key_value_heads": kv_heads, "head_dim": head_dim} | other
+
+
+MODELS = {
+    "Qwen3-0.6B": QWEN3,
+    "Qwen2.5-0.5B": shape(896, 4864, 14, 2, 64, model_type="qwen2"),
+    "Qwen2.5-7B": shape(3584, 18944, 28, 4, 128, model_type="qwen2"),
+    "head_dim 256": shape(2048, 8192, 8, 4, 256),
+}
+ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_specialized_prefill_kernel")
+TILES = ("TOKENS", "COLUMNS", "INNER", "SWAPPED", "HALVES")  # of linear layers: these decide what a program takes
+
+
+def one_of_each(noted: Sequence[Variant], names: Sequence[str] | None = None) -> Iterator[Variant]:
+    """The first variant of each kernel, and of each tile of a kernel for linear layers."""
+    seen = set()
+    for variant in noted:
+        tile = [variant.constants.get(name) for name in TILES] if "tiled_linear" in variant.name else []
+        key = variant.name, *tile
+        if key not in seen and (names is None or variant.name in names):
+            seen.add(key)
+            yield variant
+
+
+def compiled(gpu: AbsentGpu) -> dict[str, Any]:
+    """Usage by model and kernel. For all models but the first, of attention alone."""
+    found: dict[str, Any] = {}
+    for model, raw in MODELS.items():
+        before = len(gpu.noted)
+        with OnMeta():
+            start(raw, max_num_seqs=64)
+        of_model = one_of_each(gpu.noted[before:], ATTENTION if found else None)
+        for i, variant in enumerate(of_model):
+            config = decode_config(raw["head_dim"], 2, gpu.capability, gpu.sm_shared)
+            found[f"{model}, {variant.name} {i}"] = variant.compile()._asdict() | {"programs": config.programs_per_sm}
+    return found
+
+
+@dataclass
+class Known:
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+
+
+PARAMS = [
+    SamplingParams(temperature=1, seed=1),
+    SamplingParams(temperature=0.5, top_k=7, seed=2, logprobs=3),
+    SamplingParams(temperature=0, seed=3, prompt_logprobs=5),
+    SamplingParams(temperature=0.5, seed=5, repetition_penalty=1.3, logit_bias={3: 1.0}, logprobs=0),
+]
+KEYS = count()
+
+
+def compute(
+    runner: ModelRunner, lengths: Sequence[int], begin: int = 0, guesses: tuple[int, ...] = (), *,
+    masked: bool = False, scored: bool = False,
+) -> None:  # fmt: skip
+    """A step with sequences of so many tokens from position `begin` on, each with other parameters; if it is allowed.
+    Every fifth does not sample."""
+    if len(lengths) > runner.rows.scratch_row or begin + max(lengths) > runner.rows.max_context_len:
+        return
+    blocks = [tuple(range(-(-(begin + n) // runner.rows.block_size))) for n in lengths]
+    work = [
+        Scheduled(next(KEYS), i, begin, n, i % 5 != 3, blocks[i], guesses if n > len(guesses) and i % 5 != 3 else ())
+        for i, n in enumerate(lengths)
+    ]
+    known = {
+        s.key: Known([1] * (begin + s.num_tokens), begin + s.num_tokens, PARAMS[s.row % len(PARAMS)]) for s in work
+    }
+    asked = [s for s in work if scored and s.num_tokens > 1 and known[s.key].params.prompt_logprobs]
+    plan = StepPlan(0, work, scored=[Scored(s.key, begin, begin + s.num_tokens) for s in asked])
+    computed = runner.run(plan, known)
+    sampled = [s for s in work if s.sample]
+    words = 4 * -(-runner.vocab_size // 32) * sum(len(s.guesses) + 1 for s in sampled)
+    runner.draw(computed, StepMasks([s.key for s in sampled], bytearray(words)) if masked else None)
+
+
+def storm(runner: ModelRunner, budget: int, k: int) -> int:
+    """Steps of odd sizes, with up to k guesses. Returns how many kinds were asked for."""
+    sizes = (1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65, 129, 255, 256)
+    asked = 0
+    for n in sizes:
+        mixed = [(1,) * (n - 1) + (last,) for last in (2, 7, 16, 33, 65, 128, 129, 257, 300, 511, 1000)]
+        same = [(length,) * n for length in (1, 3, 5, 17, 65)] + [(3,) * (n // 2) + (77,) * (n - n // 2)]
+        for i, lengths in enumerate(mixed + same):
+            if sum(lengths) <= budget:
+                asked += 1
+                compute(runner, lengths, (0, 1, 255, 256, 700)[(n + i) % 5], masked=i % 7 == 2, scored=i % 4 == 1)
+        for guesses in range(1, k + 1):
+            if (guesses + 1) * n <= budget:
+                asked += 1
+                compute(runner, (guesses + 1,) * n, 5, (7,) * guesses, masked=n % 2 == 0)
+    return asked
+
+
+def late(gpu: AbsentGpu, options: dict[str, Any]) -> dict[str, Any]:
+    """How many variants the start needed, and which ones the storm added."""
+    with OnMeta():
+        runner = start(MODELS[options.pop("model", "Qwen3-0.6B")], **options)
+        started = len(gpu.noted)
+        k = (options.get("speculative") or {}).get("k", 0)
+        steps = storm(runner, options.get("max_num_batched_tokens", 16384), k)
+    return {"steps": steps, "started": started, "late": [v.describe() for v in gpu.noted[started:]]}
+
+
+if __name__ == "__main__":
+    absent = AbsentGpu(int(sys.argv[1]))
+    print(json.dumps(compiled(absent) if sys.argv[2] == "compile" else late(absent, json.loads(sys.argv[3]))))
