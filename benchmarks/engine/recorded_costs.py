@@ -156,7 +156,7 @@ def make_card(card: str, results: Path) -> Card:
         time=replace(time, host=fit_host(list(host_steps(records["ablations"]))), launch=launch),
         intake=IntakeTime(*fit_intake(list(intakes(records, time)))),
         server=ServerTime(),
-        all_reduce=all_reduces(),
+        all_reduce=all_reduces(card),
         residuals=missed.as_json(),
         machine=records["ablations"]["machine"],
         commit=records["ablations"]["commit"],

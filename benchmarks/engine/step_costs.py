@@ -9,6 +9,7 @@ import statistics
 from argparse import Namespace
 from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def run(options: Namespace) -> bool:
     options = Namespace(**vars(options) | ({"threads": 1} if cpu else {}))
     grid = step_scenes.QUICK_GRID if options.quick or cpu else step_scenes.GRID
     engine = CPU_ENGINE if cpu else GPU_ENGINE
+    server = measure_server(2 if options.quick else 6)
     scenes = ["decodes", "chunks", "mixed", "masked"]
     points, told = measure_scenes(ours(options, **engine), scenes, grid, options, not cpu)
     numbers = grid["guesses"]["numbers"]
@@ -50,7 +52,6 @@ def run(options: Namespace) -> bool:
     points += measure_scenes(guessing, ["guesses"], grid, options, False)[0]
     rates_job = Contender("the card's rates"), measure_rates, {"device": options.device}
     [rates] = harness.run_process(*rates_job, options)["repetitions"]
-    server = ServerTime(**mock.server_time(seconds=2 if options.quick else 6))
     card = make_card(options.model, points, rates, told, server)
     path = card.write(options.out)
     print(describe(card), f"written: {path}", sep="\n", flush=True)
@@ -79,6 +80,14 @@ def measure_scenes(
     return points, {**measured["repetitions"][-1], "machine": measured["facts"]}
 
 
+def measure_server(seconds: float) -> ServerTime:
+    """What HTTP adds; nothing, with a word, where the server's packages are missing."""
+    if missing := [name for name in ("fastapi", "msgspec", "zmq") if find_spec(name) is None]:
+        print(f"what the server adds is not measured, since {', '.join(missing)} cannot be imported", flush=True)
+        return ServerTime()
+    return ServerTime(**mock.server_time(seconds))
+
+
 def measure_rates(device: str) -> list[dict[str, float]]:
     return [asdict(roofline.measure_limits(device))]
 
@@ -90,6 +99,7 @@ def make_card(
     architecture, itemsize = read_architecture(model)
     machine, intake = told["machine"], [(*added, added[-1]) for added in told["intake"]]
     cpu = machine["device"] == "cpu"
+    card = "cpu" if cpu else harness.card_slug(machine["device"])
     recordings = Recordings() if cpu else RECORDINGS.for_model(architecture)
     observations = [Observation(p["name"], [StepShape(*p["shape"])], p["device"]) for p in points]
     least = {} if cpu else least_factors(Needs(architecture, itemsize), rates)  # a CPU may have it all in its caches
@@ -97,7 +107,7 @@ def make_card(
     known = [p for p in points if p["host"] is not None]
     host = fit_host([(StepShape(*p["shape"]), p["host"], p["device"] + p["host"]) for p in known])
     return Card(
-        card="cpu" if cpu else harness.card_slug(machine["device"]),
+        card=card,
         shape=model.name,
         tensor_parallel_size=1,
         architecture=architecture,
@@ -108,7 +118,7 @@ def make_card(
         time=replace(time, host=host),
         intake=IntakeTime(*fit_intake(intake)),
         server=server,
-        all_reduce={} if cpu else all_reduces(),
+        all_reduce=all_reduces(card),
         residuals=missed.as_json(),
         machine=machine,
         commit=harness.commit(),
@@ -123,10 +133,10 @@ def least_factors(needs: Needs, rates: dict[str, float]) -> dict[str, float]:
     return least | {"decode_key": needs.key_bytes / rates["bytes_per_second"]}
 
 
-def all_reduces() -> dict[str, tuple[float, float]]:
+def all_reduces(card: str) -> dict[str, tuple[float, float]]:
     """By the number of ranks, seconds and seconds per byte of a sum, from what `tensor_parallel` has measured."""
     with suppress(ValueError):
-        found = tables.load("tensor_parallel.h200", harness.RESULTS)["all_reduce"]
+        found = tables.load(f"tensor_parallel.{card}", harness.RESULTS)["all_reduce"]
         return {str(each["ranks"]): line_through(each["rows"]) for each in found}
     return {}
 

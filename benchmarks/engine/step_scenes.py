@@ -6,15 +6,19 @@ scheduling, where the host's work is hidden, and again without: the difference i
 overlaps nothing, the host's time is what lies between a result and the next submission.
 """
 
+import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from benchmarks.lib.process import CLOCKS, ClockName, Engine, random_prompts
+from benchmarks.lib.process import CLOCKS, ClockName, Engine
 from nanovllm.engine.plan import StepHandle, StepPlan, StepResult
 from nanovllm.simulate.step_shape import StepShape, shape_of
+from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.text.grammars import TokenGrammars
+from nanovllm.text.tokenizer import Tokenizer
 
 DECODES = {"batches": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256], "contexts": [128, 512, 2048, 8192]}
 CHUNKS = {"sizes": [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384], "contexts": [0, 2048, 8192, 15_872]}
@@ -91,7 +95,8 @@ class Bench:
     def add(self, lengths: list[int], max_tokens: int, **more: Any) -> None:
         """Prompts of these lengths that share nothing."""
         params = self.engine.make_params(**{"temperature": 0.6, "ignore_eos": True, "max_tokens": max_tokens} | more)
-        prompts = random_prompts(lengths, next(self._seeds), self.grid["highest_id"])
+        draw, ids = random.Random(next(self._seeds)), range(self.grid["highest_id"])
+        prompts = [draw.choices(ids, k=length) for length in lengths]
         start = self._now()
         for prompt in prompts:
             self.core.add_request(str(next(self._ids)), prompt, params)
@@ -225,15 +230,13 @@ class Bench:
                 yield {"name": f"{name}, {number}", "shape": list(step.shape), "device": step.device, **known}
 
     def masked(self) -> Iterator[dict[str, Any]]:
-        """Decodes with structured outputs, by a real grammar where there is a tokenizer."""
-        if not (self.engine.llm.path / "tokenizer.json").is_file():
-            return
-        from nanovllm.structured_outputs import StructuredOutputsParams
-        from nanovllm.text.grammars import TokenGrammars
-        from nanovllm.text.tokenizer import Tokenizer
-
-        eos = self.core.eos_token_ids
-        self.core.grammars = TokenGrammars(Tokenizer(self.engine.llm.path), self.core.vocab_size, eos)
+        """Decodes with structured outputs: by a real grammar where there is a tokenizer, else by one that allows
+        everything, so that filling masks takes no time."""
+        if (self.engine.llm.path / "tokenizer.json").is_file():
+            tokenizer, eos = Tokenizer(self.engine.llm.path), self.core.eos_token_ids
+            self.core.grammars = TokenGrammars(tokenizer, self.core.vocab_size, eos)
+        else:
+            self.core.grammars = Anything(self.core.vocab_size)
         for batch in self.grid["masked"]:
             self.add([64] * batch, 100, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex=GRAMMAR))
             self.intake.pop()  # the first one has compiled the grammar
@@ -256,6 +259,28 @@ class Bench:
 def spread(number: int, mean: int) -> list[int]:
     """Lengths as different as in traffic, from a quarter of the mean to seven quarters of it."""
     return [max(1, round(mean * (0.25 + 1.5 * (i + 0.5) / number))) for i in range(number)]
+
+
+class Anything:
+    """`Grammars`, and the matcher of any output, that forbid nothing."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.mask = b"\xff" * (4 * -(-vocab_size // 32))
+
+    def compile(self, params: StructuredOutputsParams) -> Self:
+        return self
+
+    def copy(self) -> Self:
+        return self
+
+    def accept(self, token_id: int) -> str | None:
+        return None
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
+
+    def fill(self, wanted: Sequence[tuple[Any, Sequence[int]]]) -> bytearray:
+        return bytearray(self.mask * sum(1 + len(guesses) for _, guesses in wanted))
 
 
 class AnyGuesses:

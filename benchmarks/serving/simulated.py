@@ -37,7 +37,7 @@ from benchmarks.serving.drive import (
 )
 from nanovllm.config import EngineConfig
 from nanovllm.simulate.arrivals import Query
-from nanovllm.simulate.costs import Card, Costs, ServerTime, load_costs
+from nanovllm.simulate.costs import Costs, ServerTime, load_costs
 from nanovllm.simulate.fleet import Fleet, FleetOptions
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.routers import PowerOfTwoChoices
@@ -117,15 +117,17 @@ def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
         for title, measure in (("engine", measure_engine), ("AsyncLLM", measure_async))
         if title == "AsyncLLM" or not gpu
     ]
-    found += [Setting("server", options.rates, partial(server, [*serve, *flags]), 1, costs.server)]
-    if options.ray_rates:
-        found.append(Setting("two replicas, Ray Serve", options.ray_rates, partial(server, ray), 2, costs.server))
+    if (options.model / "tokenizer.json").is_file():
+        found.append(Setting("server", options.rates, partial(server, [*serve, *flags]), 1, costs.server))
+        if options.ray_rates:
+            found.append(Setting("two replicas, Ray Serve", options.ray_rates, partial(server, ray), 2, costs.server))
     return [setting for setting in found if options.only is None or setting.title in options.only]
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.device != "cpu":
-        return {"device": options.device, "max_model_len": 4096}
+        weights = "auto" if any(options.model.glob("*.safetensors")) else "dummy"
+        return {"device": options.device, "max_model_len": 4096, "load_format": weights}
     return {"device": "cpu", "num_kv_blocks": 4096}
 
 
@@ -171,7 +173,9 @@ def table(results: dict[str, Result]) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     parser = harness.make_parser("serving.simulated", __doc__)
     parser.add_argument("--card", help="a name or a file (default: measured now)")
-    parser.add_argument("--model", type=Path, help="a checkpoint (default: the story model; on a GPU a shape)")
+    parser.add_argument(
+        "--model", type=Path, help="default: the story model; on a GPU a shape, which no server can serve"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rates", type=float, nargs="+", default=[2, 6, 12], help="requests a second")
     parser.add_argument("--ray-rates", type=float, nargs="*", default=[8], help="the same of two Ray replicas")
@@ -208,7 +212,6 @@ def measure_costs(options: argparse.Namespace, directory: Path) -> str:
     chosen = argparse.Namespace(**vars(options) | {"out": directory, "repeats": 1 if options.quick else None})
     step_costs.run(argparse.Namespace(**vars(chosen) | {"flash_path": None, "vllm_path": None}))
     [path] = directory.glob("*.json")
-    Card.read(path).write(options.out / "cards")
     return str(path)
 
 

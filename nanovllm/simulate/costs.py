@@ -92,7 +92,9 @@ class Card:
         own = {"architecture": asdict(self.architecture), "time": self.time.as_json()}
         own |= {"intake": self.intake._asdict(), "server": self.server._asdict()}
         directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(vars(self) | own, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(vars(self) | own | {"points": []}, indent=1)
+        points = ",\n  ".join(map(json.dumps, self.points))  # a line for each
+        path.write_text(text.replace('"points": []', f'"points": [\n  {points}\n ]') + "\n", encoding="utf-8")
         return path
 
 

@@ -1,10 +1,12 @@
 """`examples/ray_serve.py`: two replicas on CPUs behind one address."""
 
 import asyncio
+import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import httpx
 import openai
 import pytest
 
+from nanovllm import cli
 from tests.server.test_process import ROOT, Process, started
 
 pytestmark = [
@@ -26,13 +29,13 @@ pytestmark = [
 
 
 @contextmanager
-def replicas(router: str, home: Path) -> Iterator[tuple[Process, str]]:
+def replicas(home: Path, *options: str) -> Iterator[tuple[Process, str]]:
     """Two replicas, and their address. In the end they are told to stop, and must."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "examples/ray_serve.py", "--replicas", "2", "--port", str(port), "--router", router]
+    command = [sys.executable, "examples/ray_serve.py", "--port", str(port), *options]
     for _ in range(3):  # Ray gives its processes half a minute to start, which is not enough on a busy machine
         with started(command, PYTHONPATH=path, HOME=str(home)) as process:
             try:
@@ -47,7 +50,7 @@ def replicas(router: str, home: Path) -> Iterator[tuple[Process, str]]:
 
 
 def test_two_replicas_answer_as_one_server_also_when_one_of_them_is_killed(tmp_path: Path) -> None:
-    with replicas("two-choices", tmp_path) as (process, url):
+    with replicas(tmp_path, "--replicas", "2") as (process, url):
         assert httpx.get(f"{url}/health").status_code == 200
         expected = set(asyncio.run(ask(f"{url}/v1", 16)))
         assert len(expected) == 1 and len(expected.pop()) > 10  # greedy: whichever replica answers
@@ -60,10 +63,35 @@ def test_two_replicas_answer_as_one_server_also_when_one_of_them_is_killed(tmp_p
 
 
 def test_a_session_stays_with_its_replica(tmp_path: Path) -> None:
-    with replicas("sessions", tmp_path) as (_, url):
+    """As a simulation has it: number of replicas, router, limits and the engine's options are from its file."""
+    simulation = str(tmp_path / "simulation.json")
+    clients = ["--rate", "1", "--seconds", "2", "--json", simulation]
+    fleet = [
+        "--card",
+        "h200",
+        "--replicas",
+        "2",
+        "--router",
+        "sessions",
+        "--max-num-seqs",
+        "32",
+        "--kvcache-block-size",
+        "16",
+    ]
+    assert cli.main(["simulate", "Qwen3-0.6B", *fleet, *clients]) == 0
+    with replicas(tmp_path, "--from", simulation) as (_, url):
         homes = {session: process_starts(url, 2, 8, {"x-session-id": session}) for session in map(str, range(12))}
         assert all(len(found) == 1 for found in homes.values())
         assert len(set.union(*homes.values())) == 2
+
+
+def test_a_router_that_ray_cannot_apply_is_refused(tmp_path: Path) -> None:
+    simulation = tmp_path / "simulation.json"
+    simulation.write_text(json.dumps({"scenario": {"router": "prefix"}}))
+    for file, words in (simulation, "its router 'prefix' cannot be applied"), (tmp_path / "none", "no file that"):
+        command = [sys.executable, "examples/ray_serve.py", "--from", str(file)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and words in done.stderr
 
 
 async def ask(url: str, num: int, meanwhile: Any = lambda: None) -> list[str]:

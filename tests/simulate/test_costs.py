@@ -207,6 +207,22 @@ def test_least_squares_without_negative_factors() -> None:
     assert non_negative_least_squares(a, np.array([3.0, 5.0, 7.0])).tolist() == pytest.approx([1.0, 2.0])
 
 
+def test_least_squares_are_the_best_of_all_choices_of_columns() -> None:
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    for _ in range(300):
+        a, b = draw.uniform(size=(8, 4)), draw.uniform(size=8)  # columns that are much alike
+        errors = [float(b @ b)]
+        for chosen in range(1, 16):
+            columns = a[:, [bool(chosen >> i & 1) for i in range(4)]]
+            x = np.linalg.lstsq(columns, b, rcond=None)[0]
+            if x.min() >= 0:
+                errors.append(float(((columns @ x - b) ** 2).sum()))
+        found = non_negative_least_squares(a, b)
+        assert found.min() >= 0 and ((a @ found - b) ** 2).sum() == pytest.approx(min(errors))
+
+
 # --- cards ------------------------------------------------------------------------------------------------------------
 
 SMALL = Architecture(1000, 64, 128, 4, 4, 2, 16, True, True, False, False, False)
