@@ -253,7 +253,7 @@ compare(my_guess, talks["two-choices"]["p50"] / talks["prefix"]["p50"], "times a
 
 # %% [markdown]
 # Now another service: single questions, which all begin with the same system prompt of 2,000 tokens. Everything that
-# is shared is shared by all. **Guess:** which router is best now?
+# is shared is shared by all. Which router would you choose now?
 
 # %%
 # NBVAL_CHECK_OUTPUT
