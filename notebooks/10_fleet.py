@@ -33,12 +33,13 @@ from tools.pictures.three_requests import (
     SEATS,
     STORY_MODEL,
     compare,
+    hugging_face_greedy,
     source,
     three_requests,
 )
 
 prompts, stage_params = three_requests()
-params = [SamplingParams(temperature=0, max_tokens=p.max_tokens, ignore_eos=True) for p in stage_params]
+params = [SamplingParams(temperature=0, max_tokens=p.max_tokens) for p in stage_params]
 SMALL = {"max_num_seqs": SEATS, "kvcache_block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS, "max_model_len": 1024}
 MODEL = str(ROOT / "benchmarks" / "shapes" / "Qwen3-8B")  # a config.json is all that is needed
 
@@ -49,7 +50,7 @@ MODEL = str(ROOT / "benchmarks" / "shapes" / "Qwen3-8B")  # a config.json is all
 
 # %%
 with LLM(STORY_MODEL, device="cpu", on_event=(real := []).append, **SMALL) as llm:
-    llm.generate(prompts, params, use_tqdm=False)
+    outputs = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
 
 clock = VirtualClock()
 executor = SimulatedExecutor(load_costs("h200", MODEL), clock, host_token=0, acceptance=0, draw=None)
@@ -75,7 +76,8 @@ def decisions(events):  # all but the time, and the tokens themselves
     return [{k: v for k, v in e.items() if k not in ("t", "ids")} for e in events]
 
 
-print("the same decisions:", decisions(real) == decisions(simulated))
+print("with the model, identical to transformers:", outputs == hugging_face_greedy(prompts, params))
+print("without it, the same decisions:", decisions(real) == decisions(simulated))
 print(f"on this card it would have taken {1e3 * clock():.0f} ms")
 
 # %% [markdown]
@@ -205,6 +207,7 @@ for budget in budgets:
     gaps, waits = report["gap_seconds"], report["first_token_seconds"]
     chunks[budget] = [1e3 * value for value in (gaps["p99"], gaps["largest"], waits["p50"], waits["p99"])]
     print("{:6} {:31.0f} {:10.0f} {:23.0f} {:11.0f}".format(budget, *chunks[budget]))
+compare(my_guess, max(budget for budget in budgets if chunks[budget][0] < 50), "tokens")
 
 # %%
 bars(
@@ -282,11 +285,9 @@ for router, kwargs in (("two-choices", {}), ("prefix", {}), ("prefix", {"imbalan
 #
 # ## A replica dies
 #
-# Four replicas, at 70% of what they can do, and then at 95%. After 10 s one of them dies, and a new one is ready 10
-# seconds later. What it had begun is lost, and sent again by its clients. **Guess:** how long until all is as before?
+# Four replicas, at 70% of what they can do. After 10 s one of them dies, and a new one is ready 10 seconds later. What
+# the dead one had begun is lost, and sent again by its clients.
 
-# %%
-my_guess = None  # seconds after the death, at 95%
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -300,10 +301,18 @@ def unanswered(load):  # requests without a whole answer, over time
 
 
 curves = {"at 70%": unanswered(0.70)}
-print(f"at 70%: at most {max(curves['at 70%'][1])} requests wait for the rest of their answer")
+print(f"before: {max(curves['at 70%'][1][:10])} requests at most wait for the rest of their answer")
+print(f"after:  {max(curves['at 70%'][1])}")
+
+# %% [markdown]
+# **Guess:** how many requests will wait at the worst moment if the fleet runs at 95%?
+
+# %%
+my_guess = None  # requests
 
 # %%
 curves["at 95%"] = unanswered(0.95)
+compare(my_guess, max(curves["at 95%"][1]), "requests")
 lines(
     curves,
     xlabel="time [s]",
@@ -329,11 +338,24 @@ lines(
 # compared with real runs stands in docs/fleet.md, with the differences. Take it for what it is good at: which of two
 # designs is better, where the wall is, and what happens on the day that you do not want to try out.
 #
-# ## Three questions that you can settle
+# ## Your turn
 #
-# 1. With two models on the market, one of 0.6 and one of 8 billion parameters: how many requests per second does one
-#    replica of each serve, if 99 of 100 first tokens are to come within 200 ms?
-# 2. `cv` makes arrivals burstier: the standard deviation of the gaps over their mean, 1 in this chapter. How much room
-#    to spare does `cv=3` need for the same slowest of a hundred?
-# 3. `FleetOptions(autoscaling=...)` adds replicas when the queue grows. How large must the fleet be at the least, so
-#    that a start-up time of a minute does not hurt anybody when the rate doubles within ten seconds?
+# There is no `make stage-10-exercise`. Three questions instead, which a simulation settles:
+#
+# - **How fast is small?** If 99 of 100 first tokens are to come within 200 ms: how many requests per second does one
+#   replica serve with 8 billion parameters, and how many with 0.6 (`Qwen3-0.6B`)?
+# - **Bursts.** `cv` is the standard deviation of the gaps between arrivals over their mean; it is 1 in this chapter.
+#   How much more room to spare does `cv=3` need for the same slowest of a hundred?
+# - **Growing.** `FleetOptions(autoscaling=...)` adds replicas when the queue grows. How large must the fleet be at the
+#   least, so that a start-up time of a minute does not hurt anybody when the rate doubles?
+#
+# ## Further reading
+#
+# - Agrawal et al., [Vidur](https://arxiv.org/abs/2405.05465), 2024: a simulator of such engines, with schedulers of its
+#   own, and a search for the cheapest set-up.
+# - Zhong et al., [DistServe](https://arxiv.org/abs/2401.09670), 2024: goodput, the rate at which targets are met.
+# - Mitzenmacher, [The Power of Two Choices in Randomized Load
+#   Balancing](https://www.eecs.harvard.edu/~michaelm/postscripts/tpds2001.pdf), 2001.
+# - Dean, Barroso, [The Tail at Scale](https://research.google/pubs/the-tail-at-scale/), 2013: why the slowest of a
+#   hundred is what people meet.
+# - In Ray: `python/ray/serve/_private/request_router/`, and `python/ray/llm/_internal/serve/routing_policies/`.

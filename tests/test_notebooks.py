@@ -182,7 +182,7 @@ def test_the_check_for_engines_bites() -> None:
 @pytest.mark.parametrize("path", named(PATHS))
 def test_it_is_built_like_the_others(path: Path) -> None:
     """The same picture first, a prediction before its measurement, the judge, and the way to the exercise."""
-    text, number = path.read_text(encoding="utf-8"), path.stem[0]
+    text, number = path.read_text(encoding="utf-8"), path.stem.split("_")[0]
     code = [cell.source for cell in code_cells(from_source(path))]
     pictures = [cell for cell in code if "swimlane(" in cell]
     guesses = [i for i, cell in enumerate(code) if cell.startswith("my_guess = None")]
