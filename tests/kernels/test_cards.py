@@ -80,6 +80,7 @@ def test_no_request_waits_for_a_compiler(capability: int, options: dict[str, Any
     assert found["late"] == []
 
 
+@pytest.mark.slow
 def test_a_small_engine_on_a_card_that_is_not_here() -> None:
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "max_model_len": 100, "enforce_eager": True}
     found = on_card(86, "storm", json.dumps(options))
