@@ -153,6 +153,7 @@ def test_queries_without_a_conversation_go_anywhere() -> None:
     assert {order(made, fleet, query(number=i))[0] for i in range(30)} == {0, 1}
 
 
+@pytest.mark.slow
 def test_names_are_those_of_ray() -> None:
     """Where Ray is installed: each class is there."""
     pytest.importorskip("ray.serve")
