@@ -176,8 +176,8 @@ lines(
 # Up to three quarters of what the replica can do, everything is calm. Then the curve turns up like a wall. The GPU has
 # not become slower there: it finishes more requests per second than ever. What grows is the *queue*. Arrivals are
 # uneven, and a replica with little room to spare cannot catch up before the next burst comes. Queueing theory has a
-# formula for the simplest case (Pollaczek and Khinchine, 1930): with a load of $\rho$ the mean wait grows as
-# $\rho / (1 - \rho)$. From 50% to 90% load, that is nine times as much. Behind the wall more arrive than can be
+# formula for the simplest case (Pollaczek and Khinchine, 1930): with a load of $r$ the mean wait grows as
+# $r / (1 - r)$. From 50% to 90% load, that is nine times as much. Behind the wall more arrive than can be
 # answered, and the wait has no end but that of our minute.
 #
 # A batching engine bends this curve: the longer the queue, the more sequences a step serves. So it holds out far longer
