@@ -163,6 +163,7 @@ print(json.dumps(gone))
 """
 
 
+@pytest.mark.slow
 def test_every_fused_kernel_has_its_ablation_and_every_patch_still_fits() -> None:
     """A patch that names something that is not there any more fails, here as on a GPU."""
     pytest.importorskip("triton")

@@ -89,6 +89,7 @@ def test_triton_merges_many_pieces() -> None:
     check(backend, make_case([(1, 600)], group=8, num_kv_heads=1, head_dim=128, seed=2), FP32)
 
 
+@pytest.mark.slow
 def test_triton_merges_many_pieces_among_many_sequences() -> None:
     """With many sequences the merge takes fewer parts at once; one sequence has more than that. Then the same in more
     pieces than tiles, of which some are empty."""

@@ -103,7 +103,7 @@ def sampling_state(device: str, num_rows: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("vocab_size", [511, 10_000])
+@pytest.mark.parametrize("vocab_size", [511, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_sample_rows(where: Where, vocab_size: int) -> None:
     """The tokens of the plain tail, each put behind the tokens of its row."""
     device = where[0]
@@ -124,7 +124,7 @@ def test_sample_rows(where: Where, vocab_size: int) -> None:
     assert state["token_ids"][rows.long(), positions.long()].tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(("vocab_size", "ranks"), [(5, 4), (9001, 2)])
+@pytest.mark.parametrize(("vocab_size", "ranks"), [(5, 4), pytest.param(9001, 2, marks=pytest.mark.slow)])
 def test_sample_rows_over_ranks(where: Where, vocab_size: int, ranks: int) -> None:
     """What one rank draws from all logits, every rank draws from its own and the bests of all; padding never wins."""
     device = where[0]

@@ -243,6 +243,7 @@ def compile_case(
     }
 
 
+@pytest.mark.slow
 def test_it_fits_a_hopper_multiprocessor() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.test_ring_decode"]

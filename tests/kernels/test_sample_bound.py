@@ -98,7 +98,7 @@ def test_what_is_not_finite(temperature: float, place: int) -> None:
 
 @pytest.mark.parametrize("offset", [0.0, -3000.0])
 @pytest.mark.parametrize("temperature", [1e-5, 0.6, 40.0])
-@pytest.mark.parametrize("which", ["smallest numbers", "any"])
+@pytest.mark.parametrize("which", [pytest.param("smallest numbers", marks=pytest.mark.slow), "any"])
 def test_one_that_only_just_wins(which: str, temperature: float, offset: float) -> None:
     """Nothing counts but one token of the first tile and one of the last, whose score is the next number above, the
     same or the next below. Where the uniform numbers are smallest the bound is closest to the score."""
@@ -120,6 +120,7 @@ def test_one_that_only_just_wins(which: str, temperature: float, offset: float) 
     assert len({token in late.tolist() for token in tokens}) == 2, "both kinds of winners"
 
 
+@pytest.mark.slow
 def test_one_that_wins_by_a_rounding() -> None:
     """Equal logits so large that the noise is half of what tells two neighbours apart: it rounds the later one up."""
     key = row_keys(torch.tensor([SEED]), torch.tensor([1]))

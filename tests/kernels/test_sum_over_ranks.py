@@ -145,7 +145,7 @@ def compile_for(size: int) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize("size", [8, 33, 4096])
+@pytest.mark.parametrize("size", [33, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 4096))])
 def test_a_place_is_emptied_only_when_all_threads_have_read(size: int) -> None:
     """Between the loads that wait and the stores that empty there is a barrier in what runs on a GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

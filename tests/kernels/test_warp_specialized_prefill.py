@@ -134,6 +134,7 @@ def compile_case(
     }
 
 
+@pytest.mark.slow
 def test_exponentials_are_taken_while_tensor_cores_multiply(tmp_path: Path) -> None:
     """ptxas moves waits: nothing but the machine code shows whether there is something to do under a product."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
