@@ -105,6 +105,7 @@ class LLM:
 """
 
 
+@pytest.mark.slow
 def test_vllm_is_measured_by_the_same_code_and_its_packages_stay_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

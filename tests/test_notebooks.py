@@ -104,6 +104,7 @@ def test_enough_of_it_is_compared(path: Path) -> None:
     assert silent == [], "a compared cell without output compares nothing"
 
 
+@pytest.mark.slow
 def test_a_wrong_stored_output_is_noticed(tmp_path: Path) -> None:
     """A compared cell, and again with its output changed, and with none."""
     cells = []
