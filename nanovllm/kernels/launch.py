@@ -52,11 +52,10 @@ def shared_memory(device: torch.device) -> int:
 def shared_memory_of_sm(device: torch.device) -> int:
     """Bytes of shared memory that the programs of one multiprocessor have together, 1 KiB of each for the system. Where
     `device` is no GPU, those of a Hopper GPU."""
-    return (
-        228 * 1024
-        if device.type != "cuda"
-        else int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
-    )
+    if device.type != "cuda":
+        return 228 * 1024
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_multiprocessor)
 
 
 @triton.jit

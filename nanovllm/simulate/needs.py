@@ -10,6 +10,7 @@ from typing import Self
 from nanovllm.models.checkpoint import read_json
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KINDS = "llama", "qwen2", "qwen3"  # those of models/config.py, which imports torch: a test compares the two
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,15 @@ class Architecture:
 def read_architecture(path: Path) -> tuple[Architecture, int]:
     """From the config.json in the directory `path`; and the bytes of a number, by the dtype that config.json names.
 
-    Raises ValueError for a file without the numbers.
+    Raises ValueError for a file without the numbers, and for a model_type that the engine does not have: of a mixture
+    of experts, say, a step does not read most weights.
     """
     raw = read_json(path / "config.json")
+    if raw.get("model_type") not in KINDS:
+        known = ", ".join(KINDS)
+        raise ValueError(
+            f"{path / 'config.json'}: model_type {raw.get('model_type')!r} is not supported; choose a model of {known}"
+        )
     try:
         hidden, heads, kind = raw["hidden_size"], raw["num_attention_heads"], raw["model_type"]
         bias = bool(raw.get("attention_bias", False))

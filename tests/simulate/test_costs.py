@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import Scheduled, StepHandle, StepMasks, StepPlan, StepResult
+from nanovllm.models.config import FAMILIES
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.simulate import costs as costs_module
 from nanovllm.simulate.costs import Card, IntakeTime, ServerTime, StepShape, load_costs, shape_of
 from nanovllm.simulate.fit import Observation, fit_device, fit_host, fit_intake, non_negative_least_squares
-from nanovllm.simulate.needs import Architecture, Needs
+from nanovllm.simulate.needs import KINDS, Architecture, Needs, read_architecture
 from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Recordings, StepTime
 
 # --- counts of real plans ---------------------------------------------------------------------------------------------
@@ -309,3 +310,11 @@ def write_config(path: Path, model: Architecture) -> Path:
     numbers = {name: value for name, value in vars(model).items() if not name.endswith(("bias", "norm"))}
     (path / "config.json").write_text(json.dumps({"model_type": "qwen3", "dtype": "bfloat16", **numbers}))
     return path
+
+
+def test_a_kind_of_model_that_the_engine_lacks_is_refused(tmp_path: Path) -> None:
+    assert set(KINDS) == set(FAMILIES)
+    config = json.loads((Path(__file__).parents[2] / "benchmarks/shapes/Qwen3-0.6B/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_moe"}))
+    with pytest.raises(ValueError, match="model_type 'qwen3_moe' is not supported; choose a model of llama"):
+        read_architecture(tmp_path)
