@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+if "GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    # The processes that share the tests share the cards, one each. CUDA is not started yet.
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(number % int(os.environ["GPUS"]))
+
 # Triton reads this when a kernel is decorated, so it must be set before any test module imports one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

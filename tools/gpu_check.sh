@@ -5,7 +5,8 @@
 #   STAGES="6"                    which stages' showcases; stage 6 also records a decode step for its notebook
 #   BENCHMARKS="throughput idle"  which of the engine's: throughput sampling latency idle phases startup prefix mixed
 #                                 ablations speculation tensor_parallel
-#   RANKS=4                       the most GPUs for tensor_parallel; with more than one, the tests of several ranks run, too
+#   RANKS=4                       how many GPUs there are, for tensor_parallel and to share the tests; with more than one,
+#                                 the tests of several ranks run, too
 #   VLLM=DIR FLASH=DIR            where vLLM and flash-attn can be imported from, if they are not installed
 #   COMMIT=HASH                   what is measured, if git is not there or does not know
 #   KERNELS=1                     the kernels by themselves: the tables of docs/kernels.md
@@ -34,7 +35,7 @@ gpu_test() { # NAME OPTIONS...: its report and its log, with the stacks of a tes
 if [ -n "$tests" ]; then
   # Several ranks by themselves: one that hangs must not cost the report of all others. Memory limits want the whole card.
   ignored=(); for file in $ranks; do ignored+=(--ignore "$file"); done
-  PYTHONPATH=${FLASH:-} gpu_test tests -n "${JOBS:-8}" -k "not memory_limit" "${ignored[@]}" $tests || status=1
+  GPUS=${RANKS:-1} PYTHONPATH=${FLASH:-} gpu_test tests -n "${JOBS:-8}" -k "not memory_limit" "${ignored[@]}" $tests || status=1
   gpu_test memory -k memory_limit "${ignored[@]}" $tests || status=1
   reports=("$out/tests.xml" "$out/memory.xml")
   if [ "${RANKS:-1}" -gt 1 ]; then

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine import LARGE_SHAPE, SHAPE, ablations, arrivals, speculation, speed, step_costs, steps
+from benchmarks.engine import LARGE_SHAPE, SHAPE, ablations, arrivals, speculation, speed, step_costs, steps, structured
 from benchmarks.engine import tensor_parallel as ranks
 from benchmarks.lib.harness import EMBEDDED_MODEL, Comparison, make_parser
 
 SHOWCASES = {
     "throughput": speed.throughput,
     "sampling": speed.sampling,
+    "structured": structured.showcase,
     "latency": speed.latency,
     "startup": speed.startup,
     "prefix": arrivals.prefix,

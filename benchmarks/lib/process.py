@@ -44,7 +44,7 @@ class Engine:
         self.version = f"{package} {getattr(library, '__version__', '')}".strip()
         self.started = started
         self.make_params = library.SamplingParams
-        self.llm = library.LLM(model, skip_tokenizer_init=True, **options)
+        self.llm = library.LLM(model, **{"skip_tokenizer_init": True} | options)
         self.ready_seconds = time.time() - started
 
     def generate(

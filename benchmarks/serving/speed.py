@@ -16,6 +16,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -30,7 +31,6 @@ from benchmarks.lib.tables import Result
 from benchmarks.serving.load import percentile
 
 CLIENTS = 8  # processes
-VLLM_PORT = 8123
 MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 200, 190, 0.6  # tokens; sigma of the logarithm of a length
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
 COLUMNS = ("server", "requests/s", "tokens/s", "gap p50 (ms)", "p99", "first token p50 (ms)", "p99")
@@ -106,8 +106,8 @@ def at_rate(port: int, rate: float, seconds: float, model: str) -> dict[str, Any
 
 
 @contextmanager
-def server(command: list[str], ready: str, env: dict[str, str]) -> Iterator[int]:
-    """The port of a server that is started by `command` and says `ready` when it answers."""
+def server(command: list[str], ready: str, port: int | None, env: dict[str, str]) -> Iterator[int]:
+    """The port of a server that is started by `command`, once it says `ready`, which has the port in it without one."""
     popen = subprocess.Popen(
         command, cwd=harness.ROOT, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -121,13 +121,19 @@ def server(command: list[str], ready: str, env: dict[str, str]) -> Iterator[int]
         else:
             raise RuntimeError("the server did not start:\n" + "".join(said[-30:]))
         os.set_blocking(popen.stdout.fileno(), False)  # nobody reads on; a log that is full must not stop a server
-        yield int(found[1] or VLLM_PORT)
+        yield port or int(found[1])
     finally:
         popen.terminate()
         try:
             popen.wait(30)
         except subprocess.TimeoutExpired:
             popen.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def checkpoint(tokenizer: Path) -> Path:
@@ -141,27 +147,20 @@ def checkpoint(tokenizer: Path) -> Path:
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = str(options.model or checkpoint(options.tokenizer))
     name = "shape"
-    contenders: list[tuple[str, list[str], str, dict[str, str]]] = []
+    contenders: list[tuple[str, list[str], str, int | None, dict[str, str]]] = []
     for number in options.api_servers:
         command = [sys.executable, "-m", "nanovllm.cli", "serve", model, "--port", "0", "--served-model-name", name]
         command += ["--api-servers", str(number), "--max-queue", "100000", "--device", options.device]
-        contenders.append((f"nanovllm, {number} API", command, r"serving at http://127\.0\.0\.1:(\d+)", {}))
+        contenders.append((f"nanovllm, {number} API", command, r"serving at http://127\.0\.0\.1:(\d+)", None, {}))
         if options.vllm_path:
-            command = [
-                sys.executable,
-                "-m",
-                "vllm.entrypoints.openai.api_server",
-                "--model",
-                model,
-                "--port",
-                str(VLLM_PORT),
-            ]
+            own = free_port()
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(own)]
             command += ["--served-model-name", name, "--max-model-len", "4096", "--api-server-count", str(number)]
-            env = {"PYTHONPATH": str(options.vllm_path), "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-            contenders.append((f"vLLM, {number} API", command, r"startup complete()", env))
+            env = harness.ENVIRONMENT | {"PYTHONPATH": str(options.vllm_path)}
+            contenders.append((f"vLLM, {number} API", command, "startup complete", own, env))
     rows = []
-    for title, command, ready, env in contenders:
-        with server(command, ready, env) as port:
+    for title, command, ready, chosen, env in contenders:
+        with server(command, ready, chosen, env) as port:
             at_rate(port, 16, 3, name)  # warm up
             for rate in options.rates:
                 rows.append({"server": title} | at_rate(port, rate, options.seconds, name))
@@ -186,6 +185,17 @@ def table(results: dict[str, Result]) -> list[str]:
     return [*lines, "", f"Measured on {', '.join(measured)}; commit {tables.commit(result)}."]
 
 
+def with_others(result: Result, path: Path) -> Result:
+    """The result, with rows of other servers that the file has of the same commit, card and workload."""
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if all(found[key] == result[key] for key in ("machine", "commit", "workload", "seconds")):
+            measured = {row["server"] for row in result["rows"]}
+            result["rows"] += [row for row in found["rows"] if row["server"] not in measured]
+            result["rows"].sort(key=lambda row: row["server"])
+    return result
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = harness.make_parser("serving.speed", __doc__)
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
@@ -206,7 +216,8 @@ def main(arguments: list[str] | None = None) -> None:
         "seconds": options.seconds,
         "rows": measure(options),
     }
-    harness.write_json(result, harness.result_path("serving_speed", result["machine"]["device"], options.out))
+    path = harness.result_path("serving_speed", result["machine"]["device"], options.out)
+    harness.write_json(with_others(result, path), path)
 
 
 if __name__ == "__main__":
