@@ -19,6 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -120,7 +121,7 @@ def server(command: list[str], ready: str, port: int | None, env: dict[str, str]
                 break
         else:
             raise RuntimeError("the server did not start:\n" + "".join(said[-30:]))
-        os.set_blocking(popen.stdout.fileno(), False)  # nobody reads on; a log that is full must not stop a server
+        threading.Thread(target=popen.stdout.read, daemon=True).start()  # a pipe that is full would stop the server
         yield port or int(found[1])
     finally:
         popen.terminate()
