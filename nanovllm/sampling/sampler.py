@@ -116,7 +116,7 @@ class Sampler:
             logits = gather_logits(logits, self.group, state.vocab_size).contiguous()
         allowed: Tensor | None = None
         if masks is not None and masks.keys:
-            allowed = to_device(self._masks_of(masks, sampling)[special], state.device)  # [N, W]
+            allowed = to_device(self._masks_of(masks, sampling, special), state.device)  # [N, W]
         if not state.in_kernels or allowed is not None:
             # The plain tail wrote over the guesses, and penalties after a guess count the guess.
             if step.guesses is not None:
@@ -137,16 +137,21 @@ class Sampler:
             return token_ids, None
         return token_ids, log_probabilities(logits, found, needs.num_logprobs).spread(index, len(token_ids))
 
-    def _masks_of(self, masks: StepMasks, sampling: Sequence[Scheduled]) -> npt.NDArray[np.int32]:
-        """One mask [W] for each of the N tokens of a step. `allowed_token_ids` are included."""
+    def _masks_of(
+        self, masks: StepMasks, sampling: Sequence[Scheduled], special: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.int32]:
+        """One mask [W] for each of the `special` tokens of a step. `allowed_token_ids` are included."""
         places = np.repeat([s.key for s in sampling], [len(s.guesses) + 1 for s in sampling])  # [N]
-        words = np.frombuffer(masks.words, dtype=np.int32).reshape(int(np.isin(places, masks.keys).sum()), -1)
-        spread = np.full((len(places), self.state.mask.shape[1]), -1, dtype=np.int32)
-        spread[np.isin(places, masks.keys)] = words[:, : spread.shape[1]]
+        masked, width = np.isin(places, masks.keys), self.state.mask.shape[1]
+        found = np.frombuffer(masks.words, dtype=np.int32).reshape(int(masked.sum()), -1)[:, :width]
+        if not masked.all():
+            spread = np.full((len(places), width), -1, dtype=np.int32)
+            spread[masked] = found
+            found = spread[special]
         for s in sampling:
             if (ids := self.state.params[s.row].allowed_token_ids) is not None:
-                spread[places == s.key] &= packed(ids, self.state.vocab_size)
-        return spread
+                found[places[special] == s.key] &= packed(ids, self.state.vocab_size)
+        return found
 
 
 def sample_plain(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

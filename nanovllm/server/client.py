@@ -208,7 +208,7 @@ class EngineClient:
         self.texts = TokenTexts(self.tokenizer)
         self._sender = sender
         self._eos_token_ids = frozenset(info.eos_token_ids)
-        self._grammars = TokenGrammars(self.tokenizer, self.vocab_size, self._eos_token_ids)
+        self._grammars = TokenGrammars(self.tokenizer, self.vocab_size, self._eos_token_ids, num_threads=1)
         self._keys = count()
         self._next_key = 0
         self._requests: dict[int, RemoteRequest] = {}  # by key

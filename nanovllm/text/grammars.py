@@ -13,6 +13,8 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import count
+from operator import itemgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from nanovllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_COMPILED = 64  # grammars that are kept for the next request with the same grammar
+MAX_COMPILED = 64  # roots that are kept for the next request with the same grammar
 MAX_THREADS = 8  # that fill the masks of a step
 # Between the parts of JSON: a line break, blanks, or both. JSON allows any amount, but then small models may not stop.
 WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,20}"
@@ -44,16 +46,46 @@ NO_FORCING = '%llguidance {"no_forcing": true}'
 OF_REGEX = r"\.+*?()|[]{}^$#&-~"  # characters that mean something in a regular expression
 
 
-class TokenMatcher:
-    """Where one output is in its grammar: see `engine/grammars.py`."""
+class Roots:
+    """Matchers at the start of outputs, all of one grammar.
 
-    def __init__(self, ll: "LLMatcher") -> None:
-        self.ll = ll
+    The copies of a matcher share what its lexer has learnt, and a lock on that. So the masks of one root's copies are
+    filled one after another. Those of several roots are filled at the same time, and each root learns for itself.
+    """
+
+    def __init__(self, first: "LLMatcher") -> None:
+        self._all = [first]
+        self._lock = Lock()  # a matcher cannot be copied by two threads at once
+        self._turns = count()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, root: "LLMatcher") -> None:
+        self._all.append(root)
 
     def copy(self) -> "TokenMatcher":
-        return TokenMatcher(self.ll.deep_copy())
+        with self._lock:
+            number = next(self._turns) % len(self._all)
+            return TokenMatcher(self._all[number].deep_copy(), self, number)
+
+
+class TokenMatcher:
+    """Where one output is in its grammar: see `engine/grammars.py`. The matcher began as a copy of root `number`."""
+
+    def __init__(self, ll: "LLMatcher", roots: Roots, number: int) -> None:
+        self.ll, self.roots, self.number = ll, roots, number
+        self.at_start = True
+
+    def copy(self) -> "TokenMatcher":
+        if self.at_start:
+            return self.roots.copy()
+        found = TokenMatcher(self.ll.deep_copy(), self.roots, self.number)
+        found.at_start = False
+        return found
 
     def accept(self, token_id: int) -> str | None:
+        self.at_start = False
         # llguidance never leaves a state of error, but would still accept EOS in this state.
         if not self.ll.is_error() and self.ll.consume_token(token_id):
             return None
@@ -67,13 +99,17 @@ class TokenGrammars:
     """Compiles grammars and fills masks, for one vocabulary.
 
     vocab_size: the model's, which may be larger than the tokenizer's. The additional ids are padding, and never
-    allowed.
+    allowed. num_threads: that fill masks (default: by the cores). A grammar that is asked for again and again gets as
+    many roots.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int], num_threads: int | None = None
+    ) -> None:
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
+        self.num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
         self._lock = Lock()  # guards what follows
-        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutputsParams, Roots] = OrderedDict()
         self._ll: LLTokenizer | None = None
         # Made together with `_ll`
         self._limits: LLParserLimits
@@ -93,24 +129,28 @@ class TokenGrammars:
                 self._start()
             if (found := self._compiled.get(params)) is not None:
                 self._compiled.move_to_end(params)
-                return TokenMatcher(found.deep_copy())
+                if len(found) >= self.num_threads:
+                    return found.copy()
         try:
-            matcher = self._compile(params)
+            root = self._compile(params)
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of Rust, and no Exception: nobody would catch it
                 raise
             raise RuntimeError(f"structured_outputs.{params.kind}: llguidance has failed: {error}") from error
-        copy = TokenMatcher(matcher.deep_copy())
         with self._lock:
-            self._compiled[params] = matcher
-            if len(self._compiled) > MAX_COMPILED:
+            if (found := self._compiled.get(params)) is None:
+                found = self._compiled[params] = Roots(root)
+            elif len(found) < self.num_threads:
+                found.add(root)
+            while sum(map(len, self._compiled.values())) > MAX_COMPILED and len(self._compiled) > 1:
                 self._compiled.popitem(last=False)
-        return copy
+        return found.copy()
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]]) -> bytearray:
         """Fill the masks of the tokens that may come next in each output, and after each of the output's guesses.
 
-        See `StepMasks`. Several threads share the work, without Python's lock.
+        See `StepMasks`. Several threads share the work, without Python's lock. Neighbours go to the same thread, so the
+        copies of a root are made neighbours: threads that wait for each other's root would be slower than one.
         """
         num_masks = sum(len(guesses) + 1 for _, guesses in wanted)
         words = bytearray(b"\xff") * (4 * num_masks * self._width)
@@ -120,11 +160,12 @@ class TokenGrammars:
             if guesses:
                 guessed.append((matcher.ll, place, list(guesses)))
             else:
-                plain.append((matcher.ll, place))
+                plain.append((matcher.number, place, matcher.ll))
             place += len(guesses) + 1
         where = masks.ctypes.data, 4 * self._width, num_masks
         if plain:
-            self._threads.unsafe_compute_mask_ptr(plain, *where)
+            plain.sort(key=itemgetter(0))
+            self._threads.unsafe_compute_mask_ptr([(ll, place) for _, place, ll in plain], *where)
         if guessed:
             self._threads.unsafe_compute_mask_ptr_with_draft_token(guessed, *where)
         if self._padded < self._width:
@@ -149,7 +190,7 @@ class TokenGrammars:
         self._known = np.packbits(known, bitorder="little").view(np.int32)
         self._padded = int(np.argmin(self._known == -1)) if (self._known != -1).any() else self._width
         self._limits = LLParserLimits(**LIMITS)
-        self._threads = LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+        self._threads = LLExecutor(self.num_threads)
         self._ll = LLTokenizer(fast.to_str(), n_vocab=num_ids, eos_token=eos_token_ids)
 
     def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
@@ -162,7 +203,7 @@ class TokenGrammars:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         matcher = LLMatcher(self._ll, text, log_level=0, limits=self._limits)
-        first = TokenMatcher(matcher)
+        first = TokenMatcher(matcher, Roots(matcher), 0)
         # The first mask takes longest, so it is computed here. It also shows whether any first token is allowed.
         allowed = np.frombuffer(self.fill([(first, ())]), dtype=np.uint8) if not matcher.is_error() else None
         if allowed is None or matcher.is_error():

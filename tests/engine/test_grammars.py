@@ -282,7 +282,7 @@ def test_a_long_text_that_must_follow_costs_no_time_per_step(grammars: TokenGram
 
 
 def test_the_same_grammar_is_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = TokenGrammars(tokenizer, SIZE, {EOS})
+    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=1)
     compiling: list[StructuredOutputsParams] = []
     really = TokenGrammars._compile
 
@@ -298,6 +298,24 @@ def test_the_same_grammar_is_compiled_once(tokenizer: Tokenizer, monkeypatch: py
         "the one not asked for longest goes"
     )
     assert len(grammars._compiled) == 3
+
+
+def test_a_grammar_that_is_asked_for_again_gets_a_root_for_every_thread(tokenizer: Tokenizer) -> None:
+    """The copies of one root wait for each other. Whatever root they have, each gets its own mask, in its own place."""
+    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=3)
+    matchers = [compiled(grammars, regex="(ab|cd)+") for _ in range(9)]
+    assert len({id(matcher.roots) for matcher in matchers}) == 1 and len(matchers[0].roots) == 3
+    copies = [matchers[0].copy() for _ in range(6)]  # as of a request with n = 6
+    assert sorted(copy.number for copy in copies) == [0, 0, 1, 1, 2, 2]
+    a, c = (tokenizer.encode(letter)[0] for letter in "ac")
+    for i, matcher in enumerate(matchers):
+        assert i % 3 == 0 or matcher.accept([a, c][i % 2]) is None
+    matchers += [matchers[1].copy(), matchers[2].copy()]
+    words = grammars.fill([(matcher, ()) for matcher in matchers])
+    size = len(words) // len(matchers)
+    alone = [grammars.fill([(matcher, ())]) for matcher in matchers]
+    assert [words[i * size : (i + 1) * size] for i in range(len(matchers))] == alone
+    assert len(set(map(bytes, alone))) == 3 and alone[9] == alone[1] and alone[10] == alone[2]
 
 
 def test_many_threads_compile_at_once(tokenizer: Tokenizer) -> None:
