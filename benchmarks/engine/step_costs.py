@@ -20,7 +20,7 @@ from benchmarks.lib import harness, roofline, tables
 from benchmarks.lib.harness import Contender
 from benchmarks.lib.process import choose_clock
 from benchmarks.serving import mock
-from nanovllm.graphs.sizes import MAX_SEQUENCES, OPERATIONS_WHILE_LAUNCHING, PROMPT_SIZES, batch_sizes
+from nanovllm.graphs.sizes import OPERATIONS_WHILE_LAUNCHING, PROMPT_SIZES, batch_sizes
 from nanovllm.simulate.costs import Card, IntakeTime, ServerTime
 from nanovllm.simulate.fit import Observation, fit_device, fit_host, fit_intake, non_negative_least_squares
 from nanovllm.simulate.needs import Needs, read_architecture
@@ -33,7 +33,7 @@ CPU_ENGINE: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cac
 RECORDINGS = Recordings(
     decodes=tuple(batch_sizes(MOST_SEQUENCES, 0)),
     prompts=PROMPT_SIZES,
-    max_sequences=MAX_SEQUENCES,
+    max_sequences=MOST_SEQUENCES + 1,
     max_operations=OPERATIONS_WHILE_LAUNCHING,
 )
 

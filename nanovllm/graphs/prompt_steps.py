@@ -34,7 +34,7 @@ COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
 
 
 class PromptSteps:
-    """A recording for each size T of `sizes.prompts`, with S = `sizes.max_sequences` sequences and as many samples.
+    """A recording for T tokens of S sequences, and as many samples, for each (T, S) of `sizes.with_prompts`.
 
     token_ids, copies: as in `DecodeSteps`.
     """
@@ -42,21 +42,17 @@ class PromptSteps:
     def __init__(
         self, sizes: StepSizes, token_ids: Tensor, pack: Pack, step: PromptStep, recorder: Recorder, copies: int
     ) -> None:
-        self.sizes, self.max_sequences, self.pack = sizes.prompts, sizes.max_sequences, pack
+        self.sizes, self.places, self.pack = sizes.prompts, sizes.places, pack
         self.scratch_row, device = len(token_ids) - 1, token_ids.device
-        length = sum(self._widths(max(self.sizes, default=0)))
+        length = sum(widths(self.sizes[-1], self.places[-1])) if self.sizes else 0
         self._numbers = torch.zeros(length, dtype=torch.int32, device=device)  # of any size
         self._host = host_buffers(length, copies, device)
-        self._replays: dict[int, Step] = {}
-        for size in self.sizes[::-1]:  # the largest first, as in `DecodeSteps`
-            self._load(size, [])
-            widths = self._widths(size)
-            parts = self._numbers[: sum(widths)].split(widths)
-            self._replays[size] = recorder(partial(step, parts))
-
-    def _widths(self, size: int) -> list[int]:
-        """The lengths of a recording's numbers, in the order of `Pack`."""
-        return [size, size, self.max_sequences, self.max_sequences + 1, *[self.max_sequences] * 4]
+        self._replays: dict[tuple[int, int], Step] = {}
+        for size, places in sizes.with_prompts[::-1]:  # the largest first, as in `DecodeSteps`
+            self._load(size, places, [])
+            lengths = widths(size, places)
+            parts = self._numbers[: sum(lengths)].split(lengths)
+            self._replays[size, places] = recorder(partial(step, parts))
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
         """Compute this work if a recording has room for it; otherwise do nothing and return None."""
@@ -64,24 +60,31 @@ class PromptSteps:
         num_sampled = sum(len(s.guesses) + 1 for s in scheduled if s.sample)
         if not self.sizes or num_tokens > self.sizes[-1]:
             return None
-        if max(num_sampled, len(scheduled) + 1) > self.max_sequences:
+        needed = max(num_sampled, len(scheduled) + 1)
+        if needed > self.places[-1]:
             return None
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
-        self._load(size, scheduled)
-        return self._replays[size]().at(slice(num_sampled))
+        places = self.places[bisect_left(self.places, needed)]
+        self._load(size, places, scheduled)
+        return self._replays[size, places]().at(slice(num_sampled))
 
-    def _load(self, size: int, scheduled: Sequence[Scheduled]) -> None:
+    def _load(self, size: int, places: int, scheduled: Sequence[Scheduled]) -> None:
         """Send a step's numbers to the device, in one copy."""
         missing = size - sum(s.num_tokens for s in scheduled)
         padding = [Scheduled(-1, self.scratch_row, 0, missing, sample=False, new_blocks=())] if missing else []
-        widths = self._widths(size)
-        host = next(self._host)[: sum(widths)]
+        lengths = widths(size, places)
+        host = next(self._host)[: sum(lengths)]
         # A missing sequence begins after the last token; a missing sample is taken from the scratch row.
         fills = [0, 0, self.scratch_row, size, 1, 0, self.scratch_row, 0]
-        for part, place, fill in zip(self.pack([*scheduled, *padding]), host.split(widths), fills, strict=True):
+        for part, place, fill in zip(self.pack([*scheduled, *padding]), host.split(lengths), fills, strict=True):
             array = place.numpy()
             array[: len(part)], array[len(part) :] = part, fill
         self._numbers[: len(host)].copy_(host, non_blocking=True)
+
+
+def widths(size: int, places: int) -> list[int]:
+    """The lengths of a recording's numbers, in the order of `Pack`."""
+    return [size, size, places, places + 1, *[places] * 4]
 
 
 class RecordedSteps:

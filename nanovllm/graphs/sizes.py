@@ -13,9 +13,10 @@ MAX_REPLAYED = 256
 MAX_READ = 2**30
 # Tokens of the recordings with prompts
 PROMPT_SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))
-# Sequences of a recording with prompts, the padding included; and tokens that it samples, one for every guess included.
-# A place costs a little even if it is empty
-MAX_SEQUENCES = 64
+# Places of a recording with prompts: for sequences, the padding included, and for tokens that it samples, one for every
+# guess included. A place costs a little even if it is empty, so there are recordings with few places, and with one for
+# every sequence that may run.
+FEW_PLACES = 64
 # Operations that an H200 does, at its measured rate for large products, in about the time that launching a layer kernel
 # by kernel takes: a third of a millisecond
 OPERATIONS_WHILE_LAUNCHING = 2 * 10**11
@@ -29,12 +30,17 @@ class StepSizes:
     prompts: list[int]  # the tokens are shared among sequences in any way; may be empty
     max_several: int  # tokens that a step may have for a decode recording if a sequence has several of them
     max_keys: int  # keys that the tokens of such sequences may read together, each token by itself
-    max_sequences: int  # of a recording with prompts, and how many tokens it samples
+    places: list[int]  # of the recordings with prompts, ascending; may be empty
+
+    @property
+    def with_prompts(self) -> list[tuple[int, int]]:
+        """Tokens and places of each recording with prompts, ascending."""
+        return [(tokens, places) for places in self.places for tokens in self.prompts]
 
     @property
     def num_logits(self) -> int:
         """Rows of logits of the largest recording."""
-        return max(self.decodes[-1], self.max_sequences)
+        return max([self.decodes[-1], *self.places])
 
 
 def step_sizes(config: EngineConfig, model: ModelConfig) -> StepSizes:
@@ -43,12 +49,13 @@ def step_sizes(config: EngineConfig, model: ModelConfig) -> StepSizes:
     max_sampled = 1 if config.speculation is None else 1 + config.speculation.k  # tokens of each sequence
     num_decodes = max(config.max_num_seqs, min(config.max_num_seqs * max_sampled, MAX_REPLAYED))
     decodes = batch_sizes(num_decodes, min(MAX_REPLAYED, config.max_num_batched_tokens))
-    return StepSizes(decodes, prompt_sizes(config, model), MAX_REPLAYED, MAX_READ // key_bytes, MAX_SEQUENCES)
+    prompts = prompt_sizes(config, model)
+    return StepSizes(decodes, prompts, MAX_REPLAYED, MAX_READ // key_bytes, prompt_places(config) if prompts else [])
 
 
 def draft_sizes(config: EngineConfig) -> StepSizes:
     """For a draft model: decodes of one token per sequence."""
-    return StepSizes(batch_sizes(config.max_num_seqs, 0), [], max_several=0, max_keys=0, max_sequences=0)
+    return StepSizes(batch_sizes(config.max_num_seqs, 0), [], max_several=0, max_keys=0, places=[])
 
 
 def batch_sizes(num_decodes: int, largest: int) -> list[int]:
@@ -59,6 +66,12 @@ def batch_sizes(num_decodes: int, largest: int) -> list[int]:
     while sizes[-1] < largest:
         sizes.append(min(2 * sizes[-1], largest))
     return sizes
+
+
+def prompt_places(config: EngineConfig) -> list[int]:
+    """The most is a multiple of 16, as kernels are compiled for."""
+    most = -(-(config.max_num_seqs + 1) // 16) * 16
+    return [FEW_PLACES] if most <= FEW_PLACES else [FEW_PLACES, most]
 
 
 def prompt_sizes(config: EngineConfig, model: ModelConfig) -> list[int]:

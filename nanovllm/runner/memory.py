@@ -32,7 +32,7 @@ def graph_bytes(sizes: StepSizes, model: ModelConfig) -> int:
     """What recorded steps may take: logits, activations and the matrix library's workspace, which all steps share; and
     the launches themselves, about 10 KB each."""
     logits = sizes.decodes[-1] * model.vocab_size * model.dtype.itemsize
-    launches = (len(sizes.decodes) + len(sizes.prompts)) * model.num_hidden_layers * MIB // 8
+    launches = (len(sizes.decodes) + len(sizes.with_prompts)) * model.num_hidden_layers * MIB // 8
     return logits + 320 * MIB + launches
 
 

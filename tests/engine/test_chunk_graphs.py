@@ -88,10 +88,39 @@ def test_guesses_beside_a_prompt(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_more_sequences_than_a_recording_has_room_for_are_launched(
+def test_a_prompt_beside_many_decodes(
     device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]
 ) -> None:
-    monkeypatch.setattr(sizes, "MAX_SEQUENCES", 4)
+    """As on a busy server: every step is replayed however many sequences run, with the tokens of the plain loop."""
+    monkeypatch.setattr(sizes, "FEW_PLACES", 24)
+    path, config = lively_qwen3(checkpoints), {"max_num_seqs": 33, "max_num_batched_tokens": 128}
+    prompts = [[(7 * i + j) % 200 + 1 for j in range(5 + i % 9)] for i in range(60)]
+    params = [SamplingParams(temperature=0, max_tokens=3 + i % 11, ignore_eos=True) for i in range(60)]
+    plain = LLM(path, device=device, dtype="float32", enforce_eager=True, **DEFAULTS | config)
+    expected = tokens_of(plain, prompts, params)
+    recorded = make_llm(path, device, monkeypatch, **config)
+    assert tokens_of(recorded, prompts, params) == expected
+    assert all(replayed for _, _, replayed in seen)
+    numbers = {n for _, n, _ in seen}
+    assert min(numbers) < 24 and max(numbers) == 33, "the workload does not show it"
+
+
+def test_places_for_every_sequence_that_may_run() -> None:
+    def made(**config: Any) -> sizes.StepSizes:
+        whole = EngineConfig(**{"max_model_len": 4096, "max_num_batched_tokens": 8192} | config)
+        return sizes.step_sizes(whole, read_config(SHAPES / "Qwen3-0.6B"))
+
+    assert made(max_num_seqs=256).places == [64, 272] and made(max_num_seqs=256).num_logits == 272
+    assert made(max_num_seqs=63).places == [64] and made(max_num_seqs=64).places == [64, 80]
+    assert made(max_num_seqs=256).with_prompts == [(t, s) for s in (64, 272) for t in PROMPT_SIZES]
+    assert made(max_num_seqs=256, max_num_batched_tokens=32).with_prompts == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_samples_than_a_recording_has_room_for_are_launched(
+    device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]
+) -> None:
+    monkeypatch.setattr(sizes, "prompt_places", lambda config: [4])
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch)
     prompts = [list(range(i, i + 5)) for i in range(1, 5)]
     for n, replayed in ((3, True), (4, False)):  # one is kept for padding

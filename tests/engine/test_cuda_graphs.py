@@ -90,7 +90,7 @@ def test_a_batch_has_nothing_of_the_steps_before() -> None:
         zeros = torch.zeros(size, 1)
         return Sampled(batch.sampled_rows, batch.next_positions, torch.arange(size), zeros, zeros)
 
-    recorded = DecodeSteps(StepSizes([1, 2, 4, 6], [], 0, 0, 0), rows.token_ids, step, record_nothing, copies=3)
+    recorded = DecodeSteps(StepSizes([1, 2, 4, 6], [], 0, 0, []), rows.token_ids, step, record_nothing, copies=3)
     for i, order in enumerate([[5, 2, 0, 3, 1, 4], [5, 0, 3], [3, 0, 5, 1], [0], [2, 5], [4, 1, 2]] * 2):
         places = [9 + 17 * row + i for row in order]
         work = zip(order, places, strict=True)
