@@ -27,6 +27,7 @@ from benchmarks.lib import harness, roofline, tables, workloads
 from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, higher, lower, metric
 from benchmarks.lib.process import GREEDY, Engine, random_prompts
 from benchmarks.lib.tables import Result
+from benchmarks.serving import speed as serving
 
 SMALL: dict[str, Any] = {"batches": [1, 8, 32], "prompt_len": 128, "num_tokens": 512, "highest_id": 10_000}
 QUICK_SMALL: dict[str, Any] = {"batches": [1, 2], "prompt_len": 8, "num_tokens": 5, "highest_id": 500}
@@ -45,8 +46,8 @@ KINDS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
 SHORT = (  # benchmark, key of its figure, what the README calls the figure
     ("throughput", "throughput", "output tokens per second, 256 requests at once"),
+    ("sampling", "recommended", "the same with top_p 0.95 and top_k 20, as Qwen3's card recommends"),
     ("latency", "ms_per_token_1", "milliseconds per token, 1 request"),
-    ("latency", "ms_per_token_8", "milliseconds per token, 8 requests"),
     ("latency", "ms_per_token_32", "milliseconds per token, 32 requests"),
     ("latency", "first_token_ms_1", "milliseconds to the first token, 1 request"),
 )
@@ -254,13 +255,33 @@ def table(results: dict[str, Result]) -> list[str]:
     return [*lines, "", tables.origin(results)]
 
 
+def sampling_table(results: dict[str, Result]) -> list[str]:
+    """Each kind of sampling parameters beside vLLM, and beside the plain temperature."""
+    [result] = results.values()
+    found = tables.figures(result)
+    lines = tables.head("", "nanovllm", "vLLM", "gain", "nanovllm, beside temperature alone")
+    for figure in result["figures"]:
+        batch = f"_{figure['key'].rpartition('_')[2]}" if figure["unit"] == "ms" else ""
+        plain = found[f"plain{batch}"]
+        ours, base = (f["values"]["nanovllm"]["median"] for f in (figure, plain))
+        beside = "–" if figure is plain else f"{100 * (ours / base - 1):+.1f}%"
+        cells = [tables.cell(figure, name) for name in ("nanovllm", "vLLM")]
+        lines.append(tables.row(tables.label(figure), *cells, tables.ratio(figure, "nanovllm", "vLLM"), beside))
+    return [*lines, "", f"Workload: {result['workload']}.", "", tables.origin(results)]
+
+
 def short_table(results: dict[str, Result]) -> list[str]:
-    """Medians of nanovllm and vLLM, for the README. `results` are those of throughput and latency."""
+    """Medians of nanovllm and vLLM, for the README. `results` are those of throughput, sampling, latency and the
+    server, of which sampling and the server may be missing."""
     lines = tables.head("", "nanovllm", "vLLM", "gain")
     for name, key, title in SHORT:
+        if name == "sampling" and name not in results:
+            continue
         figure = tables.figures(results[name])[key]
         cells = (tables.cell(figure, who, "{}") for who in ("nanovllm", "vLLM"))
         lines.append(tables.row(title, *cells, tables.ratio(figure, "nanovllm", "vLLM")))
+    if "serving_speed" in results:
+        lines.append(tables.row(*serving.short_row(results["serving_speed"])))
     result = results["throughput"]
     share = tables.figures(result)["share"]["values"]
     where = [result["machine"]["device"], tables.versions(result, "torch"), *tables.rivals([result])]

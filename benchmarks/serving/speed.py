@@ -1,6 +1,7 @@
 """The server at full speed: streamed completions from several client processes, at rising rates.
 
     python -m benchmarks.serving.speed --out DIR [--rates 8 32 64 96] [--api-servers 1 4] [--vllm-path DIR]
+    python -m benchmarks.serving.speed --draw benchmarks/results/serving_speed.h200.json    # the picture in docs
 
 The model has random weights in the shape of Qwen3-0.6B, and SmolLM2's tokenizer (`make models`). Prompts are texts of
 lognormal length, about 200 tokens, and answers have about 190. Arrivals are a Poisson process over all clients, so that
@@ -34,6 +35,8 @@ from benchmarks.serving.load import percentile
 CLIENTS = 8  # processes
 MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 200, 190, 0.6  # tokens; sigma of the logarithm of a length
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
+FIGURE = harness.ROOT / "docs" / "figures" / "serving_speed.png"
+README_RATE = 128  # requests a second; more than vLLM keeps up with
 COLUMNS = ("server", "requests/s", "tokens/s", "gap p50 (ms)", "p99", "first token p50 (ms)", "p99")
 
 
@@ -186,6 +189,45 @@ def table(results: dict[str, Result]) -> list[str]:
     return [*lines, "", f"Measured on {', '.join(measured)}; commit {tables.commit(result)}."]
 
 
+def short_row(result: Result) -> list[str]:
+    """What the README says: ours beside vLLM, with as many API processes, those that are better for vLLM."""
+    rates = {row["server"]: row["tokens_per_second"] for row in result["rows"] if row["rate"] == README_RATE}
+    theirs = max((name for name in rates if name.startswith("vLLM")), key=rates.__getitem__)
+    mine, other = rates[theirs.replace("vLLM", "nanovllm")], rates[theirs]
+    title = f"output tokens per second of the server, {README_RATE} requests per second"
+    return [title, f"{mine:,.0f}", f"{other:,.0f}", f"{mine / other:.2f}×"]
+
+
+def draw(result: Result, path: Path) -> None:
+    """Throughput and the longest gaps against the rate, a line for each server; legible at half the page's width."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context({"font.size": 14}):
+        canvas, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+        for server in dict.fromkeys(row["server"] for row in result["rows"]):
+            rows = sorted((row for row in result["rows"] if row["server"] == server), key=lambda row: row["rate"])
+            ours, alone = server.startswith("nanovllm"), ", 1 API" in server
+            look: dict[str, Any] = {"color": "#0072B2" if ours else "#D55E00", "linestyle": "--" if alone else "-"}
+            look |= {"marker": "o" if ours else "s", "label": server.replace("API", "API process" + "es" * (not alone))}
+            rates = [row["rate"] for row in rows]
+            left.plot(rates, [row["tokens_per_second"] for row in rows], **look)
+            right.plot(rates, [row["gap_ms"]["p99"] for row in rows], **look)
+        left.set_ylabel("output tokens per second")
+        left.set_ylim(bottom=0)
+        left.legend(frameon=False)
+        right.set_ylabel("gap between tokens, 99th percentile (ms)")
+        right.set_ylim(bottom=0)
+        for axes in (left, right):
+            axes.set_xlabel("requests per second")
+            axes.spines[["top", "right"]].set_visible(False)
+        # No version of matplotlib in the file, so that drawing the same result again gives the same bytes
+        canvas.savefig(path, dpi=100, metadata={"Software": None})
+        plt.close(canvas)
+
+
 def with_others(result: Result, path: Path) -> Result:
     """The result, with rows of other servers that the file has of the same commit, card and workload."""
     if path.is_file():
@@ -207,7 +249,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=20, help="how long each rate is kept up (default 20)")
     parser.add_argument("--api-servers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--vllm-path", type=Path, help="where vLLM can be imported from")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw this result for docs, and measure nothing")
     options = parser.parse_args(arguments)
+    if options.draw is not None:
+        draw(json.loads(options.draw.read_text(encoding="utf-8")), FIGURE)
+        return
     result = {
         "name": "serving_speed",
         "machine": facts(options.device),
