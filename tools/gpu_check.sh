@@ -33,10 +33,12 @@ gpu_test() { # NAME OPTIONS...: its report and its log, with the stacks of a tes
     --junitxml="$out/$name.xml" "$@" > "$out/$name.log" 2>&1
 }
 if [ -n "$tests" ]; then
-  # Several ranks by themselves: one that hangs must not cost the report of all others. Memory limits want the whole card.
+  # Several ranks by themselves: one that hangs must not cost the report of all others. What weighs memory wants the
+  # whole card.
+  weighs="memory_limit or memory_of_graphs"
   ignored=(); for file in $ranks; do ignored+=(--ignore "$file"); done
-  GPUS=${RANKS:-1} PYTHONPATH=${FLASH:-} gpu_test tests -n "${JOBS:-8}" -k "not memory_limit" "${ignored[@]}" $tests || status=1
-  gpu_test memory -k memory_limit "${ignored[@]}" $tests || status=1
+  GPUS=${RANKS:-1} PYTHONPATH=${FLASH:-} gpu_test tests -n "${JOBS:-8}" -k "not ($weighs)" "${ignored[@]}" $tests || status=1
+  gpu_test memory -k "$weighs" "${ignored[@]}" $tests || status=1
   reports=("$out/tests.xml" "$out/memory.xml")
   if [ "${RANKS:-1}" -gt 1 ]; then
     for file in $ranks; do

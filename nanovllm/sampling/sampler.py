@@ -147,7 +147,8 @@ class Sampler:
         if not masked.all():
             spread = np.full((len(places), width), -1, dtype=np.int32)
             spread[masked] = found
-            found = spread[special]
+            found = spread
+        found = found if special.all() else found[special]
         for s in sampling:
             if (ids := self.state.params[s.row].allowed_token_ids) is not None:
                 found[places[special] == s.key] &= packed(ids, self.state.vocab_size)

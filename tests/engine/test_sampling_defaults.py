@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 pytest.importorskip("pydantic", reason="the extra serve is not installed")
+pytest.importorskip("openai", reason="the extra dev is not installed")
 
 from nanovllm import LLM, SamplingParams, cli
 from nanovllm.async_llm import AsyncLLM
