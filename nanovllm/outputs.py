@@ -1,6 +1,6 @@
 """What a caller gets back, with vLLM's names."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
@@ -36,6 +36,7 @@ class CompletionOutput:
     """One choice of a request.
 
     token_ids:      with the EOS or stop token that ended them.
+    logprobs:       by position, then by token id. In an engine's own outputs the entries are made when they are read.
     finish_reason:  None while it goes on; "error" where the logits were not finite, no token was allowed, or a grammar
                     could not go on.
     stop_reason:    the stop string or the stop token id that was met; None for EOS; what was wrong with a grammar.
@@ -45,7 +46,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

@@ -4,14 +4,14 @@ The control plane knows requests, queues, blocks and priorities, and speaks of s
 `Executor`) keeps a copy of each sequence's tokens, appends what it samples, and knows nothing else of requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from nanovllm.sampling_params import SamplingParams
 
 # For one token position: token id -> (log-probability, rank from 1). The sampled token is always among the keys.
-TokenLogprobs = dict[int, tuple[float, int]]
+TokenLogprobs = Mapping[int, tuple[float, int]]
 
 
 class Scheduled(NamedTuple):

@@ -7,6 +7,7 @@ from itertools import chain
 from operator import index
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.logprobs import GrowingLogprobs, OutputLogprobs
 from nanovllm.engine.plan import TokenLogprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculationStats
@@ -26,26 +27,28 @@ class Choice:
 
     seq: Sequence
     detokenizer: Detokenizer | None
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # stays empty where none are asked for
+    logprobs: GrowingLogprobs | None = None  # set if the request asks for them
     cumulative_logprob: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.seq.params.logprobs is not None:
+            texts = self.detokenizer
+            self.logprobs = GrowingLogprobs((lambda _, found: without_text(found)) if texts is None else texts.logprobs)
 
     def add_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
         """Take in the log-probabilities of new tokens, one entry for each token."""
+        assert self.logprobs is not None
         for token, found in zip(token_ids, logprobs, strict=True):
-            if self.detokenizer is not None:
-                self.logprobs.append(self.detokenizer.logprobs(token, found))
-            else:
-                self.logprobs.append(without_text(found))
+            self.logprobs.add(token, found)
             self.cumulative_logprob += found[token][0]
 
     def output(self) -> CompletionOutput:
-        wanted = self.seq.params.logprobs is not None
         return CompletionOutput(
             index=self.seq.choice,
             text="" if self.detokenizer is None else self.detokenizer.text,
             token_ids=self.seq.token_ids[self.seq.num_prompt_tokens :],
-            cumulative_logprob=self.cumulative_logprob if wanted else None,
-            logprobs=list(self.logprobs) if wanted else None,
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else OutputLogprobs(self.logprobs),
             finish_reason=self.seq.finish_reason,
             stop_reason=self.seq.stop_reason,
         )

@@ -44,12 +44,14 @@ class StepOutput:
         token_ids = self.token_ids.tolist()
         if self.guesses is None and self.logprobs is None:  # almost always: one token each
             return [([token], None) for token in token_ids]
-        guesses = token_ids if self.guesses is None else self.guesses.tolist()
         of_token: list[TokenLogprobs | None] = [None] * len(token_ids)
         if self.logprobs is not None:
             of_token = self.logprobs.per_row(
                 [n for n, times in zip(self.wanted, self.num_sampled, strict=True) for _ in range(times)]
             )
+        if self.guesses is None:
+            return [([token], None if row is None else [row]) for token, row in zip(token_ids, of_token, strict=True)]
+        guesses = self.guesses.tolist()
         found: list[tuple[list[int], list[TokenLogprobs] | None]] = []
         first = 0
         for num_sampled in self.num_sampled:

@@ -1,6 +1,8 @@
 """Log-probabilities of the sampled token and of the likeliest tokens, under the model's own distribution."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from struct import unpack_from
 from typing import NamedTuple
 
 import torch
@@ -27,16 +29,45 @@ class TopLogprobs(NamedTuple):
     def per_row(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
         """token id -> (log-probability, rank) per row, for as many of the likeliest tokens as the row wants. Waits for
         the device if the values are still there."""
-        rows: list[TokenLogprobs | None] = []
-        for n, ids, logprobs, rank in zip(wanted, *(column.tolist() for column in self), strict=True):
-            if n is None:
-                rows.append(None)
-                continue
-            row = {ids[0]: (logprobs[0], rank)}
-            for i in range(1, n + 1):
-                row.setdefault(ids[i], (logprobs[i], i))
-            rows.append(row)
+        token_ids, values, ranks = (column.numpy(force=True) for column in self)
+        width, raw_ids, raw_values = values.shape[1], token_ids.tobytes(), values.tobytes()
+        rows: list[TokenLogprobs | None] = [None] * len(ranks)
+        for i, (n, rank) in enumerate(zip(wanted, ranks.tolist(), strict=True)):
+            if n is not None:
+                first, end = width * i, width * i + 1 + n
+                rows[i] = RowLogprobs(raw_ids[8 * first : 8 * end], raw_values[4 * first : 4 * end], rank)
         return rows
+
+
+class RowLogprobs(Mapping[int, tuple[float, int]]):
+    """The numbers of one row, as bytes. Every look makes a dict of them, except for the sampled token: most of an
+    answer is not read before its end, and much of it never.
+
+    token_ids [1 + n] int64 and logprobs [1 + n] float32, the sampled token's first; its rank, from 1.
+    """
+
+    __slots__ = "logprobs", "rank", "token_ids"
+
+    def __init__(self, token_ids: bytes, logprobs: bytes, rank: int) -> None:
+        self.token_ids, self.logprobs, self.rank = token_ids, logprobs, rank
+
+    def items(self) -> ItemsView[int, tuple[float, int]]:
+        found: dict[int, tuple[float, int]] = {}
+        pairs = zip(array("q", self.token_ids), array("f", self.logprobs), strict=True)
+        for place, (token_id, value) in enumerate(pairs):
+            found.setdefault(token_id, (value, place or self.rank))
+        return found.items()
+
+    def __getitem__(self, token_id: int) -> tuple[float, int]:
+        if (token_id,) == unpack_from("q", self.token_ids):
+            return unpack_from("f", self.logprobs)[0], self.rank
+        return dict(self.items())[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return (token_id for token_id, _ in self.items())
+
+    def __len__(self) -> int:
+        return len(self.items())
 
 
 def top_logprobs(logits: Tensor, sampled: Tensor, n: int) -> TopLogprobs:

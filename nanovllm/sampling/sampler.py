@@ -108,9 +108,10 @@ class Sampler:
         state, needs = self.state, needs or Needs()
         # Only the rows that need the full tail: nothing is sampled again or sorted for the others.
         rows = [s.row for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
-        special = np.isin(rows, list(state.special)) | (q is not None)
-        index = to_device(np.flatnonzero(special), state.device)
-        some = step if special.all() else step.at(index)  # for a large batch, logits are too many to copy in vain
+        special = np.array([row in state.special for row in rows]) | (q is not None)
+        # None: all rows. For a large batch, logits are too many to copy in vain.
+        index = None if special.all() else to_device(np.flatnonzero(special), state.device)
+        some = step if index is None else step.at(index)
         logits, found = some.logits, some.token_ids
         if self.group.size > 1:
             logits = gather_logits(logits, self.group, state.vocab_size).contiguous()
@@ -131,11 +132,12 @@ class Sampler:
                 drafted = None if q is None or step.guesses is None else (step.guesses, q)
                 metadata = state.metadata(some.rows, some.positions)
                 found = sample_full(logits, metadata, some.rows, state, needs, drafted, allowed)
-            token_ids = token_ids.index_copy(0, index, found)
+            token_ids = found if index is None else token_ids.index_copy(0, index, found)
             state.write(step.rows, step.positions, token_ids)
         if needs.num_logprobs is None:
             return token_ids, None
-        return token_ids, log_probabilities(logits, found, needs.num_logprobs).spread(index, len(token_ids))
+        logprobs = log_probabilities(logits, found, needs.num_logprobs)
+        return token_ids, logprobs if index is None else logprobs.spread(index, len(token_ids))
 
     def _masks_of(
         self, masks: StepMasks, sampling: Sequence[Scheduled], special: npt.NDArray[np.bool_]

@@ -201,13 +201,14 @@ class Logprobs(Struct, array_like=True):
 
     @classmethod
     def of(cls, stream: int, found: Sequence[TokenLogprobs]) -> "Logprobs":
-        pairs = list(chain.from_iterable(entry.values() for entry in found))
+        entries = [entry.items() for entry in found]
+        listed = list(chain.from_iterable(entries))
         return cls(
             stream,
-            pack("i", map(len, found)),
-            pack("i", chain.from_iterable(found)),
-            pack("d", (value for value, _ in pairs)),
-            pack("i", (rank for _, rank in pairs)),
+            pack("i", map(len, entries)),
+            pack("i", (token_id for token_id, _ in listed)),
+            pack("d", (value for _, (value, _) in listed)),
+            pack("i", (rank for _, (_, rank) in listed)),
         )
 
     def entries(self) -> list[TokenLogprobs]:

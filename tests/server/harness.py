@@ -80,7 +80,7 @@ async def read(stream: Stream) -> list[CompletionOutput]:
             so_far.text += choice.text
             so_far.token_ids += choice.token_ids
             if so_far.logprobs is not None and choice.logprobs is not None:
-                so_far.logprobs += choice.logprobs
+                so_far.logprobs = [*so_far.logprobs, *choice.logprobs]
             so_far.finish_reason, so_far.stop_reason = choice.finish_reason, choice.stop_reason
     assert finished
     return [whole[i] for i in sorted(whole)]

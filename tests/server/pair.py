@@ -73,7 +73,7 @@ async def whole(stream: RemoteStream) -> tuple[list[CompletionOutput], int]:
             so_far.text += choice.text
             so_far.token_ids += choice.token_ids
             if choice.logprobs is not None and so_far.logprobs is not None:
-                so_far.logprobs += choice.logprobs
+                so_far.logprobs = [*so_far.logprobs, *choice.logprobs]
             so_far.cumulative_logprob = choice.cumulative_logprob
             so_far.finish_reason, so_far.stop_reason = choice.finish_reason, choice.stop_reason
     return [found[i] for i in sorted(found)], num_deltas

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from array import array
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +12,7 @@ import zmq
 from nanovllm import SamplingParams
 from nanovllm.admission import NeverFits, QueueFull
 from nanovllm.outputs import RequestMetrics
+from nanovllm.sampling.logprobs import RowLogprobs
 from nanovllm.sampling_params import RequestOutputKind
 from nanovllm.server import messages
 from nanovllm.server.client import EngineClient
@@ -128,6 +130,8 @@ def test_whatever_a_grammar_does_its_request_fails_alone(
 def test_log_probabilities_arrive_bit_by_bit() -> None:
     found = [{7: (-0.1, 1), 9: (-2.3456789012345678, 2)}, {}, {2**31 - 1: (-1e-300, 151936)}]
     assert Logprobs.of(3, found).entries() == found
+    ids, values = array("q", [5, 5, 2**31 - 1]).tobytes(), array("f", [-0.25, -0.25, -3.5]).tobytes()
+    assert Logprobs.of(3, [RowLogprobs(ids, values, 1)]).entries() == [{5: (-0.25, 1), 2**31 - 1: (-3.5, 2)}]
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x80\x04K\x01.", b"\x93\xa3Add\x01\x02", messages.encode([1, 2])])

@@ -89,7 +89,7 @@ class CompletionReply:
         ended = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return {"index": index, "text": text_of(parts, "content"), "logprobs": logprobs} | ended
 
-    def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> Json:
+    def _logprobs(self, token_ids: list[int], entries: Sequence[dict[int, Logprob]]) -> Json:
         columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
             chosen = entry[token_id]
@@ -141,7 +141,7 @@ class ChatReply:
             {"index": index, "logprobs": logprobs} | said | {"finish_reason": reason, "stop_reason": choice.stop_reason}
         )
 
-    def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> list[Json]:
+    def _logprobs(self, token_ids: list[int], entries: Sequence[dict[int, Logprob]]) -> list[Json]:
         return [
             self._token(entry[token_id])
             | {"top_logprobs": [self._token(item) for _, item in likeliest(entry, self.num_logprobs or 0)]}
