@@ -251,8 +251,8 @@ class LLMEngine:
         changed: dict[str, Request] = {}
         for request, (seq, token_ids, logprobs) in news:
             choice = request.choices[seq.choice]
-            if logprobs is not None:
-                choice.add_logprobs(token_ids, logprobs)
+            if choice.logprobs is not None and logprobs is not None:
+                choice.logprobs.add(token_ids, logprobs)
             if seq.finish_reason is not None and choice.detokenizer is not None:
                 choice.detokenizer.finish()
             if seq.finish_reason is not None or request.params.output_kind is cumulative:

@@ -19,12 +19,14 @@ Entry = dict[int, Logprob]
 class GrowingLogprobs:
     """Takes in the log-probabilities of one output. One thread adds to them, and any thread may read them.
 
-    entry_of: makes the entry of the next position, from the token that was chosen there and what was found. It is
-        called once for each position, in order, when the position is first read.
+    with_text: makes the entry of the next position, from the token that was chosen there and what was found. It is
+        called once for each position, in order, when the position is first read. None: entries have no text.
+    total: the sum over the chosen tokens.
     """
 
-    def __init__(self, entry_of: Callable[[int, TokenLogprobs], Entry]) -> None:
-        self._entry_of = entry_of
+    def __init__(self, with_text: Callable[[int, TokenLogprobs], Entry] | None = None) -> None:
+        self.total = 0.0
+        self._entry_of = with_text or (lambda _, found: without_text(found))
         self._length = 0
         self._entries: list[Entry] = []  # of the positions that were read
         # Of those after them. Not pairs: these would be objects, too
@@ -34,10 +36,12 @@ class GrowingLogprobs:
     def __len__(self) -> int:
         return self._length
 
-    def add(self, chosen: int, found: TokenLogprobs) -> None:
-        self._chosen.append(chosen)
-        self._found.append(found)
-        self._length += 1
+    def add(self, chosen: Sequence[int], found: Sequence[TokenLogprobs]) -> None:
+        """Take in those of new tokens, one entry for each token."""
+        self._chosen += chosen
+        self._found += found
+        self._length += len(chosen)
+        self.total += sum(entry[token][0] for token, entry in zip(chosen, found, strict=True))
 
     def entries(self, n: int) -> list[Entry]:
         """The entries of at least the first n positions."""
@@ -79,3 +83,7 @@ class OutputLogprobs(Sequence[Entry]):
 
     def __reduce__(self) -> tuple[type[list[Entry]], tuple[list[Entry]]]:
         return list, (self[:],)
+
+
+def without_text(found: TokenLogprobs) -> Entry:
+    return {token_id: Logprob(value, rank) for token_id, (value, rank) in found.items()}

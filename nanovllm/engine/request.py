@@ -7,7 +7,7 @@ from itertools import chain
 from operator import index
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.logprobs import GrowingLogprobs, OutputLogprobs
+from nanovllm.engine.logprobs import GrowingLogprobs, OutputLogprobs, without_text
 from nanovllm.engine.plan import TokenLogprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculationStats
@@ -28,26 +28,17 @@ class Choice:
     seq: Sequence
     detokenizer: Detokenizer | None
     logprobs: GrowingLogprobs | None = None  # set if the request asks for them
-    cumulative_logprob: float = 0.0
 
     def __post_init__(self) -> None:
         if self.seq.params.logprobs is not None:
-            texts = self.detokenizer
-            self.logprobs = GrowingLogprobs((lambda _, found: without_text(found)) if texts is None else texts.logprobs)
-
-    def add_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
-        """Take in the log-probabilities of new tokens, one entry for each token."""
-        assert self.logprobs is not None
-        for token, found in zip(token_ids, logprobs, strict=True):
-            self.logprobs.add(token, found)
-            self.cumulative_logprob += found[token][0]
+            self.logprobs = GrowingLogprobs(None if self.detokenizer is None else self.detokenizer.logprobs)
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(
             index=self.seq.choice,
             text="" if self.detokenizer is None else self.detokenizer.text,
             token_ids=self.seq.token_ids[self.seq.num_prompt_tokens :],
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            cumulative_logprob=None if self.logprobs is None else self.logprobs.total,
             logprobs=None if self.logprobs is None else OutputLogprobs(self.logprobs),
             finish_reason=self.seq.finish_reason,
             stop_reason=self.seq.stop_reason,
@@ -104,10 +95,6 @@ class Request:
         if detokenizer is None:
             return [None, *map(without_text, found)]
         return [None, *detokenizer.prompt_logprobs(self.prompt_token_ids, found)]
-
-
-def without_text(found: TokenLogprobs) -> dict[int, Logprob]:
-    return {id: Logprob(value, rank) for id, (value, rank) in found.items()}
 
 
 def check_request(

@@ -36,7 +36,7 @@ def some(n: int) -> Iterator[tuple[int, TokenLogprobs]]:
 def grown(n: int, entry_of: Callable[[int, TokenLogprobs], dict[int, Logprob]] = entry) -> GrowingLogprobs:
     growing = GrowingLogprobs(entry_of)
     for chosen, found in some(n):
-        growing.add(chosen, found)
+        growing.add([chosen], [found])
     return growing
 
 
@@ -64,7 +64,7 @@ def test_an_output_does_not_grow() -> None:
     growing = grown(0)
     outputs = []
     for chosen, found in some(6):
-        growing.add(chosen, found)
+        growing.add([chosen], [found])
         outputs.append(OutputLogprobs(growing))
     for i in (3, 0, 5, 1, 4, 2):
         assert outputs[i] == [entry(*one) for one in some(i + 1)]

@@ -10,8 +10,8 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.logprobs import without_text
 from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.request import without_text
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Content, Sequence, SequenceStatus
 from nanovllm.outputs import Logprob, RequestOutput
