@@ -1,6 +1,6 @@
 """What was taken from which file of a checkpoint, as `nanovllm info` shows it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from nanovllm.models.checkpoint import (
     read_sampling_defaults,
     weight_files,
 )
-from nanovllm.models.config import FAMILIES, ModelConfig, read_config
+from nanovllm.models.config import FAMILIES, Family, ModelConfig, read_config
 from nanovllm.models.loader import HEAD, has_own_head
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.text.tokenizer_class import read
@@ -49,6 +49,7 @@ def checkpoint_facts(path: Path) -> list[Fact]:
         ("RoPE theta", f"{config.rope_theta:g}", theta_place(raw)),
         ("RoPE scaling", kind, said("rope_parameters", "rope_scaling")),
         head_fact(path, config, said("tie_word_embeddings")),
+        *expert_facts(config, said, FAMILIES[raw["model_type"]]),
         ("EOS ids of the model", eos, f"{generation}: eos_token_id"),
         *tokenizer_facts(path),
     ]
@@ -76,6 +77,17 @@ def head_fact(path: Path, config: ModelConfig, source: str) -> Fact:
     if has_weights and has_own_head(path, weight_files(path), config.dtype):
         return "tied embeddings", "no", f"the weights: {HEAD}"
     return "tied embeddings", "yes" if config.tie_word_embeddings else "no", source
+
+
+def expert_facts(config: ModelConfig, said: Callable[..., str], family: Family) -> list[Fact]:
+    moe, keys = config.moe, family.experts
+    if moe is None or keys is None:
+        return []
+    shared = ", and a shared one" if moe.shared_intermediate_size else ""
+    chosen = f"{moe.num_experts_per_tok} of {moe.num_experts} per token{shared}"
+    weights = "shares of their sum" if moe.norm_topk_prob else "probabilities"
+    source = "the architecture" if keys.norm_topk_prob is not None else said("norm_topk_prob")
+    return [("experts", chosen, said("num_experts_per_tok")), ("weights of the experts", weights, source)]
 
 
 def tokenizer_facts(path: Path) -> list[Fact]:

@@ -26,12 +26,18 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.utils.logging import disable_progress_bar
 
@@ -85,6 +91,49 @@ def random_qwen2(directory: Path | str, **over: Any) -> Path:
     return write_checkpoint(directory, Qwen2ForCausalLM, Qwen2Config, shape, over)
 
 
+def lively_qwen3_moe(directory: Path | str, **over: Any) -> Path:
+    """Qwen3-MoE: 3 of 8 experts, in all layers. `over`: see `write_checkpoint`."""
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    return write_checkpoint(directory, Qwen3MoeForCausalLM, Qwen3MoeConfig, shape, over)
+
+
+def random_qwen2_moe(directory: Path | str, **over: Any) -> Path:
+    """Qwen2-MoE: 2 of 6 experts and the shared one, and biases on q, k and v. `over`: see `write_checkpoint`."""
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return write_checkpoint(directory, Qwen2MoeForCausalLM, Qwen2MoeConfig, shape, over)
+
+
+def random_mixtral(directory: Path | str, **over: Any) -> Path:
+    """Mixtral: 2 of 4 experts. `over`: see `write_checkpoint`."""
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 40,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return write_checkpoint(directory, MixtralForCausalLM, MixtralConfig, shape, over)
+
+
 def write_checkpoint(
     directory: Path | str,
     model_class: type[PreTrainedModel],
@@ -94,9 +143,10 @@ def write_checkpoint(
 ) -> Path:
     """Write (or find) a random checkpoint under `directory` and return its path.
 
-    `over` holds config keys and four keys of its own: `seed` (0), `eos_token_ids` (of generation_config.json, default
+    `over` holds config keys and five keys of its own: `seed` (0), `eos_token_ids` (of generation_config.json, default
     the last two ids), `save_in_shards` (False; True gives several safetensors and an index), `spelling` ("new":
-    rope_parameters and dtype, as transformers 5 writes; "old": rope_theta, rope_scaling and torch_dtype).
+    rope_parameters and dtype, as transformers 5 writes; "old": rope_theta, rope_scaling and torch_dtype),
+    `experts_apart` (True; False gives one tensor for the experts of a layer, as transformers 5 has them in memory).
     """
     over = dict(over)
     name = f"{model_class.__name__}-{hashlib.sha256(json.dumps(over, sort_keys=True).encode()).hexdigest()[:16]}"
@@ -105,6 +155,7 @@ def write_checkpoint(
         return target
     seed: int = over.pop("seed", 0)
     in_shards: bool = over.pop("save_in_shards", False)
+    experts_apart: bool = over.pop("experts_apart", True)
     spelling: Spelling = over.pop("spelling", "new")
     eos: list[int] | None = over.pop("eos_token_ids", None)
     settings = {**SHARED, **shape, **over}
@@ -120,7 +171,8 @@ def write_checkpoint(
     # Written beside its place and renamed, so that a test killed half-way leaves no half checkpoint to be found.
     Path(directory).mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory))
-    model.save_pretrained(scratch, max_shard_size="100KB" if in_shards else "1GB")
+    size = "100KB" if in_shards else "1GB"
+    model.save_pretrained(scratch, max_shard_size=size, save_original_format=experts_apart)
     if without_head_dim or spelling == "old":
         rewrite_config(scratch / "config.json", spelling, drop=("head_dim",) if without_head_dim else ())
     try:
@@ -164,7 +216,7 @@ def rewrite_config(path: Path, spelling: Spelling, drop: tuple[str, ...] = ()) -
     """Rewrite a config.json in place without the keys in `drop`; "old" spells RoPE and dtype as transformers 4 did."""
     config = json.loads(path.read_text())
     for key in drop:
-        del config[key]
+        config.pop(key, None)  # some families have no such key
     if spelling == "old":
         rope = config.pop("rope_parameters")
         config["rope_theta"] = rope.pop("rope_theta")

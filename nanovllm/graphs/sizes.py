@@ -78,6 +78,6 @@ def prompt_sizes(config: EngineConfig, model: ModelConfig) -> list[int]:
     """Those of `PROMPT_SIZES` up to where computing takes longer than launching. `model` is this rank's share."""
     assert config.max_model_len is not None
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
-    weights = model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)  # of a layer
+    weights = model.hidden_size * (heads * model.head_dim + 3 * model.neurons_of_token)  # of a layer
     max_tokens = min(config.max_num_batched_tokens, config.max_model_len, OPERATIONS_WHILE_LAUNCHING // (2 * weights))
     return [size for size in PROMPT_SIZES if size <= max_tokens]

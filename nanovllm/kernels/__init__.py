@@ -39,6 +39,8 @@ class FusedKernels(NamedTuple):
     restore_logits: Callable[..., None] | None = None
     decode_inputs: Callable[..., None] | None = None
     top_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    route: Callable[..., tuple[Tensor, Tensor]] | None = None
+    grouped_mlp: Callable[..., Tensor] | None = None
 
 
 @cache
@@ -54,6 +56,8 @@ def fused_kernels(device: torch.device) -> FusedKernels:
     from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
     from nanovllm.kernels.fused.top_logprobs import top_logprobs
     from nanovllm.kernels.linear.choice import choose_linear
+    from nanovllm.kernels.moe.grouped_mlp import grouped_mlp
+    from nanovllm.kernels.moe.route import route
 
     return FusedKernels(
         add_rms_norm=add_rms_norm,
@@ -65,4 +69,6 @@ def fused_kernels(device: torch.device) -> FusedKernels:
         restore_logits=restore_logits,
         decode_inputs=decode_inputs,
         top_logprobs=top_logprobs,
+        route=route,
+        grouped_mlp=grouped_mlp,
     )

@@ -1,24 +1,27 @@
 """From config.json to `ModelConfig`. What the decoder does not implement is refused by name, and never ignored.
 
-The model families Llama, Qwen2 and Qwen3 are data. All that differs between them is a row of `FAMILIES`:
+The model families are data. All that differs between them is a row of `FAMILIES`:
 - Llama 2 and 3 ("The Llama 3 Herd of Models", 2024) and the many models that took their shape, SmolLM2 among them:
   biases only where config.json asks for them.
 - Qwen2 and 2.5 ("Qwen2 Technical Report", 2024): biases on q, k and v, and nowhere else. They are part of the
   architecture, and config.json does not mention them.
 - Qwen3 ("Qwen3 Technical Report", 2025): each head of q and k is normalised, and a head has 128 dimensions unless
   config.json says otherwise, whatever the hidden size.
+- Mixtral ("Mixtral of Experts", 2024), Qwen2-MoE ("Qwen1.5-MoE", 2024) and Qwen3-MoE ("Qwen3 Technical Report", 2025):
+  experts in place of the MLP, see `moe_config.py`. The rest of them is Llama, Qwen2 and Qwen3.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from nanovllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from nanovllm.models.checkpoint import dtype_of_weights, read_json
+from nanovllm.models.moe_config import ExpertKeys, MoEConfig, has_experts, parse_experts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = ("silu", "swish")  # two names of one function
@@ -58,18 +61,45 @@ class Family(NamedTuple):
 
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     num_key_value_heads: int | None = 32  # None: num_attention_heads
-    sliding_windows: bool = True  # whether config.json's words on sliding windows mean anything
+    # Layers that a sliding window in config.json is for. "upper": those that `layer_types` names, or from
+    # `max_window_layers` on. "all": all of them, and some may be named in `layer_types`
+    sliding_windows: Literal["none", "upper", "all"] = "upper"
+    window_has_switch: bool = True  # whether the window counts only with `use_sliding_window`
     max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
     qk_norm: bool = False  # RMSNorm on each head of q and k, before RoPE
     qkv_bias: bool | str = "attention_bias"
     o_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
+    experts: ExpertKeys | None = None  # None: an MLP in each layer
 
 
 FAMILIES = {  # by the `model_type` of config.json
-    "llama": Family(num_key_value_heads=None, sliding_windows=False, max_position_embeddings=2048, mlp_bias="mlp_bias"),
+    "llama": Family(
+        num_key_value_heads=None, sliding_windows="none", max_position_embeddings=2048, mlp_bias="mlp_bias"
+    ),
     "qwen2": Family(qkv_bias=True, o_bias=False),
     "qwen3": Family(head_dim=128, qk_norm=True),
+    "mixtral": Family(
+        num_key_value_heads=8,
+        sliding_windows="all",
+        window_has_switch=False,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        qkv_bias=False,
+        o_bias=False,
+        experts=ExpertKeys("intermediate_size", norm_topk_prob=True, dense_layers=False),
+    ),
+    "qwen2_moe": Family(
+        num_key_value_heads=16,
+        sliding_windows="all",
+        qkv_bias=True,
+        o_bias=False,
+        experts=ExpertKeys(shared_intermediate_size="shared_expert_intermediate_size"),
+    ),
+    "qwen3_moe": Family(num_key_value_heads=4, sliding_windows="all", qk_norm=True, experts=ExpertKeys()),
 }
 
 
@@ -93,7 +123,13 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    moe: MoEConfig | None  # None: every layer has an MLP
     dtype: torch.dtype
+
+    @property
+    def neurons_of_token(self) -> int:
+        """The neurons that a token goes through in a layer; if some layers have experts, in one of these."""
+        return self.intermediate_size if self.moe is None else self.moe.neurons_of_token
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -112,7 +148,7 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
     """`dtype_of_weights`: for a config.json that names no dtype."""
     refuse_unsupported(raw)
     family = FAMILIES[raw["model_type"]]
-    for key, kinds in (KINDS | KINDS_FOR_WINDOWS if family.sliding_windows else KINDS).items():
+    for key, kinds in (KINDS if family.sliding_windows == "none" else KINDS | KINDS_FOR_WINDOWS).items():
         if key in raw and not isinstance(raw[key], kinds):
             expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
             raise ValueError(f"{key} must be {expected}; got {raw[key]!r}; mend it, or leave it out")
@@ -133,14 +169,14 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
 
     max_positions = raw.get("max_position_embeddings") or family.max_position_embeddings
     refuse_sliding_windows(raw, family, max_positions)
-    theta, scaling = parse_rope(raw, max_positions)
+    theta, scaling = parse_rope(raw, max_positions, family.rope_theta)
     if isinstance(scaling, YarnScaling):  # model cards switch it on without raising max_position_embeddings
         max_positions = max(max_positions, int(scaling.original_max_position_embeddings * scaling.factor))
     return ModelConfig(
         **{key: raw[key] for key in NEEDED},
         num_key_value_heads=kv_heads,
         max_position_embeddings=max_positions,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=raw.get("rms_norm_eps", family.rms_norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -149,16 +185,19 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
         qkv_bias=has_bias(family.qkv_bias),
         o_bias=has_bias(family.o_bias),
         mlp_bias=has_bias(family.mlp_bias),
+        moe=None if family.experts is None else parse_experts(raw, family.experts),
         dtype=parse_dtype(raw, dtype_of_weights),
     )
 
 
 def refuse_unsupported(raw: Raw) -> None:
     kind, known = raw.get("model_type"), ", ".join(FAMILIES)
-    if any(raw.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ValueError(f"model_type={kind!r} is a mixture of experts, which is not supported; supported are {known}")
     if kind not in FAMILIES:
         raise ValueError(f"model_type={kind!r} is not supported; supported are {known}")
+    if has_experts(raw) and FAMILIES[kind].experts is None:
+        raise ValueError(f"model_type={kind!r} with a mixture of experts is not supported; supported are {known}")
+    if kind == "qwen2_moe" and not raw.get("qkv_bias", True):
+        raise ValueError("qkv_bias=False is not supported; supported is model_type='qwen2_moe' with biases")
     if raw.get("quantization_config") is not None:
         raise ValueError("quantization_config: quantised weights are not supported; use an unquantised checkpoint")
     if raw.get("hidden_act", "silu") not in ACTIVATIONS:
@@ -174,13 +213,16 @@ def refuse_sliding_windows(raw: Raw, family: Family, max_positions: int) -> None
     layers, kinds = raw["num_hidden_layers"], raw.get("layer_types")
     if kinds is not None and len(kinds) != layers:
         raise ValueError(f"layer_types names {len(kinds)} layers, and num_hidden_layers={layers}; mend one of them")
-    if not family.sliding_windows:
+    if family.sliding_windows == "none":
         return
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    first = raw.get("max_window_layers", 28)
-    if kinds is None:
-        kinds = ["sliding_attention" if window is not None and i >= first else "full_attention" for i in range(layers)]
-    limited = set(map(str, kinds)) - {"full_attention"}
+    if family.window_has_switch:
+        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    else:
+        window = raw.get("sliding_window")
+    limited = set(map(str, kinds or ())) - {"full_attention"}
+    unnamed = family.sliding_windows == "all" or (kinds is None and raw.get("max_window_layers", 28) < layers)
+    if window is not None and unnamed:
+        limited.add("sliding_attention")
     if limited == {"sliding_attention"} and window is not None and window >= max_positions:
         return
     if limited:
@@ -195,7 +237,7 @@ def parse_dtype(raw: Raw, dtype_of_weights: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def parse_rope(raw: Raw, max_positions: int) -> tuple[float, RopeScaling | None]:
+def parse_rope(raw: Raw, max_positions: int, default_theta: float) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     rope, before = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     said = {"rope_type": "default"} | rope
@@ -208,7 +250,7 @@ def parse_rope(raw: Raw, max_positions: int) -> tuple[float, RopeScaling | None]
     if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1) != 1:
         raise ValueError("partial_rotary_factor is not supported; all of a head must be rotated")
     said_theta = [value for value in (rope.get("rope_theta"), raw.get("rope_theta")) if value is not None]
-    theta = (said_theta or [10000.0])[0]
+    theta = (said_theta or [default_theta])[0]
     if not isinstance(theta, int | float) or not theta > 0:
         raise ValueError(f"rope_theta must be a positive number; got {theta!r}")
     theta, kind = float(theta), rope.get("rope_type", rope.get("type", "default"))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nanovllm.distributed.group import Group
 from nanovllm.kernels import has_bfloat16
+from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids, weight_files
 from nanovllm.models.config import ModelConfig, read_config
@@ -31,6 +32,7 @@ PREFIX, HEAD, EMBEDDING = "model.", "lm_head.weight", "model.embed_tokens.weight
 ROWS = 4096  # of head and embedding that are compared at a time
 FLOATS = ("F32", "F16", "BF16", "F64")
 DUMMY_STD = 0.02
+MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,19 @@ def dtype_in_use(asked: torch.dtype | None, stored: torch.dtype, device: torch.d
     return stored
 
 
-def checkpoint_views(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """The name of each tensor of the checkpoint, and the memory that it fills: a parameter, or some rows of one."""
+def checkpoint_views(model: Transformer, *, experts_apart: bool) -> Iterator[tuple[str, Tensor]]:
+    """The name of each tensor of the checkpoint, and the memory that it fills: a parameter, or some rows of one.
+
+    experts_apart: whether every expert has tensors of its own, as in nearly all checkpoints.
+    """
     for path, module in model.named_modules():
         if path != "lm_head":
             path = f"model.{path}"
         if isinstance(module, MergedLinear):  # checkpoints do not know its name: they have its parts in its place
             parent = path.rpartition(".")[0]
             yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
+        elif isinstance(module, Experts) and experts_apart:
+            yield from ((f"{path}.{name}", view) for name, view in module.checkpoint_views())
         else:
             yield from module.named_parameters(path, recurse=False)
 
@@ -122,19 +129,20 @@ def fill_from_files(
     Raises ValueError unless the tensors fit `config`, that of the whole model, exactly.
     """
     rank, ranks = (0, 1) if group is None else (group.rank, group.size)
-    views = dict(checkpoint_views(model))
-    with torch.device("meta"):
-        wanted = dict(checkpoint_views(Transformer(config, 1)))
     with ExitStack() as stack:
         held = open_tensors(stack, path, files)
         found = {name: stored for name, stored in held.items() if not is_redundant(name, config)}
+        experts_apart = not any(name.endswith(".experts.gate_up_proj") for name in found)
+        views = dict(checkpoint_views(model, experts_apart=experts_apart))
+        with torch.device("meta"):
+            wanted = dict(checkpoint_views(Transformer(config, 1), experts_apart=experts_apart))
         complaints = compare(wanted, found)
         if complaints:
             raise ValueError(f"the weights in {path} do not fit its config.json: {'; '.join(complaints)}")
         with torch.no_grad():
-            for name, (reader, own_name) in found.items():
+            for name, stored in found.items():
                 whole = ranks == 1
-                part = reader.get_tensor(own_name) if whole else read_shard(own_name, reader, config, rank, ranks)
+                part = stored.tensor() if whole else read_shard(name, stored.header(), config, rank, ranks)
                 views[name].copy_(part)
 
 
@@ -147,12 +155,16 @@ class Stored(NamedTuple):
     def header(self) -> Any:
         return self.reader.get_slice(self.name)
 
+    def tensor(self) -> Tensor:
+        tensor: Tensor = self.reader.get_tensor(self.name)
+        return tensor
+
 
 def open_tensors(stack: ExitStack, path: Path, files: dict[str, set[str] | None]) -> dict[str, Stored]:
     """The name of every tensor of `files`, and where the tensor is. `stack` closes the files.
 
     A model that was saved without its head (`Qwen3Model`, and not `Qwen3ForCausalLM`) has names without "model.", which
-    is put before them, as Hugging Face does.
+    is put before them, as Hugging Face does. The experts of Mixtral have names of their own, which become Qwen's.
     """
     found: dict[str, Any] = {}
     for file, names in files.items():
@@ -163,7 +175,14 @@ def open_tensors(stack: ExitStack, path: Path, files: dict[str, set[str] | None]
         held = set(reader.keys())
         found.update(dict.fromkeys(held if names is None else held & names, reader))
     prefix = "" if any(name.startswith(PREFIX) for name in found) else PREFIX
-    return {name if name == HEAD else prefix + name: Stored(reader, name) for name, reader in found.items()}
+    return {our_name(name, prefix): Stored(reader, name) for name, reader in found.items()}
+
+
+def our_name(name: str, prefix: str) -> str:
+    if ".block_sparse_moe." in name:
+        for theirs, ours in MIXTRAL_NAMES.items():
+            name = name.replace(theirs, ours)
+    return name if name == HEAD else prefix + name
 
 
 def has_own_head(path: Path, files: dict[str, set[str] | None], dtype: torch.dtype) -> bool:

@@ -1,9 +1,9 @@
 """Which part of a model a rank has (Shoeybi et al., "Megatron-LM", 2019).
 
-A rank has some of the heads and some of the MLP's neurons. The layers before them lose outputs (column-parallel), the
-layers behind them lose inputs (row-parallel), so that nothing between the two leaves the rank. A sum over the ranks
-makes the hidden state whole. With more ranks than KV heads, each KV head is on several ranks. The vocabulary is cut as
-well, padded to a multiple of the ranks.
+A rank has some of the heads and some of the neurons of the MLP, or of each expert. The layers before them lose outputs
+(column-parallel), the layers behind them lose inputs (row-parallel), so that nothing between the two leaves the rank. A
+sum over the ranks makes the hidden state whole. With more ranks than KV heads, each KV head is on several ranks. The
+vocabulary is cut as well, padded to a multiple of the ranks.
 """
 
 from dataclasses import replace
@@ -18,34 +18,46 @@ from nanovllm.models.config import ModelConfig
 
 def shard_config(c: ModelConfig, ranks: int) -> ModelConfig:
     """The numbers of one rank's model. Raises ValueError if the model cannot be cut into that many parts."""
-    heads, kv_heads, neurons = c.num_attention_heads, c.num_key_value_heads, c.intermediate_size
-    fitting = [n for n in range(1, heads + 1) if not (heads % n or neurons % n or (kv_heads % n and n % kv_heads))]
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+    neurons = (c.intermediate_size, *(() if c.moe is None else c.moe.sizes))
+
+    def fits(n: int) -> bool:
+        return not (heads % n or any(size % n for size in neurons) or (kv_heads % n and n % kv_heads))
+
+    fitting = [n for n in range(1, heads + 1) if fits(n)]
     if ranks not in fitting:
         raise ValueError(
             f"tensor_parallel_size={ranks} does not fit a model of {heads} heads, {kv_heads} key/value heads and "
-            f"{neurons} neurons; choose one of {', '.join(map(str, fitting))}"
+            f"{' and '.join(map(str, dict.fromkeys(neurons)))} neurons; choose one of {', '.join(map(str, fitting))}"
         )
     return replace(
         c,
         num_attention_heads=heads // ranks,
         num_key_value_heads=max(1, kv_heads // ranks),
         intermediate_size=c.intermediate_size // ranks,
+        moe=None if c.moe is None else c.moe.share(ranks),
         vocab_size=-(-c.vocab_size // ranks),
     )
 
 
-def read_shard(name: str, file: Any, c: ModelConfig, rank: int, ranks: int) -> Tensor:
-    """This rank's part of the tensor `name` of an open safetensors file; nothing else of it is read.
+def read_shard(name: str, tensor: Any, c: ModelConfig, rank: int, ranks: int) -> Tensor:
+    """This rank's part of a tensor in an open safetensors file (`get_slice`); nothing else of it is read.
+
+    name: what the tensor is, in our names (see `loader.checkpoint_views`), which may not be those of the file.
 
     Norms, and biases that are added after a sum over the ranks, work on what is whole on every rank. They are not cut.
     """
-    tensor = file.get_slice(name)
     layer, kind = name.split(".")[-2:]
 
     def part(size: int, index: int, parts: int) -> slice:
         return slice(index * size // parts, (index + 1) * size // parts)
 
     shape = tensor.get_shape()
+    if layer == "experts":  # all experts of a layer in one tensor
+        if kind == "down_proj":
+            return torch.as_tensor(tensor[:, :, part(shape[2], rank, ranks)])
+        gate, up = (part(shape[1], i * ranks + rank, 2 * ranks) for i in range(2))
+        return torch.cat([torch.as_tensor(tensor[:, gate]), torch.as_tensor(tensor[:, up])], dim=1)
     if layer in ("o_proj", "down_proj") and kind == "weight":
         return torch.as_tensor(tensor[:, part(shape[1], rank, ranks)])
     if layer in ("k_proj", "v_proj"):

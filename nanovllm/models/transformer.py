@@ -1,4 +1,4 @@
-"""The decoder that Llama, Qwen2 and Qwen3 have in common, with attention passed in.
+"""The decoder that all model families have in common, with attention passed in.
 
 The model never sees a batch: the tokens of all sequences are laid end to end, and every layer but attention treats each
 token on its own. Attention alone knows which tokens belong together, and the caller passes it in.
@@ -19,6 +19,7 @@ from nanovllm.layers.linear import Embedding, Linear, MergedLinear, SubLayerOutp
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rope import RotaryEmbedding, Rotation
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.moe import MoE
 
 # attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], called after q/k-norm and RoPE. v is a view
 # into a larger tensor: contiguous within a token, not from one token to the next.
@@ -70,7 +71,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP. Takes and returns (x, residual): the next norm does the addition that ends each of the two.
+    """Attention and MLP, or experts in its place. Takes and returns (x, residual): the next norm does the addition that
+    ends each of the two.
 
     The first layer is given no residual.
     """
@@ -80,7 +82,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
         self.self_attn = Attention(c, layer, group)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
-        self.mlp = MLP(c, group)
+        self.mlp = MLP(c, group) if c.moe is None or layer in c.moe.dense_layers else MoE(c, c.moe, group)
 
     def forward(
         self, x: SubLayerOutput, residual: Tensor | None, rotation: Rotation, attend: Attend

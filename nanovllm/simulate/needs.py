@@ -10,7 +10,8 @@ from typing import Self
 from nanovllm.models.checkpoint import read_json
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-KINDS = "llama", "qwen2", "qwen3"  # those of models/config.py, which imports torch: a test compares the two
+# Those of models/config.py that have no experts; it imports torch, and a test compares the two
+KINDS = "llama", "qwen2", "qwen3"
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Architecture:
 def read_architecture(path: Path) -> tuple[Architecture, int]:
     """From the config.json in the directory `path`; and the bytes of a number, by the dtype that config.json names.
 
-    Raises ValueError for a file without the numbers, and for a model_type that the engine does not have: of a mixture
-    of experts, say, a step does not read most weights.
+    Raises ValueError for a file without the numbers, and for a model_type that is not counted here. Mixtures of experts
+    are not: which of their weights a step reads depends on its tokens.
     """
     raw = read_json(path / "config.json")
     if raw.get("model_type") not in KINDS:

@@ -22,7 +22,7 @@ from tests.engine.ranks import STORY_MODEL, engine_checkpoints
 from tests.models.plain_attention import DictAttention
 from tests.stages.ranks import Threads, awkward_checkpoint
 from tests.stages.requests import random_prompts
-from tests.weights import lively_qwen3, random_qwen2
+from tests.weights import lively_qwen3, lively_qwen3_moe, random_mixtral, random_qwen2, random_qwen2_moe
 
 __all__ = ["engine_checkpoints"]  # a fixture
 
@@ -32,6 +32,10 @@ BUILDS: dict[str, Callable[[Path], Path]] = {
     "qwen2": lambda directory: random_qwen2(directory, vocab_size=509),
     "qwen3": lively_qwen3,
     "story": lambda directory: STORY_MODEL,
+    "qwen3_moe": lambda directory: lively_qwen3_moe(directory, mlp_only_layers=[0], norm_topk_prob=True),
+    "qwen2_moe": random_qwen2_moe,
+    "mixtral": random_mixtral,
+    "experts in one tensor": lambda directory: lively_qwen3_moe(directory, experts_apart=False),
 }
 
 
@@ -73,7 +77,7 @@ def test_the_parts_of_every_tensor_are_the_tensor(engine_checkpoints: Path, size
     config, tensors = read_config(path), load_file(path / "model.safetensors")
     kinds = set()
     for name, whole in tensors.items():
-        parts = [read_shard(name, OpenFile(tensors, {}), config, rank, size) for rank in range(size)]
+        parts = [read_shard(name, OpenFile(tensors, {}).get_slice(name), config, rank, size) for rank in range(size)]
         kind = name.split(".")[-2]
         kinds.add(kind)
         if kind in ("k_proj", "v_proj") or "norm" in kind or name.endswith(("o_proj.bias", "down_proj.bias")):
@@ -107,11 +111,12 @@ def test_the_ranks_together_are_the_model(engine_checkpoints: Path, build: str, 
         assert logits.max() < 0
 
 
+@pytest.mark.parametrize("build", ["qwen3", "qwen2_moe", "experts in one tensor"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_reads_and_holds_no_more_than_its_share(
-    engine_checkpoints: Path, monkeypatch: pytest.MonkeyPatch, size: int
+    engine_checkpoints: Path, monkeypatch: pytest.MonkeyPatch, size: int, build: str
 ) -> None:
-    path = lively_qwen3(engine_checkpoints)
+    path = BUILDS[build](engine_checkpoints)
     tensors = load_file(path / "model.safetensors")
     read: dict[str, int] = {}
     monkeypatch.setattr(loader, "safe_open", lambda *_, **__: OpenFile(tensors, read))
@@ -120,7 +125,8 @@ def test_a_rank_reads_and_holds_no_more_than_its_share(
         model = load_model(path, dtype=torch.float32, group=Group(rank, size, CPU)).model
         assert read.keys() == tensors.keys()
         for name, numel in read.items():
-            parts = 1 if "norm" in name else min(size, 2) if "k_proj" in name or "v_proj" in name else size
+            whole = "norm" in name or name.endswith(("gate.weight", "o_proj.bias"))
+            parts = 1 if whole else min(size, 2) if "k_proj" in name or "v_proj" in name else size
             assert numel * parts == tensors[name].numel(), name
         assert sum(p.numel() for p in model.parameters()) == sum(read.values())
 
@@ -158,7 +164,7 @@ def test_ranks_choose_what_one_would() -> None:
             check_choices(whole, metadata, size)
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_sizes_that_do_not_fit_are_refused(engine_checkpoints: Path) -> None:
     """Before a process is started."""
     config = read_config(STORY_MODEL)
     for size in (3, 8):
@@ -169,6 +175,9 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     for size, share in {2: 1, 4: 1}.items():
         cut = shard_config(config, size)
         assert (cut.num_attention_heads, cut.num_key_value_heads) == (4 // size, share)
+    experts = read_config(lively_qwen3_moe(engine_checkpoints, num_attention_heads=16, num_key_value_heads=16))
+    with pytest.raises(ValueError, match=r"16 key/value heads and 96 and 24 neurons; choose one of 1, 2, 4, 8"):
+        shard_config(experts, 16)
     with pytest.raises(ValueError, match=r"tensor_parallel_size.*at least 1"):
         LLM(STORY_MODEL, device="cpu", tensor_parallel_size=0)
 

@@ -91,9 +91,9 @@ def test_a_rope_scaling_beside_rope_parameters_is_never_ignored(checkpoints: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported are llama, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported are llama, qwen2, qwen3, mixtral"),
         ({"model_type": ...}, "model_type=None"),
-        ({"model_type": "qwen3_moe", "num_experts": 8}, "mixture of experts"),
+        ({"num_experts": 8}, "model_type='qwen3' with a mixture of experts"),
         ({"vocab_size": ..., "num_hidden_layers": ...}, "vocab_size, num_hidden_layers"),
         ({"hidden_size": "96"}, "hidden_size"),
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2, "layer_types": ...}, "sliding_att"),

@@ -1,0 +1,80 @@
+"""Experts: many small MLPs, of which every token goes through a few (Shazeer et al., "Outrageously Large Neural
+Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017).
+
+T tokens, H hidden size, E experts, K experts of a token, I neurons of an expert.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm import kernels
+from nanovllm.layers.linear import silu_and_mul
+
+
+class Routing(NamedTuple):
+    """Where each token goes."""
+
+    experts: Tensor  # [T, K] int64, all different within a token
+    weights: Tensor  # [T, K] float32
+
+
+def route(logits: Tensor, num_chosen: int, *, normalise: bool) -> Routing:
+    """The likeliest experts of each token, and their probabilities, or their shares of the sum of these.
+
+    logits: [T, E]. A token whose logits are not finite goes to some experts, like any other.
+    """
+    fused = kernels.fused_kernels(logits.device).route
+    if fused is not None:
+        return Routing(*fused(logits, num_chosen, normalise=normalise))
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(num_chosen)  # [T, K] each
+    return Routing(experts, weights / weights.sum(-1, keepdim=True) if normalise else weights)
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts. gate_up_proj [E, 2 I, H], down_proj [E, H, I], uninitialised: the loader fills them.
+
+    With several ranks, each has some neurons of every expert, and gives its part of a sum.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype)
+        down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype)
+        self.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+        self.down_proj = nn.Parameter(down, requires_grad=False)
+
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        """The name of each tensor of a checkpoint ("0.gate_proj.weight"), and the part of a parameter that it fills.
+
+        Checkpoints that have the parameters as they are here (transformers 5 can write them) name them as we do.
+        """
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
+            gate, up = gate_up.chunk(2)  # [I, H] each
+            yield f"{expert}.gate_proj.weight", gate
+            yield f"{expert}.up_proj.weight", up
+            yield f"{expert}.down_proj.weight", down
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [T, H] -> [T, H]: the outputs of each token's experts, summed by their weights."""
+        kernel = kernels.fused_kernels(x.device).grouped_mlp or grouped_mlp
+        return kernel(x, self.gate_up_proj, self.down_proj, *routing)
+
+
+def grouped_mlp(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """`Experts.forward` in plain PyTorch: one expert after another, each with all its tokens. Waits for the device.
+
+    A token's result does not depend on its company, but for the rounding of larger or smaller matrix products.
+    """
+    num_chosen = experts.shape[1]
+    order = experts.flatten().argsort(stable=True)  # [T K], pairs of a token and an expert of it, by expert
+    counts = torch.bincount(experts.flatten(), minlength=len(gate_up_proj)).tolist()  # pairs of each expert
+    out = x.new_empty(len(order), x.shape[1])  # [T K, H]
+    for expert, pairs in enumerate(order.split(counts)):
+        if len(pairs):
+            hidden = silu_and_mul(F.linear(x[pairs // num_chosen], gate_up_proj[expert]))  # [pairs, I]
+            out[pairs] = F.linear(hidden, down_proj[expert])
+    return (out.view(*experts.shape, -1) * weights[..., None]).sum(1).to(x.dtype)

@@ -1,0 +1,53 @@
+"""The mixture of experts that stands in place of an MLP in Mixtral, Qwen2-MoE and Qwen3-MoE.
+
+A linear layer, the gate, scores the experts for each token. The token goes through the best few of them
+(`layers/experts.py`). In Qwen2-MoE it also goes through a shared expert, as much as a gate of its own allows.
+"""
+
+from torch import Tensor, nn
+
+from nanovllm.distributed.group import Group
+from nanovllm.layers.experts import Experts, route
+from nanovllm.layers.linear import Linear, MergedLinear, PendingAllReduce, SubLayerOutput
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.moe_config import MoEConfig
+
+
+class MoE(nn.Module):
+    """The names of its parts are those of Qwen's checkpoints. Each rank has some neurons of every expert."""
+
+    def __init__(self, c: ModelConfig, moe: MoEConfig, group: Group | None) -> None:
+        super().__init__()
+        self.num_chosen, self.normalise = moe.num_experts_per_tok, moe.norm_topk_prob
+        self.gate = Linear(c.hidden_size, moe.num_experts, bias=False, dtype=c.dtype)
+        self.experts = Experts(moe.num_experts, c.hidden_size, moe.intermediate_size, dtype=c.dtype)
+        self.shared_expert: SharedExpert | None = None
+        if moe.shared_intermediate_size:
+            self.shared_expert = SharedExpert(c, moe.shared_intermediate_size)
+            self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False, dtype=c.dtype)
+        self.group = group if group is not None and group.size > 1 else None
+
+    def forward(self, x: Tensor) -> SubLayerOutput:
+        """x [T, H] -> [T, H], or what is left to the norm that follows: see `Linear.partial`."""
+        y = self.experts(x, route(self.gate(x), self.num_chosen, normalise=self.normalise))  # [T, H]
+        if self.shared_expert is not None:
+            y = y + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        if self.group is None:
+            return y
+        if self.group.can_fuse_all_reduce(tuple(y.shape), y.dtype):
+            return PendingAllReduce(y, self.group)
+        return self.group.all_reduce(y)
+
+
+class SharedExpert(nn.Module):
+    """An MLP. With several ranks it gives this rank's part of the result, because its gate follows before the sum."""
+
+    def __init__(self, c: ModelConfig, intermediate_size: int) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(c.hidden_size, parts, bias=False, dtype=c.dtype)
+        self.down_proj = Linear(intermediate_size, c.hidden_size, bias=False, dtype=c.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]"""
+        return self.down_proj(self.gate_up_proj.gated(x))

@@ -1,0 +1,171 @@
+"""Mixtures of experts in the engine: Hugging Face's tokens, under all that the dense models are tested with.
+
+The suites are those of the dense models; only the models in them are others.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests import oracle
+from tests.engine import test_conformance, test_nan
+from tests.engine.adapter import EngineAsStage, EngineSubject
+from tests.engine.ranks import ROOMY, TINY, Starter, check_idle, engine_checkpoints, generate, start, tokens
+from tests.stages import conformance
+from tests.stages.conformance import run
+from tests.stages.requests import PROMPTS, TIGHT, greedy
+from tests.weights import lively_qwen3_moe, random_mixtral, random_qwen2_moe
+
+__all__ = ["engine_checkpoints", "start"]  # fixtures
+
+Build = Callable[..., Path]
+ASYNC, SYNC = {"async_scheduling": True}, {"async_scheduling": False}
+NGRAMS = {"speculative": {"method": "ngram", "k": 3, "n": 1}}
+
+
+def mixed(directory: Path | str, **over: Any) -> Path:
+    """Layers with and without experts, and weights of the experts that sum to one."""
+    return lively_qwen3_moe(
+        directory, **{"decoder_sparse_step": 2, "num_hidden_layers": 4, "norm_topk_prob": True} | over
+    )
+
+
+def one_expert(directory: Path | str, **over: Any) -> Path:
+    return lively_qwen3_moe(directory, **{"num_experts_per_tok": 1} | over)
+
+
+def all_experts(directory: Path | str, **over: Any) -> Path:
+    return lively_qwen3_moe(directory, **{"num_experts_per_tok": 8, "norm_topk_prob": True} | over)
+
+
+BUILDS = [lively_qwen3_moe, mixed, one_expert, all_experts, random_qwen2_moe, random_mixtral]
+
+
+@pytest.mark.parametrize(
+    ("build", "config"),
+    [
+        (random_qwen2_moe, ASYNC),
+        *(pytest.param(b, c, marks=pytest.mark.slow) for b in BUILDS for c in (ASYNC, SYNC, NGRAMS)),
+    ],
+)
+def test_tokens_are_hf_s_in_a_pool_far_too_small(
+    engine_checkpoints: Path, build: Build, config: dict[str, Any]
+) -> None:
+    """In chunks, in company, and some of them preempted."""
+    told: list[Any] = []
+    options = TIGHT | {"num_blocks": 10, "max_num_seqs": 6, "on_event": told.append}
+    outputs = run(EngineSubject(config), build(engine_checkpoints), PROMPTS, greedy(12, ignore_eos=True), **options)  # type: ignore[arg-type]
+    assert any(event["type"] == "preempted" for event in told)
+    assert len({token for output in outputs for token in output}) > 30
+
+
+@pytest.fixture
+def with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suites' dense models become mixtures of experts."""
+    for module in (conformance, test_conformance, test_nan):
+        monkeypatch.setattr(module, "lively_qwen3", mixed)
+    monkeypatch.setattr(conformance, "random_llama", random_qwen2_moe)
+
+
+class Suite(test_conformance.EngineConformance):
+    # The weights of these models are what they are.
+    test_stories_are_hf_s = test_chats_are_hf_s = None  # type: ignore[assignment]
+
+    @pytest.fixture(autouse=True)
+    def models(self, with_experts: None) -> None:
+        pass
+
+    @pytest.mark.parametrize("build", BUILDS)
+    def test_greedy_tokens_are_hf_s(self, subject: Any, checkpoints: Path, build: Build) -> None:
+        super().test_greedy_tokens_are_hf_s(subject, checkpoints, build)
+
+
+@pytest.mark.slow
+class TestSynchronous(Suite, test_conformance.TestSynchronous):
+    pass
+
+
+@pytest.mark.slow
+class TestAsynchronous(Suite, test_conformance.TestAsynchronous):
+    pass
+
+
+@pytest.mark.slow
+class TestNgrams(TestAsynchronous):
+    test_numerics_n1_logits_at_every_position = None  # type: ignore[assignment]  # wrong guesses have logits as well
+
+    @pytest.fixture
+    def subject(self) -> EngineSubject:
+        return EngineSubject(NGRAMS)
+
+
+@dataclass(frozen=True)
+class OwnDraft(EngineSubject):
+    """Every model is its own draft."""
+
+    def engine(self, path: Path, **options: Any) -> EngineAsStage:
+        return super().engine(path, **options, speculative={"model": path, "k": 3})
+
+
+@pytest.mark.slow
+class TestOwnDraft(TestAsynchronous):
+    @pytest.fixture
+    def subject(self) -> EngineSubject:
+        return OwnDraft()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block_size", "caching", "chunked", "overlapped", "tight"), [*test_conformance.combinations()]
+)
+def test_every_combination(
+    with_experts: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    block_size: int,
+    caching: bool,
+    chunked: bool,
+    overlapped: bool,
+    tight: bool,
+) -> None:
+    test_conformance.test_every_combination(tmp_path_factory, block_size, caching, chunked, overlapped, tight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_the_blocks_before_a_nan_are_good(
+    with_experts: None, tmp_path_factory: pytest.TempPathFactory, asynchronous: bool
+) -> None:
+    """A token that is not a number goes to some experts, and spoils none of their other tokens."""
+    test_nan.test_the_blocks_before_a_nan_are_good(tmp_path_factory, asynchronous, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [mixed, random_qwen2_moe, random_mixtral])
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+def test_ranks_have_parts_of_every_expert(
+    start: Starter, engine_checkpoints: Path, build: Build, overlapped: bool
+) -> None:
+    """Chunks, preemption, resumption and a warm prefix cache on several ranks."""
+    path = build(engine_checkpoints)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with start(path, async_scheduling=overlapped, **TINY) as llm:
+        outputs = generate(llm, PROMPTS, params)
+        oracle.check_greedy(path, PROMPTS, tokens(outputs), greedy(16, ignore_eos=True))
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        warm = generate(llm, PROMPTS[-1:], params)
+        assert warm[0].num_cached_tokens >= 20 and tokens(warm) == tokens(outputs[-1:])
+        check_idle(llm)
+
+
+@pytest.mark.slow
+def test_ranks_draw_what_one_rank_draws(start: Starter, engine_checkpoints: Path) -> None:
+    path = random_qwen2_moe(engine_checkpoints)
+    params = [SamplingParams(temperature=t, max_tokens=12, seed=7, ignore_eos=True) for t in (0.7, 1.0, 1.3)]
+    with LLM(path, device="cpu", skip_tokenizer_init=True, **ROOMY) as llm:
+        expected = tokens(generate(llm, PROMPTS[:3], params))
+    with start(path, **ROOMY) as llm:
+        assert tokens(generate(llm, PROMPTS[:3], params)) == expected
