@@ -1,0 +1,115 @@
+"""The MLPs of all experts in two launches: a matrix product in which each tile of tokens has the weights of its expert.
+
+The pairs of a token and one of its experts are sorted by expert. A tile is some consecutive pairs of one expert. How
+many tiles there are depends on the routing, which only the device knows. So as many programs are started as any routing
+could need; each finds its expert from the ends of all experts' pairs, and those that are left over end at once.
+
+With few tokens this is the reading of the chosen experts' weights, and tiles have few tokens. With many it is bound by
+arithmetic. Grouped products are due to Gale et al. ("MegaBlocks", 2022); the tiles are laid out like those of vLLM's
+fused_moe.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.launch import overlaps_launches, shared_memory
+from nanovllm.kernels.moe.sort_pairs import sort_pairs
+
+FEW_TOKENS = 256  # of a step; the warm-up has steps on both sides
+FEW_PAIRS = 16  # of an expert, on average
+MAX_STAGES = 4
+
+
+class Tile(NamedTuple):
+    """Pairs of a program; its output columns, and as many again for a gate; and bytes of a row that a step reads."""
+
+    pairs: int
+    columns: int
+    inner_bytes: int
+
+
+def choose_tile(num_tokens: int, num_pairs: int, num_experts: int, gated: bool) -> Tile:
+    if num_tokens <= FEW_TOKENS and num_pairs <= FEW_PAIRS * num_experts:
+        return Tile(16, 32 if gated else 64, 256)
+    return Tile(64, 64 if gated else 128, 128)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, order_ptr, ends_ptr, pair_weight_ptr, out_ptr, num_pairs,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr,
+    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    every = tl.arange(0, PADDED)
+    exists = every < EXPERTS
+    end = tl.load(ends_ptr + every, mask=exists, other=0).to(tl.int32)
+    begin = tl.load(ends_ptr + every - 1, mask=exists & (every > 0), other=0).to(tl.int32)
+    tiles = (end - begin + PAIRS - 1) // PAIRS
+    last = tl.cumsum(tiles, 0)  # the tile after each expert's last one
+    tile = tl.program_id(1)
+    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    if expert < EXPERTS:
+        first = tl.sum(tl.where(every == expert, begin + (tile - last + tiles) * PAIRS, 0), 0)
+        place = first + tl.arange(0, PAIRS)
+        is_pair = place < tl.sum(tl.where(every == expert, end, 0), 0)
+        pair = tl.load(order_ptr + place, mask=is_pair, other=0).to(tl.int64)
+        row = pair // CHOSEN if GATED else place.to(tl.int64)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = (column < OUTPUTS)[:, None]
+        inner = tl.arange(0, INNER)
+        x_ptr += row[:, None] * INPUTS + inner[None, :]
+        weight_ptr += expert.to(tl.int64) * ((2 if GATED else 1) * OUTPUTS * INPUTS)
+        weight_ptr += column[:, None].to(tl.int64) * INPUTS + inner[None, :]
+        up_ptr = weight_ptr + OUTPUTS * INPUTS
+        acc = tl.zeros([PAIRS, COLUMNS], tl.float32)
+        acc_up = tl.zeros([PAIRS, COLUMNS], tl.float32)
+        for start in range(0, INPUTS, INNER):
+            is_inner = (start + inner < INPUTS)[None, :]
+            x = tl.load(x_ptr + start, mask=is_pair[:, None] & is_inner, other=0.0)  # [PAIRS, INNER]
+            w = tl.load(weight_ptr + start, mask=is_column & is_inner, other=0.0)  # [COLUMNS, INNER]
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+            if GATED:
+                up = tl.load(up_ptr + start, mask=is_column & is_inner, other=0.0)
+                acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision="ieee")
+        if GATED:
+            acc = acc * tl.sigmoid(acc) * acc_up
+            out_row = place.to(tl.int64)
+        else:
+            acc *= tl.load(pair_weight_ptr + pair, mask=is_pair, other=0.0)[:, None]
+            out_row = pair
+        out_ptr += out_row[:, None] * OUTPUTS + column[None, :]
+        tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_pair[:, None] & (column < OUTPUTS)[None, :])
+
+
+def grouped_mlp(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """x [T, H], gate_up_proj [E, 2 I, H], down_proj [E, H, I], experts [T, K] int64, weights [T, K] float32, all
+    contiguous -> [T, H]: see `Experts.forward`."""
+    num_tokens, num_chosen = experts.shape
+    num_experts, hidden_size, intermediate_size = down_proj.shape
+    num_pairs = num_tokens * num_chosen
+    order, ends = sort_pairs(experts, num_experts)
+    pdl = overlaps_launches(x.device)
+
+    def product(x: Tensor, weight: Tensor, outputs: int, gated: bool) -> Tensor:
+        tile = choose_tile(num_tokens, num_pairs, num_experts, gated)
+        step_bytes = (tile.pairs + (2 if gated else 1) * tile.columns) * tile.inner_bytes
+        out = x.new_empty(num_pairs, outputs)
+        max_tiles = num_pairs // tile.pairs + min(num_pairs, num_experts)
+        _grouped_linear_kernel[(triton.cdiv(outputs, tile.columns), max_tiles)](
+            x, weight, order, ends, weights, out, num_pairs, INPUTS=x.shape[1], OUTPUTS=outputs, EXPERTS=num_experts,
+            PADDED=triton.next_power_of_2(num_experts), CHOSEN=num_chosen, PAIRS=tile.pairs, COLUMNS=tile.columns,
+            INNER=tile.inner_bytes // x.element_size(), GATED=gated, PDL=pdl, num_warps=4,
+            num_stages=min(MAX_STAGES, shared_memory(x.device) // step_bytes - 1), launch_pdl=pdl,
+        )  # fmt: skip
+        return out
+
+    hidden = product(x, gate_up_proj, intermediate_size, gated=True)  # [T K, I], by expert
+    parts = product(hidden, down_proj, hidden_size, gated=False)  # [T K, H], by token
+    return parts.view(num_tokens, num_chosen, hidden_size).sum(1)

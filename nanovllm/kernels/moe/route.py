@@ -1,0 +1,55 @@
+"""The experts of each token and their weights in one launch: softmax, selection of the best, normalisation."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.launch import overlaps_launches
+
+
+@triton.jit
+def _route_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, experts_ptr, weights_ptr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr, NORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    expert, slot = tl.arange(0, PADDED), tl.arange(0, SLOTS)
+    exists = expert < EXPERTS
+    logits = tl.load(logits_ptr + token * EXPERTS + expert, mask=exists, other=-float("inf")).to(tl.float32)
+    odds = tl.exp(logits - tl.max(logits, 0))
+    probabilities = odds / tl.sum(odds, 0)
+    # What is not a number would win no comparison. So such a token goes to the first experts.
+    left = tl.where(probabilities == probabilities, probabilities, 0.0)
+    left = tl.where(exists, left, -1.0)
+    experts = tl.zeros([SLOTS], tl.int32)
+    weights = tl.zeros([SLOTS], tl.float32)
+    for i in range(CHOSEN):
+        best = tl.argmax(left, 0)  # of equals, the first
+        experts = tl.where(slot == i, best, experts)
+        weights = tl.where(slot == i, tl.sum(tl.where(expert == best, probabilities, 0.0), 0), weights)
+        left = tl.where(expert == best, -1.0, left)
+    if NORMALISE:
+        weights /= tl.sum(weights, 0)
+    is_chosen = slot < CHOSEN
+    tl.store(experts_ptr + token * CHOSEN + slot, experts.to(tl.int64), mask=is_chosen)
+    tl.store(weights_ptr + token * CHOSEN + slot, weights, mask=is_chosen)
+
+
+def route(logits: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """logits [T, E], contiguous -> experts [T, K] int64, weights [T, K] float32: see `layers/experts.py`."""
+    num_tokens, num_experts = logits.shape
+    experts = logits.new_empty(num_tokens, num_chosen, dtype=torch.int64)
+    weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
+    pdl = overlaps_launches(logits.device)
+    _route_kernel[(num_tokens,)](
+        logits, experts, weights,
+        EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), CHOSEN=num_chosen,
+        SLOTS=triton.next_power_of_2(num_chosen), NORMALISE=normalise, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    return experts, weights

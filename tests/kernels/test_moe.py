@@ -1,0 +1,157 @@
+"""The kernels for mixtures of experts against plain PyTorch. fp32 in the interpreter; on a GPU in bf16 too."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.moe import grouped_mlp as grouped_mlp_module
+from nanovllm.kernels.moe import sort_pairs as sort_pairs_module
+from nanovllm.kernels.moe.grouped_mlp import choose_tile, grouped_mlp
+from nanovllm.kernels.moe.route import route
+from nanovllm.kernels.moe.sort_pairs import sort_pairs
+from nanovllm.layers import experts as layer
+from tests.kernels.test_fused import Where, normal, where
+
+__all__ = ["where"]  # a fixture
+
+
+def uneven(num_tokens: int, num_experts: int, num_chosen: int, device: str) -> Tensor:
+    """Experts [T, K] of which the first have most tokens, and the last ones hardly any."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    scores = torch.randn(num_tokens, num_experts, generator=generator) - torch.linspace(0, 4, num_experts)
+    return scores.topk(num_chosen).indices.to(device)
+
+
+def reference(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """In float64, one pair after another."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for expert, weight in zip(experts[token].tolist(), weights[token].tolist(), strict=True):
+            gate, up = (gate_up[expert].double().cpu() @ x[token].double().cpu()).chunk(2)
+            hidden = torch.nn.functional.silu(gate) * up
+            out[token] += weight * (down[expert].double().cpu() @ hidden)
+    return out
+
+
+def check(where: Where, num_tokens: int, num_experts: int, num_chosen: int, hidden: int, inner: int) -> None:
+    x = normal(where, num_tokens, hidden)
+    gate_up = normal(where, num_experts, 2 * inner, hidden, seed=1) / 8
+    down = normal(where, num_experts, hidden, inner, seed=2) / 8
+    experts = uneven(num_tokens, num_experts, num_chosen, where[0])
+    weights = normal((where[0], torch.float32), num_tokens, num_chosen, seed=3).softmax(-1)
+    truth = reference(x, gate_up, down, experts, weights)
+    for compute in grouped_mlp, layer.grouped_mlp:
+        found = compute(x, gate_up, down, experts, weights)
+        assert found.shape == x.shape and found.dtype == x.dtype
+        error = (found.double().cpu() - truth).norm() / truth.norm()
+        assert error < (1e-5 if where[1] == torch.float32 else 2e-2), compute.__module__
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen", "hidden", "inner"),
+    [
+        (20, 4, 2, 40, 24),  # an expert has two tiles, another has none; sizes that are no multiple of a tile
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in (
+                (1, 1, 1, 128, 64),
+                (1, 8, 3, 96, 40),
+                (30, 3, 3, 48, 16),
+                (40, 4, 1, 160, 72),
+                (70, 6, 4, 64, 130),
+                (300, 2, 1, 32, 16),
+            )
+        ),
+    ],
+)
+def test_grouped_mlp(where: Where, num_tokens: int, num_experts: int, num_chosen: int, hidden: int, inner: int) -> None:
+    check(where, num_tokens, num_experts, num_chosen, hidden, inner)
+
+
+@pytest.mark.slow
+def test_large_tiles(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of prompts, at a number of tokens that the interpreter can do; and the library's sort."""
+    monkeypatch.setattr(grouped_mlp_module, "FEW_PAIRS", 0)
+    monkeypatch.setattr(sort_pairs_module, "MAX_COMPARED", 0)
+    check(where, 40, 3, 2, 72, 72)
+
+
+@pytest.mark.parametrize("max_compared", [0, 10**6], ids=["library", "compared"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen"),
+    [(50, 7, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 4, 4), (33, 100, 5), (40, 1, 1)))],
+)
+def test_sort_pairs(
+    where: Where, num_tokens: int, num_experts: int, num_chosen: int, max_compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sort_pairs_module, "MAX_COMPARED", max_compared)
+    experts = uneven(num_tokens, num_experts, num_chosen, where[0])
+    order, ends = sort_pairs(experts, num_experts)
+    pairs = experts.flatten()
+    assert order.tolist() == pairs.argsort(stable=True).tolist()
+    assert ends.tolist() == pairs.bincount(minlength=num_experts).cumsum(0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_chosen", "normalise"),
+    [
+        (60, 4, True),
+        (60, 4, False),
+        *(pytest.param(e, k, n, marks=pytest.mark.slow) for e, k in ((8, 2), (5, 5), (1, 1)) for n in (True, False)),
+    ],
+)
+def test_route(where: Where, num_experts: int, num_chosen: int, normalise: bool) -> None:
+    logits = 3 * normal(where, 4, num_experts)
+    experts, weights = route(logits, num_chosen, normalise=normalise)
+    probabilities = logits.float().softmax(-1)
+    expected = probabilities.topk(num_chosen).values
+    if normalise:
+        expected = expected / expected.sum(-1, keepdim=True)
+    assert experts.dtype == torch.int64 and weights.dtype == torch.float32
+    assert torch.allclose(weights, expected, rtol=1e-5)
+    chosen = probabilities.gather(1, experts)
+    assert torch.allclose(chosen, probabilities.topk(num_chosen).values, rtol=1e-5)
+    assert all(len(set(row)) == num_chosen for row in experts.tolist())
+
+
+def test_route_of_equals_and_of_what_is_not_a_number(where: Where) -> None:
+    """Experts that exist, each once; of equals the first. A token that is lost spoils no other."""
+    logits = torch.zeros(6, 6, device=where[0], dtype=where[1])
+    logits[1, 4] = 2.0
+    logits[2] = float("nan")
+    logits[3, 2] = float("nan")
+    logits[4, 5] = float("inf")
+    logits[5] = -float("inf")
+    for normalise in (True, False):
+        experts, weights = route(logits, 3, normalise=normalise)
+        assert experts[0].tolist() == [0, 1, 2] and experts[1].tolist() == [4, 0, 1]
+        assert all(len(set(row)) == 3 and set(row) <= set(range(6)) for row in experts.tolist())
+        assert weights[:2].isfinite().all() and not weights[[2, 3, 5]].isfinite().any()
+
+
+def test_a_token_that_is_not_a_number_spoils_nobody_else(where: Where) -> None:
+    """It shares tiles with healthy tokens."""
+    x, gate_up = normal(where, 12, 32), normal(where, 2, 48, 32, seed=1) / 4
+    down = normal(where, 2, 32, 24, seed=2) / 4
+    experts = uneven(12, 2, 1, where[0])
+    weights = torch.ones(12, 1, device=where[0])
+    expected = grouped_mlp(x, gate_up, down, experts, weights)
+    x[4], x[7, 3] = float("nan"), float("inf")
+    found = grouped_mlp(x, gate_up, down, experts, weights)
+    fine = [i for i in range(12) if i not in (4, 7)]
+    assert torch.equal(found[fine], expected[fine]) and not found[4].isfinite().any()
+
+
+def test_tiles_fit_the_tokens_of_an_expert() -> None:
+    """Small tiles while weights are read for few tokens each, as in Qwen3-30B-A3B (8 of 128) and Mixtral (2 of 8)."""
+    sizes: dict[tuple[int, int], list[Any]] = {
+        (num_experts, num_chosen): [
+            choose_tile(n, n * num_chosen, num_experts, gated).pairs for n in (1, 64, 65, 256, 257) for gated in (True,)
+        ]
+        for num_experts, num_chosen in ((128, 8), (8, 2), (1000, 1))
+    }
+    assert sizes == {(128, 8): [16] * 4 + [64], (8, 2): [16, 16, 64, 64, 64], (1000, 1): [16] * 4 + [64]}
