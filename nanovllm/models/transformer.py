@@ -71,8 +71,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, or experts in its place. Takes and returns (x, residual): the next norm does the addition that
-    ends each of the two.
+    """Attention, then an MLP or experts. Takes and returns (x, residual): the next norm does the addition after each.
 
     The first layer is given no residual.
     """

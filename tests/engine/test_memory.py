@@ -26,6 +26,7 @@ MODEL = ModelConfig(
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
+    moe=None,
     dtype=torch.bfloat16,
 )
 

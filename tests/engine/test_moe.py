@@ -4,7 +4,6 @@ The suites are those of the dense models; only the models in them are others.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,15 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from tests import oracle
-from tests.engine import test_conformance, test_nan
-from tests.engine.adapter import EngineAsStage, EngineSubject
-from tests.engine.ranks import ROOMY, TINY, Starter, check_idle, engine_checkpoints, generate, start, tokens
+from tests.engine import test_conformance, test_nan, test_speculation_conformance
+from tests.engine.adapter import EngineSubject
+from tests.engine.ranks import ROOMY, TINY, Starter, check_idle, engine_checkpoints, generate, tokens
 from tests.stages import conformance
 from tests.stages.conformance import run
 from tests.stages.requests import PROMPTS, TIGHT, greedy
 from tests.weights import lively_qwen3_moe, random_mixtral, random_qwen2_moe
 
-__all__ = ["engine_checkpoints", "start"]  # fixtures
+__all__ = ["engine_checkpoints"]  # a fixture
 
 Build = Callable[..., Path]
 ASYNC, SYNC = {"async_scheduling": True}, {"async_scheduling": False}
@@ -42,6 +41,8 @@ def all_experts(directory: Path | str, **over: Any) -> Path:
     return lively_qwen3_moe(directory, **{"num_experts_per_tok": 8, "norm_topk_prob": True} | over)
 
 
+# Each setting of the switches once, as in the fast tier of the dense models
+COMBINATIONS = [parameters.values for parameters in test_conformance.combinations() if not parameters.marks]
 BUILDS = [lively_qwen3_moe, mixed, one_expert, all_experts, random_qwen2_moe, random_mixtral]
 
 
@@ -58,9 +59,17 @@ def test_tokens_are_hf_s_in_a_pool_far_too_small(
     """In chunks, in company, and some of them preempted."""
     told: list[Any] = []
     options = TIGHT | {"num_blocks": 10, "max_num_seqs": 6, "on_event": told.append}
-    outputs = run(EngineSubject(config), build(engine_checkpoints), PROMPTS, greedy(12, ignore_eos=True), **options)  # type: ignore[arg-type]
+    subject: Any = EngineSubject(config)
+    outputs = run(subject, build(engine_checkpoints), PROMPTS, greedy(12, ignore_eos=True), **options)
     assert any(event["type"] == "preempted" for event in told)
     assert len({token for output in outputs for token in output}) > 30
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_guesses_for_another(engine_checkpoints: Path) -> None:
+    """It is its own draft, so that all guesses are right as long as both caches hold the same."""
+    subject: Any = test_speculation_conformance.OwnDraft()
+    run(subject, mixed(engine_checkpoints), PROMPTS, greedy(16, ignore_eos=True), **TIGHT)
 
 
 @pytest.fixture
@@ -85,43 +94,12 @@ class Suite(test_conformance.EngineConformance):
 
 
 @pytest.mark.slow
-class TestSynchronous(Suite, test_conformance.TestSynchronous):
-    pass
-
-
-@pytest.mark.slow
 class TestAsynchronous(Suite, test_conformance.TestAsynchronous):
     pass
 
 
 @pytest.mark.slow
-class TestNgrams(TestAsynchronous):
-    test_numerics_n1_logits_at_every_position = None  # type: ignore[assignment]  # wrong guesses have logits as well
-
-    @pytest.fixture
-    def subject(self) -> EngineSubject:
-        return EngineSubject(NGRAMS)
-
-
-@dataclass(frozen=True)
-class OwnDraft(EngineSubject):
-    """Every model is its own draft."""
-
-    def engine(self, path: Path, **options: Any) -> EngineAsStage:
-        return super().engine(path, **options, speculative={"model": path, "k": 3})
-
-
-@pytest.mark.slow
-class TestOwnDraft(TestAsynchronous):
-    @pytest.fixture
-    def subject(self) -> EngineSubject:
-        return OwnDraft()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("block_size", "caching", "chunked", "overlapped", "tight"), [*test_conformance.combinations()]
-)
+@pytest.mark.parametrize(("block_size", "caching", "chunked", "overlapped", "tight"), COMBINATIONS)
 def test_every_combination(
     with_experts: None,
     tmp_path_factory: pytest.TempPathFactory,
@@ -143,9 +121,13 @@ def test_the_blocks_before_a_nan_are_good(
     test_nan.test_the_blocks_before_a_nan_are_good(tmp_path_factory, asynchronous, 12)
 
 
+@pytest.fixture(params=[pytest.param("cpu", id="2-gloo"), pytest.param("cuda", id="2-nccl", marks=pytest.mark.gpu(2))])
+def start(request: pytest.FixtureRequest) -> Starter:
+    return Starter(2, request.param)  # test_sharding.py has four ranks, as threads
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [mixed, random_qwen2_moe, random_mixtral])
-@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("build", "overlapped"), [(mixed, True), (random_qwen2_moe, False), (random_mixtral, True)])
 def test_ranks_have_parts_of_every_expert(
     start: Starter, engine_checkpoints: Path, build: Build, overlapped: bool
 ) -> None:

@@ -26,21 +26,25 @@ def shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, **o
     return QWEN3 | sizes | {"num_key_value_heads": kv_heads, "head_dim": head_dim} | other
 
 
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 MODELS = {
     "Qwen3-0.6B": QWEN3,
     "Qwen2.5-0.5B": shape(896, 4864, 14, 2, 64, model_type="qwen2"),
     "Qwen2.5-7B": shape(3584, 18944, 28, 4, 128, model_type="qwen2"),
     "head_dim 256": shape(2048, 8192, 8, 4, 256),
+    "Qwen3-30B-A3B": shape(2048, 6144, 32, 4, 128, model_type="qwen3_moe", tie_word_embeddings=False, **EXPERTS),
 }
 ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_specialized_prefill_kernel")
-TILES = ("TOKENS", "COLUMNS", "INNER", "SWAPPED", "HALVES")  # of linear layers: these decide what a program takes
+OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel")
+TILED = ("_tiled_linear_kernel", "_grouped_linear_kernel")
+TILES = ("TOKENS", "PAIRS", "COLUMNS", "INNER", "SWAPPED", "HALVES")  # these decide what a program takes
 
 
 def one_of_each(noted: Sequence[Variant], names: Sequence[str] | None = None) -> Iterator[Variant]:
     """The first variant of each kernel, and of each tile of a kernel for linear layers."""
     seen = set()
     for variant in noted:
-        tile = [variant.constants.get(name) for name in TILES] if "tiled_linear" in variant.name else []
+        tile = [variant.constants.get(name) for name in TILES] if variant.name in TILED else []
         key = variant.name, *tile
         if key not in seen and (names is None or variant.name in names):
             seen.add(key)
@@ -48,13 +52,13 @@ def one_of_each(noted: Sequence[Variant], names: Sequence[str] | None = None) ->
 
 
 def compiled(gpu: AbsentGpu) -> dict[str, Any]:
-    """Usage by model and kernel. For all models but the first, of attention alone."""
+    """Usage by model and kernel. For all models but the first, of attention and experts alone."""
     found: dict[str, Any] = {}
     for model, raw in MODELS.items():
         before = len(gpu.noted)
         with OnMeta():
             start(raw, max_num_seqs=64)
-        of_model = one_of_each(gpu.noted[before:], ATTENTION if found else None)
+        of_model = one_of_each(gpu.noted[before:], (*ATTENTION, *OF_EXPERTS) if found else None)
         for i, variant in enumerate(of_model):
             config = decode_config(raw["head_dim"], 2, gpu.capability, gpu.sm_shared)
             found[f"{model}, {variant.name} {i}"] = variant.compile()._asdict() | {"programs": config.programs_per_sm}

@@ -18,6 +18,7 @@ KIB = 1024
 # "Technical Specifications per Compute Capability".
 SHARED = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
 REGISTERS = 64 * KIB  # of a multiprocessor
+OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel")
 HOPPER_ONLY = ("_ring_kernel", "_warp_specialized_prefill_kernel", "_weight_prefetch_linear_kernel")
 
 
@@ -53,6 +54,7 @@ def test_every_kernel_fits(capability: int) -> None:
             assert used["stack"] <= (128 if capability == 90 else 0), (kernel, used)
     names = {kernel.split()[1] if kernel.startswith("Qwen") else kernel.split()[2] for kernel in found}
     assert len(names) >= 14, names
+    assert set(OF_EXPERTS) <= names and sum("_grouped_linear_kernel" in kernel for kernel in found) == 4
     for name in HOPPER_ONLY:
         assert (name in names) == (capability == 90), (name, names)
     for kernel, used in found.items():
@@ -70,6 +72,7 @@ def test_every_kernel_fits(capability: int) -> None:
         (100, {"model": "Qwen2.5-0.5B", "max_num_seqs": 24, "max_model_len": 1003}),
         (86, {"enforce_eager": True, "max_num_seqs": 33, "max_num_batched_tokens": 300}),
         (75, {"max_num_seqs": 16}),
+        (90, {"model": "Qwen3-30B-A3B", "enforce_eager": True, "max_num_seqs": 70}),
     ],
 )
 def test_no_request_waits_for_a_compiler(capability: int, options: dict[str, Any]) -> None:

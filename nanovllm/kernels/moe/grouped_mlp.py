@@ -64,19 +64,19 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = (column < OUTPUTS)[:, None]
         inner = tl.arange(0, INNER)
-        x_ptr += row[:, None] * INPUTS + inner[None, :]
-        weight_ptr += expert.to(tl.int64) * ((2 if GATED else 1) * OUTPUTS * INPUTS)
-        weight_ptr += column[:, None].to(tl.int64) * INPUTS + inner[None, :]
-        up_ptr = weight_ptr + OUTPUTS * INPUTS
+        x_tile = x_ptr + row[:, None] * INPUTS + inner[None, :]
+        weights = weight_ptr + expert.to(tl.int64) * ((2 if GATED else 1) * OUTPUTS * INPUTS)
+        weight_tile = weights + column[:, None].to(tl.int64) * INPUTS + inner[None, :]
+        up_tile = weight_tile + OUTPUTS * INPUTS
         acc = tl.zeros([PAIRS, COLUMNS], tl.float32)
         acc_up = tl.zeros([PAIRS, COLUMNS], tl.float32)
         for start in range(0, INPUTS, INNER):
             is_inner = (start + inner < INPUTS)[None, :]
-            x = tl.load(x_ptr + start, mask=is_pair[:, None] & is_inner, other=0.0)  # [PAIRS, INNER]
-            w = tl.load(weight_ptr + start, mask=is_column & is_inner, other=0.0)  # [COLUMNS, INNER]
+            x = tl.load(x_tile + start, mask=is_pair[:, None] & is_inner, other=0.0)  # [PAIRS, INNER]
+            w = tl.load(weight_tile + start, mask=is_column & is_inner, other=0.0)  # [COLUMNS, INNER]
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
             if GATED:
-                up = tl.load(up_ptr + start, mask=is_column & is_inner, other=0.0)
+                up = tl.load(up_tile + start, mask=is_column & is_inner, other=0.0)
                 acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision="ieee")
         if GATED:
             acc = acc * tl.sigmoid(acc) * acc_up
@@ -84,8 +84,8 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
         else:
             acc *= tl.load(pair_weight_ptr + pair, mask=is_pair, other=0.0)[:, None]
             out_row = pair
-        out_ptr += out_row[:, None] * OUTPUTS + column[None, :]
-        tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_pair[:, None] & (column < OUTPUTS)[None, :])
+        out_tile = out_ptr + out_row[:, None] * OUTPUTS + column[None, :]
+        tl.store(out_tile, acc.to(out_ptr.dtype.element_ty), mask=is_pair[:, None] & (column < OUTPUTS)[None, :])
 
 
 def grouped_mlp(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

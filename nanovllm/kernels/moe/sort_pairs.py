@@ -41,7 +41,7 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
 
 
 def sort_pairs(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """experts [T, K] int64, contiguous -> order [T K] and ends [E], int32 for few pairs and int64 for many.
+    """experts [T, K] int64, contiguous -> order [T K] and ends [E], both int32.
 
     order: the pairs, numbered token * K + choice, by expert. Those of one expert keep their order.
     ends: the place after each expert's last pair.
@@ -50,7 +50,7 @@ def sort_pairs(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     if len(pairs) > MAX_COMPARED:
         ascending, order = pairs.sort(stable=True)
         every = torch.arange(num_experts, device=pairs.device)
-        return order, torch.searchsorted(ascending, every, right=True)
+        return order.int(), torch.searchsorted(ascending, every, right=True, out_int32=True)
     order, ends = (pairs.new_empty(size, dtype=torch.int32) for size in (len(pairs), num_experts))
     pdl = overlaps_launches(pairs.device)
     _sort_kernel[(triton.cdiv(len(pairs) + num_experts, OWN),)](
