@@ -151,3 +151,19 @@ def test_ranks_draw_what_one_rank_draws(start: Starter, engine_checkpoints: Path
         expected = tokens(generate(llm, PROMPTS[:3], params))
     with start(path, **ROOMY) as llm:
         assert tokens(generate(llm, PROMPTS[:3], params)) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_tokens_are_hf_s_on_a_gpu(engine_checkpoints: Path, build: Build, eager: bool) -> None:
+    """By the kernels, in fp32, in a pool that is too small and with the prefix cache warm."""
+    path = build(engine_checkpoints)
+    config = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "gpu_memory_utilization": 0.3}
+    subject: Any = EngineSubject(config | {"enforce_eager": eager, "async_scheduling": True})
+    options = TIGHT | {"block_size": 16, "num_blocks": 5, "max_num_seqs": 6}
+    engine = subject.engine(path, **options)
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, greedy(16, ignore_eos=True))
+        oracle.check_greedy(path, PROMPTS, outputs, greedy(16, ignore_eos=True))
+        subject.check_idle(engine)
