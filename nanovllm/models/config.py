@@ -61,8 +61,8 @@ class Family(NamedTuple):
 
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     num_key_value_heads: int | None = 32  # None: num_attention_heads
-    # Layers that a sliding window in config.json is for. "upper": those that `layer_types` names, or from
-    # `max_window_layers` on. "all": all of them, and some may be named in `layer_types`
+    # Layers that a sliding window in config.json is for. "upper": those that `layer_types` names; without such a list
+    # those from `max_window_layers` on. "all": every layer, and even without a window those that `layer_types` names
     sliding_windows: Literal["none", "upper", "all"] = "upper"
     window_has_switch: bool = True  # whether the window counts only with `use_sliding_window`
     max_position_embeddings: int = 32768

@@ -19,7 +19,7 @@ from nanovllm.layers.linear import Embedding, Linear, MergedLinear, SubLayerOutp
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rope import RotaryEmbedding, Rotation
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.moe import MoE
+from nanovllm.models.mlp import MLP, MoE
 
 # attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], called after q/k-norm and RoPE. v is a view
 # into a larger tensor: contiguous within a token, not from one token to the next.
@@ -59,17 +59,6 @@ class Attention(nn.Module):
         return attend(self.layer, rotation.apply(q), rotation.apply(k), v).flatten(1)
 
 
-class MLP(nn.Module):
-    def __init__(self, c: ModelConfig, group: Group | None) -> None:
-        super().__init__()
-        parts = {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
-        self.gate_up_proj = MergedLinear(c.hidden_size, parts, bias=c.mlp_bias, dtype=c.dtype)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=c.dtype, group=group)
-
-    def forward(self, x: Tensor) -> SubLayerOutput:
-        return self.down_proj.partial(self.gate_up_proj.gated(x))
-
-
 class Layer(nn.Module):
     """Attention, then an MLP or experts. Takes and returns (x, residual): the next norm does the addition after each.
 
@@ -81,7 +70,8 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
         self.self_attn = Attention(c, layer, group)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
-        self.mlp = MLP(c, group) if c.moe is None or layer in c.moe.dense_layers else MoE(c, c.moe, group)
+        moe = None if c.moe is None or layer in c.moe.dense_layers else c.moe
+        self.mlp = MLP(c, c.intermediate_size, group) if moe is None else MoE(c, moe, group)
 
     def forward(
         self, x: SubLayerOutput, residual: Tensor | None, rotation: Rotation, attend: Attend

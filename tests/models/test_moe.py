@@ -18,8 +18,7 @@ from nanovllm.layers.experts import Experts, Routing, grouped_mlp, route
 from nanovllm.llm import EngineConfig, resolve
 from nanovllm.models.config import parse_config, read_config
 from nanovllm.models.loader import load_model
-from nanovllm.models.moe import MoE
-from nanovllm.models.transformer import MLP
+from nanovllm.models.mlp import MLP, MoE
 from tests import oracle
 from tests.models.plain_attention import DictAttention
 from tests.weights import lively_qwen3, lively_qwen3_moe, random_mixtral, random_qwen2_moe

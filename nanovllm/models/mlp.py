@@ -1,7 +1,7 @@
-"""The mixture of experts that stands in place of an MLP in Mixtral, Qwen2-MoE and Qwen3-MoE.
+"""What follows attention in a layer: an MLP, or the mixture of experts of Mixtral, Qwen2-MoE and Qwen3-MoE.
 
-A linear layer, the gate, scores the experts for each token. The token goes through the best few of them
-(`layers/experts.py`). In Qwen2-MoE it also goes through a shared expert, as much as a gate of its own allows.
+In a mixture of experts a linear layer, the gate, scores the experts for each token. The token goes through the best few
+of them (`layers/experts.py`). In Qwen2-MoE it also goes through a shared expert, as much as a gate of its own allows.
 """
 
 from torch import Tensor, nn
@@ -13,6 +13,17 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.moe_config import MoEConfig
 
 
+class MLP(nn.Module):
+    def __init__(self, c: ModelConfig, intermediate_size: int, group: Group | None) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(c.hidden_size, parts, bias=c.mlp_bias, dtype=c.dtype)
+        self.down_proj = Linear(intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=c.dtype, group=group)
+
+    def forward(self, x: Tensor) -> SubLayerOutput:
+        return self.down_proj.partial(self.gate_up_proj.gated(x))
+
+
 class MoE(nn.Module):
     """The names of its parts are those of Qwen's checkpoints. Each rank has some neurons of every expert."""
 
@@ -21,9 +32,9 @@ class MoE(nn.Module):
         self.num_chosen, self.normalise = moe.num_experts_per_tok, moe.norm_topk_prob
         self.gate = Linear(c.hidden_size, moe.num_experts, bias=False, dtype=c.dtype)
         self.experts = Experts(moe.num_experts, c.hidden_size, moe.intermediate_size, dtype=c.dtype)
-        self.shared_expert: SharedExpert | None = None
+        self.shared_expert: MLP | None = None
         if moe.shared_intermediate_size:
-            self.shared_expert = SharedExpert(c, moe.shared_intermediate_size)
+            self.shared_expert = MLP(c, moe.shared_intermediate_size, group=None)  # its gate comes before the sum
             self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False, dtype=c.dtype)
         self.group = group if group is not None and group.size > 1 else None
 
@@ -31,23 +42,10 @@ class MoE(nn.Module):
         """x [T, H] -> [T, H], or what is left to the norm that follows: see `Linear.partial`."""
         y = self.experts(x, route(self.gate(x), self.num_chosen, normalise=self.normalise))  # [T, H]
         if self.shared_expert is not None:
-            y = y + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+            shared = self.shared_expert.down_proj(self.shared_expert.gate_up_proj.gated(x))  # [T, H], not in parts
+            y = y + self.shared_expert_gate(x).sigmoid() * shared
         if self.group is None:
             return y
         if self.group.can_fuse_all_reduce(tuple(y.shape), y.dtype):
             return PendingAllReduce(y, self.group)
         return self.group.all_reduce(y)
-
-
-class SharedExpert(nn.Module):
-    """An MLP. With several ranks it gives this rank's part of the result, because its gate follows before the sum."""
-
-    def __init__(self, c: ModelConfig, intermediate_size: int) -> None:
-        super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = MergedLinear(c.hidden_size, parts, bias=False, dtype=c.dtype)
-        self.down_proj = Linear(intermediate_size, c.hidden_size, bias=False, dtype=c.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, H]"""
-        return self.down_proj(self.gate_up_proj.gated(x))
