@@ -13,10 +13,19 @@ from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
 from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
 from nanovllm.kernels.fused.sample import sample_rows
 from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+from nanovllm.kernels.moe.grouped_mlp import grouped_mlp
+from nanovllm.kernels.moe.route import route
 from nanovllm.sampling import sampler
-from tests.weights import lively_qwen3, random_qwen2
+from tests.weights import lively_qwen3, random_qwen2, random_qwen2_moe
 
-CALLS = ["add_rms_norm", "norm_rope_write", "silu_and_mul", "sample_rows"]
+OF_EXPERTS = {"route": route, "grouped_mlp": grouped_mlp}
+KERNELS = {
+    "add_rms_norm": add_rms_norm,
+    "norm_rope_write": norm_rope_write,
+    "silu_and_mul": silu_and_mul,
+    "sample_rows": sample_rows,
+    **OF_EXPERTS,
+}
 
 
 def tokens(path: Path) -> list[list[int]]:
@@ -33,6 +42,7 @@ def tokens(path: Path) -> list[list[int]]:
         pytest.param(random_qwen2, 24, id="Qwen2, heads of 24, which Triton's vectors cannot be"),
         pytest.param(lively_qwen3, 24, id="Qwen3, heads of 24", marks=pytest.mark.slow),
         pytest.param(random_qwen2, 32, id="Qwen2, heads of 32", marks=pytest.mark.slow),
+        pytest.param(random_qwen2_moe, 16, id="Qwen2-MoE", marks=pytest.mark.slow),
     ],
 )
 def test_the_kernels_change_no_token(
@@ -44,14 +54,13 @@ def test_the_kernels_change_no_token(
     used = set()
 
     def counted(name: str, kernel: object) -> object:
-        def call(*args: object) -> object:
+        def call(*args: object, **options: object) -> object:
             used.add(name)
-            return kernel(*args)  # type: ignore[operator]
+            return kernel(*args, **options)  # type: ignore[operator]
 
         return call
 
-    found = (add_rms_norm, norm_rope_write, silu_and_mul, sample_rows)
-    fused = FusedKernels(**{name: counted(name, k) for name, k in zip(CALLS, found, strict=True)})  # type: ignore[arg-type]
+    fused = FusedKernels(**{name: counted(name, kernel) for name, kernel in KERNELS.items()})  # type: ignore[arg-type]
 
     def for_cpu(device: torch.device) -> FusedKernels:
         return fused
@@ -59,4 +68,6 @@ def test_the_kernels_change_no_token(
     monkeypatch.setattr(kernels, "fused_kernels", for_cpu)
     monkeypatch.setattr(sampler, "fused_kernels", for_cpu)
     assert tokens(path) == expected
-    assert used == set(CALLS) - ({"norm_rope_write"} if head_dim == 24 else set())
+    unused = {"norm_rope_write"} if head_dim == 24 else set()
+    unused |= set() if build is random_qwen2_moe else OF_EXPERTS.keys()
+    assert used == KERNELS.keys() - unused
