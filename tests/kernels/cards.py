@@ -18,7 +18,8 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from tests.kernels.absent_gpu import AbsentGpu, OnMeta, Variant, start
 
-QWEN3 = json.loads((Path(__file__).parents[2] / "benchmarks/shapes/Qwen3-0.6B/config.json").read_text())
+SHAPES = Path(__file__).parents[2] / "benchmarks/shapes"
+QWEN3 = json.loads((SHAPES / "Qwen3-0.6B/config.json").read_text())
 
 
 def shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, **other: Any) -> dict[str, Any]:
@@ -26,13 +27,12 @@ def shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, **o
     return QWEN3 | sizes | {"num_key_value_heads": kv_heads, "head_dim": head_dim} | other
 
 
-EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 MODELS = {
     "Qwen3-0.6B": QWEN3,
     "Qwen2.5-0.5B": shape(896, 4864, 14, 2, 64, model_type="qwen2"),
     "Qwen2.5-7B": shape(3584, 18944, 28, 4, 128, model_type="qwen2"),
     "head_dim 256": shape(2048, 8192, 8, 4, 256),
-    "Qwen3-30B-A3B": shape(2048, 6144, 32, 4, 128, model_type="qwen3_moe", tie_word_embeddings=False, **EXPERTS),
+    "Qwen3-30B-A3B": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text()),
 }
 ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_specialized_prefill_kernel")
 OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel")

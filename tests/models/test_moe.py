@@ -19,10 +19,12 @@ from nanovllm.llm import EngineConfig, resolve
 from nanovllm.models.config import parse_config, read_config
 from nanovllm.models.loader import load_model
 from nanovllm.models.mlp import MLP, MoE
+from nanovllm.models.transformer import Transformer
 from tests import oracle
 from tests.models.plain_attention import DictAttention
 from tests.weights import lively_qwen3, lively_qwen3_moe, random_mixtral, random_qwen2_moe
 
+SHAPE = Path(__file__).parents[2] / "benchmarks" / "shapes" / "Qwen3-30B-A3B"
 Build = Callable[..., Path]
 IDS = torch.arange(64) * 37 % 500
 DENSE = {"decoder_sparse_step": 2, "num_hidden_layers": 5, "mlp_only_layers": [3]}  # experts in layer 1 alone
@@ -329,15 +331,12 @@ def test_facts_tell_of_the_experts(checkpoints: Path) -> None:
     assert not any("experts" in name for name, _, _ in checkpoint_facts(lively_qwen3(checkpoints)))
 
 
-def test_prompts_are_recorded_by_the_neurons_that_a_token_goes_through() -> None:
-    """Qwen3-30B-A3B does less for a token than a dense model of its intermediate_size would."""
-    raw: dict[str, Any] = {
-        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "dtype": "bfloat16",
-    }  # fmt: skip
-    model = parse_config(raw)
+def test_qwen3_30b_a3b() -> None:
+    """30.5 billion parameters. How long a step with prompts is recorded depends on what its tokens go through."""
+    raw = json.loads((SHAPE / "config.json").read_text())
+    model = read_config(SHAPE)
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in Transformer(model, 1).parameters()) == 30_532_122_624
     assert model.neurons_of_token == 8 * 768
     config = resolve(EngineConfig(), model, torch.device("cpu"))
     twice = parse_config(raw | {"num_experts_per_tok": 16})
