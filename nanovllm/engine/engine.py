@@ -211,7 +211,7 @@ class LLMEngine:
             if not self.config.async_scheduling:
                 committed = self._commit_oldest()
         now = self.trace.clock()
-        news = [(self._requests[one.seq.request_id], one) for one in committed]
+        news = [(self._requests[one[0].request_id], one) for one in committed]
         for request, (seq, token_ids, _) in news:
             if request.first_token_time is None and token_ids:
                 request.first_token_time = now

@@ -9,7 +9,6 @@ from bisect import bisect_left, insort
 from collections import Counter
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import NamedTuple
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
@@ -27,12 +26,9 @@ NOTHING_ALLOWED = (
 )
 
 
-class Committed(NamedTuple):
-    """What a step added to a sequence; `seq.finish_reason` says whether that ended it."""
-
-    seq: Sequence
-    token_ids: list[int]  # up to the one that ended the sequence
-    logprobs: list[TokenLogprobs] | None  # of each of them
+# What a step added to a sequence: the sequence, its new tokens up to the one that ended it, and the log-probabilities of
+# each of them. `finish_reason` of the sequence says whether they ended it. A plain tuple: hundreds are made each step.
+Committed = tuple[Sequence, list[int], list[TokenLogprobs] | None]
 
 
 class Scheduler:
@@ -100,13 +96,18 @@ class Scheduler:
         """Plan a step. With nothing in `scheduled` it need not run (and `freed_rows` waits for the next plan)."""
         self.trace.step = self._num_steps
         self._planned, self._budget, self._guesses = {}, self.config.max_num_batched_tokens, {}
-        # A sequence that knows its last token, or has it in flight, only awaits the commit of that token.
-        ready = [seq for seq in self.running if seq.num_known < seq.limit]
-        ready.sort(key=lambda seq: seq.num_known - seq.num_computed > 1)  # decodes first; stable within each group
-        for seq in ready:
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for seq in self.running:
+            # A sequence that knows its last token, or has it in flight, only awaits the commit of that token.
+            if seq.num_known < seq.limit:
+                (decodes if seq.num_known - seq.num_computed == 1 else prompts).append(seq)
+        for seq in decodes + prompts:
             if not self._budget:
                 break
-            num_tokens = min(seq.num_known - seq.num_computed, self._budget)
+            num_tokens = seq.num_known - seq.num_computed
+            if num_tokens > self._budget:
+                num_tokens = self._budget
             if seq.num_computed + num_tokens > len(seq.block_table) * self.block_size:
                 self._make_room(seq, seq.num_computed + num_tokens)
             if seq.row >= 0:  # else it was preempted, just now or for one before it
@@ -233,7 +234,7 @@ class Scheduler:
         for seq, num_tokens in self._planned.items():
             start = seq.num_computed
             seq.num_computed = end = start + num_tokens
-            guesses = self._guesses.get(seq, ())
+            guesses = tuple(self._guesses.get(seq, ()))
             seq.num_in_flight += 1
             sample = end == seq.num_known
             if sample:
@@ -243,7 +244,8 @@ class Scheduler:
                 new_blocks = tuple(seq.block_table[seq.num_blocks_sent :])
                 seq.num_blocks_sent = len(seq.block_table)
             num_tokens += len(guesses)
-            scheduled.append(Scheduled(seq.key, seq.row, start, num_tokens, sample, new_blocks, tuple(guesses)))
+            # `_make` takes half the time of the constructor, which is a good part of what a decode costs the host.
+            scheduled.append(Scheduled._make((seq.key, seq.row, start, num_tokens, sample, new_blocks, guesses)))
             if self.trace.on_event is not None:
                 self.trace.emit("scheduled", seq, tokens=num_tokens, cached=start)
         masked: list[int] = []
@@ -280,11 +282,14 @@ class Scheduler:
                 continue
             seq.num_in_flight -= 1
             sampled, logprobs = result.tokens[key] if sample else ([], None)
-            token_ids, reason = self._append(seq, sampled)
-            logprobs = logprobs and logprobs[: len(token_ids)]
+            token_ids, num_known = sampled, len(seq.token_ids)
+            reason = self._append(seq, sampled)
+            if reason is not None:
+                token_ids = seq.token_ids[num_known:]
+                logprobs = logprobs and logprobs[: len(token_ids)]
             if reason == "error":
                 self.finish(seq, "error")
-                committed.append(Committed(seq, token_ids, logprobs))
+                committed.append((seq, token_ids, logprobs))
                 continue
             end = start + num_tokens
             if guesses:
@@ -301,22 +306,22 @@ class Scheduler:
                     self.trace.emit("token", seq, ids=token_ids)
                 if reason is not None:
                     self.finish(seq, reason)
-                committed.append(Committed(seq, token_ids, logprobs))
+                committed.append((seq, token_ids, logprobs))
         return committed
 
-    def _append(self, seq: Sequence, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Append new tokens up to the one that ends the sequence, if one does; returns those, and why it ends.
+    def _append(self, seq: Sequence, token_ids: list[int]) -> FinishReason | None:
+        """Append new tokens up to the one that ends the sequence, if one does; returns why it ends.
 
         Apart from an abort, nothing else ends a sequence: its detokenizer is asked here for stop strings.
         """
-        for count, token in enumerate(token_ids, start=1):
+        for token in token_ids:
             if token == -1:
                 if seq.matcher is not None:
                     seq.stop_reason = NOTHING_ALLOWED
-                return token_ids[: count - 1], "error"
+                return "error"
             if seq.matcher is not None and (refusal := seq.matcher.accept(token)):
                 seq.stop_reason = refusal
-                return token_ids[: count - 1], "error"
+                return "error"
             seq.token_ids.append(token)
             stops, stop_string = token in seq.stop_ids and seq.num_output_tokens >= seq.params.min_tokens, None
             # A token that ends the output stays in its ids, but is not text, unless that is asked for.
@@ -324,10 +329,10 @@ class Scheduler:
                 stop_string = seq.read_token(token)
             if stops or stop_string:
                 seq.stop_reason = stop_string or (None if token in seq.eos_ids else token)
-                return token_ids[:count], "stop"
+                return "stop"
             if len(seq.token_ids) >= seq.limit:
-                return token_ids[:count], "length"
-        return token_ids, None
+                return "length"
+        return None
 
     def _publish(self, seq: Sequence, num_computed: int) -> None:
         """Make full blocks findable. A waiting sequence with the same text is worth another look-up then."""

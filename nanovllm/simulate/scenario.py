@@ -15,7 +15,7 @@ from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.report import Statistics
 from nanovllm.simulate.routers import ROUTERS, Router
 
-VOCAB_SIZE = 32_768  # of the texts: nothing depends on it
+VOCAB_SIZE = 256  # of the texts
 ENGINE_OPTIONS = (
     "tensor_parallel_size",
     "max_num_batched_tokens",

@@ -23,6 +23,10 @@ def shape_of(plan: StepPlan) -> StepShape:
     decodes = decode_keys = prompts = prompt_tokens = prompt_pairs = samples = guesses = 0
     for _, _, start, num_tokens, sample, _, guessed in plan.scheduled:
         samples += sample
+        if num_tokens == 1 and sample:  # as nearly all: no guesses, and a pair for each key
+            decodes += 1
+            decode_keys += start + 1
+            continue
         known = num_tokens
         if guessed:
             known -= len(guessed)

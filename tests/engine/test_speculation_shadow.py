@@ -53,7 +53,7 @@ FAULTS = {
         LLMEngine, "_fill_masks", "guesses.get(key, ())", "[0 for _ in guesses.get(key, ())]"
     ),
     "what is accepted behind an end is kept": Edit(
-        Scheduler, "_append", 'token_ids[:count], "stop"', 'token_ids, "stop"'
+        Scheduler, "commit", "token_ids = seq.token_ids[num_known:]", "pass"
     ),
 }
 
