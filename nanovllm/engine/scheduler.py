@@ -26,8 +26,8 @@ NOTHING_ALLOWED = (
 )
 
 
-# What a step added to a sequence: the sequence, its new tokens up to the one that ended it, and the log-probabilities of
-# each of them. `finish_reason` of the sequence says whether they ended it. A plain tuple: hundreds are made each step.
+# What a step added to a sequence: the sequence, its new tokens up to the one that ended it, their log-probabilities.
+# The sequence's `finish_reason` says whether they ended it. A plain tuple: hundreds are made in each step.
 Committed = tuple[Sequence, list[int], list[TokenLogprobs] | None]
 
 

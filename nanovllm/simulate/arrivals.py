@@ -1,7 +1,8 @@
 """Who asks what, and when: drawn from distributions, or read from a recorded trace. Made one query at a time.
 
 A prompt is a list of token ids, since the prefix cache and the routers look at them. The text itself does not matter,
-so long as no two texts begin alike that should not.
+so long as no two texts begin alike that should not. All ids are below 256: of such integers Python has one object each,
+which stay in the processor's cache while millions of prompts are copied and hashed.
 """
 
 import csv
@@ -17,6 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import xxhash
 
+VOCAB_SIZE = 256
 SHAPES = "512 (always so many), uniform:100,1024 or lognormal:512,0.6 (median, and sigma of the logarithm)"
 
 
@@ -98,34 +100,30 @@ class Texts:
 
     SIZE = 2**17
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self._text = random_text(vocab_size, self.SIZE)
+    def __init__(self) -> None:
+        self._text = random_text(self.SIZE)
         self._numbers = count()
 
     def new(self, length: int) -> list[int]:
         """A text that begins like no other."""
-        number = next(self._numbers)
-        high, low = divmod(number, self.vocab_size)
-        return [low, high % self.vocab_size, *self._slice(number * 7919, length - 2)][:length]
+        return self._numbered(next(self._numbers), length)
 
     def named(self, name: str, length: int) -> list[int]:
         """The beginning of the text with this name: a longer one begins with a shorter one."""
-        digest: int = xxhash.xxh3_64_intdigest(name.encode())
-        digits = [digest // self.vocab_size**i % self.vocab_size for i in range(4)]
-        return [*digits, *self._slice(digest, length - 4)][:length]
+        return self._numbered(xxhash.xxh3_64_intdigest(name.encode()), length)
 
-    def _slice(self, offset: int, length: int) -> list[int]:
-        start = offset % self.SIZE
-        found = self._text[start : start + max(0, length)]
+    def _numbered(self, number: int, length: int) -> list[int]:
+        """Eight tokens that say the number, and a slice."""
+        start = number * 7919 % self.SIZE
+        found = [*number.to_bytes(8, "little"), *self._text[start : start + max(0, length - 8)]][:length]
         while len(found) < length:
             found += self._text[: length - len(found)]
         return found
 
 
-@lru_cache(maxsize=2)
-def random_text(vocab_size: int, length: int) -> list[int]:
-    return random.Random(0).choices(range(vocab_size), k=length)
+@lru_cache(maxsize=1)
+def random_text(length: int) -> list[int]:
+    return random.Random(0).choices(range(VOCAB_SIZE), k=length)
 
 
 class Synthetic:
@@ -146,7 +144,6 @@ class Synthetic:
         self,
         *,
         rate: float,
-        vocab_size: int,
         seconds: float | None = None,
         num_queries: int | None = None,
         cv: float = 1.0,
@@ -162,7 +159,7 @@ class Synthetic:
         self.rate, self.cv, self.turns, self.think_seconds = rate, cv, turns, think_seconds
         self.seconds, self.num_queries = seconds, num_queries
         self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
-        self.texts = Texts(vocab_size)
+        self.texts = Texts()
         self.prefixes = [self.texts.new(shared_prefix) for _ in range(num_prefixes)] if shared_prefix else []
         self._numbers = count()
         self._rng = random.Random(seed)
@@ -223,13 +220,12 @@ class Replay:
         self,
         path: Path,
         *,
-        vocab_size: int,
         seconds: float | None = None,
         num_queries: int | None = None,
         speed: float = 1,
     ) -> None:
         self.path, self.seconds, self.num_queries, self.speed = path, seconds, num_queries, speed
-        self.texts = Texts(vocab_size)
+        self.texts = Texts()
 
     def queries(self) -> Iterator[Query]:
         """Raises ValueError, with file and line, for what cannot be read, and for times that run back."""

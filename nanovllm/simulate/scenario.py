@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.simulate.arrivals import Lengths, Replay, Synthetic, Workload
+from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, Replay, Synthetic, Workload
 from nanovllm.simulate.costs import Costs, load_costs
 from nanovllm.simulate.fleet import Fleet, FleetOptions
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.report import Statistics
 from nanovllm.simulate.routers import ROUTERS, Router
 
-VOCAB_SIZE = 256  # of the texts
 ENGINE_OPTIONS = (
     "tensor_parallel_size",
     "max_num_batched_tokens",
@@ -64,7 +63,7 @@ class WorkloadOptions:
                 raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)!r}")
 
     def make(self, seed: int) -> Workload:
-        ends: dict[str, Any] = {"seconds": self.seconds, "num_queries": self.queries, "vocab_size": VOCAB_SIZE}
+        ends: dict[str, Any] = {"seconds": self.seconds, "num_queries": self.queries}
         if self.replay is not None:
             return Replay(self.replay, speed=self.speed, **ends)
         assert self.rate is not None

@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.simulate.arrivals import Lengths, Synthetic, Workload
+from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, Synthetic, Workload
 from nanovllm.simulate.costs import StepShape
 from nanovllm.simulate.fleet import Fleet, FleetOptions
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.report import Statistics
 from nanovllm.simulate.routers import ROUTERS
-
-VOCAB_SIZE = 4096
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ def config(**options: Any) -> EngineConfig:
 
 
 def synthetic(**options: Any) -> Synthetic:
-    values: dict[str, Any] = {"rate": 40.0, "num_queries": 200, "vocab_size": VOCAB_SIZE, "seed": 1}
+    values: dict[str, Any] = {"rate": 40.0, "num_queries": 200, "seed": 1}
     values |= {"prompt_tokens": Lengths.parse("uniform:20,300"), "output_tokens": Lengths.parse("uniform:1,60")}
     return Synthetic(**values | options)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.simulate.arrivals import Lengths, Query, Replay, Texts
-from tests.simulate.linear import VOCAB_SIZE, synthetic
+from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, Query, Replay, Texts
+from tests.simulate.linear import synthetic
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -26,7 +26,7 @@ BURST_GPT = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response t
 
 def replay(path: Path, text: str, **options: Any) -> list[Query]:
     path.write_text(text)
-    return list(Replay(path, vocab_size=VOCAB_SIZE, **options).queries())
+    return list(Replay(path, **options).queries())
 
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
@@ -57,12 +57,12 @@ def test_lengths_that_are_none(text: str) -> None:
 
 
 def test_no_two_texts_begin_alike() -> None:
-    texts = Texts(vocab_size=50)  # so small that the second token counts
+    texts = Texts()
     made = [tuple(texts.new(4)[:2]) for _ in range(2000)]
     assert len(set(made)) == 2000
     assert len(texts.new(1)) == 1 and len(texts.new(300_000)) == 300_000
     assert texts.named("a", 90) == texts.named("a", 2000)[:90] != texts.named("b", 90)
-    assert all(0 <= token < 50 for token in texts.named("a", 500) + texts.new(500))
+    assert all(0 <= token < VOCAB_SIZE for token in texts.named("a", 500) + texts.new(500))
 
 
 def test_system_prompts_are_shared() -> None:

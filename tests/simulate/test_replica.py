@@ -11,12 +11,12 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import Scheduled, StepMasks, StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.simulate.arrivals import Query
+from nanovllm.simulate.arrivals import VOCAB_SIZE, Query
 from nanovllm.simulate.costs import IntakeTime, ServerTime
 from nanovllm.simulate.histogram import Histogram
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.step_shape import shape_of
-from tests.simulate.linear import VOCAB_SIZE, Linear, config, fleet, synthetic
+from tests.simulate.linear import Linear, config, fleet, synthetic
 
 Planned = tuple[float, list[Scheduled]]  # a step: when it was over, and what it computed
 

@@ -10,7 +10,7 @@ from nanovllm.simulate.arrivals import Query
 from nanovllm.simulate.histogram import Histogram
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.routers import ROUTERS, Router
-from tests.simulate.linear import VOCAB_SIZE, Linear, config
+from tests.simulate.linear import Linear, config
 
 BLOCK = 4
 TEXT = list(range(100, 140))  # ten blocks
@@ -28,7 +28,7 @@ def replicas(*loads: int) -> list[Replica]:
     made = []
     for number, load in enumerate(loads):
         chosen = config(kvcache_block_size=BLOCK, num_kv_blocks=40)
-        made.append(replica := Replica(number, chosen, Linear(), vocab_size=VOCAB_SIZE))
+        made.append(replica := Replica(number, chosen, Linear(), vocab_size=4096))
         for i in range(load):
             replica.add(Query(1000 * number + i, 0.0, [9 + i], max_tokens=4), 0.0)
     return made
