@@ -21,6 +21,8 @@ from nanovllm.engine.trace import Clock, OnEvent, Trace
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams, derive_seed
 
+NO_IDS: frozenset[int] = frozenset()
+
 
 class LLMEngine:
     """Takes requests, runs steps, returns outputs. After an exception in any method, `abort_all` or `close` frees all.
@@ -124,7 +126,7 @@ class LLMEngine:
                 num_prompt_tokens=len(token_ids),
                 params=own,
                 limit=limit,
-                eos_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+                eos_ids=NO_IDS if params.ignore_eos else self.eos_token_ids,
                 priority=priority,
                 arrival=key,
                 cache_salt=cache_salt,

@@ -89,7 +89,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_known = len(self.token_ids)
-        self.stop_ids = self.eos_ids.union(self.params.stop_token_ids)
+        # One set for all sequences that end at the same ids: nearly all share the engine's.
+        self.stop_ids = self.eos_ids.union(stop) if (stop := self.params.stop_token_ids) else self.eos_ids
         self.num_to_score = 0 if self.params.prompt_logprobs is None else self.num_prompt_tokens - 1
 
     @property

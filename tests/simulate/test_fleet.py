@@ -1,5 +1,6 @@
 """A fleet loses nothing, and is as a queue must be."""
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -75,6 +76,27 @@ def test_no_token_is_lost_or_counted_twice() -> None:
     stats = simulated.run()
     assert stats.num_resent and len(replicas) > 3
     assert sum(replica.num_tokens for replica in replicas) == stats.num_output_tokens + stats.num_lost_tokens
+
+
+@pytest.mark.parametrize("router", ROUTER)
+def test_what_is_over_goes_without_a_garbage_collector(router: str) -> None:
+    """In a run there is none. So nothing may refer to itself in a circle, also after deaths and refusals."""
+    workload = synthetic(rate=300.0, num_queries=150, turns=2.0, think_seconds=0.3, cv=2.0)
+    simulated = fleet(workload, router, engine=config(max_num_seqs=2), max_retries=1, **STORMY)
+    collects: set[bool] = set()
+    simulated.on_progress = lambda now: collects.add(gc.isenabled())
+    gc.collect()
+    gc.disable()  # also after the run, which leaves it as it was
+    try:
+        simulated.run()
+        assert not gc.isenabled() and gc.collect() == 0
+    finally:
+        gc.enable()
+    assert simulated.statistics.num_resent and simulated.statistics.num_refused, "else this would prove little"
+    again = fleet(synthetic(num_queries=3), router)
+    again.on_progress = simulated.on_progress
+    again.run()
+    assert collects == {False} and gc.isenabled()
 
 
 @pytest.mark.parametrize("router", ROUTER)
