@@ -81,7 +81,7 @@ def test_no_token_is_lost_or_counted_twice() -> None:
 @pytest.mark.parametrize("router", ROUTER)
 def test_what_is_over_goes_without_a_garbage_collector(router: str) -> None:
     """In a run there is none. So nothing may refer to itself in a circle, also after deaths and refusals."""
-    workload = synthetic(rate=300.0, num_queries=150, turns=2.0, think_seconds=0.3, cv=2.0)
+    workload = synthetic(rate=300.0, num_queries=80, turns=2.0, think_seconds=0.3, cv=2.0)
     simulated = fleet(workload, router, engine=config(max_num_seqs=2), max_retries=1, **STORMY)
     collects: set[bool] = set()
     simulated.on_progress = lambda now: collects.add(gc.isenabled())
