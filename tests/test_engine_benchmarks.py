@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import __main__ as command
-from benchmarks.engine import ablations, speculation, speed, steps
+from benchmarks.engine import ablations, speculation, speed, steps, structured
 from benchmarks.lib import harness, process, report, tables, workloads
 from benchmarks.lib.harness import RESULTS, Contender, Measure
 from benchmarks.stages import stage_bench
@@ -89,6 +89,20 @@ def test_every_kind_of_sampling_is_measured_alone_and_in_small_batches(results: 
     found = figures_of("sampling", results)
     assert set(found) == {f"{key}{batch}" for key in speed.KINDS for batch in ("", "_1", "_2")}
     assert all(found[key]["nanovllm"]["median"] > 0 for key in speed.KINDS)
+
+
+def test_an_output_that_is_not_what_the_schema_says_is_seen() -> None:
+    author = {"name": "Nell", "city": ""}
+    right = {"title": "a", "kind": "poem", "pages": 9, "author": author, "chapters": ["b"] * 3, "tags": []}
+    assert structured.is_valid(json.dumps(right))
+    wrong: list[dict[str, Any]] = [
+        {"kind": "song"},
+        {"pages": 0},
+        {"chapters": ["b"] * 2},
+        {"tags": ["c" * 25]},
+        {"x": 1},
+    ]
+    assert not any(structured.is_valid(json.dumps(right | change)) for change in wrong)
 
 
 def test_every_step_of_the_headline_is_of_one_kind(results: Path) -> None:

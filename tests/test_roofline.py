@@ -81,7 +81,7 @@ def test_the_kinds_of_decode_steps() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [kind for kind, family in FAMILIES.items() if family.experts is None])
 @pytest.mark.parametrize("switch", [False, True])
 def test_parameters_are_counted_as_the_model_has_them(family: str, switch: bool, tmp_path: Path) -> None:
     raw = json.loads((SHAPE / "config.json").read_text())

@@ -26,7 +26,7 @@ FIELDS: dict[str, Any] = {
 FIELDS["author"]["additionalProperties"] = False
 SCHEMA = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
 SIZES = {"requests": 256, "batch": 64, "prompt_len": 128, "max_tokens": 1024, "highest_id": 10_000}
-QUICK_SIZES = {"requests": 4, "batch": 2, "prompt_len": 8, "max_tokens": 200, "highest_id": 500}
+QUICK_SIZES = {"requests": 2, "batch": 2, "prompt_len": 8, "max_tokens": 20, "highest_id": 500}
 WITH, WITHOUT = "with the schema", "without"
 
 
