@@ -79,7 +79,9 @@ def test_a_card_is_measured_and_simulated(model: Path, tmp_path: Path, monkeypat
     [path] = tmp_path.glob("*.json")
     card = Card.read(path)
     assert path.name == f"cpu.{model.name.lower()}.json" and card.residuals["median_percent"] < 100
-    assert card.time.device["step"] > 0 and card.time.host["step"] > 0 and card.intake.prompt_token > 0
+    # Which of the terms gets the time is up to noise at this size: a term may be 0, and never all of them
+    terms = card.time.device.values(), card.time.host.values(), (card.intake.request, card.intake.prompt_token)
+    assert all(max(values) > 0 and min(values) >= 0 for values in map(list, terms))
     costs = load_costs(str(path), model)
     assert costs.measured and costs.device_seconds(StepShape(decodes=3, decode_keys=90, samples=3)) > 0
 
