@@ -119,6 +119,7 @@ class Executor(NullExecutor):
         return Handle(plan)
 
 
+@pytest.mark.slow
 def test_unread_log_probabilities_are_no_burden_to_garbage_collections() -> None:
     """A collection looks at every object that holds others, while the GPU waits: one per token, and not one for each of
     its log-probabilities."""

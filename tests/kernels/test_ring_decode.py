@@ -156,7 +156,7 @@ def before_the_step(case: Case) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", [RingLayout(16, 4, 3, 1), RingLayout(32, 2, 2, 1)], ids=str)
-@pytest.mark.parametrize("block_size", [32, 256])
+@pytest.mark.parametrize("block_size", [pytest.param(32, marks=pytest.mark.slow), 256])
 @pytest.mark.parametrize(("lengths", "pieces", "group"), CASES)
 def test_what_it_computes(lengths: Lengths, pieces: int, group: int, block_size: int, layout: RingLayout) -> None:
     """What the step itself writes is NaN until its writer is waited for."""

@@ -78,7 +78,8 @@ def test_no_token_is_lost_or_counted_twice() -> None:
     assert sum(replica.num_tokens for replica in replicas) == stats.num_output_tokens + stats.num_lost_tokens
 
 
-@pytest.mark.parametrize("router", ROUTER)
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ROUTERS)
 def test_what_is_over_goes_without_a_garbage_collector(router: str) -> None:
     """In a run there is none. So nothing may refer to itself in a circle, also after deaths and refusals."""
     workload = synthetic(rate=300.0, num_queries=80, turns=2.0, think_seconds=0.3, cv=2.0)
