@@ -26,6 +26,7 @@ from nanovllm.simulate.step_time import StepTime
 
 AS_IT_IS, NOT_OVERLAPPED, NOT_RECORDED = "as it is", "no asynchronous scheduling", "steps with prompts not recorded"
 MEMORY = {"h200": 0.9 * 139.8 * 2**30}  # bytes that the engine's defaults take of the card
+RECORDED_SEQUENCES = 64  # places of the recordings with prompts when the records were made
 BESIDES = 3e9  # bytes of it that are neither weights nor keys: activations, graphs, CUDA's own; about
 
 
@@ -141,7 +142,8 @@ def make_card(card: str, results: Path) -> Card:
     architecture, itemsize = read_architecture(SHAPE)
     seen = list(steps_alone(records))
     needs, rates = Needs(architecture, itemsize), records["phases"]["roofline"]["limits"]
-    time, missed = fit_device(seen, RECORDINGS.for_model(architecture), least_factors(needs, rates))
+    recordings = replace(RECORDINGS.for_model(architecture), max_sequences=RECORDED_SEQUENCES)
+    time, missed = fit_device(seen, recordings, least_factors(needs, rates))
     launch = 1e-3 * median(records["ablations"], NOT_RECORDED, "1 prompts", "first_token_ms")
     names = ", ".join(f"{name}.{card}.json" for name in records)
     return Card(

@@ -280,8 +280,8 @@ def short_table(results: dict[str, Result]) -> list[str]:
         figure = tables.figures(results[name])[key]
         cells = (tables.cell(figure, who, "{}") for who in ("nanovllm", "vLLM"))
         lines.append(tables.row(title, *cells, tables.ratio(figure, "nanovllm", "vLLM")))
-    if "serving_speed" in results:
-        lines.append(tables.row(*serving.short_row(results["serving_speed"])))
+    if "serving_speed" in results and (row := serving.short_row(results["serving_speed"])):
+        lines.append(tables.row(*row))
     result = results["throughput"]
     share = tables.figures(result)["share"]["values"]
     where = [result["machine"]["device"], tables.versions(result, "torch"), *tables.rivals([result])]

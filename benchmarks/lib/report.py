@@ -42,6 +42,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], li
     "serving_simulated": (("serving_simulated",), serving_simulated.table),
     "speed": (("throughput", "sampling", "latency", "serving_speed"), speed.short_table),
     "sampling": (("sampling",), speed.sampling_table),
+    "structured": (("structured",), tables.of_engine),  # with the model's name before the card's
     "speed_cpu": (("engine_cpu",), stage_bench.engine_cpu_sentence),
     "kernels": (("kernels",), attention.table),
     "linears": (("linears",), linears.table),

@@ -190,12 +190,16 @@ def table(results: dict[str, Result]) -> list[str]:
 
 
 def short_row(result: Result) -> list[str]:
-    """What the README says: ours beside vLLM, with as many API processes, those that are better for vLLM."""
+    """What the README says: ours beside vLLM, with as many API processes, those that are better for vLLM. Empty if that
+    was not measured."""
     rates = {row["server"]: row["tokens_per_second"] for row in result["rows"] if row["rate"] == README_RATE}
-    theirs = max((name for name in rates if name.startswith("vLLM")), key=rates.__getitem__)
-    mine, other = rates[theirs.replace("vLLM", "nanovllm")], rates[theirs]
+    pairs = {rates[name]: rates.get(name.replace("vLLM", "nanovllm")) for name in rates if name.startswith("vLLM")}
+    theirs = max(pairs, default=0.0)
+    mine = pairs.get(theirs)
+    if mine is None:
+        return []
     title = f"output tokens per second of the server, {README_RATE} requests per second"
-    return [title, f"{mine:,.0f}", f"{other:,.0f}", f"{mine / other:.2f}×"]
+    return [title, f"{mine:,.0f}", f"{theirs:,.0f}", f"{mine / theirs:.2f}×"]
 
 
 def draw(result: Result, path: Path) -> None:

@@ -19,6 +19,41 @@ def test_lengths_have_the_mean_that_they_are_said_to_have() -> None:
     assert max(speed.length(draw, 1000, 50) for _ in range(100)) == 50
 
 
+def measured(*rows: tuple[str, float, float], commit: str = "a") -> dict[str, Any]:
+    common = {"machine": {"device": "cpu"}, "commit": {"hash": commit}, "workload": "some", "seconds": 1.0}
+    gaps = {"gap_ms": {"p50": 1.0, "p99": 2.0}}
+    return common | {"rows": [{"server": s, "rate": r, "tokens_per_second": t, **gaps} for s, r, t in rows]}
+
+
+def test_parts_that_were_measured_apart_become_one_result(tmp_path: Path) -> None:
+    file = tmp_path / "before.json"
+    file.write_text(json.dumps(measured(("vLLM, 1 API", 8, 1.0), ("nanovllm, 1 API", 8, 2.0))))
+    again = speed.with_others(measured(("nanovllm, 1 API", 8, 3.0)), file)["rows"]
+    assert [(row["server"], row["tokens_per_second"]) for row in again] == [
+        ("nanovllm, 1 API", 3.0),
+        ("vLLM, 1 API", 1.0),
+    ]
+    other = measured(("nanovllm, 1 API", 8, 3.0), commit="b")
+    assert len(speed.with_others(other, file)["rows"]) == 1, "of another commit"
+    assert len(speed.with_others(other, tmp_path / "none.json")["rows"]) == 1
+
+
+def test_the_readme_has_the_rival_at_its_best() -> None:
+    rate = speed.README_RATE
+    rows = [("vLLM, 1 API", rate, 100.0), ("vLLM, 4 API", rate, 80.0), ("vLLM, 4 API", rate + 1, 900.0)]
+    ours = [("nanovllm, 1 API", rate, 150.0), ("nanovllm, 4 API", rate, 400.0)]
+    assert speed.short_row(measured(*rows, *ours))[1:] == ["150", "100", "1.50×"]
+    assert speed.short_row(measured(*ours)) == [] == speed.short_row(measured(*rows))
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    result = measured(("vLLM, 1 API", 8, 1.0), ("nanovllm, 4 API", 16, 4.0), ("nanovllm, 4 API", 8, 2.0))
+    for name in "first.png", "again.png":
+        speed.draw(result, tmp_path / name)
+    drawn = (tmp_path / "first.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG") and drawn == (tmp_path / "again.png").read_bytes()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="several API processes")
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
