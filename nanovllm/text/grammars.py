@@ -26,8 +26,11 @@ from nanovllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_COMPILED = 64  # roots that are kept for the next request with the same grammar
-MAX_THREADS = 8  # that fill the masks of a step
+MAX_COMPILED = 128  # roots that are kept for the next request with the same grammar
+MAX_THREADS = 16  # that fill the masks of a step
+# Tokens without quotes, backslashes and control characters, by their number of characters. Where a string may still get
+# as many characters, all tokens of a slice are allowed without a look at them.
+SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in (2, 4, 6, 8, 12, 16, 24, 32)] + [r'[^"\\\x00-\x1F\x7F]+']
 # Between the parts of JSON: a line break, blanks, or both. JSON allows any amount, but then small models may not stop.
 WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,20}"
 # What one grammar may cost, in llguidance's units. The comments are for a core of 2024.
@@ -99,8 +102,8 @@ class TokenGrammars:
     """Compiles grammars and fills masks, for one vocabulary.
 
     vocab_size: the model's, which may be larger than the tokenizer's. The additional ids are padding, and never
-    allowed. num_threads: that fill masks (default: by the cores). A grammar that is asked for again and again gets as
-    many roots.
+    allowed. num_threads: that fill masks (default: by the cores). A grammar that is asked for again and again gets
+    `num_roots` roots.
     """
 
     def __init__(
@@ -108,6 +111,8 @@ class TokenGrammars:
     ) -> None:
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
         self.num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
+        # Of a grammar. With one root per thread, a thread with long masks would keep the others waiting.
+        self.num_roots = 2 * self.num_threads if self.num_threads > 1 else 1
         self._lock = Lock()  # guards what follows
         self._compiled: OrderedDict[StructuredOutputsParams, Roots] = OrderedDict()
         self._ll: LLTokenizer | None = None
@@ -129,7 +134,7 @@ class TokenGrammars:
                 self._start()
             if (found := self._compiled.get(params)) is not None:
                 self._compiled.move_to_end(params)
-                if len(found) >= self.num_threads:
+                if len(found) >= self.num_roots:
                     return found.copy()
         try:
             root = self._compile(params)
@@ -140,7 +145,7 @@ class TokenGrammars:
         with self._lock:
             if (found := self._compiled.get(params)) is None:
                 found = self._compiled[params] = Roots(root)
-            elif len(found) < self.num_threads:
+            elif len(found) < self.num_roots:
                 found.add(root)
             while sum(map(len, self._compiled.values())) > MAX_COMPILED and len(self._compiled) > 1:
                 self._compiled.popitem(last=False)
@@ -191,7 +196,7 @@ class TokenGrammars:
         self._padded = int(np.argmin(self._known == -1)) if (self._known != -1).any() else self._width
         self._limits = LLParserLimits(**LIMITS)
         self._threads = LLExecutor(self.num_threads)
-        self._ll = LLTokenizer(fast.to_str(), n_vocab=num_ids, eos_token=eos_token_ids)
+        self._ll = LLTokenizer(fast.to_str(), n_vocab=num_ids, eos_token=eos_token_ids, slices=SLICES)
 
     def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
         from llguidance import LLMatcher

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 from tests import oracle
@@ -159,7 +160,7 @@ def test_ranks_draw_what_one_rank_draws(start: Starter, engine_checkpoints: Path
 def test_tokens_are_hf_s_on_a_gpu(engine_checkpoints: Path, build: Build, eager: bool) -> None:
     """By the kernels, in fp32, in a pool that is too small and with the prefix cache warm."""
     path = build(engine_checkpoints)
-    config = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "gpu_memory_utilization": 0.3}
+    config = {"device": "cuda", "dtype": torch.float32, "attention_backend": "triton", "gpu_memory_utilization": 0.3}
     subject: Any = EngineSubject(config | {"enforce_eager": eager, "async_scheduling": True})
     options = TIGHT | {"block_size": 16, "num_blocks": 5, "max_num_seqs": 6}
     engine = subject.engine(path, **options)
