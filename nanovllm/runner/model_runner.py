@@ -7,6 +7,7 @@ their reader waits.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -17,10 +18,10 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled, StepMasks, StepPlan
-from nanovllm.graphs.cuda_graph import CudaGraphRecorder, Recorder
+from nanovllm.graphs.cuda_graph import CudaGraphRecorder, Recorder, launch_once
 from nanovllm.graphs.prompt_steps import RecordedSteps
 from nanovllm.graphs.sizes import step_sizes
-from nanovllm.kernels import fused_kernels
+from nanovllm.kernels import fused_kernels, why_no_kernels
 from nanovllm.models.loader import LoadedModel, load_model
 from nanovllm.runner.batch import Batch, DecodeInputs, look_up, make_batch, pack
 from nanovllm.runner.device_model import DeviceModel
@@ -100,15 +101,9 @@ class ModelRunner:
         self.sampler = Sampler(self.state, self.group)
 
         # Recorded steps, and the source of guesses
-        self.recorded = None if recorder is None else self._record(config, recorder)
-        self.guesses: Guesses = NoGuesses()
-        if draft is not None:
-            self.guesses = DraftModel(draft, config, self.rows, self.state, recorder)
-        elif self.speculates:
-            self.guesses = PlannedGuesses(self.rows)
-
-        if device.type == "cuda":
-            self.warm_up(config.max_num_batched_tokens)
+        if why_no_kernels(device) is None:
+            self._compile_kernels(config, draft, recorded=recorder is not None)
+        self.recorded, self.guesses = self._prepare(config, draft, recorder)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> Computed:
@@ -183,6 +178,29 @@ class ModelRunner:
         token_ids = self.sampler.sample(logits, rows, positions, all_greedy)
         return Sampled(rows, positions, token_ids, logits, guesses)
 
+    def _compile_kernels(self, config: EngineConfig, draft: DeviceModel | None, recorded: bool) -> None:
+        """Have what `_prepare` launches compiled by many processes at once, as far as Triton's cache lacks it."""
+        from nanovllm.kernels.precompile import compiled_together, num_processes
+
+        if (processes := num_processes(self.group.size)) > 1:
+            with compiled_together(processes), self.target.shortened(), draft.shortened() if draft else nullcontext():
+                _, guesses = self._prepare(config, draft, launch_once if recorded else None)
+            let_go(guesses)
+
+    def _prepare(
+        self, config: EngineConfig, draft: DeviceModel | None, recorder: Recorder | None
+    ) -> tuple[RecordedSteps | None, Guesses]:
+        """Record steps, and on a GPU launch those that are not recorded, so that no request waits for a compiler."""
+        recorded = None if recorder is None else self._record(config, recorder)
+        guesses: Guesses = NoGuesses()
+        if draft is not None:
+            guesses = DraftModel(draft, config, self.rows, self.state, recorder)
+        elif self.speculates:
+            guesses = PlannedGuesses(self.rows)
+        if self.device.type == "cuda":
+            self.warm_up(config.max_num_batched_tokens)
+        return recorded, guesses
+
     @torch.inference_mode()
     def _record(self, config: EngineConfig, recorder: Recorder) -> RecordedSteps:
         """Recordings of decode steps and of steps with prompts, which share the memory of their logits."""
@@ -220,7 +238,12 @@ class ModelRunner:
         """Give all memory back, even if this object is still referenced. Nothing can be run afterwards."""
         if not self.closed:
             self.closed = True
-            if isinstance(self.guesses, DraftModel):
-                self.guesses.recorded = None  # which holds the draft in turn: only a garbage collection would free it
+            let_go(self.guesses)
             del self.target, self.backend, self.rows, self.state, self.sampler, self.recorded, self.guesses
             del self.group  # which knows the recorded graphs
+
+
+def let_go(guesses: Guesses) -> None:
+    """Free the memory of a draft's recordings. They hold the draft in turn, so only a garbage collection would."""
+    if isinstance(guesses, DraftModel):
+        guesses.recorded = None
