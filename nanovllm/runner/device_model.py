@@ -1,8 +1,5 @@
 """One model on one device: weights, attention backend and KV cache. The target is one, a draft model another."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -32,17 +29,6 @@ class DeviceModel:
         c = self.config
         shape = (2, num_blocks + 1, self.block_size, c.num_key_value_heads, c.head_dim)
         self.kv_cache = [torch.zeros(shape, dtype=c.dtype, device=self.device) for _ in range(c.num_hidden_layers)]
-
-    @contextmanager
-    def shortened(self) -> Iterator[None]:
-        """Within this context a step computes two layers: the kernels of a step, in a fraction of its launches. The
-        first layer alone is given no residual; all the others are alike."""
-        layers = self.model.layers
-        self.model.layers = layers[:2]
-        try:
-            yield
-        finally:
-            self.model.layers = layers
 
     def make_logits(self, num_rows: int) -> Tensor:
         """Memory [N, V] for the logits of recorded steps."""
