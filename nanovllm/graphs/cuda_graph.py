@@ -61,6 +61,8 @@ def record_nothing(step: Step) -> Step:
 
 
 def launch_once(step: Step) -> Step:
-    """A recorder that sees a step launched, and records nothing."""
+    """A recorder that launches a step, and records nothing. It waits for the step, whose numbers may still be on their
+    way from host memory that the next step's numbers overwrite."""
     step()
+    torch.cuda.synchronize()
     return step

@@ -71,8 +71,8 @@ class Variant(NamedTuple):
 def is_cached(source: ASTSource, target: GPUTarget, options: Any) -> bool:
     """Whether `triton.compile` will find this in Triton's cache on disk."""
     key = get_cache_key(source, make_backend(target), options, env_vars=get_cache_invalidating_env_vars())
-    group = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    return f"{source.name[:150]}.json" in (group.get_group(f"{source.name[:150]}.json") or {})
+    cache, file = get_cache_manager(hashlib.sha256(key.encode()).hexdigest()), f"{source.name[:150]}.json"
+    return file in (cache.get_group(file) or {})
 
 
 class Compilers:
@@ -125,10 +125,12 @@ class Compilers:
 
     def stop(self) -> None:
         """End all processes, whatever they are doing."""
-        if self.process is not None and self.process.poll() != 0:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        if self.process is None:
+            return
+        with self.process:  # which closes the pipes, and waits
+            if self.process.poll() != 0:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -140,6 +140,7 @@ class AbsentGpu:
         cuda: Any = torch.cuda
         cuda.get_device_capability = lambda device=None: self.capability
         cuda.get_device_properties = lambda device=None: properties
+        cuda.synchronize = lambda device=None: None
         cuda.Event = lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None)
 
     def _launch(self, *arguments: Any) -> None:
