@@ -52,6 +52,7 @@ class Variant(NamedTuple):
     kind: type[ASTSource]
     module: str
     kernel: str
+    kernel_hash: str
     signature: dict[str, Any]
     constants: dict[Any, Any]
     attributes: dict[Any, Any]
@@ -64,6 +65,9 @@ class Variant(NamedTuple):
         # All that a compilation asks of a driver. Triton's own driver would occupy memory of the GPU.
         triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
         kernel = getattr(import_module(self.module), self.kernel)
+        # Triton's hash of a kernel depends on which kernels the process has used before, if they share a function that
+        # reads a constant of its module. With another hash nobody would find what is compiled here.
+        kernel.hash = self.kernel_hash
         source = self.kind(kernel, self.signature, self.constants, self.attributes)
         triton.compile(source, target=target, options=self.options)
 
@@ -87,7 +91,8 @@ class Compilers:
         kernel: Any = source.fn
         described = source.signature, source.constants, source.attrs, target, options.__dict__
         try:
-            question = pickle.dumps(Variant(type(source), kernel.__module__, kernel.__name__, *described))
+            names = kernel.__module__, kernel.__name__, kernel.cache_key
+            question = pickle.dumps(Variant(type(source), *names, *described))
             stdin = (self.process or self._start()).stdin
             assert stdin is not None
             stdin.write(question)

@@ -18,7 +18,7 @@ from nanovllm.kernels import precompile
 from nanovllm.kernels.precompile import Compilers, compiled_together, without_launches
 from tests.kernels.absent_gpu import GPU, AbsentGpu, OnMeta, start
 from tests.kernels.cards import QWEN3
-from tests.kernels.some_kernels import ONLY, doubling, impossible
+from tests.kernels.some_kernels import ONLY, doubling, impossible, quadrupling
 
 # So far, in the order of time: what this process compiled, what it asked others for, and which process it asked
 compiled: list[str] = []
@@ -49,6 +49,15 @@ def usual(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
     with seen(gpu, answer, "afterwards"):
         for size in (16, 32, 64):
             launch(doubling, size)
+
+
+def shared(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
+    """A kernel that shares a function with another, which only this process has used."""
+    launch(doubling, 16)
+    with compiled_together(2):
+        launch(quadrupling, 16)
+    with seen(gpu, answer, "afterwards"):
+        launch(quadrupling, 16)
 
 
 def nothing(gpu: AbsentGpu, answer: dict[str, Any]) -> None:

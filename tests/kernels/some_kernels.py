@@ -12,10 +12,24 @@ if os.environ.get(ONLY, str(os.getpid())) != str(os.getpid()):
     os.kill(os.getpid(), signal.SIGKILL)  # as where memory runs out
 
 
+FACTOR = tl.constexpr(2.0)
+
+
+@triton.jit
+def scaled(x):  # type: ignore[no-untyped-def]
+    return x * FACTOR
+
+
 @triton.jit
 def doubling(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     places = tl.arange(0, SIZE)
-    tl.store(x + places, 2 * tl.load(x + places))
+    tl.store(x + places, scaled(tl.load(x + places)))
+
+
+@triton.jit
+def quadrupling(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.arange(0, SIZE)
+    tl.store(x + places, scaled(scaled(tl.load(x + places))))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-SCENES = ["usual", "nothing", "thread", "wrong", "killed", "no_process", "given_up"]
+SCENES = ["usual", "shared", "nothing", "thread", "wrong", "killed", "no_process", "given_up"]
 pytestmark = pytest.mark.slow
 
 
@@ -36,6 +36,11 @@ def test_what_was_compiled_beforehand_is_found(scenes: dict[str, Any]) -> None:
     """A variant is asked for once, and compiled here only if nobody asked for it."""
     assert scenes["usual"]["beforehand"] == [0, [], ["doubling"] * 2]
     assert scenes["usual"]["afterwards"] == [3, ["doubling"], []]
+
+
+def test_hashes_are_those_of_the_process_that_launches(scenes: dict[str, Any]) -> None:
+    """Triton's depend on the kernels that were used before."""
+    assert scenes["shared"]["afterwards"] == [1, [], []]
 
 
 def test_without_launches_nothing_is_compiled_either(scenes: dict[str, Any]) -> None:
