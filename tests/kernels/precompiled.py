@@ -161,7 +161,7 @@ def watch() -> None:
 if __name__ == "__main__":
     logging.getLogger(precompile.__name__).setLevel(logging.DEBUG)
     watch()
-    absent = AbsentGpu(86, compiles=True)
+    absent = AbsentGpu(90, compiles=True)
     found: dict[str, dict[str, Any]] = {name: {} for name in sys.argv[1:]}
     with OnMeta():
         for name, answer in found.items():
