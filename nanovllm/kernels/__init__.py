@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -72,3 +73,12 @@ def fused_kernels(device: torch.device) -> FusedKernels:
         route=route,
         grouped_mlp=grouped_mlp,
     )
+
+
+def without_launches(device: torch.device) -> AbstractContextManager[None]:
+    """Within this context none of our kernels is launched or compiled on `device`, and their results are undefined."""
+    if why_no_kernels(device) is not None:
+        return nullcontext()
+    from nanovllm.kernels.precompile import without_launches
+
+    return without_launches()

@@ -142,3 +142,9 @@ class DraftModel:
         guesses, q = sample_guesses(constrain(logits.float(), metadata, rows, self.state, needs), metadata)
         self.rows.token_ids[rows, positions] = guesses.int()
         return guesses, q
+
+
+def let_go(guesses: Guesses) -> None:
+    """Free a draft's recordings. They hold the draft in turn, so that otherwise only a garbage collection would."""
+    if isinstance(guesses, DraftModel):
+        guesses.recorded = None

@@ -17,26 +17,21 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled, StepMasks, StepPlan
-from nanovllm.graphs.cuda_graph import CudaGraphRecorder, Recorder
+from nanovllm.graphs.cuda_graph import CudaGraphRecorder, Recorder, launch_once
 from nanovllm.graphs.prompt_steps import RecordedSteps
 from nanovllm.graphs.sizes import step_sizes
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel, load_model
 from nanovllm.runner.batch import Batch, DecodeInputs, look_up, make_batch, pack
 from nanovllm.runner.device_model import DeviceModel
-from nanovllm.runner.draft import DraftModel, Guesses, NoGuesses, PlannedGuesses
+from nanovllm.runner.draft import DraftModel, Guesses, NoGuesses, PlannedGuesses, let_go
 from nanovllm.runner.memory import num_kv_blocks, run_largest_step
 from nanovllm.runner.prompt_logprobs import PromptLogprobs, piece_size, score_piece, score_prompts
 from nanovllm.runner.rows import Known, Rows
 from nanovllm.runner.step_output import StepOutput
+from nanovllm.runner.warm_up import compile_kernels, launch_unrecorded
 from nanovllm.sampling.sampler import Sampled, Sampler, gather_logits
 from nanovllm.sampling.state import Needs, SamplingState
-
-# Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
-# and compiled variants that such steps can need.
-UNRECORDED = [
-    (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (2,) * 16, (2,) * 33, (17,), (65,), (129,),
-]  # fmt: skip
 
 
 class Computed(NamedTuple):
@@ -99,16 +94,11 @@ class ModelRunner:
         self.state = SamplingState(self.rows.token_ids, self.vocab_size, loaded.eos_token_ids, in_kernels)
         self.sampler = Sampler(self.state, self.group)
 
-        # Recorded steps, and the source of guesses
-        self.recorded = None if recorder is None else self._record(config, recorder)
-        self.guesses: Guesses = NoGuesses()
-        if draft is not None:
-            self.guesses = DraftModel(draft, config, self.rows, self.state, recorder)
-        elif self.speculates:
-            self.guesses = PlannedGuesses(self.rows)
-
-        if device.type == "cuda":
-            self.warm_up(config.max_num_batched_tokens)
+        # Recorded steps, and the source of guesses. The same without a launch, before, shows which kernels they need
+        without_recording = partial(self._prepare, config, draft, None if recorder is None else launch_once)
+        models = [m.model for m in (self.target, draft) if m is not None]
+        compile_kernels(without_recording, models, device, self.group.size)
+        self.recorded, self.guesses = self._prepare(config, draft, recorder)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> Computed:
@@ -183,6 +173,20 @@ class ModelRunner:
         token_ids = self.sampler.sample(logits, rows, positions, all_greedy)
         return Sampled(rows, positions, token_ids, logits, guesses)
 
+    def _prepare(
+        self, config: EngineConfig, draft: DeviceModel | None, recorder: Recorder | None
+    ) -> tuple[RecordedSteps | None, Guesses]:
+        """Record steps, and on a GPU launch one of each kind that is not recorded: no request waits for a compiler."""
+        recorded = None if recorder is None else self._record(config, recorder)
+        guesses: Guesses = NoGuesses()
+        if draft is not None:
+            guesses = DraftModel(draft, config, self.rows, self.state, recorder)
+        elif self.speculates:
+            guesses = PlannedGuesses(self.rows)
+        if self.device.type == "cuda":
+            self.warm_up(config.max_num_batched_tokens)
+        return recorded, guesses
+
     @torch.inference_mode()
     def _record(self, config: EngineConfig, recorder: Recorder) -> RecordedSteps:
         """Recordings of decode steps and of steps with prompts, which share the memory of their logits."""
@@ -203,16 +207,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int) -> None:
-        """Launch one step of each kind in `UNRECORDED`, except those that the configuration does not allow.
-
-        A kernel is compiled when it is first launched, and no request should wait for that. All of it is
-        done in the scratch row.
-        """
-        row, longest = self.rows.scratch_row, self.rows.max_context_len
-        for lengths in UNRECORDED:
-            work = [Scheduled(-1, row, 0, min(n, longest), sample=True, new_blocks=()) for n in lengths]
-            if len(work) <= row and sum(s.num_tokens for s in work) <= max_num_tokens:
-                self.compute(make_batch(work, self.rows))
+        """Launch one step of each kind that is not recorded."""
+        launch_unrecorded(self.compute, self.rows, max_num_tokens)
         c = self.target.config
         self.score_piece(torch.zeros(1, c.hidden_size, dtype=c.dtype, device=self.device))
 
@@ -220,7 +216,6 @@ class ModelRunner:
         """Give all memory back, even if this object is still referenced. Nothing can be run afterwards."""
         if not self.closed:
             self.closed = True
-            if isinstance(self.guesses, DraftModel):
-                self.guesses.recorded = None  # which holds the draft in turn: only a garbage collection would free it
+            let_go(self.guesses)
             del self.target, self.backend, self.rows, self.state, self.sampler, self.recorded, self.guesses
             del self.group  # which knows the recorded graphs

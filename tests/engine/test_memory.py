@@ -1,5 +1,8 @@
 """What is set aside before the KV cache gets the rest of a GPU: measured, and computed for what comes later."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -61,7 +64,19 @@ def test_people_have_a_share_each(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((80 - 4 - others) * GIB, 80 * GIB))
     for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    assert memory.gpu_budget(EngineConfig(), torch.device("cuda"), lambda: None) == expected * GIB
+    within = []  # of a context in which no kernel is launched, and so none is compiled by this process alone
+
+    @contextmanager
+    def without_launches(device: torch.device) -> Iterator[None]:
+        within.append(device)
+        yield
+        within.clear()
+
+    def largest_step() -> None:
+        assert within == [torch.device("cuda")]
+
+    monkeypatch.setattr(memory, "without_launches", without_launches)
+    assert memory.gpu_budget(EngineConfig(), torch.device("cuda"), largest_step) == expected * GIB
 
 
 def test_blocks_get_what_rows_and_graphs_leave(monkeypatch: pytest.MonkeyPatch) -> None:

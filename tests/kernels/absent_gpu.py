@@ -110,25 +110,28 @@ class Variant(NamedTuple):
 
 
 class AbsentGpu:
-    """A GPU of this capability (major * 10 + minor), of which there is one per process. `noted`: variants so far."""
+    """A GPU of this capability (major * 10 + minor), of which there is one per process. `noted`: variants so far, which
+    are compiled if `compiles`. `launches`: how many kernels were launched."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int, compiles: bool = False) -> None:
         self.noted: list[Variant] = []
+        self.launches = 0
         self.capability, self.sm_shared = divmod(capability, 10), SHARED_OF_SM[capability] * KIB
         target = GPUTarget("cuda", capability, 32)
         driver = SimpleNamespace(
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
         )
         triton.runtime.driver.set_active(driver)
-        kernel = SimpleNamespace(
-            launch_metadata=lambda *_: None, run=lambda *_: None, function=None, packed_metadata=None
-        )
+        kernel = SimpleNamespace(launch_metadata=lambda *_: None, run=self._launch, function=None, packed_metadata=None)
+        compile_now = triton.compiler.compile
 
-        def compile_later(source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
+        def note(source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
             self.noted.append(Variant(source, target, options))
+            if compiles:
+                compile_now(source, target=target, options=options)
             return kernel
 
-        triton.compiler.compile = compile_later
+        triton.compiler.compile = note
         properties = SimpleNamespace(
             multi_processor_count=132,
             shared_memory_per_block_optin=SHARED[capability] * KIB,
@@ -137,7 +140,11 @@ class AbsentGpu:
         cuda: Any = torch.cuda
         cuda.get_device_capability = lambda device=None: self.capability
         cuda.get_device_properties = lambda device=None: properties
+        cuda.synchronize = lambda device=None: None
         cuda.Event = lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+
+    def _launch(self, *arguments: Any) -> None:
+        self.launches += 1
 
 
 def launched_and_recorded(step: Step) -> Step:

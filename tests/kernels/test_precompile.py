@@ -1,0 +1,75 @@
+"""Kernels are compiled by other processes before a start launches them. Whatever happens there, the start goes on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+SCENES = ["usual", "shared", "nothing", "thread", "wrong", "killed", "no_process", "given_up"]
+pytestmark = pytest.mark.slow
+
+
+def found(cache: Path, *scenes: str) -> dict[str, Any]:
+    """What `tests/kernels/precompiled.py` finds, in a process of its own without Triton's interpreter. Of a part of a
+    scene: the number of launches, what this process compiled, and what it asked other processes for."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TQDM_DISABLE": "1"}
+    command = [sys.executable, "-m", "tests.kernels.precompiled", *scenes]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return found(tmp_path_factory.mktemp("triton"), *SCENES)
+
+
+def test_what_was_compiled_beforehand_is_found(scenes: dict[str, Any]) -> None:
+    """A variant is asked for once, and compiled here only if nobody asked for it."""
+    assert scenes["usual"]["beforehand"] == [0, [], ["doubling"] * 2]
+    assert scenes["usual"]["afterwards"] == [3, ["doubling"], []]
+
+
+def test_hashes_are_those_of_the_process_that_launches(scenes: dict[str, Any]) -> None:
+    """Triton's depend on the kernels that were used before."""
+    assert scenes["shared"]["afterwards"] == [1, [], []]
+
+
+def test_without_launches_nothing_is_compiled_either(scenes: dict[str, Any]) -> None:
+    assert scenes["nothing"] == {"beforehand": [0, [], []], "afterwards": [1, ["doubling"], []]}
+
+
+def test_other_threads_launch_as_ever(scenes: dict[str, Any]) -> None:
+    assert scenes["thread"]["beforehand"] == [1, ["doubling"], []]
+
+
+def test_a_wrong_kernel_is_an_error_when_it_is_launched(scenes: dict[str, Any]) -> None:
+    assert scenes["wrong"]["afterwards"] == [1, [], []]
+    assert "no such size" in scenes["wrong"]["error"]
+
+
+def test_a_start_survives_the_processes_that_compile(scenes: dict[str, Any]) -> None:
+    """The process that compiles is killed, or there is none: the launch compiles."""
+    assert scenes["killed"]["afterwards"] == [1, ["doubling"], []]
+    assert scenes["no_process"]["afterwards"] == [2, ["doubling"] * 2, []]
+
+
+def test_a_start_that_fails_leaves_no_process(scenes: dict[str, Any]) -> None:
+    assert scenes["given_up"] == {"left": [], "afterwards": [1, ["doubling"], []]}
+
+
+def test_an_engine_compiles_nothing_when_it_launches(tmp_path: Path) -> None:
+    """A cold start asks for all that it launches, with the same keys; a warm start asks for nothing."""
+    cold, warm = (found(tmp_path, "engine")["engine"] for _ in range(2))
+    (launches, here, asked), (again, here_again, asked_again) = cold["start"], warm["start"]
+    assert len(asked) == cold["variants"] == warm["variants"] > 20
+    assert here == here_again == asked_again == []
+    assert launches == again > 100
