@@ -1,6 +1,7 @@
 """Checkpoints of a shape in benchmarks/shapes with random weights."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,5 +25,14 @@ def test_a_random_checkpoint_has_the_shape_and_is_made_once(tmp_path: Path, monk
     before = (path / "model.safetensors").stat().st_mtime_ns
     assert workloads.random_checkpoint("small", tmp_path) == path
     assert (path / "model.safetensors").stat().st_mtime_ns == before
+
+    def rename(of_scratch: Path, target: Path) -> Path:
+        shutil.copytree(of_scratch, target)  # another run was first
+        return renamed(of_scratch, target)
+
+    renamed, other = Path.rename, tmp_path / "other"
+    monkeypatch.setattr(Path, "rename", rename)
+    assert workloads.random_checkpoint("small", other) == other / "small-random" == next(other.iterdir())
+    assert len(list(other.iterdir())) == 1
     with pytest.raises(ValueError, match=r"no shape 'large'.*there are small"):
         workloads.random_checkpoint("large", tmp_path)

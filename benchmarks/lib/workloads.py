@@ -8,7 +8,7 @@ lengths and their order of drawing are those of nano-vllm's benchmark, so that f
 """
 
 import random
-import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,8 +151,13 @@ def random_checkpoint(shape: str, directory: Path = CHECKPOINTS, vocab_size: int
     config = AutoConfig.from_pretrained(SHAPES / shape, **({} if vocab_size is None else {"vocab_size": vocab_size}))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes a quarter of a minute for it
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    scratch = directory / f"{shape}.partial"  # renamed when it is whole: an interrupted run leaves nothing to be found
-    shutil.rmtree(scratch, ignore_errors=True)
-    model.save_pretrained(scratch)
-    scratch.rename(target)
+    directory.mkdir(parents=True, exist_ok=True)
+    # Renamed when it is whole: an interrupted run leaves nothing to be found, and two runs at once do not collide
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        model.save_pretrained(f"{scratch}/{target.name}")
+        try:
+            Path(scratch, target.name).rename(target)
+        except OSError:
+            if not target.is_dir():  # otherwise the other run was first, with the same weights
+                raise
     return target

@@ -37,7 +37,7 @@ MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 200, 190, 0.6  # tokens; sigma of the logarith
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
 FIGURE = harness.ROOT / "docs" / "figures" / "serving_speed.png"
 README_RATE = 128  # requests a second; more than vLLM keeps up with
-COLUMNS = ("server", "requests/s", "tokens/s", "gap p50 (ms)", "p99", "first token p50 (ms)", "p99")
+COLUMNS = ("server", "requests/s", "tokens/s", "gap p50 (ms)", "p99", "first token p50 (ms)", "p99", "commit")
 
 
 def length(draw: random.Random, mean: float, most: int) -> int:
@@ -148,7 +148,7 @@ def checkpoint(tokenizer: Path) -> Path:
     return made
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, commit: str) -> list[dict[str, Any]]:
     model = str(options.model or checkpoint(options.tokenizer))
     name = "shape"
     contenders: list[tuple[str, list[str], str, int | None, dict[str, str]]] = []
@@ -167,14 +167,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         with server(command, ready, chosen, env) as port:
             at_rate(port, 16, 3, name)  # warm up
             for rate in options.rates:
-                rows.append({"server": title} | at_rate(port, rate, options.seconds, name))
+                about = {"server": title, "commit": commit, "seconds": options.seconds}
+                rows.append(about | at_rate(port, rate, options.seconds, name))
                 print(row_of(rows[-1]), f"  busiest client {rows[-1]['busiest_client']:.2f}", flush=True)
     return rows
 
 
 def row_of(row: dict[str, Any]) -> str:
     times = [tables.number(row[name][share], "ms") for name in ("gap_ms", "first_token_ms") for share in ("p50", "p99")]
-    return tables.row(row["server"], f"{row['rate']:g}", f"{row['tokens_per_second']:,.0f}", *times)
+    return tables.row(row["server"], f"{row['rate']:g}", f"{row['tokens_per_second']:,.0f}", *times, row["commit"])
 
 
 def table(results: dict[str, Result]) -> list[str]:
@@ -183,10 +184,11 @@ def table(results: dict[str, Result]) -> list[str]:
     lines = [*tables.head(*COLUMNS), *map(row_of, result["rows"])]
     busiest = max(row["busiest_client"] for row in result["rows"])
     lost = sum(row["requests"] - row["finished"] for row in result["rows"])
-    lines += ["", f"Workload: {result['workload']}; each rate for {result['seconds']:g} s."]
+    seconds = [row["seconds"] for row in result["rows"]]
+    lines += ["", f"Workload: {result['workload']}; each rate for {min(seconds):g} to {max(seconds):g} s."]
     lines.append(f"{lost} requests got no whole answer. The busiest client used {100 * busiest:.0f}% of a core.")
     measured = [result["machine"]["device"], f"torch {result['machine']['torch']}"]
-    return [*lines, "", f"Measured on {', '.join(measured)}; commit {tables.commit(result)}."]
+    return [*lines, "", f"Measured on {', '.join(measured)}."]
 
 
 def short_row(result: Result) -> list[str]:
@@ -233,13 +235,13 @@ def draw(result: Result, path: Path) -> None:
 
 
 def with_others(result: Result, path: Path) -> Result:
-    """The result, with rows of other servers that the file has of the same commit, card and workload."""
+    """The result, with what the file has of other servers and rates, on the same card with the same workload."""
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
-        if all(found[key] == result[key] for key in ("machine", "commit", "workload", "seconds")):
-            measured = {row["server"] for row in result["rows"]}
-            result["rows"] += [row for row in found["rows"] if row["server"] not in measured]
-            result["rows"].sort(key=lambda row: row["server"])
+        if found["workload"] == result["workload"] and found["machine"]["device"] == result["machine"]["device"]:
+            measured = {(row["server"], row["rate"]) for row in result["rows"]}
+            result["rows"] += [row for row in found["rows"] if (row["server"], row["rate"]) not in measured]
+            result["rows"].sort(key=lambda row: (row["server"], row["rate"]))
     return result
 
 
@@ -258,14 +260,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.draw is not None:
         draw(json.loads(options.draw.read_text(encoding="utf-8")), FIGURE)
         return
+    commit = harness.commit("nanovllm", "benchmarks/serving/*.py")
     result = {
         "name": "serving_speed",
         "machine": facts(options.device),
-        "commit": harness.commit("nanovllm", "benchmarks/serving/*.py"),
+        "commit": commit,
         "workload": f"{CLIENTS} client processes, streamed completions, lognormal lengths, about {MEAN_PROMPT} tokens "
         f"in and {MEAN_OUTPUT} out, temperature 0.6, Qwen3-0.6B's shape with a vocabulary of 49,152",
-        "seconds": options.seconds,
-        "rows": measure(options),
+        "rows": measure(options, tables.commit({"commit": commit})),
     }
     path = harness.result_path("serving_speed", result["machine"]["device"], options.out)
     harness.write_json(with_others(result, path), path)

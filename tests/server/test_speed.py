@@ -19,22 +19,24 @@ def test_lengths_have_the_mean_that_they_are_said_to_have() -> None:
     assert max(speed.length(draw, 1000, 50) for _ in range(100)) == 50
 
 
-def measured(*rows: tuple[str, float, float], commit: str = "a") -> dict[str, Any]:
-    common = {"machine": {"device": "cpu"}, "commit": {"hash": commit}, "workload": "some", "seconds": 1.0}
+def measured(*rows: tuple[str, float, float], device: str = "cpu") -> dict[str, Any]:
+    common = {"machine": {"device": device}, "workload": "some"}
     gaps = {"gap_ms": {"p50": 1.0, "p99": 2.0}}
     return common | {"rows": [{"server": s, "rate": r, "tokens_per_second": t, **gaps} for s, r, t in rows]}
 
 
 def test_parts_that_were_measured_apart_become_one_result(tmp_path: Path) -> None:
     file = tmp_path / "before.json"
-    file.write_text(json.dumps(measured(("vLLM, 1 API", 8, 1.0), ("nanovllm, 1 API", 8, 2.0))))
+    before = ("vLLM, 1 API", 8, 1.0), ("nanovllm, 1 API", 16, 4.0), ("nanovllm, 1 API", 8, 2.0)
+    file.write_text(json.dumps(measured(*before)))
     again = speed.with_others(measured(("nanovllm, 1 API", 8, 3.0)), file)["rows"]
-    assert [(row["server"], row["tokens_per_second"]) for row in again] == [
-        ("nanovllm, 1 API", 3.0),
-        ("vLLM, 1 API", 1.0),
+    assert [(row["server"], row["rate"], row["tokens_per_second"]) for row in again] == [
+        ("nanovllm, 1 API", 8, 3.0),
+        ("nanovllm, 1 API", 16, 4.0),
+        ("vLLM, 1 API", 8, 1.0),
     ]
-    other = measured(("nanovllm, 1 API", 8, 3.0), commit="b")
-    assert len(speed.with_others(other, file)["rows"]) == 1, "of another commit"
+    other = measured(("nanovllm, 1 API", 8, 3.0), device="H200")
+    assert len(speed.with_others(other, file)["rows"]) == 1, "of another card"
     assert len(speed.with_others(other, tmp_path / "none.json")["rows"]) == 1
 
 
