@@ -260,15 +260,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.draw is not None:
         draw(json.loads(options.draw.read_text(encoding="utf-8")), FIGURE)
         return
-    commit = harness.commit("nanovllm", "benchmarks/serving/*.py")
-    result = {
+    result: Result = {
         "name": "serving_speed",
         "machine": facts(options.device),
-        "commit": commit,
+        "commit": harness.commit("nanovllm", "benchmarks/serving/*.py"),
         "workload": f"{CLIENTS} client processes, streamed completions, lognormal lengths, about {MEAN_PROMPT} tokens "
         f"in and {MEAN_OUTPUT} out, temperature 0.6, Qwen3-0.6B's shape with a vocabulary of 49,152",
-        "rows": measure(options, tables.commit({"commit": commit})),
     }
+    result["rows"] = measure(options, tables.commit(result))
     path = harness.result_path("serving_speed", result["machine"]["device"], options.out)
     harness.write_json(with_others(result, path), path)
 
