@@ -123,7 +123,7 @@ class PrefixAffinity(PowerOfTwoChoices):
     def choose(self, query: Query, replicas: Sequence[Replica]) -> Iterable[Replica]:
         loads = [replica.num_ongoing for replica in replicas]
         if max(loads) - min(loads) <= self.imbalanced_threshold:
-            known = {replica: self._num_known(query, replica) for replica in replicas}
+            known = {replica: self.num_known(query, replica) for replica in replicas}
             most = max(known.values())
             if most * self.block_size >= self.match_rate_threshold * len(query.prompt):
                 yield from sorted((r for r in replicas if known[r] == most), key=load_of)
@@ -132,7 +132,7 @@ class PrefixAffinity(PowerOfTwoChoices):
                 yield from sorted((r for r in replicas if len(self._seen[r]) == least), key=load_of)
         yield from super().choose(query, replicas)
 
-    def _num_known(self, query: Query, replica: Replica) -> int:
+    def num_known(self, query: Query, replica: Replica) -> int:
         seen = self._seen[replica]
         for count, digest in enumerate(self.digests(query)):
             if digest not in seen:

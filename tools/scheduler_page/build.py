@@ -16,10 +16,12 @@ import re
 import sys
 import tomllib
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tools import ROOT
+from tools.scheduler_page.fleet import CARD, MODEL, FleetSetup, play_fleet
 from tools.scheduler_page.play import Setup, play
 from tools.scheduler_page.pyodide import VERSION, PyodideError, files
 
@@ -27,6 +29,8 @@ HERE = Path(__file__).parent
 NAME = "live_scheduler.html"
 SOURCES = (
     *("nanovllm/*.py", "nanovllm/engine/*.py", "nanovllm/text/*.py", "nanovllm/trace_view/*.py"),
+    *("nanovllm/simulate/*.py", "nanovllm/models/__init__.py", "nanovllm/models/checkpoint.py"),
+    f"nanovllm/simulate/cards/{CARD}.{MODEL.lower()}.json",
     *("stages/*.py", "stages/stages.toml", "tests/__init__.py", "tests/stages/*.py"),
     *("tools/__init__.py", "tools/exercises/__init__.py", "tools/exercises/exercises.py", "tools/scheduler_page/*.py"),
 )
@@ -34,8 +38,15 @@ SOURCES = (
 
 def scenes() -> list[dict[str, Any]]:
     """The scenes, each with what the engine does in it."""
-    found = tomllib.loads((HERE / "scenes.toml").read_text(encoding="utf-8"))["scene"]
+    found = tomllib.loads(read("scenes.toml"))["scene"]
     return [scene | {"run": play(Setup.parse(scene))} for scene in found]
+
+
+@cache
+def fleets() -> list[dict[str, Any]]:
+    """The scenes of the second floor, each with what becomes of its requests."""
+    found = tomllib.loads(read("fleets.toml"))["scene"]
+    return [scene | {"run": play_fleet(FleetSetup.parse(scene))} for scene in found]
 
 
 def sources() -> bytes:
@@ -52,13 +63,19 @@ def page(runtime: dict[str, bytes]) -> str:
     assets = runtime | {"sources.zip": sources()} if runtime else {}
     values = {
         "css": read("page.css"),
-        "script": read("page.js"),
+        "script": read("fleet.js") + read("page.js"),
         "worker": read("worker.js"),
         "version": VERSION,
-        "scenes": json.dumps(scenes(), separators=(",", ":")).replace("<", "\\u003c"),
+        "scenes": script_json(scenes()),
+        "fleets": script_json(fleets()),
         "assets": json.dumps({name: packed(content) for name, content in assets.items()}),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda m: values[m[1]], read("page.html"))
+
+
+def script_json(value: Any) -> str:
+    """As it may stand in a script element."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def packed(content: bytes) -> str:

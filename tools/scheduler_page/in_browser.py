@@ -47,6 +47,7 @@ def install() -> None:
     xxhash: Any = ModuleType("xxhash")
     xxhash.xxh3_128_digest = lambda data: blake2b(data, digest_size=16).digest()
     xxhash.xxh64_intdigest = lambda data: int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+    xxhash.xxh3_64_intdigest = xxhash.xxh64_intdigest
     pytest: Any = ModuleType("pytest")
     pytest.fixture = lambda function: function
     sys.modules |= {"xxhash": xxhash, "pytest": pytest}
@@ -57,6 +58,7 @@ def respond(question: str) -> str:
 
     hello   -> the reader's class with its holes open, and filled in
     play    setup, and code for the reader's scheduler instead of the engine's -> see `play`
+    fleet   setup -> see `play_fleet`
     test    code -> name, words, passed and message of each test of stage 5 that needs no model
     """
     asked = json.loads(question)
@@ -69,6 +71,10 @@ def respond(question: str) -> str:
         )
     if asked["do"] == "test":
         return json.dumps({"tests": list(tested(asked["code"]))})
+    if asked["do"] == "fleet":
+        from tools.scheduler_page.fleet import FleetSetup, play_fleet
+
+        return json.dumps(play_fleet(FleetSetup.parse(asked["setup"])))
     from tools.scheduler_page.play import Setup, play
 
     try:

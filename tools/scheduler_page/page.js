@@ -1,9 +1,10 @@
 "use strict";
-// The page shows one run of the scheduler, tick by tick. Whatever the reader changes is asked of Python, which plays the
-// whole run again: a tenth of a second. Without Python there are the recorded runs of the scenes.
+// The page shows one run, tick by tick: of the scheduler, or on the second floor (fleet.js) of a fleet. Whatever the reader
+// changes is asked of Python, which plays the whole run again: a tenth of a second, half a second for a fleet. Without
+// Python there are the recorded runs of the scenes.
 
 const $ = id => document.getElementById(id);
-const SCENES = JSON.parse($("recorded").textContent);
+const SCENES = JSON.parse($("recorded").textContent), FLEETS = JSON.parse($("fleets").textContent);
 const LETTERS = "ABCDEFGHIJKL", LAST = 60;  // of the ticks in which a request may arrive
 const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#9a8c00"];
 const SLIDERS = {num_blocks: ["blocks", 1, 64], block_size: ["tokens per block", 1, 16], seats: ["seats", 1, 8],
@@ -16,7 +17,11 @@ const TRAY = {"short": {prompt: 4, output: 8}, "long prompt": {prompt: 24, outpu
 const STORED = "nanovllm scheduler";  // the reader's code outlives the page
 const LEFT = 30, ROW = 26, BARS = 44, AXIS = 18;  // pixels of the time line
 
-const page = {scene: null, setup: null, run: null, tick: 0, guessed: true, before: null, python: false, timer: null,
+const ENGINE = {name: "engine", title: "One engine", scenes: SCENES, does: "play", pause: 420, sliders: SLIDERS,
+  now: (tick, last) => `step ${tick} of ${last}`, draw() { drawLine(); drawState(); }, totals: engineTotals, more: switches};
+FLEET.scenes = FLEETS;
+
+const page = {floor: ENGINE, answering: null, resume: false, scene: null, setup: null, run: null, tick: 0, guessed: true, before: null, python: false, timer: null,
   cell: 20, asked: 0};
 
 // --- small things ----------------------------------------------------------------------------------------------------
@@ -49,8 +54,10 @@ function chip(name, text = name) {
   return element("span", {className: "chip", style: {background: colour(name), color: ink(name)}}, text);
 }
 
-function sentence(text) {  // with each request's letter in its colour
-  return text.split(/\b([A-L])\b/).map((part, i) => i % 2 ? chip(part) : part);
+function sentence(text) {  // with each request's letter, and each replica, in its colour
+  const number = part => part.split(" ")[1];
+  return text.split(/\b([A-L]|[Rr]eplica \d+)\b/).map((part, i) =>
+    i % 2 ? number(part) ? chip(LETTERS[number(part) % LETTERS.length], part) : chip(part) : part);
 }
 
 function count(number, noun) {
@@ -98,14 +105,23 @@ async function startPython(assets) {
   return {holes, ours};
 }
 
-async function change(edit = () => {}) {
+function change(edit = () => {}) {
+  page.resume ||= page.floor.live && page.timer !== null;  // a fleet plays on
   stop();
   edit(page.setup);
   page.guessed = true;
   drawQuestion();
-  const asked = ++page.asked, code = $("mine").checked ? $("code").value : null;
-  const run = await ask({do: "play", setup: page.setup, code});
-  if (asked !== page.asked) return;  // something else was changed meanwhile
+  page.answering = replay(++page.asked, page.answering);
+  return page.answering;
+}
+
+async function replay(asked, before) {
+  await before;  // of all changes that are made until the answer comes, only the last one is asked
+  const {scene} = page, setup = structuredClone(page.setup), code = $("mine").checked ? $("code").value : null;
+  if (asked !== page.asked) return;
+  const run = {...await ask({do: page.floor.does, setup, code}), setup};
+  // Something was changed meanwhile: the picture of a fleet follows with a delay, that of the engine waits.
+  if (scene !== page.scene || (asked !== page.asked && !page.floor.live)) return;
   if (!run.frames.length) {
     $("why").replaceChildren(element("li", {className: "error"}, run.error));
     return;
@@ -114,6 +130,10 @@ async function change(edit = () => {}) {
   page.run = run;
   show(Math.min(page.tick, run.frames.length - 1));
   if (run.error) show(run.frames.length - 1);
+  if (page.resume && asked === page.asked) {
+    page.resume = false;
+    play();
+  }
 }
 
 // --- the time line ---------------------------------------------------------------------------------------------------
@@ -242,15 +262,16 @@ function drawState() {
   $("free").replaceChildren(...(next.length ? ["Free list, next to be taken first: ", ...next, ...more] : ["No block is free."]));
 }
 
-function drawTotals() {
-  const {totals} = page.run, was = page.before || {};
-  const figure = (name, words) => words(totals[name]) +
-    (name in was && was[name] !== totals[name] ? ` (before: ${was[name]})` : "");
-  const first = Object.entries(totals.first).flatMap(([name, ticks]) => [" ", chip(name), ` ${ticks}`]);
-  $("totals").hidden = !page.guessed;
-  $("totals").replaceChildren([figure("steps", n => count(n, "step")), figure("tokens", n => count(n, "new token")),
+function figure(name, words) {
+  const value = page.run.totals[name], was = (page.before || {})[name];
+  return words(value) + (was !== undefined && was !== value ? ` (before: ${was})` : "");
+}
+
+function engineTotals() {
+  const {totals} = page.run, first = Object.entries(totals.first).flatMap(([name, ticks]) => [" ", chip(name), ` ${ticks}`]);
+  return [[figure("steps", n => count(n, "step")), figure("tokens", n => count(n, "new token")),
     figure("preemptions", n => count(n, "preemption")), figure("again", n => `${count(n, "token")} computed again`),
-    figure("cached", n => `${n} found in the prefix cache`)].join(" · ") + " · steps to the first token:", ...first);
+    figure("cached", n => `${n} found in the prefix cache`)].join(" · ") + " · steps to the first token:", ...first];
 }
 
 function drawQuestion() {
@@ -280,8 +301,10 @@ function show(tick) {
   $("tick").max = page.run.frames.length - 1;
   $("tick").value = page.tick;
   for (const id of ["tick", "back", "next", "play"]) $(id).disabled = !page.guessed;
-  $("now").textContent = `step ${page.tick} of ${page.guessed ? page.run.frames.length - 1 : "?"}`;
-  drawLine(); drawState(); drawTotals();
+  $("now").textContent = page.floor.now(page.tick, page.guessed ? page.run.frames.length - 1 : "?");
+  page.floor.draw();
+  $("totals").hidden = !page.guessed;
+  $("totals").replaceChildren(...page.floor.totals());
   const line = $("line"), at = LEFT + page.tick * page.cell - line.scrollLeft;
   if (at < LEFT || at + page.cell > line.clientWidth) line.scrollLeft += at - line.clientWidth / 2;
 }
@@ -296,34 +319,52 @@ function play() {
   if (page.timer !== null) return stop();
   if (page.tick === page.run.frames.length - 1) show(0);
   $("play").textContent = "❚❚ pause";
-  page.timer = setInterval(() => page.tick >= page.run.frames.length - 1 ? stop() : show(page.tick + 1), 420);
+  page.timer = setInterval(() => page.tick >= page.run.frames.length - 1 ? stop() : show(page.tick + 1), page.floor.pause);
+}
+
+function enter(floor) {
+  page.floor = floor;
+  document.body.dataset.floor = floor.name;
+  $("floors").replaceChildren(...[ENGINE, FLEET].map(other => element("button", {className: other === floor ? "on" : "",
+    ariaPressed: other === floor, onclick: () => enter(other)}, other.title)));
+  $("scenes").replaceChildren(...floor.scenes.map(scene => element("button", {onclick: () => open(scene)}, scene.title)));
+  open(floor.scenes[0]);
 }
 
 function open(scene) {
   stop();
-  const {run, ...setup} = structuredClone(scene);
-  setup.requests = setup.requests.map(r => ({priority: 0, shared: 0, ...r}));
-  Object.assign(page, {scene, run, tick: 0, guessed: false, guess: undefined, before: null, asked: page.asked + 1});
-  page.setup = {prefix_cache: true, chunks: true, static: false, ...setup};
-  [...$("scenes").children].forEach((button, i) => { button.className = SCENES[i] === scene ? "on" : ""; });
-  drawQuestion(); drawKnobs(); drawRequests(); show(0);
-  if ($("mine").checked) change();
+  const {run, ...setup} = structuredClone(scene), {floor} = page;
+  if (floor === ENGINE) setup.requests = setup.requests.map(r => ({priority: 0, shared: 0, ...r}));
+  const defaults = floor === ENGINE ? {prefix_cache: true, chunks: true, static: false} : {threshold: 0, deaths: []};
+  Object.assign(page, {scene, run, tick: 0, guessed: false, guess: undefined, before: null, asked: page.asked + 1,
+    resume: false});
+  page.setup = run.setup = {...defaults, ...setup};
+  [...$("scenes").children].forEach((button, i) => { button.className = floor.scenes[i] === scene ? "on" : ""; });
+  drawQuestion(); drawKnobs();
+  if (floor === ENGINE) drawRequests();
+  show(0);
+  if (floor === ENGINE && $("mine").checked) change();
 }
 
 // --- what the reader may change --------------------------------------------------------------------------------------
 
 function drawKnobs() {
-  const {setup} = page, mine = $("mine").checked;
-  $("sliders").replaceChildren(...Object.entries(SLIDERS).map(([key, [label, min, max]]) => {
-    const input = element("input", {type: "range", min, max, value: setup[key], ariaLabel: label});
+  const {setup, floor} = page;
+  $("sliders").replaceChildren(...Object.entries(floor.sliders).map(([key, [label, min, max, step = 1]]) => {
+    const input = element("input", {type: "range", min, max, step, value: setup[key], ariaLabel: label});
     const output = element("output", {}, String(setup[key]));
     input.oninput = () => change(changed => { output.textContent = changed[key] = Number(input.value); });
     return element("label", {}, label, input, output);
-  }), ...Object.entries(SWITCHES).map(([key, label]) => {
-    const input = element("input", {type: "checkbox", checked: setup[key], disabled: mine && key !== "static"});
+  }), ...floor.more());
+}
+
+function switches() {
+  const mine = $("mine").checked;
+  return Object.entries(SWITCHES).map(([key, label]) => {
+    const input = element("input", {type: "checkbox", checked: page.setup[key], disabled: mine && key !== "static"});
     input.onchange = () => change(changed => { changed[key] = input.checked; });
     return element("label", {className: "switch"}, input, label);
-  }));
+  });
 }
 
 function drawRequests() {
@@ -360,7 +401,6 @@ function follow(event, move, drop) {  // a drag: the pointer may leave what it t
 }
 
 function listen() {
-  $("scenes").append(...SCENES.map(scene => element("button", {onclick: () => open(scene)}, scene.title)));
   $("tick").oninput = () => { stop(); show(Number($("tick").value)); };
   $("back").onclick = () => { stop(); show(page.tick - 1); };
   $("next").onclick = () => { stop(); show(page.tick + 1); };
@@ -371,7 +411,7 @@ function listen() {
     const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
     if (flag && page.python && (step || event.key === "Delete")) {
       if (step) moveArrival(flag, Number(at.getAttribute("aria-valuenow")) + step); else remove(flag);
-    } else if (/INPUT|TEXTAREA/.test(at.tagName) || !page.guessed || event.ctrlKey || event.altKey || event.metaKey) return;
+    } else if (/INPUT|TEXTAREA|SELECT/.test(at.tagName) || !page.guessed || event.ctrlKey || event.altKey || event.metaKey) return;
     else if (step) { stop(); show(page.tick + step); }
     else if (event.key === " " && !/BUTTON|SUMMARY/.test(at.tagName)) play();
     else return;
@@ -453,7 +493,7 @@ function offerEditor({holes, ours}) {
 }
 
 listen();
-open(SCENES[0]);
+enter(ENGINE);
 const assets = JSON.parse($("assets").textContent);
 if (Object.keys(assets).length) {
   $("knobs").disabled = $("people").disabled = true;
@@ -461,7 +501,8 @@ if (Object.keys(assets).length) {
     page.python = true;
     $("knobs").disabled = $("people").disabled = false;
     offerEditor(texts);
-    drawLine();
+    page.floor.draw();
+    return checkFleets();
   }).catch(error => { $("python").textContent = `Python does not start here (${error.message}), so the scenes are recorded.`; });
 } else {
   $("knobs").disabled = $("people").disabled = true;
