@@ -6,11 +6,11 @@ const ROUTERS = {"round-robin": "one after the other", "least-loaded": "the fewe
   "two-choices": "the fewer requests, of two that are drawn", "prefix": "follows what was sent where",
   "kv": "asks what is cached, and in use", "sessions": "a hash of the beginning"};
 const FLEET = {name: "fleet", title: "A fleet", does: "fleet", pause: 80, live: true,
-  sliders: {rate: ["requests per second", 20, 500, 10], replicas: ["replicas", 2, 4],
-    shared: ["% of requests that begin alike", 0, 100, 5], beginnings: ["different beginnings", 1, 16],
-    num_blocks: ["blocks of a replica", 48, 256, 16], startup: ["ms until a dead one is replaced", 50, 950, 50]},
+  sliders: {rate: ["requests per second", 20, 500, 5], replicas: ["replicas", 2, 4],
+    shared: ["% that begin like others", 0, 100, 5], beginnings: ["different beginnings", 1, 16],
+    num_blocks: ["blocks of a replica", 48, 256, 16], startup: ["ms to replace a dead one", 50, 950, 50]},
   now: (tick, last) => `${(tick / 100).toFixed(2)} of ${last === "?" ? last : (last / 100).toFixed(2)} s`, draw() { drawFleet(); drawReplicas(); drawDecisions(); },
-  totals: fleetTotals, more: routing};
+  totals: fleetTotals, knobs: sliders => [...routing(), ...sliders]};
 const LANE = 58, HITS = 8, LANES_APART = 14, FIRST = 120;  // pixels: a replica, its cache hits, and the first tokens below
 const WINDOW = 20;  // ticks, whose first tokens the percentiles are of
 
@@ -64,8 +64,7 @@ function drawFleet() {
     const here = served(frames[tick], lane);
     if (here === undefined) continue;
     draw("rect", {x: 3, y: base - 30, width: 22, height: 22, rx: 5, fill: colour(tint(here))});
-    write(14, base - 15, here, "", "middle");
-    picture.lastChild.setAttribute("style", `fill:${ink(tint(here))};font-weight:700`);
+    draw("text", {x: 14, y: base - 15, "text-anchor": "middle", style: `fill:${ink(tint(here))};font-weight:700`}, here);
   }
   drawFirstTokens(draw, write, below, x, run.requests.filter(request => request[2] < until), until);
   const scrolled = $("line").scrollLeft;
@@ -81,7 +80,7 @@ function drawFirstTokens(draw, write, top, x, requests, until) {  // a dot for e
   const least = Math.log10(3), most = Math.log10(Math.max(40, ...requests.map(request => 1.2 * request[3])));
   const y = ms => top + FIRST - (FIRST - 16) * Math.max(0, Math.log10(ms) - least) / (most - least);
   write(LEFT + 2, top + 6, "until the first token [ms]", "", "start");
-  for (let ms = 10; Math.log10(ms) < most; ms *= 10) {
+  for (const ms of [3, 10, 30, 100, 300, 1000, 3000].filter(ms => Math.log10(ms) < most)) {
     draw("path", {d: `M${LEFT} ${y(ms)}H${x(page.run.frames.length)}`, class: "rule"});
     write(LEFT - 3, y(ms) + 4, ms, "", "end");
   }

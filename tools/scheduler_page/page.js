@@ -18,7 +18,7 @@ const STORED = "nanovllm scheduler";  // the reader's code outlives the page
 const LEFT = 30, ROW = 26, BARS = 44, AXIS = 18;  // pixels of the time line
 
 const ENGINE = {name: "engine", title: "One engine", scenes: SCENES, does: "play", pause: 420, sliders: SLIDERS,
-  now: (tick, last) => `step ${tick} of ${last}`, draw() { drawLine(); drawState(); }, totals: engineTotals, more: switches};
+  now: (tick, last) => `step ${tick} of ${last}`, draw() { drawLine(); drawState(); }, totals: engineTotals, knobs: sliders => [...sliders, ...switches()]};
 FLEET.scenes = FLEETS;
 
 const page = {floor: ENGINE, answering: null, resume: false, scene: null, setup: null, run: null, tick: 0, guessed: true, before: null, python: false, timer: null,
@@ -350,12 +350,13 @@ function open(scene) {
 
 function drawKnobs() {
   const {setup, floor} = page;
-  $("sliders").replaceChildren(...Object.entries(floor.sliders).map(([key, [label, min, max, step = 1]]) => {
+  const sliders = Object.entries(floor.sliders).map(([key, [label, min, max, step = 1]]) => {
     const input = element("input", {type: "range", min, max, step, value: setup[key], ariaLabel: label});
     const output = element("output", {}, String(setup[key]));
     input.oninput = () => change(changed => { output.textContent = changed[key] = Number(input.value); });
     return element("label", {}, label, input, output);
-  }), ...floor.more());
+  });
+  $("sliders").replaceChildren(...floor.knobs(sliders));
 }
 
 function switches() {

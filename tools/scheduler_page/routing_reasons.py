@@ -100,7 +100,7 @@ class ToldRouter(Router):
             return f"{lead}, so two choices decide: {self.two_choices(replica)}"
         known = router.num_known(query, replica) * self.block_size
         if known < router.match_rate_threshold * len(query.prompt):
-            return "this beginning is new, and the least text was sent there"
+            return "nobody is known to have its beginning, and the least text was sent there"
         rivals = [other for other in replicas if other is not replica]
         as_much = [r for r in rivals if router.num_known(query, r) * self.block_size == known]
         also = f", as to {listed(f'replica {r.number}' for r in as_much)} with no fewer requests" if as_much else ""
