@@ -30,6 +30,12 @@ const {loadPyodide} = require("./pyodide.js"), fs = require("fs");
 })().catch(error => { console.error(error.message); process.exit(1); });
 """
 
+# What is shown beyond the edge of its section, and cannot be scrolled there
+OVERFLOWING = """[...document.querySelectorAll("section *")]
+  .filter(node => node.offsetParent && !node.closest(".scroll"))
+  .filter(node => node.getBoundingClientRect().right > node.closest("section").getBoundingClientRect().right)
+  .map(node => node.outerHTML)"""
+
 
 @pytest.fixture(scope="module")
 def runtime() -> dict[str, bytes]:
@@ -42,8 +48,9 @@ def runtime() -> dict[str, bytes]:
 
 @pytest.mark.skipif(NODE is None, reason="there is no node on this machine")
 def test_under_node_the_events_are_those_of_cpython(runtime: dict[str, bytes], tmp_path: Path) -> None:
-    scenes = build.scenes()
+    scenes, fleets = build.scenes(), build.fleets()
     questions = [{"do": "play", "setup": {k: v for k, v in scene.items() if k != "run"}} for scene in scenes]
+    questions += [{"do": "fleet", "setup": {k: v for k, v in scene.items() if k != "run"}} for scene in fleets]
     files = runtime | {"sources.zip": build.sources(), "questions.json": json.dumps(questions).encode()}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -51,9 +58,9 @@ def test_under_node_the_events_are_those_of_cpython(runtime: dict[str, bytes], t
     done = subprocess.run([NODE, "-e", IN_NODE], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads((tmp_path / "answers.json").read_text())
-    recorded = json.loads(json.dumps([scene["run"] for scene in scenes]))
-    assert sum(len(answer["events"]) for answer in answers) > 400
-    assert [answer["events"] for answer in answers] == [run["events"] for run in recorded]
+    recorded = json.loads(json.dumps([scene["run"] for scene in (*scenes, *fleets)]))
+    assert sum(len(answer["events"]) for answer in answers[: len(scenes)]) > 400
+    assert [answer.get("events") for answer in answers] == [run.get("events") for run in recorded]
     assert answers == recorded
 
 
@@ -69,7 +76,7 @@ def live(runtime: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) ->
     with browser(directory) as page:
         page.look(1280, 900)
         page.open(path.as_uri())
-        page.wait("page.python || $('python').textContent.includes('not start')", 240)
+        page.wait("/So do the|DIFFER|not start/.test($('python').textContent)", 240)
         yield page
 
 
@@ -78,7 +85,8 @@ def scene(live: Page) -> Any:
     """scene(number) -> the page as it opens on a scene, the question answered."""
 
     def opened(number: int) -> Page:
-        live.js(f"$('mine').checked && $('mine').click(); document.querySelectorAll('nav button')[{number}].click()")
+        live.js("$('mine').checked && $('mine').click(); document.querySelector('#floors button').click()")
+        live.js(f"document.querySelectorAll('nav button')[{number}].click()")
         live.js("document.querySelector('.answers button').click(); stop()")
         return live
 
@@ -113,6 +121,8 @@ def test_in_chromium_the_events_are_those_of_cpython(live: Page) -> None:
     assert re.search(rf"in Python 3\.\d+\.\d+, which started in [\d.]+ s and gives the same {events} events", said), (
         said
     )
+    decisions = sum(len(frame["why"]) for scene in build.fleets() for frame in scene["run"]["frames"])
+    assert decisions > 500 and said.endswith(f"So do the fleets, decision by decision: {decisions}.")
 
 
 @needs_chromium
@@ -196,6 +206,65 @@ def test_the_readers_scheduler_is_tested_and_decides(scene: Any) -> None:
     assert counted and 0 < int(counted[1]) < int(counted[2]) and "but got {1: 1}" in said
 
 
+# --- the second floor ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fleet(live: Page) -> Any:
+    """fleet(number) -> the page as it opens on a scene of the second floor, the question answered."""
+
+    def opened(number: int) -> Page:
+        live.js("document.querySelectorAll('#floors button')[1].click()")
+        live.js(f"document.querySelectorAll('nav button')[{number}].click()")
+        assert live.js("$('totals').hidden && $('play').disabled && page.tick === 0")
+        live.js("document.querySelectorAll('.answers button')[page.scene.right].click(); stop()")
+        return live
+
+    yield opened
+    live.js("document.querySelector('#floors button').click()")
+    assert live.console == []
+
+
+@needs_chromium
+def test_the_load_is_dragged_the_router_is_picked_and_figures_follow(fleet: Any) -> None:
+    page = fleet(0)
+    before = page.js("page.run.totals")
+    drag = "(i => { for (const n of %s) { i.value = n; i.oninput(); } })(document.querySelector('[aria-label=%s]'))"
+    asked = page.js("asked")
+    page.js(drag % ([245, 240, 235, 230, 225, 220, 215, 210, 205, 200], '"requests per second"'))
+    slower = settled(page)
+    assert slower["requests"] < before["requests"] and page.js("page.setup.rate") == 200
+    assert page.js("asked") - asked <= 3  # a drag asks as often as there is an answer, not as often as it moves
+    page.js("(s => { s.value = 'two-choices'; s.onchange(); })(document.querySelector('select'))")
+    balanced = settled(page)
+    assert balanced["cached"] < slower["cached"] and balanced["p99"] > slower["p99"]
+    assert f"p99 {balanced['p99']} ms (before: {before['p99']})" in page.js("$('totals').textContent")
+    assert "drawn were" in page.js("show(30), $('why').textContent")
+    assert page.js("document.activeElement.tagName") == "SELECT"
+    page.press("ArrowRight")  # chooses in the list, and moves no time
+    assert page.js("page.tick") == 30
+
+
+@needs_chromium
+def test_whoever_is_killed_is_gone_from_that_moment_and_may_live_again(fleet: Any) -> None:
+    page = fleet(1)
+    page.js("show(20); $('replicas').querySelectorAll('button')[0].focus()")
+    page.press("Enter")
+    page.wait("page.run.totals.resent > 0")
+    assert page.js("page.setup.deaths") == [[210, 0]] and page.js("page.tick") == 21
+    assert page.js("page.run.frames[20].replicas[0] && !page.run.frames[21].replicas[0]")
+    assert "Replica 0 dies." in page.js("$('why').textContent") and page.js("$('replicas').textContent").startswith(
+        "nobody yet"
+    )
+    page.js("document.activeElement.blur()")
+    page.press("ArrowLeft")
+    assert page.js("page.tick") == 20 and "replica 0" in page.js("$('replicas').textContent")
+    page.js("play()")
+    page.js("$('deaths').querySelector('button').click()")
+    page.wait("page.run.totals.resent === 0 && page.timer !== null")  # a fleet plays on
+    assert page.js("stop(), page.setup.deaths") == []
+
+
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_on_a_telephone_nothing_runs_out_of_the_page_also_without_python(tmp_path: Path, dark: bool) -> None:
@@ -205,10 +274,13 @@ def test_on_a_telephone_nothing_runs_out_of_the_page_also_without_python(tmp_pat
         page.look(390, 844, dark)
         page.open(path.as_uri())
         assert "built without Python" in page.js("$('python').textContent")
-        for number in range(len(build.scenes())):
-            page.js(f"document.querySelectorAll('nav button')[{number}].click()")
-            page.js("document.querySelector('.answers button').click(); stop(); show(9)")
-            assert page.js("document.documentElement.scrollWidth") <= 390
-            assert page.js("$('why').children.length") > 0
+        for floor, scenes in enumerate((build.scenes(), build.fleets())):
+            page.js(f"document.querySelectorAll('#floors button')[{floor}].click()")
+            for number in range(len(scenes)):
+                page.js(f"document.querySelectorAll('nav button')[{number}].click()")
+                page.js("document.querySelector('.answers button').click(); stop(); show(9)")
+                assert page.js("document.documentElement.scrollWidth") <= 390
+                assert page.js("$('why').children.length") > 0
+                assert page.js(OVERFLOWING) == []
         assert page.js("$('own').hidden && $('knobs').disabled && $('people').disabled")
         assert page.console == []

@@ -39,7 +39,7 @@ def test_the_page_loads_nothing_and_its_script_finds_all_that_it_asks_for() -> N
     parts = Parts(text)
     assert parts.addresses == ["data:,"] and "{{" not in text
     assert not re.search(r"@import|url\(|XMLHttpRequest|WebSocket|sendBeacon|fetch\((?!\"data:)", text)
-    asked = set(re.findall(r'\$\("([\w-]+)"\)', build.read("page.js")))
+    asked = set(re.findall(r'\$\("([\w-]+)"\)', build.read("page.js") + build.read("fleet.js")))
     assert len(asked) > 20 and asked <= set(parts.ids) and len(set(parts.ids)) == len(parts.ids)
 
 
@@ -73,9 +73,11 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_without_torch_and_xxhash_the_scheduler_decides_as_it_does_with_them(ask: Any) -> None:
-    scenes = build.scenes()
-    live = ask(*({"do": "play", "setup": {k: v for k, v in scene.items() if k != "run"}} for scene in scenes))
+    scenes, fleet = build.scenes(), build.fleets()[-1]
+    setups = [{k: v for k, v in scene.items() if k != "run"} for scene in (*scenes, fleet)]
+    *live, live_fleet = ask(*({"do": "play", "setup": s} for s in setups[:-1]), {"do": "fleet", "setup": setups[-1]})
     assert live == json.loads(json.dumps([scene["run"] for scene in scenes]))
+    assert live_fleet == json.loads(json.dumps(fleet["run"]))
 
 
 def test_the_readers_scheduler_is_tested_and_moves_the_picture(ask: Any) -> None:
