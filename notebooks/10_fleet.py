@@ -283,6 +283,9 @@ for router, kwargs in (("two-choices", {}), ("prefix", {}), ("prefix", {"imbalan
 # limit: with `imbalanced_threshold` a replica that is ahead by more than so many queries is left alone for a while. Ray
 # Serve's router has the same parameter, and without it the same fault.
 #
+# To watch this request by request, with the reason of each decision, see the second floor of
+# [be the scheduler](../docs/be_the_scheduler.md), a page that `make scheduler` writes.
+#
 # ## A replica dies
 #
 # Four replicas, at 70% of what they can do. After 10 s one of them dies, and a new one is ready 10 seconds later. What
