@@ -9,8 +9,9 @@ const FLEET = {name: "fleet", title: "A fleet", does: "fleet", pause: 80, live: 
   sliders: {rate: ["requests per second", 20, 500, 5], replicas: ["replicas", 2, 4],
     shared: ["% that begin like others", 0, 100, 5], beginnings: ["different beginnings", 1, 16],
     num_blocks: ["blocks of a replica", 48, 256, 16], startup: ["ms to replace a dead one", 50, 950, 50]},
-  now: (tick, last) => `${(tick / 100).toFixed(2)} of ${last === "?" ? last : (last / 100).toFixed(2)} s`, draw() { drawFleet(); drawReplicas(); drawDecisions(); },
-  totals: fleetTotals, knobs: sliders => [...routing(), ...sliders]};
+  now: (tick, last) => `${(tick / 100).toFixed(2)} of ${last === "?" ? last : (last / 100).toFixed(2)} s`,
+  draw() { drawFleet(); drawReplicas(); drawDecisions(); }, totals: fleetTotals,
+  knobs: sliders => [...routing(), ...sliders]};
 const LANE = 58, HITS = 8, LANES_APART = 14, FIRST = 120;  // pixels: a replica, its cache hits, and the first tokens below
 const WINDOW = 20;  // ticks, whose first tokens the percentiles are of
 
@@ -25,9 +26,11 @@ function drawFleet() {
   const cell = page.cell = Math.max(2, Math.min(14, ($("line").clientWidth - LEFT - 4) / frames.length));
   const below = AXIS + setup.replicas * (LANE + HITS + LANES_APART), height = below + FIRST + 8;
   const width = LEFT + frames.length * cell + 2, x = t => LEFT + t * cell;
-  const picture = svg("svg", {width, height, role: "img", "aria-label": "time line: a row for each replica, first tokens below"});
+  const picture = svg("svg", {width, height, role: "img",
+    "aria-label": "time line: a row for each replica, first tokens below"});
   const draw = (tag, attributes, ...inside) => picture.append(svg(tag, attributes, ...inside));
-  const write = (left, y, text, name = "", anchor = "middle") => draw("text", {x: left, y, "text-anchor": anchor, class: name}, text);
+  const write = (left, y, text, name = "", anchor = "middle") =>
+    draw("text", {x: left, y, "text-anchor": anchor, class: name}, text);
   const bar = (t, y, h) => `M${x(t)} ${y}h${cell}v${-h}h${-cell}z`;
   draw("rect", {x: x(tick), y: 0, width: cell, height, class: "now"});
   for (let t = 0; t < frames.length; t += cell < 4 ? 20 : 10) write(x(t), 12, `${t / 100} s`);
@@ -101,28 +104,30 @@ function drawReplicas() {  // into the rows that are there: while the page plays
   const {run, setup, tick} = page, rows = $("replicas");
   while (rows.children.length > run.setup.replicas) rows.lastChild.remove();
   while (rows.children.length < run.setup.replicas) {
-    const button = element("button", {}, "kill"), kill = number => change(changed => {
-      changed.deaths.push([10 * ++page.tick, number]);
+    const button = element("button", {}, "kill");
+    button.onclick = () => change(changed => {
+      changed.deaths.push([10 * ++page.tick, Number(button.dataset.number)]);  // when the moment that is shown is over
     });
-    button.onclick = () => kill(Number(button.dataset.number));
     rows.append(element("tr", {}, ...Array.from({length: 5}, () => element("td")), element("td", {}, button)));
   }
   [...rows.children].forEach((row, lane) => {
     const number = served(run.frames[tick], lane), [waits, runs, blocks] = run.frames[tick].replicas[number] || [];
     const mine = run.requests.filter(request => request[1] === Number(number) && request[2] <= tick);
-    const sum = i => mine.reduce((n, request) => n + request[i], 0), cached = sum(5) ? `${Math.round(100 * sum(4) / sum(5))}%` : "–";
+    const sum = i => mine.reduce((n, request) => n + request[i], 0);
+    const cached = sum(5) ? `${Math.round(100 * sum(4) / sum(5))}%` : "–";
     const cells = number === undefined ? ["nobody yet", "–", "–", "–", "–"]
       : [chip(tint(number), `replica ${number}`), `${waits}`, `${runs}`, `${blocks} of ${run.setup.num_blocks}`, cached];
     cells.forEach((cell, i) => row.cells[i].replaceChildren(cell));
     const button = row.querySelector("button");
-    Object.assign(button, {disabled: !page.python || !page.guessed || number === undefined, ariaLabel: `kill replica ${number}`});
+    button.disabled = !page.python || !page.guessed || number === undefined;
+    button.ariaLabel = `kill replica ${number}`;
     button.dataset.number = number;
   });
   if ($("deaths").dataset.drawn === JSON.stringify(setup.deaths)) return;
   $("deaths").dataset.drawn = JSON.stringify(setup.deaths);
-  $("deaths").replaceChildren(...setup.deaths.map(death => element("button", {title: "let it live", onclick: () => page.python &&
-    change(changed => { changed.deaths = changed.deaths.filter(other => other !== death); })},
-    `replica ${death[1]} dies at ${death[0] / 1000} s ×`)));
+  const revive = death => change(changed => { changed.deaths = changed.deaths.filter(other => other !== death); });
+  $("deaths").replaceChildren(...setup.deaths.map(death => element("button", {title: "let it live",
+    onclick: () => page.python && revive(death)}, `replica ${death[1]} dies at ${death[0] / 1000} s ×`)));
 }
 
 function drawDecisions() {  // those of this moment, and before them the latest ones
@@ -141,7 +146,7 @@ function drawDecisions() {  // those of this moment, and before them the latest 
 }
 
 function fleetTotals() {
-  const {totals} = page.run, went = Object.entries(totals.by_replica).flatMap(([number, n]) => [" ", chip(tint(number), number), ` ${n}`]);
+  const went = Object.entries(page.run.totals.by_replica).flatMap(([number, n]) => [" ", chip(tint(number), number), ` ${n}`]);
   return [[figure("requests", n => count(n, "request")), figure("p50", ms => `first token p50 ${ms} ms`),
     figure("p99", ms => `p99 ${ms} ms`), figure("cached", share => `${share}% of the prompt tokens from caches`),
     figure("preemptions", n => count(n, "preemption")), figure("resent", n => `${n} sent again`)].join(" · ") +
@@ -152,11 +157,16 @@ function routing() {  // the router, and its own option
   const names = Object.entries(ROUTERS).map(([value, words]) => element("option", {value}, `${value}: ${words}`));
   const select = element("select", {ariaLabel: "router"}, ...names), {setup} = page;
   select.value = setup.router;
-  select.onchange = () => { change(changed => { changed.router = select.value; }); drawKnobs(); $("sliders").querySelector("select").focus(); };
+  select.onchange = () => {
+    change(changed => { changed.router = select.value; });
+    drawKnobs();
+    $("sliders").querySelector("select").focus();
+  };
   const knobs = [element("label", {className: "switch"}, "router", select)];
   if (setup.router === "prefix") {
-    const words = n => n ? `another one from a lead of ${n} requests on` : "never another one";
-    const input = element("input", {type: "range", min: 0, max: 32, value: setup.threshold, ariaLabel: "imbalanced_threshold"});
+    const words = n => n ? `a lead of ${n} requests at most` : "no limit";
+    const input = element("input", {type: "range", min: 0, max: 32, value: setup.threshold,
+      ariaLabel: "imbalanced_threshold"});
     const output = element("output", {}, words(setup.threshold));
     input.oninput = () => change(changed => { output.textContent = words(changed.threshold = Number(input.value)); });
     knobs.push(element("label", {className: "switch"}, "imbalanced_threshold", input, output));

@@ -55,9 +55,8 @@ function chip(name, text = name) {
 }
 
 function sentence(text) {  // with each request's letter, and each replica, in its colour
-  const number = part => part.split(" ")[1];
-  return text.split(/\b([A-L]|[Rr]eplica \d+)\b/).map((part, i) =>
-    i % 2 ? number(part) ? chip(LETTERS[number(part) % LETTERS.length], part) : chip(part) : part);
+  const named = part => chip(part.length > 1 ? tint(part.split(" ")[1]) : part, part);
+  return text.split(/\b([A-L]|[Rr]eplica \d+)\b/).map((part, i) => i % 2 ? named(part) : part);
 }
 
 function count(number, noun) {
@@ -338,7 +337,8 @@ function open(scene) {
   const defaults = floor === ENGINE ? {prefix_cache: true, chunks: true, static: false} : {threshold: 0, deaths: []};
   Object.assign(page, {scene, run, tick: 0, guessed: false, guess: undefined, before: null, asked: page.asked + 1,
     resume: false});
-  page.setup = run.setup = {...defaults, ...setup};
+  page.setup = {...defaults, ...setup};
+  run.setup = structuredClone(page.setup);
   [...$("scenes").children].forEach((button, i) => { button.className = floor.scenes[i] === scene ? "on" : ""; });
   drawQuestion(); drawKnobs();
   if (floor === ENGINE) drawRequests();
