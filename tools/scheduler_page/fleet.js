@@ -146,7 +146,8 @@ function drawDecisions() {  // those of this moment, and before them the latest 
 }
 
 function fleetTotals() {
-  const went = Object.entries(page.run.totals.by_replica).flatMap(([number, n]) => [" ", chip(tint(number), number), ` ${n}`]);
+  const {by_replica} = page.run.totals;
+  const went = Object.entries(by_replica).flatMap(([number, n]) => [" ", chip(tint(number), number), ` ${n}`]);
   return [[figure("requests", n => count(n, "request")), figure("p50", ms => `first token p50 ${ms} ms`),
     figure("p99", ms => `p99 ${ms} ms`), figure("cached", share => `${share}% of the prompt tokens from caches`),
     figure("preemptions", n => count(n, "preemption")), figure("resent", n => `${n} sent again`)].join(" · ") +
