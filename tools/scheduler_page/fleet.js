@@ -8,7 +8,7 @@ const ROUTERS = {"round-robin": "one after the other", "least-loaded": "the fewe
 const FLEET = {name: "fleet", title: "A fleet", does: "fleet", pause: 80, live: true,
   sliders: {rate: ["requests per second", 20, 500, 5], replicas: ["replicas", 2, 4],
     shared: ["% that begin like others", 0, 100, 5], beginnings: ["different beginnings", 1, 16],
-    num_blocks: ["blocks of a replica", 48, 256, 16], startup: ["ms to replace a dead one", 50, 950, 50]},
+    num_blocks: ["blocks of a replica", 48, 256, 16], startup: ["ms until replaced", 50, 950, 50]},
   now: (tick, last) => `${(tick / 100).toFixed(2)} of ${last === "?" ? last : (last / 100).toFixed(2)} s`,
   draw() { drawFleet(); drawReplicas(); drawDecisions(); }, totals: fleetTotals,
   knobs: sliders => [...routing(), ...sliders]};
