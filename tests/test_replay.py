@@ -217,7 +217,7 @@ def test_texts_that_differ_are_explained() -> None:
     other = tiny("nanovllm", "nanovllm")
     events = [event | {"ids": [9] * len(event["ids"])} if event["type"] == "token" else event for event in other.events]
     said = concluded(RaceShow([tiny(), replace(other, events=events)]))
-    assert "0 of 2" in said and "in 16 bits, rounding" in said
+    assert "0 of 2" in said and "In 16 bits" in said
     assert "rounding" not in concluded(RaceShow([tiny()]))
 
 

@@ -1,13 +1,15 @@
 """The stages and the engine on one workload, side by side: `make race`.
 
     python -m tools.race.race [--stages 1 4 5 nanovllm] [--device cuda] [--requests 24] [--tokens 10] [--seed 0]
-    [--together] [--record [--out DIRECTORY] [--commit HASH]]
+    [--model DIRECTORY_OR_SHAPE] [--together] [--record [--out DIRECTORY] [--commit HASH]]
 
 Each engine has a process of its own. They all get ready together and then run one at a time, because two engines on
 two cores slow each other down. Beside the engine that runs, the picture shows how far the earlier ones were after the
 same time.
 `--together` starts them all at once. `--record` (`make record`) also writes a file for every engine with its tokens,
-its events and their times, which `make replay` shows on any machine. Without it this process imports no torch.
+its events and their times, which `make replay` shows on any machine. `--model` takes any checkpoint with a tokenizer,
+or a shape of benchmarks/shapes, which then tells the embedded model's stories (see `tools/race/shape.py`). Without
+these two options this process imports no torch.
 """
 
 from __future__ import annotations
@@ -238,9 +240,25 @@ def clock_for(options: argparse.Namespace) -> ClockName:
     return "wall" if several_processes else choose_clock(options.device, threads=1)
 
 
+def find_model(model: Path) -> Path:
+    """The directory of a checkpoint, as it was given; or the one that is made for a shape, if it names one.
+
+    Raises ValueError if it is the name of neither.
+    """
+    if model.is_dir() or model.parent != Path():
+        return model
+    from tools.race.shape import story_checkpoint
+
+    try:
+        return story_checkpoint(model.name)
+    except ValueError as error:
+        raise ValueError(f"--model {model}: there is no such directory, and as a shape: {error}") from None
+
+
 def save_all(workload: Workload, results: dict[str, Any], options: argparse.Namespace, console: Console) -> None:
     """Write one file per engine."""
-    from benchmarks.lib.harness import card_slug, commit, model_name
+    from benchmarks.lib.harness import card_slug, commit
+    from tools.race.shape import recorded_name
 
     machine = next(iter(results.values()))["machine"]
     held = Race(
@@ -248,7 +266,7 @@ def save_all(workload: Workload, results: dict[str, Any], options: argparse.Name
         machine=machine,
         # A copy of the working tree has no git to ask, so it can be told
         commit={"hash": options.commit, "modified": False} if options.commit else commit("stages", "nanovllm"),
-        model=model_name(options.model.resolve()),
+        model=recorded_name(options.model.resolve()),
         together=options.together,
         workload=workload,
     )
@@ -263,7 +281,9 @@ def save_all(workload: Workload, results: dict[str, Any], options: argparse.Name
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", nargs="+", metavar="N", help='who takes part: "1", ..., "7", "nanovllm"')
-    parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL, help="checkpoint directory")
+    parser.add_argument(
+        "--model", type=Path, default=EMBEDDED_MODEL, help="checkpoint directory, or a shape: Qwen3-0.6B"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--requests", type=int, help="how many requests (default: 24, on a GPU 60)")
     parser.add_argument("--tokens", type=int, help="length of a short answer (default: 10, on a GPU 16)")
@@ -279,6 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_options(parser)
     options, console = parser.parse_args(arguments), Console(highlight=False)
     try:
+        options.model = find_model(options.model)
         if options.record:
             save_all(*race(options, console, clock_for(options)), options, console)
             return

@@ -166,7 +166,10 @@ def result_table(lanes: Sequence[Lane], title: str) -> Table:
         table.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=True)
     reference = tokens_of(lanes[0].events, lanes[0].num_requests)
     if any(tokens_of(lane.events, lane.num_requests) != reference for lane in lanes):
-        table.caption = f"{same}; in 16 bits, rounding decides between all but equal ones"
+        table.caption = (
+            f"{same}. In 16 bits, likely tokens often have the same logit, or nearly so. Rounding then decides, "
+            "otherwise in another batch, and the rest of the text follows from that token."
+        )
     in_order = sorted((lane.seconds or 0.0, i) for i, lane in enumerate(lanes))
     for place, (seconds, i) in enumerate(in_order, start=1):
         lane = lanes[i]
