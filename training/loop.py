@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
 
 from training.corpus import EOS_ID, Corpus
+from training.experts import balancing_loss, compute_all_experts
 
 WIDTH_STEP: Final = 64  # widths of batches are multiples of this
 IGNORED: Final = -100
@@ -28,6 +28,7 @@ WARMUP_STEPS: Final = 150
 LAST_RATE: Final = 0.02  # of the peak
 WEIGHT_DECAY: Final = 0.1
 LOG_STEPS: Final = 100
+KEEP_SECONDS: Final = 60
 
 
 @dataclass(frozen=True)
@@ -98,23 +99,31 @@ def rate(step: int, total_steps: int) -> float:
     return warmup * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * step / total_steps)))
 
 
-def train(kind: str, model: Qwen3ForCausalLM, corpus: Corpus, plan: Plan) -> dict[str, Any]:
-    """Train in place and return the figures. Raises RuntimeError if the loss is not finite any more."""
+def train(
+    kind: str, model: Any, corpus: Corpus, validation: Corpus, plan: Plan, keep: Callable[[], None]
+) -> dict[str, Any]:
+    """Train in place and return the figures. Raises RuntimeError if the loss is not finite any more.
+
+    keep: saves the model as it is. It is called every minute and at the end, so that a run that is cut leaves one.
+    """
     device = next(model.parameters()).device
     batches = Batches(corpus, plan.batch_tokens, plan.seed, device)
+    held_out = Batches(validation, plan.batch_tokens, plan.seed, device)
     optimizer = _optimizer(model, plan.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
+    compute_all_experts(model)
     if device.type == "cuda":  # one graph for all layers and widths
         for layer in model.model.layers:
             layer.compile(dynamic=True)
-    started = time.monotonic()
+    started = kept = time.monotonic()
     print(f"{kind}: {model.num_parameters():,} parameters", flush=True)
 
     model.train()
     tokens, recent = 0, torch.zeros((), device=device)  # losses stay on the device until a line is due
     for step, (width, stories) in enumerate(itertools.islice(batches.forever(), plan.steps), start=1):
-        loss = loss_of(model, *batches.load(width, stories))
-        loss.backward()
+        inputs, labels = batches.load(width, stories)
+        loss = loss_of(model, inputs, labels)
+        (loss + balancing_loss(model, labels != IGNORED)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -128,6 +137,12 @@ def train(kind: str, model: Qwen3ForCausalLM, corpus: Corpus, plan: Plan) -> dic
             recent.zero_()
             speed = tokens / (time.monotonic() - started)
             print(f"{kind}: step {step}/{plan.steps}, loss {mean:.4f}, {speed:,.0f} tokens/s", flush=True)
+        if time.monotonic() - kept >= KEEP_SECONDS or step == plan.steps:
+            keep()
+            print(
+                f"{kind}: step {step} is saved, loss {mean_loss(model, held_out):.4f} on held-out stories", flush=True
+            )
+            kept = time.monotonic()
     seconds = time.monotonic() - started
     model.eval()
     return {
@@ -140,3 +155,13 @@ def train(kind: str, model: Qwen3ForCausalLM, corpus: Corpus, plan: Plan) -> dic
         "learning_rate": plan.learning_rate,
         "batch_tokens": plan.batch_tokens,
     }
+
+
+def mean_loss(model: Any, batches: Batches) -> float:
+    """Mean loss of `batches` in the precision of training; with gradients, for which a compiled layer has its code."""
+    sums = torch.zeros(2, device=batches.starts.device)
+    for width, stories in batches.epoch(0):
+        inputs, labels = batches.load(width, stories)
+        real = (labels != IGNORED).sum()
+        sums += torch.stack([loss_of(model, inputs, labels).detach() * real, real])
+    return float(sums[0] / sums[1])

@@ -1,24 +1,30 @@
-"""The two embedded models: made, saved with their tokenizer, loaded again as everybody will load them, and judged."""
+"""The embedded models: made, saved with their tokenizer, loaded again as everybody will load them, and judged."""
 
 from __future__ import annotations
 
 import random
+import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from training.corpus import EOS, EOS_ID, VOCAB_SIZE, Corpus
+from training.experts import BALANCE, compute_all_experts, counts_of_experts
 from training.grammar import check_story, opening
 from training.loop import IGNORED, Batches
 
@@ -33,7 +39,7 @@ CHAT_TEMPLATE: Final = (
     "{% if not loop.last or add_generation_prompt %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
 )
 
-_SHAPES: Final[dict[str, dict[str, int]]] = {
+_SHAPES: Final[dict[str, dict[str, Any]]] = {
     "target": {  # 7.3M parameters
         "hidden_size": 256,
         "num_hidden_layers": 8,
@@ -48,13 +54,28 @@ _SHAPES: Final[dict[str, dict[str, int]]] = {
         "num_key_value_heads": 1,
         "intermediate_size": 384,
     },
+    "moe": {  # 5.2M parameters, of which a token uses 2.6M
+        "hidden_size": 192,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,  # of layers without experts, of which there are none
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": BALANCE,
+    },
 }
 
 
-def make_model(kind: str, seed: int) -> Qwen3ForCausalLM:
-    """A fresh "target" or "draft"."""
+def make_model(kind: str, seed: int) -> PreTrainedModel:
+    """A fresh "target" or "draft" (Qwen3), or "moe" (Qwen3-MoE)."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    config_class, model_class = (
+        (Qwen3MoeConfig, Qwen3MoeForCausalLM) if kind == "moe" else (Qwen3Config, Qwen3ForCausalLM)
+    )
+    config = config_class(
         **_SHAPES[kind],
         vocab_size=VOCAB_SIZE,
         head_dim=64,
@@ -65,9 +86,21 @@ def make_model(kind: str, seed: int) -> Qwen3ForCausalLM:
         pad_token_id=None,
         use_cache=True,
     )
-    model = Qwen3ForCausalLM(config)
+    model = model_class(config)
     model.generation_config = GenerationConfig(do_sample=True, temperature=TEMPERATURE, eos_token_id=EOS_ID)
     return model
+
+
+def save(model: PreTrainedModel, directory: Path) -> None:
+    """Write a bf16 copy of `model`. Each file is replaced as a whole: a run that is cut leaves no half ones."""
+    copy: Any = type(model)(model.config).to(torch.bfloat16)
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config = model.generation_config
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        copy.save_pretrained(scratch)
+        for path in Path(scratch).iterdir():
+            path.chmod(0o644)
+            path.replace(directory / path.name)
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, chat_template: str | None) -> None:
@@ -112,6 +145,25 @@ def compare(target: Any, draft: Any, validation: Corpus, device: torch.device) -
     means = (sums[:4] / sums[4]).tolist()
     names = ("target_loss", "draft_loss", "agreement", "acceptance")
     return {name: round(mean, 4) for name, mean in zip(names, means, strict=True)}
+
+
+@torch.no_grad()
+def judge_experts(model: Any, validation: Corpus, device: torch.device) -> dict[str, Any]:
+    """Validation loss of a mixture of experts (nats per token), and each expert's share of a layer's work."""
+    compute_all_experts(model)
+    loss, counts = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), device=device)
+    batches = Batches(validation, BATCH_TOKENS, 0, device)
+    for width, stories in batches.epoch(0):
+        inputs, labels = batches.load(width, stories)
+        logits: Tensor = model(input_ids=inputs, use_cache=False).logits  # [B, width, V]
+        loss += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        counts = counts + counts_of_experts(model, labels != IGNORED)  # [layers, E]
+    shares = (counts / counts.sum(-1, keepdim=True)).tolist()
+    tokens = len(validation.tokens) - len(validation.lengths)  # a story's first token is only an input
+    return {
+        "validation_loss": round(float(loss) / tokens, 4),
+        "expert_shares": [[round(share, 3) for share in layer] for layer in shares],
+    }
 
 
 @torch.no_grad()
