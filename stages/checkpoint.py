@@ -5,7 +5,7 @@ unknown architecture, a missing, unexpected or misshapen tensor, a RoPE scaling 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,23 +27,31 @@ class LoadedModel(NamedTuple):
     path: Path
 
 
-def load_model(model: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
+def load_model(
+    model: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    model_types: tuple[str, ...] = MODEL_TYPES,
+    build: Callable[[ModelConfig], Transformer] = Transformer,
+) -> LoadedModel:
     """Load a directory or a hub id such as "Qwen/Qwen3-0.6B" onto `device`, ready for inference.
 
     `dtype=None` keeps the checkpoint's dtype on a GPU and takes float32 on a CPU, where bf16 is slow and less exact.
+    An elective has models of its own: `build` makes those of `model_types`, whose tensors are then as strictly checked.
     Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: this machine has no usable CUDA GPU; use device='cpu'")
     path = find_checkpoint(model)
-    config = read_config(path)
+    config = read_config(path, model_types)
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else config.dtype
     config = replace(config, dtype=dtype)
     if config.tie_word_embeddings and has_own_head(path, dtype):
         config = replace(config, tie_word_embeddings=False)
     with torch.device("meta"):  # shapes without memory: every parameter is then replaced by the loaded tensor
-        transformer = Transformer(config)
+        transformer = build(config)
     wanted = {name: tuple(p.shape) for name, p in transformer.named_parameters()}
     tensors: dict[str, Tensor] = {}
     unexpected, misshapen = [], []
@@ -94,12 +102,13 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path, model_types: tuple[str, ...] = MODEL_TYPES) -> ModelConfig:
     """config.json in the spelling of transformers 4 (rope_theta, torch_dtype) or 5 (rope_parameters, dtype)."""
     raw = read_json(path / "config.json")
     kind = raw.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise ValueError(f"{path}: model_type {kind!r} is not supported; supported are {', '.join(MODEL_TYPES)}")
+    if kind not in model_types:
+        raise ValueError(f"{path}: model_type {kind!r} is not supported; supported are {', '.join(model_types)}")
+    kind = kind.removesuffix("_moe")  # a mixture of experts is its family's model but for the MLPs
     needed = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
     absent = [key for key in needed if key not in raw]
     if absent:

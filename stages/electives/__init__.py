@@ -1,0 +1,1 @@
+"""Chapters beyond the ladder: each stands on stage 5, and on no other elective."""
