@@ -87,6 +87,11 @@ stage-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in stage N and show 
 stage-%-demo: $(STAMP) FORCE ## a live view of stage N in the terminal: blocks, queues, text (IMPL=exercises: yours)
 	$(RUN) -m tools.race.demo --stage $* --impl $(IMPL) $(ARGS)
 
+# --- one elective: N is its name in stages/stages.toml, such as moe ---------------------------------------------------
+
+elective-%-test: $(STAMP) FORCE ## test elective N: its parts, then Hugging Face's tokens
+	$(RUN) -m pytest tests/electives --elective $* -m "not gpu" $(QUICK_START) $(ARGS)
+
 # --- show and measure ------------------------------------------------------------------------------------------------
 
 race: $(STAMP) ## the stages and the engine on one workload, lane by lane (ARGS="--device cuda" on a GPU)

@@ -1,4 +1,4 @@
-"""The list of stages, read from stages.toml. Everything that names a stage asks here."""
+"""The list of stages and electives, read from stages.toml. Everything that names one of them asks here."""
 
 import importlib
 import tomllib
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True)
-class Stage:
-    number: int
+@dataclass(frozen=True, kw_only=True)
+class Chapter:
+    """What stages and electives say of themselves."""
+
     slug: str
     title: str
     class_name: str
@@ -23,17 +24,38 @@ class Stage:
 
     @property
     def module_name(self) -> str:
-        return f"stage_{self.number}_{self.slug}"
+        raise NotImplementedError
 
     def engine_class(self, package: str = "stages") -> Any:
-        """The engine of this stage; `package="exercises"` takes the learner's file instead of ours."""
+        """The engine of this chapter; `package="exercises"` takes the learner's file instead of ours."""
         return getattr(importlib.import_module(f"{package}.{self.module_name}"), self.class_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(Chapter):
+    number: int
+
+    @property
+    def module_name(self) -> str:
+        return f"stage_{self.number}_{self.slug}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elective(Chapter):
+    name: str  # in make targets
+
+    @property
+    def module_name(self) -> str:
+        return f"electives.{self.slug}"
+
+
+def read_manifest() -> dict[str, list[dict[str, Any]]]:
+    return tomllib.loads(Path(__file__).with_name("stages.toml").read_text(encoding="utf-8"))
 
 
 def load_stages() -> list[Stage]:
     """All stages in order."""
-    raw = tomllib.loads(Path(__file__).with_name("stages.toml").read_text(encoding="utf-8"))
-    return [Stage(**stage) for stage in raw["stage"]]
+    return [Stage(**stage) for stage in read_manifest()["stage"]]
 
 
 def load_stage(number: int) -> Stage:
@@ -42,3 +64,16 @@ def load_stage(number: int) -> Stage:
     if number not in stages:
         raise ValueError(f"there is no stage {number}; there are {', '.join(map(str, sorted(stages)))}")
     return stages[number]
+
+
+def load_electives() -> list[Elective]:
+    """All electives, in the order in which they are listed."""
+    return [Elective(**elective) for elective in read_manifest()["elective"]]
+
+
+def load_elective(name: str) -> Elective:
+    """The elective of that name. Raises ValueError if there is none."""
+    electives = {e.name: e for e in load_electives()}
+    if name not in electives:
+        raise ValueError(f"there is no elective {name!r}; there are {', '.join(electives)}")
+    return electives[name]

@@ -45,6 +45,7 @@ pytest.register_assert_rewrite("tests.oracle", "tests.stages.conformance")
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("stages")
     group.addoption("--stage", action="append", type=int, metavar="N", help="test only stage N (may be repeated)")
+    group.addoption("--elective", action="append", metavar="NAME", help="test only this elective (may be repeated)")
     group.addoption(
         "--impl",
         choices=("stages", "exercises"),

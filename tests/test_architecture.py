@@ -34,6 +34,10 @@ def stage_number(module: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def is_elective(module: str) -> bool:
+    return module.startswith("stages.electives.")
+
+
 def stages_and_engine_are_strangers(sources: Sources) -> list[str]:
     found = [str(i) for i in sources.all_imports("stages") if i.of("nanovllm")]
     return found + [str(i) for i in sources.all_imports("nanovllm") if i.of("stages")]
@@ -44,9 +48,16 @@ def a_stage_imports_only_earlier_ones(sources: Sources) -> list[str]:
     found = []
     for statement in sources.all_imports("stages"):
         target, own = stage_number(statement.target), stage_number(statement.module)
-        if target is not None and (own is None or target >= own):
+        if target is not None and (own is None or target >= own) and not is_elective(statement.module):
             found.append(str(statement))
     return found
+
+
+def an_elective_stands_on_stage_5(sources: Sources) -> list[str]:
+    """And on what that stands on, but on no other elective; and no stage stands on an elective."""
+    imports = list(sources.all_imports("stages"))
+    found = [str(i) for i in imports if is_elective(i.module) and (stage_number(i.target) or 0) > 5]
+    return found + [str(i) for i in imports if is_elective(i.target)]
 
 
 def a_reader_holds_two_classes_at_most(sources: Sources) -> list[str]:
@@ -154,6 +165,7 @@ Rule = Callable[[Sources], list[str]]
 RULES: list[Rule] = [
     stages_and_engine_are_strangers,
     a_stage_imports_only_earlier_ones,
+    an_elective_stands_on_stage_5,
     a_reader_holds_two_classes_at_most,
     no_import_goes_round_in_a_circle,
     the_control_plane_is_pure_python,
@@ -182,6 +194,7 @@ def test_the_repository_was_read() -> None:
 
 OUTSIDE = stages_and_engine_are_strangers
 EARLIER = a_stage_imports_only_earlier_ones
+ELECTIVE = an_elective_stands_on_stage_5
 CLASSES = a_reader_holds_two_classes_at_most
 CIRCLE = no_import_goes_round_in_a_circle
 CONTROL = the_control_plane_is_pure_python
@@ -202,6 +215,9 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
     (OUTSIDE, {"nanovllm.a": "import stages.core as c"}, "stages.core"),
     (EARLIER, {"stages.stage_2_b": "from .stage_3_c import X", "stages.stage_3_c": ""}, "stage_3_c"),
     (EARLIER, {"stages.core": "from stages import stage_1_a", "stages.stage_1_a": ""}, "stage_1_a"),
+    (ELECTIVE, {"stages.electives.a": "from stages.stage_6_c import X", "stages.stage_6_c": ""}, "stage_6_c"),
+    (ELECTIVE, {"stages.electives.a": "from stages.electives.b import X", "stages.electives.b": ""}, "electives.b"),
+    (ELECTIVE, {"stages.stage_7_a": "import stages.electives.b", "stages.electives.b": ""}, "electives.b"),
     (
         CLASSES,
         {
@@ -280,6 +296,8 @@ def test_what_is_allowed_passes() -> None:
             "stages.core": "class Engine(Protocol[T]): ...",
             "stages.stage_1_a": "from stages.core import Engine\nclass A(Engine): ...\nclass B(nn.Module): ...",
             "stages.stage_2_b": "from stages.stage_1_a import B\nclass C(B): ...\ndef f():\n    import stages.k_triton",
+            "stages.electives.d": "from stages.stage_5_e import E\nfrom stages.stage_1_a import A\nclass D(E): ...",
+            "stages.stage_5_e": "class E: ...",
             "stages.k_triton": "import triton",
             "nanovllm.config": "def f():\n    import json",
             "nanovllm.engine.plan": "from nanovllm.config import C",

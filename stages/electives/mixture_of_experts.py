@@ -7,7 +7,7 @@ The idea:     have many smaller MLPs in its place, the experts, and a router, wh
               token adds up what its experts said, by the router's weights. All of this is one layer that takes the
               place of the MLP. Scheduler, blocks and attention are those of stage 5, which never notice.
 Still hurts:  all experts lie in memory, and a batch of many tokens reads nearly all of them. On a GPU the loop waits
-              for the counts and launches small kernels: the engine sorts and multiplies in a few (nanovllm/kernels/moe).
+              for the counts and launches small kernels; the engine has large ones instead (nanovllm/kernels/moe).
 """
 
 from dataclasses import dataclass, replace
