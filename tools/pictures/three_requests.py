@@ -20,6 +20,7 @@ from tools.exercises.exercises import find_holes, listing
 
 ROOT = Path(__file__).resolve().parents[2]
 STORY_MODEL = str(ROOT / "assets" / "story_model")
+STORY_MOE = str(ROOT / "assets" / "story_moe")  # a mixture of experts with the same tokenizer
 SEATS = 2  # how many of the three may run at a time: max_num_seqs, from stage 2 on
 BLOCK_SIZE = 16
 NUM_BLOCKS = 14
@@ -72,9 +73,11 @@ def record(
     engine_class: Callable[..., Any],
     prompts: list[list[int]] | None = None,
     params: SamplingParams | list[SamplingParams] | None = None,
+    *,
+    model: str = STORY_MODEL,
     **options: Any,
 ) -> Run:
-    """Run an engine on the embedded model and keep its events; without prompts, on the three requests.
+    """Run an engine on an embedded model and keep its events; without prompts, on the three requests.
 
     `options` go to the engine: record(PagedEngine, max_num_seqs=2, block_size=16, num_blocks=14).
     """
@@ -83,11 +86,13 @@ def record(
             raise ValueError("give prompts and params, or neither of them to get the three requests")
         prompts, params = three_requests()
     events: list[Event] = []
-    outputs = engine_class(STORY_MODEL, on_event=events.append, **options).generate(prompts, params)
+    outputs = engine_class(model, on_event=events.append, **options).generate(prompts, params)
     return Run(outputs, events)
 
 
-def hugging_face_greedy(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+def hugging_face_greedy(
+    prompts: list[list[int]], params: list[SamplingParams], model_path: str = STORY_MODEL
+) -> list[list[int]]:
     """What `transformers` generates in float32, one prompt at a time: the judge of every notebook's live check."""
     import torch
 
@@ -97,7 +102,7 @@ def hugging_face_greedy(prompts: list[list[int]], params: list[SamplingParams]) 
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(STORY_MODEL, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     outputs = []
     for prompt, p in zip(prompts, params, strict=True):
         ids = torch.tensor([prompt])
