@@ -89,8 +89,14 @@ stage-%-demo: $(STAMP) FORCE ## a live view of stage N in the terminal: blocks, 
 
 # --- one elective: N is its name in stages/stages.toml, such as moe ---------------------------------------------------
 
-elective-%-test: $(STAMP) FORCE ## test elective N: its parts, then Hugging Face's tokens
-	$(RUN) -m pytest tests/electives --elective $* -m "not gpu" $(QUICK_START) $(ARGS)
+elective-%-test: $(STAMP) FORCE ## test elective N (IMPL=exercises tests your own exercises/ instead)
+	$(RUN) -m pytest tests/electives --elective $* --impl $(IMPL) -m "not gpu" $(QUICK_START) $(ARGS)
+
+elective-%-exercise: $(STAMP) FORCE ## write exercises/electives/*.py: the elective with holes for you to fill
+	$(RUN) -m tools.exercises.exercises $* $(ARGS)
+
+elective-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in elective N and show which test catches each
+	$(RUN) -m tools.exercises.mutants $* $(ARGS)
 
 # --- show and measure ------------------------------------------------------------------------------------------------
 

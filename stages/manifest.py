@@ -11,6 +11,7 @@ from typing import Any
 class Chapter:
     """What stages and electives say of themselves."""
 
+    name: str  # what make targets and exercises call it: "4", or "moe"
     slug: str
     title: str
     class_name: str
@@ -23,8 +24,18 @@ class Chapter:
     exercises: list[list[int]]  # about how many minutes each hole takes, and its difficulty, 1 to 3
 
     @property
+    def kind(self) -> str:
+        """ "stage" or "elective"."""
+        return type(self).__name__.lower()
+
+    @property
     def module_name(self) -> str:
         raise NotImplementedError
+
+    @property
+    def file(self) -> str:
+        """The file within stages/, or within exercises/."""
+        return f"{self.module_name.replace('.', '/')}.py"
 
     def engine_class(self, package: str = "stages") -> Any:
         """The engine of this chapter; `package="exercises"` takes the learner's file instead of ours."""
@@ -42,8 +53,6 @@ class Stage(Chapter):
 
 @dataclass(frozen=True, kw_only=True)
 class Elective(Chapter):
-    name: str  # in make targets
-
     @property
     def module_name(self) -> str:
         return f"electives.{self.slug}"
@@ -55,7 +64,7 @@ def read_manifest() -> dict[str, list[dict[str, Any]]]:
 
 def load_stages() -> list[Stage]:
     """All stages in order."""
-    return [Stage(**stage) for stage in read_manifest()["stage"]]
+    return [Stage(name=str(stage["number"]), **stage) for stage in read_manifest()["stage"]]
 
 
 def load_stage(number: int) -> Stage:
@@ -77,3 +86,8 @@ def load_elective(name: str) -> Elective:
     if name not in electives:
         raise ValueError(f"there is no elective {name!r}; there are {', '.join(electives)}")
     return electives[name]
+
+
+def load_chapter(name: str) -> Chapter:
+    """The stage of that number, or the elective of that name. Raises ValueError if there is none."""
+    return load_stage(int(name)) if name.isdecimal() else load_elective(name)

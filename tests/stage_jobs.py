@@ -14,9 +14,9 @@ class Job:
     """Put `source` in the place of the stage's file and run its tests (those in `target`)."""
 
     name: str
-    stage: int
+    stage: str  # number of a stage, or name of an elective
     source: str
-    target: str = "tests/stages"
+    target: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ def run_jobs(jobs: list[Job], timeout: float) -> dict[str, Result]:
 
 
 def main() -> None:
-    from stages.manifest import load_stage
+    from stages.manifest import load_chapter
     from tools.exercises.mutants import run_tests
 
     results = {}
     for job in (Job(**job) for job in json.load(sys.stdin)):
-        verdict = run_tests(load_stage(job.stage), job.source, job.target)
+        verdict = run_tests(load_chapter(job.stage), job.source, job.target)
         results[job.name] = {"test": verdict.test, "message": verdict.message, "passed": verdict.passed}
     json.dump(results, sys.stdout)
 

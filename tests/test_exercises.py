@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 
 from stages.core import SamplingParams
-from stages.manifest import Stage, load_stages
+from stages.manifest import Chapter, Elective, load_electives, load_stages
 from tests.stage_jobs import Job, run_jobs
-from tests.weights import lively_qwen3
+from tests.weights import lively_qwen3, lively_qwen3_moe
 from tools.exercises import exercises
 from tools.exercises.exercises import (
     SOLUTIONS,
@@ -29,10 +29,11 @@ from tools.exercises.exercises import (
 from tools.lectures.lecture import lecture_paths, read_lecture
 
 STAGES = load_stages()
+CHAPTERS: list[Chapter] = [*STAGES, *load_electives()]
 LECTURES = lecture_exercises()
 
-HOLES = [(stage, hole) for stage in STAGES for hole in find_holes(solution(stage))]
-by_slug = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.slug)
+HOLES = [(stage, hole) for stage in CHAPTERS for hole in find_holes(solution(stage))]
+by_slug = pytest.mark.parametrize("stage", CHAPTERS, ids=lambda stage: stage.slug)
 by_hole = pytest.mark.parametrize(("stage", "hole"), HOLES, ids=lambda x: x.name if isinstance(x, Hole) else x.slug)
 
 EXAMPLE = """\
@@ -53,12 +54,12 @@ def g(x):
 
 
 @by_slug
-def test_every_stage_has_two_to_four_small_holes(stage: Stage) -> None:
+def test_every_stage_has_two_to_four_small_holes(stage: Chapter) -> None:
     holes = find_holes(solution(stage))
     assert 2 <= len(holes) <= 4
     assert len(stage.exercises) == len(holes), "stages.toml has minutes and difficulty of each"
     assert all(5 <= minutes <= 30 and difficulty in (1, 2, 3) for minutes, difficulty in stage.exercises)
-    assert sorted(hole.name for hole in holes) == [f"{stage.number}.{i + 1}" for i in range(len(holes))]
+    assert sorted(hole.name for hole in holes) == [f"{stage.name}.{i + 1}" for i in range(len(holes))]
     for hole in holes:
         assert 3 <= hole.num_code_lines <= 15, f"exercise {hole.name} asks for {hole.num_code_lines} lines"
         assert hole.hint.endswith("."), f"the hint of {hole.name} breaks off: {hole.hint!r}"
@@ -123,7 +124,7 @@ def test_an_unknown_exercise_is_an_error() -> None:
         cut(EXAMPLE, {"9.9"})
 
 
-def generate(stage: Stage, source: str, checkpoint: Path) -> list[list[int]]:
+def generate(stage: Chapter, source: str, checkpoint: Path) -> list[list[int]]:
     """Two requests through the engine of that text, with a pool so small that stage 5 must preempt one of them."""
     module = ModuleType("exercise")
     with pytest.MonkeyPatch.context() as patch:
@@ -136,32 +137,34 @@ def generate(stage: Stage, source: str, checkpoint: Path) -> list[list[int]]:
     return out
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return lively_qwen3(tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=1)
+@pytest.fixture
+def checkpoint(stage: Chapter, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    build = lively_qwen3_moe if isinstance(stage, Elective) else lively_qwen3
+    return build(tmp_path_factory.getbasetemp() / "checkpoint", num_hidden_layers=1)
 
 
 @by_hole
-def test_even_a_small_run_meets_every_hole(stage: Stage, hole: Hole, checkpoint: Path) -> None:
+def test_even_a_small_run_meets_every_hole(stage: Chapter, hole: Hole, checkpoint: Path) -> None:
     with pytest.raises(NotImplementedError) as raised:
         generate(stage, exercise_source(stage, {hole.name}), checkpoint)
     assert str(raised.value) == f"exercise {hole.name}"
 
 
 @by_slug
-def test_with_no_hole_open_an_exercise_is_the_stage(stage: Stage, checkpoint: Path) -> None:
+def test_with_no_hole_open_an_exercise_is_the_stage(stage: Chapter, checkpoint: Path) -> None:
     out = generate(stage, exercise_source(stage, set()), checkpoint)
-    assert out == generate(STAGES[0], solution(STAGES[0]), checkpoint)
+    ours = stage if isinstance(stage, Elective) else STAGES[0]
+    assert out == generate(ours, solution(ours), checkpoint)
     assert [len(tokens) for tokens in out] == [5, 5]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @by_slug
-def test_the_stage_s_tests_notice_every_hole_and_pass_without(stage: Stage) -> None:
+def test_the_stage_s_tests_notice_every_hole_and_pass_without(stage: Chapter) -> None:
     names = [hole.name for hole in find_holes(solution(stage))]
-    jobs = [Job(name, stage.number, exercise_source(stage, {name})) for name in names]
-    jobs += [Job("all", stage.number, exercise_source(stage)), Job("none", stage.number, exercise_source(stage, set()))]
+    jobs = [Job(name, stage.name, exercise_source(stage, {name})) for name in names]
+    jobs += [Job("all", stage.name, exercise_source(stage)), Job("none", stage.name, exercise_source(stage, set()))]
     results = run_jobs(jobs, timeout=800)
     nothing_open = results.pop("none")
     assert nothing_open.test is None and nothing_open.passed > 10, nothing_open
@@ -172,7 +175,7 @@ def test_the_stage_s_tests_notice_every_hole_and_pass_without(stage: Stage) -> N
 
 
 @by_slug
-def test_the_written_file_parses_and_is_laid_out(stage: Stage, tmp_path: Path) -> None:
+def test_the_written_file_parses_and_is_laid_out(stage: Chapter, tmp_path: Path) -> None:
     target = write_stage(stage, tmp_path)
     tree = ast.parse(target.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree) == ast.get_docstring(ast.parse(solution(stage)))
@@ -221,6 +224,16 @@ def test_a_checkpoint_fills_in_what_comes_before_it_and_keeps_the_old_file(
 def test_a_stage_that_does_not_exist_is_named(capsys: pytest.CaptureFixture) -> None:
     assert exercises.main(["99"]) == 1
     assert "there is no stage 99" in capsys.readouterr().err
+
+
+def test_an_elective_s_file_lies_in_a_folder_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    elective = load_electives()[0]
+    assert exercises.main([elective.name], tmp_path / "exercises") == 0
+    assert f"make elective-{elective.name}-test IMPL=exercises" in capsys.readouterr().out
+    written = tmp_path / "exercises" / "electives" / f"{elective.slug}.py"
+    assert written.read_text(encoding="utf-8") == exercise_source(elective)
+    assert exercises.main([elective.name], tmp_path / "exercises") == 1
+    assert f"exercises/electives/{elective.slug}.py is there already" in capsys.readouterr().err
 
 
 # --- the lectures' ----------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_the_first_failure_names_the_exercise_and_the_likely_mistake() -> None:
         f"{s.number} {mistake.name}": (s, mistake, says) for s in load_stages() for mistake, says in mistakes_of(s)
     }
     jobs = [
-        Job(name, stage.number, mistake.apply(solution(stage)), f"tests/stages/test_{stage.module_name}.py")
+        Job(name, stage.name, mistake.apply(solution(stage)), f"tests/stages/test_{stage.module_name}.py")
         for name, (stage, mistake, _) in found.items()
     ]
     results, misses = run_jobs(jobs, timeout=850), []

@@ -2,14 +2,15 @@
 
 import pytest
 
-from stages.manifest import Stage, load_stages
+from stages.manifest import Chapter, load_chapter, load_electives, load_stages
 from tests.stage_jobs import Job, run_jobs
 from tools.exercises import mutants
 from tools.exercises.exercises import solution
 from tools.exercises.mutants import Mutant, Verdict, load_mutants
 
 STAGES = load_stages()
-by_slug = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.slug)
+CHAPTERS: list[Chapter] = [*STAGES, *load_electives()]
+by_slug = pytest.mark.parametrize("stage", CHAPTERS, ids=lambda stage: stage.slug)
 # One a stage that is caught among the stage's own tests; all of them are run against all tests, too
 SAMPLE = {
     1: "not_causal",
@@ -23,8 +24,8 @@ SAMPLE = {
 
 
 @by_slug
-def test_a_catalogue_has_at_least_five_mutants_that_fit(stage: Stage) -> None:
-    found, source = load_mutants(stage.number), solution(stage)
+def test_a_catalogue_has_at_least_five_mutants_that_fit(stage: Chapter) -> None:
+    found, source = load_mutants(stage), solution(stage)
     assert len(found) >= 5
     assert len({m.name for m in found}) == len(found)
     mutated = set()
@@ -44,12 +45,12 @@ def test_a_mutant_that_fits_nowhere_or_twice_is_refused(source: str) -> None:
 
 @pytest.mark.slow
 def test_one_mutant_of_each_stage_is_caught() -> None:
-    jobs = [Job("unchanged", 2, solution(STAGES[1]), f"tests/stages/test_{STAGES[1].module_name}.py")]
+    jobs = [Job("unchanged", "2", solution(STAGES[1]), f"tests/stages/test_{STAGES[1].module_name}.py")]
     for stage in STAGES:
-        for m in load_mutants(stage.number):
+        for m in load_mutants(stage):
             if m.name == SAMPLE.get(stage.number):
                 own = f"tests/stages/test_{stage.module_name}.py"
-                jobs.append(Job(m.name, stage.number, m.apply(solution(stage)), own))
+                jobs.append(Job(m.name, stage.name, m.apply(solution(stage)), own))
     results = run_jobs(jobs, timeout=240)
     assert results.pop("unchanged").test is None
     assert results.keys() == set(SAMPLE.values())
@@ -59,8 +60,8 @@ def test_one_mutant_of_each_stage_is_caught() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @by_slug
-def test_every_mutant_is_caught(stage: Stage) -> None:
-    jobs = [Job(m.name, stage.number, m.apply(solution(stage))) for m in load_mutants(stage.number)]
+def test_every_mutant_is_caught(stage: Chapter) -> None:
+    jobs = [Job(m.name, stage.name, m.apply(solution(stage))) for m in load_mutants(stage)]
     survivors = [name for name, result in run_jobs(jobs, timeout=1100).items() if result.test is None]
     assert not survivors, "no test notices these"
 
@@ -71,7 +72,7 @@ def test_every_mutant_is_caught(stage: Stage) -> None:
 def plant(monkeypatch: pytest.MonkeyPatch, caught: bool, baseline: str | None = None) -> None:
     """Let the tests of every stage be such that they notice all mutants, or none; `baseline` fails without any."""
 
-    def run_tests(stage: Stage, source: str) -> Verdict:
+    def run_tests(stage: Chapter, source: str) -> Verdict:
         test = "test_x.py::test_the_rule[stage4]" if caught else None
         return Verdict(baseline if source == solution(stage) else test, "why", 7)
 
@@ -86,7 +87,7 @@ def test_a_narrow_terminal_cuts_no_name_in_two(
     monkeypatch.setenv("COLUMNS", "80")
     assert mutants.main(["6"]) == 0
     out = capsys.readouterr().out
-    assert all(f" {m.name} " in out for m in load_mutants(6)) and " test_the_rule " in out
+    assert all(f" {m.name} " in out for m in load_mutants(load_chapter("6"))) and " test_the_rule " in out
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -96,7 +97,7 @@ def test_the_table_names_the_test_and_the_lesson(
     plant(monkeypatch, caught=True)
     assert mutants.main(["4"]) == 0
     out = capsys.readouterr().out
-    assert out.count("test_the_rule") == len(load_mutants(4)) and "Every one of them was caught." in out
+    assert out.count("test_the_rule") == len(load_mutants(load_chapter("4"))) and "Every one of them was caught." in out
     assert "hash_forgets_parent" in out and "Equal blocks after different" in out
 
 
@@ -117,7 +118,10 @@ def test_tests_that_fail_anyway_prove_nothing(
     assert "without any mutant test_x.py::test_broken fails already: why" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["99"], "no stage 99"), (["4", "--only", "x"], "no mutant x")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["99"], "no stage 99"), (["4", "--only", "x"], "no mutant x"), (["fp7"], "no elective 'fp7'")],
+)
 def test_what_is_not_there_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert mutants.main(arguments) == 2
     assert message in capsys.readouterr().err

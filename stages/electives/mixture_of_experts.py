@@ -58,11 +58,14 @@ def read_expert_config(path: Path) -> ExpertConfig:
 
 def route(logits: Tensor, num_chosen: int, norm: bool) -> tuple[Tensor, Tensor]:
     """Which experts each token goes to: logits [T, E] -> their weights [T, K] in float32, and their numbers [T, K]."""
-    probabilities = logits.float().softmax(dim=-1)  # [T, E], over all experts, also those that are not chosen
+    # exercise moe.1: softmax over all experts, in float32. The most likely num_chosen are chosen, and their weights are
+    #   their probabilities; with `norm` divided by their sum, so that the weights of each token sum to one.
+    probabilities = logits.float().softmax(dim=-1)  # [T, E]
     weights, experts = probabilities.topk(num_chosen, dim=-1)  # [T, K] each
     if norm:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights, experts
+    # end exercise
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
@@ -70,18 +73,24 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, list[int]
 
     Pair p is choice p % K of token p // K.
     """
+    # exercise moe.2: lay the experts of all pairs end to end, and sort the pairs by them (argsort, stable, so that an
+    #   expert has its tokens in their order). The second result has a count for every expert, 0 where nobody chose it.
     chosen = experts.flatten()  # [T * K], the expert of each pair
     order = chosen.argsort(stable=True)  # [T * K], pairs
     counts = chosen.bincount(minlength=num_experts)  # [E]
     return order, counts.tolist()
+    # end exercise
 
 
 def combine(answers: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """What each token gets: answers [T * K, H], one for each pair of `order`, and weights [T, K] -> [T, H]"""
+    # exercise moe.3: row i of `answers` is of pair order[i]: put each where its pair was before the sort, so that the K
+    #   answers of a token are neighbours. Multiply by the weights, in the dtype of the answers, and sum over the K.
     by_pair = torch.empty_like(answers)
-    by_pair[order] = answers  # [T * K, H], as the pairs were before they were sorted
+    by_pair[order] = answers  # [T * K, H]
     by_token = by_pair.unflatten(0, weights.shape)  # [T, K, H]
     return (by_token * weights[:, :, None].to(answers.dtype)).sum(dim=1)
+    # end exercise
 
 
 class MixtureOfExperts(nn.Module):

@@ -1,10 +1,13 @@
 """Which electives are tested: all, or those of `--elective NAME`, by the names of their test files."""
 
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stages.manifest import load_electives
+from tools.exercises.exercises import find_holes, solution
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,6 +22,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     wanted = config.getoption("elective")
     others = {f"test_{e.slug}.py" for e in load_electives() if wanted and e.name not in wanted}
     return True if collection_path.name in others else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Of an open exercise its hint, not a traceback."""
+    report: Any = yield
+    if call.excinfo is not None and call.excinfo.errisinstance(NotImplementedError):
+        name = str(call.excinfo.value)
+        holes = {f"exercise {h.name}": h.hint for e in load_electives() for h in find_holes(solution(e))}
+        if name in holes:
+            report.longrepr = f"still open: {name}: {holes[name]}"
+    return report
 
 
 @pytest.fixture(scope="session")

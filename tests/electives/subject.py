@@ -1,13 +1,15 @@
 """An elective behind the face of a stage, so that the stages' conformance suite runs over it."""
 
-import importlib
+import importlib.util
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stages.manifest import Elective
+import pytest
+
+from stages.manifest import Elective, load_elective
 from tests.stages.subject import Subject
 
 
@@ -32,3 +34,19 @@ class ElectiveSubject:
         return getattr(self.module, self.elective.class_name)(path, **options)
 
     check_idle = Subject.check_idle
+
+
+def make_subject(name: str, package: str) -> ElectiveSubject:
+    """The elective of that name, from `stages` or from the learner's `exercises`, whose file must be there."""
+    elective = load_elective(name)
+    if package == "exercises":
+        try:
+            found = importlib.util.find_spec(f"exercises.{elective.module_name}")
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            pytest.fail(
+                f"exercises/{elective.file} does not exist yet: `make elective-{name}-exercise` writes it",
+                pytrace=False,
+            )
+    return ElectiveSubject(elective, package)

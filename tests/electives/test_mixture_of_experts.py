@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stages.manifest import load_elective
 from stages.model import ModelConfig
-from tests.electives.subject import ElectiveSubject
+from tests.electives.subject import make_subject
 from tests.stages import conformance
 from tests.stages.conformance import Conformance, run
 from tests.stages.requests import PROMPTS, TIGHT, greedy
@@ -39,7 +38,7 @@ def all_experts(directory: Path | str, **over: Any) -> Path:
 
 @pytest.fixture
 def subject(request: pytest.FixtureRequest) -> Any:
-    return ElectiveSubject(load_elective("moe"), request.config.getoption("impl"))
+    return make_subject("moe", request.config.getoption("impl"))
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------

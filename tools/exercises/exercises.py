@@ -1,6 +1,7 @@
 """Exercises are cut from their solutions: `python -m tools.exercises.exercises 4` writes the one of stage 4.
 
     4     a stage with holes: exercises/stage_4_prefix_caching.py. The stage's own tests check it.
+    moe   an elective with holes, in exercises/electives.
     4a    an exercise of the lecture on stage 4, beyond the holes. The same command checks it from the second call on.
           The text is in lectures/exercises.md, our solution in lectures/solutions, the check in tests/lectures/checks.
 
@@ -29,7 +30,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.manifest import Stage, load_stage
+from stages.manifest import Chapter, load_chapter, load_electives
 from tools import ROOT
 
 SOLUTIONS = ROOT / "lectures" / "solutions"
@@ -46,7 +47,7 @@ if "NANOVLLM_WATCH_LOOPS" in os.environ:
 '''  # the text of exercises/__init__.py
 
 HOLE = re.compile(
-    r"^(?P<indent> *)# exercise (?P<name>\d+(?:\.\d+|[a-z])): (?P<hint>.+\n(?: *#   .+\n)*)"
+    r"^(?P<indent> *)# exercise (?P<name>\d+[a-z]|\w+\.\d+): (?P<hint>.+\n(?: *#   .+\n)*)"
     r"(?P<instead>(?: *# instead:.*\n)*)"
     r"(?P<code>(?:(?! *# end exercise|.*# exercise).*\n)*) *# end exercise$",
     re.MULTILINE,
@@ -74,9 +75,9 @@ class Hole:
         return self.end - self.code
 
 
-def solution(stage: Stage) -> str:
-    """The source of a stage's file."""
-    return (ROOT / "stages" / f"{stage.module_name}.py").read_text(encoding="utf-8")
+def solution(stage: Chapter) -> str:
+    """The source of the file of a stage or an elective."""
+    return (ROOT / "stages" / stage.file).read_text(encoding="utf-8")
 
 
 def find_holes(source: str) -> list[Hole]:
@@ -136,17 +137,17 @@ def cut(source: str, holes: Set[str] | None = None) -> str:
 # --- the stages' ------------------------------------------------------------------------------------------------------
 
 
-def exercise_source(stage: Stage, holes: Set[str] | None = None) -> str:
+def exercise_source(stage: Chapter, holes: Set[str] | None = None) -> str:
     """The learner's file: the solution of `stage` with holes, under two lines that say what to do with it."""
     head = (
         "# Yours to finish: put your own code in the place of each NotImplementedError.\n"
-        f"# Check it: make stage-{stage.number}-test IMPL=exercises     "
-        f"The solution: stages/{stage.module_name}.py\n"
+        f"# Check it: make {stage.kind}-{stage.name}-test IMPL=exercises     "
+        f"The solution: stages/{stage.file}\n"
     )
     return head + cut(solution(stage), holes)
 
 
-def holes_from(stage: Stage, checkpoint: int) -> set[str]:
+def holes_from(stage: Chapter, checkpoint: int) -> set[str]:
     """The holes from number `checkpoint` on. One more than the number of holes is the finished file, without holes.
 
     Raises ValueError for any other number.
@@ -154,12 +155,12 @@ def holes_from(stage: Stage, checkpoint: int) -> set[str]:
     names = [hole.name for hole in find_holes(solution(stage))]
     if not 1 <= checkpoint <= len(names) + 1:
         raise ValueError(
-            f"stage {stage.number} has checkpoints 1 to {len(names) + 1}, and {checkpoint} is none of them"
+            f"{stage.kind} {stage.name} has checkpoints 1 to {len(names) + 1}, and {checkpoint} is none of them"
         )
     return {name for name in names if int(name.split(".")[1]) >= checkpoint}
 
 
-def listing(stage: Stage, holes: Set[str] | None = None, *, width: int) -> str:
+def listing(stage: Chapter, holes: Set[str] | None = None, *, width: int) -> str:
     """The named exercises of a stage (None: all), with minutes, difficulty and hint."""
     lines = []
     for hole, (minutes, difficulty) in zip(find_holes(solution(stage)), stage.exercises, strict=True):
@@ -169,24 +170,24 @@ def listing(stage: Stage, holes: Set[str] | None = None, *, width: int) -> str:
     return "\n".join(lines)
 
 
-def write_stage(stage: Stage, directory: Path, *, checkpoint: int | None = None, force: bool = False) -> Path:
+def write_stage(stage: Chapter, directory: Path, *, checkpoint: int | None = None, force: bool = False) -> Path:
     """Write the learner's file of a stage, and print its open holes with their hints. Returns the file's path.
 
     With `checkpoint`, the holes before that number are filled in. Raises FileExistsError where there is a file already,
     which may be somebody's work, unless `force` or `checkpoint` asks for a new one.
     """
-    target, n = directory / f"{stage.module_name}.py", stage.number
+    target, make = directory / stage.file, f"make {stage.kind}-{stage.name}"
     if target.exists() and not force and checkpoint is None:
         raise FileExistsError(
-            f"{directory.name}/{target.name} is there already, and may hold your work, so it stays as it is. "
-            f"To begin again: make stage-{n}-exercise ARGS=--force (the old file is kept as {free_name(target).name})"
+            f"{directory.name}/{stage.file} is there already, and may hold your work, so it stays as it is. "
+            f"To begin again: {make}-exercise ARGS=--force (the old file is kept as {free_name(target).name})"
         )
     holes = None if checkpoint is None else holes_from(stage, checkpoint)
     write(target, exercise_source(stage, holes))
-    print(f"{directory.name}/{target.name}: {stage.title}")
+    print(f"{directory.name}/{stage.file}: {stage.title}")
     if holes is None or holes:
         print(listing(stage, holes, width=line_width()))
-    print(f"{'No hole is left' if holes == set() else 'Fill the holes, then'}: make stage-{n}-test IMPL=exercises")
+    print(f"{'No hole is left' if holes == set() else 'Fill the holes, then'}: {make}-test IMPL=exercises")
     return target
 
 
@@ -265,7 +266,7 @@ def begin_or_check(exercise: LectureExercise, directory: Path, *, force: bool) -
 
 def main(argv: list[str] | None = None, directory: Path = ROOT / "exercises") -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.exercises.exercises", description=__doc__.splitlines()[0])
-    parser.add_argument("name", help="4 is stage 4 with its holes; 4a is an exercise of the lecture on it")
+    parser.add_argument("name", help="4 is stage 4 with its holes, moe an elective; 4a an exercise of lecture 4")
     parser.add_argument("--force", action="store_true", help="begin again; the old file is kept as .bak")
     parser.add_argument(
         "--checkpoint", type=int, metavar="K", help="as --force, with the holes of the stage before number K filled in"
@@ -273,8 +274,8 @@ def main(argv: list[str] | None = None, directory: Path = ROOT / "exercises") ->
     parser.add_argument("--solution", action="store_true", help="check our solution of a lecture's exercise")
     args = parser.parse_args(argv)
     try:
-        if args.name.isdecimal():
-            write_stage(load_stage(int(args.name)), directory, checkpoint=args.checkpoint, force=args.force)
+        if args.name.isdecimal() or args.name in {elective.name for elective in load_electives()}:
+            write_stage(load_chapter(args.name), directory, checkpoint=args.checkpoint, force=args.force)
             return 0
         exercises = lecture_exercises()
         if args.name not in exercises:

@@ -1,6 +1,7 @@
 """Plant plausible mistakes, one at a time, and show which test catches each: `python -m tools.exercises.mutants 4`.
 
-A mutant is a stage file with one replacement, listed in tests/stages/mutants/stage_N.toml. The tests of the stage run
+A mutant is a stage file with one replacement, listed in tests/stages/mutants/stage_N.toml, or an elective's, listed in
+tests/electives/mutants. The tests of the stage run
 on the mutant up to the first failure. A mutant that survives is a hole in the tests (DeMillo, Lipton & Sayward, "Hints
 on Test Data Selection", 1978).
 
@@ -28,12 +29,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from stages.manifest import Stage, load_stage
+from stages.manifest import Chapter, load_chapter
 from tools import ROOT, until_ctrl_c
 from tools.exercises.exercises import PACKAGE, solution
 
 SECONDS_PER_TEST = 120  # some mistakes never end, and that is how they are caught
-CATALOGUE = ROOT / "tests" / "stages" / "mutants"
+TESTS = {"stage": "tests/stages", "elective": "tests/electives"}
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class Mutant:
         return source.replace(self.old, self.new)
 
 
-def load_mutants(stage: int) -> list[Mutant]:
-    """The catalogue of a stage. Raises ValueError if it has none."""
-    path = CATALOGUE / f"stage_{stage}.toml"
+def load_mutants(stage: Chapter) -> list[Mutant]:
+    """The catalogue of a stage or elective. Raises ValueError if it has none."""
+    path = ROOT / TESTS[stage.kind] / "mutants" / f"{stage.kind}_{stage.name}.toml"
     if not path.is_file():
-        raise ValueError(f"stage {stage} has no catalogue of mutants ({path.relative_to(ROOT)})")
+        raise ValueError(f"{stage.kind} {stage.name} has no catalogue of mutants ({path.relative_to(ROOT)})")
     return [Mutant(**m) for m in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]]
 
 
@@ -70,29 +71,29 @@ class Verdict:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed += report.when == "call" and report.passed
         if report.failed and self.test is None:
-            self.test = report.nodeid.removeprefix("tests/stages/")
+            self.test = report.nodeid.removeprefix("tests/stages/").removeprefix("tests/electives/")
             crash = getattr(report.longrepr, "reprcrash", None)
             self.message = crash.message if crash else str(report.longrepr)
 
 
-def run_tests(stage: Stage, source: str, target: str = "tests/stages") -> Verdict:
-    """The tests of `stage` in `target`, up to the first failure, with `source` for its file.
+def run_tests(stage: Chapter, source: str, target: str | None = None) -> Verdict:
+    """The tests of `stage` (those in `target`), up to the first failure, with `source` for its file.
 
     Raises RuntimeError with pytest's output if no test failed and yet the run did not pass: a test file that cannot be
     imported, or no test to run.
     """
     verdict, output = Verdict(), io.StringIO()
     with tempfile.TemporaryDirectory() as directory:
-        package = Path(directory) / "exercises"
-        package.mkdir()
-        (package / "__init__.py").write_text(PACKAGE, encoding="utf-8")
-        (package / f"{stage.module_name}.py").write_text(source, encoding="utf-8")
+        file = Path(directory) / "exercises" / stage.file
+        file.parent.mkdir(parents=True)
+        (Path(directory) / "exercises" / "__init__.py").write_text(PACKAGE, encoding="utf-8")
+        file.write_text(source, encoding="utf-8")
         for name in list(sys.modules):  # what an earlier run imported must not answer for this one
-            if name.split(".")[0] == "exercises" or name.startswith("tests.stages"):
+            if name.split(".")[0] == "exercises" or name.startswith(("tests.stages", "tests.electives")):
                 del sys.modules[name]
         importlib.invalidate_caches()
         search_path = shlex.join([directory, str(ROOT)])  # before a real exercises/ of the learner
-        command = [target, f"--stage={stage.number}", "--impl=exercises", "-x", "-q"]
+        command = [target or TESTS[stage.kind], f"--{stage.kind}={stage.name}", "--impl=exercises", "-x", "-q"]
         # Not needed, and slow: the last collects all garbage of this process several times in each run
         command += [f"-pno:{plugin}" for plugin in ("cacheprovider", "nbval", "schemathesis", "unraisableexception")]
         command += ["-o", f"pythonpath={search_path}", f"--timeout={SECONDS_PER_TEST}"]
@@ -125,16 +126,18 @@ def changed_lines(source: str, mutated: str) -> Text:
     return shown
 
 
-def report(stage: Stage, chosen: SequenceOf[str], console: Console) -> int:
+def report(stage: Chapter, chosen: SequenceOf[str], console: Console) -> int:
     """Run the mutants of a stage (all, or the chosen names), show each at once, return the number of survivors.
 
     Raises RuntimeError if the tests fail on the unchanged stage, and ValueError for an unknown name.
     """
-    mutants, source = load_mutants(stage.number), solution(stage)
+    mutants, source = load_mutants(stage), solution(stage)
     if unknown := set(chosen) - {m.name for m in mutants}:
-        raise ValueError(f"stage {stage.number} has no mutant {', '.join(sorted(unknown))}")
+        raise ValueError(f"{stage.kind} {stage.name} has no mutant {', '.join(sorted(unknown))}")
     mutants = [m for m in mutants if not chosen or m.name in chosen]
-    console.print(f"Stage {stage.number}, {stage.title}: mistakes, and the tests that notice\n", style="italic")
+    console.print(
+        f"{stage.kind.capitalize()} {stage.name}, {stage.title}: mistakes, and the tests that notice\n", style="italic"
+    )
     survivors = 0
     with console.status("the tests, on the unchanged stage") as status:
         verdict = run_tests(stage, source)
@@ -159,12 +162,12 @@ def report(stage: Stage, chosen: SequenceOf[str], console: Console) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.exercises.mutants", description=__doc__.splitlines()[0])
-    parser.add_argument("stage", type=int, help="number of the stage")
+    parser.add_argument("stage", help="number of the stage, or name of the elective")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these mutants alone")
     args = parser.parse_args(argv)
     console = Console()
     try:
-        survivors = report(load_stage(args.stage), args.only, console)
+        survivors = report(load_chapter(args.stage), args.only, console)
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -133,7 +133,7 @@ def run_stage(stage: Stage, directory: Path, *, mutants: bool) -> Result:
     if mutants and result.failed is None:
         from tools.exercises.mutants import load_mutants, report  # here, because importing pytest takes a while
 
-        planted = len(load_mutants(stage.number))
+        planted = len(load_mutants(stage))
         survivors = report(stage, [], Console(highlight=False))
         return replace(result, caught=planted - survivors, mutants=planted)
     return result
