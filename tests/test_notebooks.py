@@ -19,7 +19,7 @@ if any(find_spec(name) is None for name in ("jupytext", "nbval", "ipykernel", "n
 
 import nbformat
 
-from stages.manifest import Stage, load_stages
+from stages.manifest import Chapter, load_electives, load_stages
 from tools.docs.notebooks import NOTEBOOKS, ROOT, as_text, from_source, sources
 
 PATHS = sources()
@@ -49,17 +49,17 @@ def code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@pytest.mark.parametrize("stage", load_stages(), ids=lambda stage: stage.slug)
-def test_a_chapter_says_how_long_it_takes_and_what_it_needs(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [*load_stages(), *load_electives()], ids=lambda stage: stage.slug)
+def test_a_chapter_says_how_long_it_takes_and_what_it_needs(stage: Chapter) -> None:
     """The minutes of its exercises are those of the manifest. And all say alike where the solutions stand."""
-    [path] = [path for path in PATHS if path.stem == f"{stage.number}_{stage.slug}"]
+    [path] = [path for path in PATHS if path.stem.partition("_")[2] == stage.slug]
     minutes = sum(minutes for minutes, _ in stage.exercises)
     beginning = path.read_text(encoding="utf-8").split("# %%")[1]
     assert re.search(
         rf"\*\*About \d+ minutes, and {minutes} minutes for the exercises\.\*\* You need notebooks? \d", beginning
     )
     warning = (
-        f"Beside this notebook open `stages/{stage.module_name}.py`; it holds the solutions of the exercises, "
+        f"Beside this notebook open `stages/{stage.file}`; it holds the solutions of the exercises, "
         "so close it while you write your own."
     )
     assert warning in " ".join(beginning.replace("\n# ", " ").split())
@@ -191,7 +191,7 @@ def test_it_is_built_like_the_others(path: Path) -> None:
     assert guesses and all("my_guess" in code[i + 1] for i in guesses)
     assert "hugging_face_greedy(" in text
     assert "Further reading" in text
-    assert f"make stage-{number or 1}-exercise" in text or number == "0"
+    assert re.search(rf"make (stage-{number}|elective-\w+)-exercise", text) or number == "0"
 
 
 def test_there_is_a_notebook_for_every_stage() -> None:

@@ -114,7 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
     moe = load(directories["moe"], device)
     report["moe"] = {**figures["moe"], **machine, **judge_experts(moe, validation, device)}
     print(report["moe"], flush=True)
-    report["moe"]["stories"] = _tell(moe, directories["moe"], sizes, device)
+    told = _tell(moe, directories["moe"], sizes, device)
+    report["moe"]["stories"] = {name: told[name] for name in ("count", "kept", "share", "temperature")}
     (out / "training.json").write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     (out / "README.md").write_text(render_readme(report), encoding="utf-8")
     print(f"{time.monotonic() - start:.0f} s in all", flush=True)
@@ -144,11 +145,10 @@ def render_readme(report: dict[str, Any]) -> str:
         rest = sample["text"][len(sample["opening"]) :]
         verdict = "kept" if not sample["problems"] else "; ".join(sample["problems"])
         text += f"\n### {number}. {sample['tokens']} tokens, {verdict}\n\n*{sample['opening']}*{rest}\n"
-    if "moe" in report:
-        shares = [share for layer in report["moe"]["expert_shares"] for share in layer]
-        even = 1 / len(report["moe"]["expert_shares"][0])
-        template = Path(__file__).with_name("report_moe.md").read_text(encoding="utf-8")
-        text += template.format(moe=report["moe"], busiest=max(shares), idlest=min(shares), even=even)
+    moe = report["moe"]
+    shares = [share for layer in moe["expert_shares"] for share in layer]
+    template = Path(__file__).with_name("report_moe.md").read_text(encoding="utf-8")
+    text += template.format(moe=moe, busiest=max(shares), idlest=min(shares), even=1 / len(moe["expert_shares"][0]))
     return text
 
 

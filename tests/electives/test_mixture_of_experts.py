@@ -18,6 +18,7 @@ from tests.stages.conformance import Conformance, run
 from tests.stages.requests import PROMPTS, TIGHT, greedy
 from tests.weights import lively_qwen3_moe
 
+STORY_MOE = Path(__file__).parents[2] / "assets" / "story_moe"
 Build = Callable[..., Path]
 
 
@@ -117,7 +118,15 @@ def test_tokens_are_hf_s_in_a_pool_far_too_small(subject: Any, checkpoints: Path
 class TestConformance(Conformance):
     """The suite of the stages, whose dense models become mixtures of experts."""
 
-    test_chats_are_hf_s = test_stories_are_hf_s = None  # type: ignore[assignment]  # the weights are what they are
+    test_chats_are_hf_s = None  # type: ignore[assignment]  # there is no such model of this kind
+
+    @pytest.fixture
+    def story_model(self) -> Path:
+        return STORY_MOE
+
+    @pytest.mark.parametrize("number", [5])
+    def test_stories_are_hf_s(self, subject: Any, story_model: Path, number: int) -> None:
+        super().test_stories_are_hf_s(subject, story_model, number)
 
     @pytest.fixture(autouse=True)
     def models(self, monkeypatch: pytest.MonkeyPatch) -> None:

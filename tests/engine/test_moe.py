@@ -82,8 +82,15 @@ def with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Suite(test_conformance.EngineConformance):
-    # The weights of these models are what they are.
-    test_stories_are_hf_s = test_chats_are_hf_s = None  # type: ignore[assignment]
+    test_chats_are_hf_s = None  # type: ignore[assignment]  # there is no such model of this kind
+
+    @pytest.fixture
+    def story_model(self) -> Path:
+        return Path(__file__).parents[2] / "assets" / "story_moe"
+
+    @pytest.mark.parametrize("number", [5])
+    def test_stories_are_hf_s(self, subject: Any, story_model: Path, number: int) -> None:
+        super().test_stories_are_hf_s(subject, story_model, number)
 
     @pytest.fixture(autouse=True)
     def models(self, with_experts: None) -> None:

@@ -66,7 +66,7 @@ def test_the_chosen_are_framed_and_every_word_is_named() -> None:
 def test_every_word_has_the_colour_and_the_number_of_its_expert() -> None:
     words = ["Once", " upon", " a", " time", ",", "\n"] * 12
     experts = [0, 2, 2, 1, 0, 1] * 12
-    picture = speakers(words, experts, 8, "A text")
+    picture = speakers(words, experts, "A text")
     [axes] = picture.axes
     shown = [text.get_text() for text in axes.texts]
     assert shown[::2] == [word.strip() or "¶" for word in words] and shown[1::2] == [str(e) for e in experts]

@@ -83,7 +83,7 @@ def router_picture(words: Sequence[str], probabilities: Tensor, num_chosen: int,
     return picture
 
 
-def speakers(words: Sequence[str], experts: Sequence[int], num_experts: int, title: str) -> Picture:
+def speakers(words: Sequence[str], experts: Sequence[int], title: str) -> Picture:
     """A text with each token in the colour, and over the number, of the expert that had the largest weight in it."""
     rows: list[list[tuple[int, str, int]]] = [[]]  # column, token, expert
     column = 0
@@ -108,7 +108,7 @@ def speakers(words: Sequence[str], experts: Sequence[int], num_experts: int, tit
     axes.set_axis_off()
     used = sorted(set(experts))
     handles = [Patch(color=EXPERT_COLOURS[e % len(EXPERT_COLOURS)], alpha=0.55, label=f"expert {e}") for e in used]
-    legend_below(axes, handles, columns=min(8, max(1, num_experts)))
+    legend_below(axes, handles, columns=4)
     return picture
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core import Event, SamplingParams
-from stages.manifest import load_stage
+from stages.manifest import load_chapter
 from tools.exercises.exercises import find_holes, listing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,9 +144,9 @@ def show_table(name: str, results: Path) -> Any:
         return None
 
 
-def list_exercises(number: int) -> None:
-    """Print the exercises of a stage with minutes, difficulty and hints, as `make stage-N-exercise` does."""
-    print(listing(load_stage(number), width=100))
+def list_exercises(chapter: int | str) -> None:
+    """Print the exercises of a stage (its number) or elective (its name) with minutes, difficulty and hints."""
+    print(listing(load_chapter(str(chapter)), width=100))
 
 
 def compare(guess: float | None, measured: float, unit: str) -> None:
