@@ -209,7 +209,7 @@ for expert, favoured in enumerate(favourites(words, first, E, count=10)):
 
 # %% [markdown]
 # An expert is not a person who knows about foxes. What they have shared out is *kinds of token*: names here, nouns
-# there, what stands before a verb, the ends of sentences, the set phrases with which stories begin, the rare words. That
+# there, what stands before a verb, the ends of sentences, the set phrases with which stories begin, rare words. That
 # was found in large models, too: Jiang et al. looked for experts of subjects and found experts of syntax.
 #
 # ## Are they all used?
