@@ -98,6 +98,9 @@ elective-%-exercise: $(STAMP) FORCE ## write exercises/electives/*.py: the elect
 elective-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in elective N and show which test catches each
 	$(RUN) -m tools.exercises.mutants $* $(ARGS)
 
+elective-%-demo: $(STAMP) FORCE ## a live view of elective N in the terminal, on a model of its kind
+	$(RUN) -m tools.race.demo --elective $* $(ARGS)
+
 # --- show and measure ------------------------------------------------------------------------------------------------
 
 race: $(STAMP) ## the stages and the engine on one workload, lane by lane (ARGS="--device cuda" on a GPU)

@@ -53,6 +53,8 @@ class Stage(Chapter):
 
 @dataclass(frozen=True, kw_only=True)
 class Elective(Chapter):
+    model: str  # an embedded one that shows what the elective is about, by its folder in assets/
+
     @property
     def module_name(self) -> str:
         return f"electives.{self.slug}"

@@ -247,6 +247,16 @@ def test_stage_7_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch, 
         assert capsys.readouterr().out.startswith(f"nanovllm, qwen3, 8 layers of 256, {where}\n")
 
 
+def test_an_elective_is_shown_on_a_model_of_its_kind(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(demo, "LIVE_LENGTHS", (2, 5, 3))
+    demo.main(["--elective", "moe"])
+    said = capsys.readouterr().out
+    assert said.startswith("nanovllm, qwen3_moe, 6 layers of 192, on one CPU thread, float32\n")
+    assert "Elective moe: Mixture of experts." in said and "3 requests, 10 tokens in" in said
+    with pytest.raises(SystemExit, match="there is no elective 'fp7'; there are moe"):
+        demo.main(["--elective", "fp7"])
+
+
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:
     script = (
         "import sys; from tools.race import demo; demo.LIVE_LENGTHS = (2, 2); demo.main(['--stage', '4']); "

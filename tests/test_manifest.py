@@ -37,6 +37,7 @@ def test_the_manifest_lists_the_electives_there_are() -> None:
     assert {elective.slug for elective in ELECTIVES} == files
     assert len({elective.name for elective in ELECTIVES}) == len(ELECTIVES)
     assert all(elective.needs[0] == "stage 5" for elective in ELECTIVES)
+    assert all((ROOT / "assets" / elective.model / "config.json").is_file() for elective in ELECTIVES)
     assert {f"test_{slug}.py" for slug in files} == {p.name for p in (ROOT / "tests" / "electives").glob("test_*.py")}
 
 

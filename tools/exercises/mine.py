@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stages.manifest import Stage, load_stages
+from stages.manifest import Chapter, Stage, load_stages
 from tools.exercises.exercises import solution
 from tools.exercises.progress import EXERCISES, read_progress, run_tests
 
 
-def builds_on(stage: Stage) -> list[Stage]:
+def builds_on(stage: Chapter) -> list[Stage]:
     """The earlier stages whose code runs in this one, in order."""
     imported = {int(n) for n in re.findall(r"^from stages\.stage_(\d+)_\w+ import", solution(stage), re.MULTILINE)}
     direct = [earlier for earlier in load_stages() if earlier.number in imported]
@@ -23,7 +23,7 @@ def builds_on(stage: Stage) -> list[Stage]:
     return [found[number] for number in sorted(found)]
 
 
-def use_own(stage: Stage, directory: Path = EXERCISES) -> list[Stage]:
+def use_own(stage: Chapter, directory: Path = EXERCISES) -> list[Stage]:
     """Let the learner's own earlier stages stand for ours from now on in this process. Returns those that do."""
     own = [earlier for earlier in builds_on(stage) if read_progress(earlier, directory).done]
     for earlier in own:
@@ -45,7 +45,7 @@ def require_right(stage: Stage) -> None:
             sys.exit(f"Your stage {n} runs when they are right. The same tests: make stage-{n}-test IMPL=exercises")
 
 
-def engine_class(stage: Stage) -> Any:
+def engine_class(stage: Chapter) -> Any:
     """The engine of the learner's file, which must be there."""
     use_own(stage)
     return stage.engine_class("exercises")

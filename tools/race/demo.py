@@ -3,6 +3,7 @@
     python -m tools.race.demo                   stages 1 to 5, from the naive one up
     python -m tools.race.demo --stage 5         one stage, live: its blocks, its queues, its texts as they grow
     python -m tools.race.demo --stage 5 --impl exercises        yours, on your own earlier stages if they pass
+    python -m tools.race.demo --elective moe    an elective, live, on a model of its kind
 
 A stage live is drawn from its events while it works, in 20 seconds, with the keys of `make replay`; without a terminal
 one picture is printed, a third of the way through. Of large libraries only torch and tokenizers are loaded, so the
@@ -30,7 +31,7 @@ from rich.text import Text
 
 from nanovllm.trace_view.engine_state import Event
 from nanovllm.trace_view.recording import add_texts
-from stages.manifest import Stage, load_stage, load_stages
+from stages.manifest import Chapter, Stage, load_elective, load_stage, load_stages
 from tools import until_ctrl_c
 from tools.exercises import mine
 from tools.race.replay import LASTS, Inside, Player, check_speed, keyboard
@@ -152,7 +153,7 @@ def compare(console: Console, stages: list[Stage], workload: Workload, model: Pa
 
 
 def build(
-    stage: Stage,
+    stage: Chapter,
     model: Path,
     device: str,
     on_event: Callable[[Event], None],
@@ -188,15 +189,15 @@ class LiveShow(Inside):
 
     def __init__(
         self,
-        stage: Stage,
+        stage: Chapter,
         workload: Workload,
         num_blocks: int,
         with_text: Callable[[Event], Event],
         impl: str = "stages",
     ) -> None:
         self.started, self.generated = 0.0, 0
-        whose = "Your stage" if impl == "exercises" else "Stage"
-        heading = Text(f"{whose} {stage.number}: {stage.title}. {stage.idea}", "bold")
+        kind = f"your {stage.kind}" if impl == "exercises" else stage.kind
+        heading = Text(f"{kind.capitalize()} {stage.name}: {stage.title}. {stage.idea}", "bold")
         super().__init__(lambda: EngineView(workload, num_blocks, self.started), heading)
         self.workload, self.with_text = workload, with_text
         self.called_off = False
@@ -248,7 +249,7 @@ def tell_replays(engine: Any, on_event: Callable[[Event], None]) -> None:
 
 def show(
     console: Console,
-    stage: Stage,
+    stage: Chapter,
     tokenizer: Tokenizer,
     model: Path,
     device: str,
@@ -285,9 +286,11 @@ def show(
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Text from stages 1 to 5, with its speed.")
-    parser.add_argument("--stage", type=int, metavar="N", help="one stage alone, live")
-    parser.add_argument("--speed", type=float, default=1.0, help="of --stage: 2 is twice as fast, 0.5 slow motion")
-    parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL, help="checkpoint directory")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--stage", type=int, metavar="N", help="one stage alone, live")
+    alone.add_argument("--elective", metavar="NAME", help="one elective alone, live")
+    parser.add_argument("--speed", type=float, default=1.0, help="of one alone: 2 is twice as fast, 0.5 slow motion")
+    parser.add_argument("--model", type=Path, help="checkpoint directory (default: the embedded model)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
         "--impl", choices=("stages", "exercises"), default="stages", help="with --stage: ours, or yours in exercises/"
@@ -296,28 +299,34 @@ def main(arguments: list[str] | None = None) -> None:
     if options.impl == "exercises" and options.stage is None:
         parser.error("--impl exercises needs --stage N")
     console = Console(highlight=False)
-    tokenizer = load_tokenizer(options.model)
+    stage: Chapter | None = None
+    model: Path = options.model or EMBEDDED_MODEL
     try:
         check_speed(options.speed)
-        stage = None if options.stage is None else load_stage(options.stage)
+        if options.stage is not None:
+            stage = load_stage(options.stage)
+            if options.impl == "exercises":
+                mine.require_right(stage)
+        if options.elective is not None:
+            stage = load_elective(options.elective)
+            model = options.model or EMBEDDED_MODEL.with_name(stage.model)
     except ValueError as error:
         sys.exit(str(error))
-    if stage and options.impl == "exercises":
-        mine.require_right(stage)
+    tokenizer = load_tokenizer(model)
     ranks = RANKS if stage and "tensor_parallel_size" in stage.options else 1
-    console.print(f"[bold]nanovllm[/bold], {describe_model(options.model, options.device, ranks)}\n")
+    console.print(f"[bold]nanovllm[/bold], {describe_model(model, options.device, ranks)}\n")
 
     import torch  # takes seconds, so there is something to read before
 
     if options.device == "cpu":
         torch.set_num_threads(1)  # as fast as two on a model this small, and it disturbs nobody
     if stage:
-        show(console, stage, tokenizer, options.model, options.device, options.impl, options.speed)
+        show(console, stage, tokenizer, model, options.device, options.impl, options.speed)
         return
     stages = [stage for stage in load_stages() if stage.number not in NEEDS_A_GPU]
-    tell_stories(console, stages, tokenizer, options.model, options.device, STORY_TOKENS)
+    tell_stories(console, stages, tokenizer, model, options.device, STORY_TOKENS)
     workload = demo_workload(lambda text: tokenizer.encode(text).ids, RACE_LENGTHS)
-    compare(console, stages, workload, options.model, options.device)
+    compare(console, stages, workload, model, options.device)
     console.print("\nOne run, unrepeated: differences below a fifth are noise.")
     console.print("One stage live: make stage-5-demo. Measured with care: make stage-5-bench and make ladder.")
 

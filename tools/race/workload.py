@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.trace_view.engine_state import Event
 from nanovllm.trace_view.recording import Recording, add_texts
-from stages.manifest import Stage, load_stages
+from stages.manifest import Chapter, load_stages
 from tools import ROOT
 from training.grammar import generate_story, opening
 
@@ -65,7 +65,7 @@ class Workload:
     def num_blocks(self) -> int:
         return self.kv_slots // BLOCK_SIZE
 
-    def stage_options(self, stage: Stage) -> dict[str, int]:
+    def stage_options(self, stage: Chapter) -> dict[str, int]:
         """The same KV memory for every stage: as blocks, or as rows that could each hold the longest request."""
         if "num_blocks" in stage.options:
             limits = {"num_blocks": self.num_blocks, "block_size": BLOCK_SIZE, "max_num_seqs": self.max_num_seqs}
