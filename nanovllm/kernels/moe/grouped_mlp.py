@@ -21,15 +21,17 @@ from nanovllm.kernels.moe.sort_pairs import sort_pairs
 
 FEW_TOKENS = 256  # of a step; the warm-up has steps on both sides
 FEW_PAIRS = 16  # of an expert, on average
-MAX_STAGES = 4
 
 
 class Tile(NamedTuple):
-    """Pairs of a program; its output columns, and as many again for a gate; and bytes of a row that a step reads."""
+    """Pairs of a program; its output columns, and as many again for a gate; bytes of a row that a step reads; warps of
+    a program; and the most steps under way, where shared memory has room for them."""
 
     pairs: int
     columns: int
     inner_bytes: int
+    num_warps: int = 4
+    num_stages: int = 4
 
 
 def choose_tile(num_tokens: int, num_pairs: int, num_experts: int, gated: bool) -> Tile:
@@ -88,28 +90,35 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_tile, acc.to(out_ptr.dtype.element_ty), mask=is_pair[:, None] & (column < OUTPUTS)[None, :])
 
 
+def grouped_linear(
+    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, weights: Tensor, tile: Tile, *, gated: bool
+) -> Tensor:
+    """One of the two products: gated, from tokens x [T, H] to pairs by expert [T K, I]; or else from these to pairs by
+    token [T K, H], each times its weight.
+
+    weight: [E, out, in], if gated [E, 2 out, in]. order, ends: of `sort_pairs`. weights: [T, K] float32.
+    """
+    num_experts, rows, inputs = weight.shape
+    num_pairs, outputs = len(order), rows // 2 if gated else rows
+    step_bytes = (tile.pairs + (2 if gated else 1) * tile.columns) * tile.inner_bytes
+    out = x.new_empty(num_pairs, outputs)
+    max_tiles = num_pairs // tile.pairs + min(num_pairs, num_experts)
+    pdl = overlaps_launches(x.device)
+    _grouped_linear_kernel[(triton.cdiv(outputs, tile.columns), max_tiles)](
+        x, weight, order, ends, weights, out, num_pairs, INPUTS=inputs, OUTPUTS=outputs, EXPERTS=num_experts,
+        PADDED=triton.next_power_of_2(num_experts), CHOSEN=weights.shape[1], PAIRS=tile.pairs, COLUMNS=tile.columns,
+        INNER=tile.inner_bytes // x.element_size(), GATED=gated, PDL=pdl, num_warps=tile.num_warps,
+        num_stages=min(tile.num_stages, shared_memory(x.device) // step_bytes - 1), launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
 def grouped_mlp(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """x [T, H], gate_up_proj [E, 2 I, H], down_proj [E, H, I], experts [T, K] int64, weights [T, K] float32, all
     contiguous -> [T, H]: see `Experts.forward`."""
-    num_tokens, num_chosen = experts.shape
-    num_experts, hidden_size, intermediate_size = down_proj.shape
-    num_pairs = num_tokens * num_chosen
+    num_tokens, num_experts = len(x), len(down_proj)
     order, ends = sort_pairs(experts, num_experts)
-    pdl = overlaps_launches(x.device)
-
-    def product(x: Tensor, weight: Tensor, outputs: int, gated: bool) -> Tensor:
-        tile = choose_tile(num_tokens, num_pairs, num_experts, gated)
-        step_bytes = (tile.pairs + (2 if gated else 1) * tile.columns) * tile.inner_bytes
-        out = x.new_empty(num_pairs, outputs)
-        max_tiles = num_pairs // tile.pairs + min(num_pairs, num_experts)
-        _grouped_linear_kernel[(triton.cdiv(outputs, tile.columns), max_tiles)](
-            x, weight, order, ends, weights, out, num_pairs, INPUTS=x.shape[1], OUTPUTS=outputs, EXPERTS=num_experts,
-            PADDED=triton.next_power_of_2(num_experts), CHOSEN=num_chosen, PAIRS=tile.pairs, COLUMNS=tile.columns,
-            INNER=tile.inner_bytes // x.element_size(), GATED=gated, PDL=pdl, num_warps=4,
-            num_stages=min(MAX_STAGES, shared_memory(x.device) // step_bytes - 1), launch_pdl=pdl,
-        )  # fmt: skip
-        return out
-
-    hidden = product(x, gate_up_proj, intermediate_size, gated=True)  # [T K, I], by expert
-    parts = product(hidden, down_proj, hidden_size, gated=False)  # [T K, H], by token
-    return parts.view(num_tokens, num_chosen, hidden_size).sum(1)
+    gate, down = (choose_tile(num_tokens, len(order), num_experts, gated) for gated in (True, False))
+    hidden = grouped_linear(x, gate_up_proj, order, ends, weights, gate, gated=True)  # [T K, I], by expert
+    parts = grouped_linear(hidden, down_proj, order, ends, weights, down, gated=False)  # [T K, H], by token
+    return parts.view(*experts.shape, -1).sum(1)
