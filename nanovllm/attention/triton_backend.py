@@ -12,7 +12,7 @@ from nanovllm.attention.torch_ref import write_kv
 from nanovllm.kernels.attention.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode, plan_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
 from nanovllm.kernels.attention.paged_tile import PagedInputs
-from nanovllm.kernels.launch import capability, is_hopper, shared_memory_of_sm
+from nanovllm.kernels.launch import is_hopper
 
 
 class HopperKernels(NamedTuple):
@@ -79,7 +79,7 @@ class TritonBackend:
         ring = None if hopper is None else hopper.ring_layout(q, kv, context_len.shape[0])
         config = None if ring is None else ring.config
         if config is None:
-            config = decode_config(head_dim, q.element_size(), capability(q.device), shared_memory_of_sm(q.device))
+            config = decode_config(q.device, head_dim, q.element_size())
         pieces = max(1, self._num_sms * config.programs_per_sm // num_kv_heads)
         key = pieces, max_queries, q.shape[1], head_dim
         if key not in self._workspaces:
@@ -102,5 +102,5 @@ class TritonBackend:
                 self._taken = torch.zeros(2, dtype=torch.int32, device=q.device)
             hopper.warp_specialized_prefill(inputs, self._taken, self._num_sms, first_sequence=first_sequence)
         else:
-            config = prefill_config(kv.shape[-1], q.element_size(), kv.shape[2], capability(q.device))
+            config = prefill_config(q.device, kv.shape[-1], q.element_size(), kv.shape[2])
             paged_prefill(inputs, config, first_sequence=first_sequence)

@@ -19,6 +19,7 @@ A key is read once for all of them. The few queries of a sequence that verifies 
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -35,7 +36,8 @@ from nanovllm.kernels.attention.paged_tile import (
     locate,
     padded_sequences,
 )
-from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches
+from nanovllm.kernels.cards import choose
+from nanovllm.kernels.launch import CACHE_LINE, capability, overlaps_launches, shared_memory_of_sm
 
 MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
 FEW_SEQUENCES = 16  # fewer sequences are cut into many parts each. On Hopper so many or more are for `ring_decode`
@@ -48,30 +50,30 @@ class DecodeConfig:
     """The layout of the kernel: keys of a tile, warps of a program, tiles in flight, programs per multiprocessor."""
 
     keys: int
-    num_warps: int = 4
-    num_stages: int = 3  # one for the block table's look-up, one for K and V on their way, one to compute
-    programs_per_sm: int = 3
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
 
 
-def decode_config(
-    head_dim: int, element_size: int, capability: tuple[int, int] | None = None, sm_shared: int = 228 * 1024
-) -> DecodeConfig:
-    """Tiles of 16 KiB, K and V: 64 keys at a head_dim of 128 in 16 bits.
+@cache
+def decode_config(device: torch.device, head_dim: int, element_size: int) -> DecodeConfig:
+    """The layout for a device, by the table of cards. Where `device` is no GPU: for Triton's interpreter.
 
-    By Little's law an H100 must have 3.1 TB/s * 0.8 microseconds = 2.5 MB on its way to stay busy, 19 KB for each of
-    its 132 multiprocessors. Three programs, each with a tile of K and one of V on their way, cover that even while two
-    of them compute. There are no registers for a fourth. Measured alone, some other layouts are as fast on an H200
+    In general tiles are of 16 KiB, K and V: 64 keys at a head_dim of 128 in 16 bits. By Little's law an H100 must have
+    3.1 TB/s * 0.8 microseconds = 2.5 MB on its way to stay busy, 19 KB for each of its 132 multiprocessors. Three
+    programs, each with a tile of K and one of V on their way, cover that even while two of them compute. There are no
+    registers for a fourth. Measured alone, some other layouts are as fast on an H200
     (`benchmarks/results/kernels.h200.json`). Those that were tried in a recorded step were slower (docs/kernels.md).
 
-    capability: of the GPU; None: Triton's interpreter. sm_shared: bytes of shared memory of a multiprocessor. All
-    programs should run at once, so on a GPU with less of it there are fewer of them. Before Ampere all operands of a
-    product are in registers, which have room for 16 keys.
+    All programs should run at once. So on a GPU with less shared memory there are fewer than the table says.
     """
-    before_ampere = capability is not None and capability < (8, 0)
-    keys = keys_per_tile(head_dim, element_size, 0 if before_ampere else 16 * 1024)
-    rows = 2 * keys + MAX_ROWS * (2 if before_ampere else 1)  # of K and V, of Q, and there of the result, too
+    found = choose(device, "decode", head_dim=head_dim, itemsize=element_size)
+    keys = keys_per_tile(head_dim, element_size, 1024 * found["tile_kib"])
+    before_ampere = (capability(device) or (8, 0)) < (8, 0)
+    rows = 2 * keys + MAX_ROWS * (2 if before_ampere else 1)  # of K and V, of Q, and before Ampere of the result, too
     program = rows * head_dim * element_size + 4 * 1024  # what is small, and the system's share
-    return DecodeConfig(keys, programs_per_sm=max(1, min(3, sm_shared // program)))
+    programs = max(1, min(found["programs_per_sm"], shared_memory_of_sm(device) // program))
+    return DecodeConfig(keys, found["num_warps"], found["num_stages"], programs)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "pieces"], do_not_specialize_on_alignment=["context_len_ptr"])

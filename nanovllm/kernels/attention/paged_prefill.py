@@ -18,7 +18,9 @@ the rows. The masked tiles come by pointers in any case: a box cannot leave out 
 """
 
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -32,6 +34,7 @@ from nanovllm.kernels.attention.paged_tile import (
     padded_sequences,
     token_offsets,
 )
+from nanovllm.kernels.cards import choose
 
 
 @dataclass(frozen=True)
@@ -47,34 +50,21 @@ class PrefillConfig:
     max_registers: int | None = None
 
 
-def prefill_config(
-    head_dim: int, element_size: int, block_size: int, capability: tuple[int, int] | None
-) -> PrefillConfig:
-    """The layout for a GPU of this compute capability; None: for Triton's interpreter. GPUs after Hopper have TMA too,
-    but other tensor cores.
+@cache
+def prefill_config(device: torch.device, head_dim: int, element_size: int, block_size: int) -> PrefillConfig:
+    """The layout for a device, by the table of cards. Where `device` is no GPU: for Triton's interpreter.
 
     At a head_dim of 128 in 16 bits and by pointers a program takes 80 KiB of shared memory: 16 for its queries, and 16
     each for K and V twice (while one tile is computed with, the next is on its way). So two programs fit on a
     multiprocessor of a Hopper GPU, and one on any GPU since Ampere. By TMA a program takes 96 KiB, for twice the rows,
     and two fit as well. On an H200 TMA was faster than pointers, and either was faster than one program with tiles of
-    128 x 128 (`benchmarks/results/kernels.h200.json`).
+    128 x 128 (`benchmarks/results/kernels.h200.json`). GPUs after Hopper have TMA too, but other tensor cores.
 
-    The other layouts are not measured. They are such that no thread spills registers: on Ampere, Ada and consumer
-    Blackwell a thread has its part of a product's operands in registers, as it has not on Hopper and the Blackwell of
-    data centres.
+    The layouts of other cards are such that no thread spills registers.
     """
-    # Exact fp32 products come from the ordinary units, with all operands in registers. So do all products that Triton
-    # makes for a GPU before Ampere.
-    if element_size == 4 or (capability is not None and capability < (8, 0)):
-        return PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2)
-    # Two programs of 256 threads leave a thread 128 registers; at a head_dim of 256 the accumulator would take them.
-    if capability == (9, 0) and head_dim in (64, 128) and block_size >= 64:
-        return PrefillConfig(rows=128, keys=64, num_warps=8, num_stages=2, tma=True, max_registers=128)
-    operands_in_registers = capability is not None and capability[0] in (8, 12)
-    short_of_registers = operands_in_registers and head_dim <= 128
-    keys = keys_per_tile(head_dim, element_size, (8 if short_of_registers else 16) * 1024)
-    # The accumulator of 64 x 256 would take all registers of four warps.
-    return PrefillConfig(rows=64, keys=keys, num_warps=4 if head_dim <= 128 else 8, num_stages=3)
+    found = choose(device, "prefill", head_dim=head_dim, itemsize=element_size, block_size=block_size)
+    keys = keys_per_tile(head_dim, element_size, 1024 * found["tile_kib"])
+    return PrefillConfig(keys=keys, **{name: value for name, value in found.items() if name != "tile_kib"})
 
 
 @triton.jit(

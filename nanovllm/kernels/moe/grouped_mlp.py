@@ -9,18 +9,18 @@ arithmetic. Grouped products are due to Gale et al. ("MegaBlocks", 2022); the ti
 fused_moe.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.cards import choose
 from nanovllm.kernels.launch import overlaps_launches, shared_memory
 from nanovllm.kernels.moe.sort_pairs import sort_pairs
-
-FEW_TOKENS = 256  # of a step; the warm-up has steps on both sides
-FEW_PAIRS = 16  # of an expert, on average
 
 
 class Tile(NamedTuple):
@@ -30,14 +30,15 @@ class Tile(NamedTuple):
     pairs: int
     columns: int
     inner_bytes: int
-    num_warps: int = 4
-    num_stages: int = 4
+    num_warps: int
+    num_stages: int
 
 
-def choose_tile(num_tokens: int, num_pairs: int, num_experts: int, gated: bool) -> Tile:
-    if num_tokens <= FEW_TOKENS and num_pairs <= FEW_PAIRS * num_experts:
-        return Tile(16, 32 if gated else 64, 256)
-    return Tile(64, 64 if gated else 128, 128)
+@lru_cache  # all layers of a step ask for the same
+def choose_tile(device: torch.device, num_tokens: int, num_pairs: int, num_experts: int, gated: bool) -> Tile:
+    """By the table of cards. Its borders are such that the warm-up has steps on both sides."""
+    layer, per_expert = "gated" if gated else "plain", num_pairs / num_experts
+    return Tile(**choose(device, "experts", layer, tokens=num_tokens, per_expert=per_expert))
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -118,7 +119,7 @@ def grouped_mlp(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Ten
     contiguous -> [T, H]: see `Experts.forward`."""
     num_tokens, num_experts = len(x), len(down_proj)
     order, ends = sort_pairs(experts, num_experts)
-    gate, down = (choose_tile(num_tokens, len(order), num_experts, gated) for gated in (True, False))
+    gate, down = (choose_tile(x.device, num_tokens, len(order), num_experts, gated) for gated in (True, False))
     hidden = grouped_linear(x, gate_up_proj, order, ends, weights, gate, gated=True)  # [T K, I], by expert
     parts = grouped_linear(hidden, down_proj, order, ends, weights, down, gated=False)  # [T K, H], by token
     return parts.view(*experts.shape, -1).sum(1)
