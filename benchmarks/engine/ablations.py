@@ -71,11 +71,14 @@ def without_attention_of_hopper(name: str) -> Patch:
     return replaced("attention.triton_backend", "hopper_kernels", leaving_out(name))
 
 
-def tiled_for_skinny() -> None:
-    """A patch: `tiled_linear` computes what `skinny_linear` is chosen for."""
-    choice: Any = import_module("nanovllm.kernels.linear.choice")
-    for rows in choice.ON_ANY_GPU.values():
-        rows[:] = [row for row in rows if row.kernel is not choice.skinny_linear]
+def without_skinny(rows_of: Any) -> Any:
+    """Changes the table of cards: `tiled_linear` computes what `skinny_linear` is chosen for."""
+
+    def others(device: torch.device) -> Any:
+        rows = rows_of(device)
+        return rows | {"linear": [row for row in rows["linear"] if row.gives["kernel"] != "skinny"]}
+
+    return cache(others)
 
 
 def compiled() -> None:
@@ -96,6 +99,7 @@ def compiled() -> None:
 NO_RING = without_attention_of_hopper("ring_decode")
 NO_WARP = without_attention_of_hopper("warp_specialized_prefill")
 NO_PREFETCH = replaced("kernels.linear.choice", "hopper_linear", lambda _: lambda device: None)
+NO_SKINNY = replaced("kernels.cards", "rows_of", without_skinny)
 NO_PROMPTS = replaced("graphs.sizes", "prompt_sizes", lambda _: lambda *_: [])
 BETWEEN_PRODUCTS = without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "choose_linear")
 
@@ -120,7 +124,7 @@ VARIANTS: dict[str, Variant] = {
     "paged_prefill in place of warp_specialized_prefill": Variant(patches=(NO_WARP,)),
     "no weight_prefetch_linear": Variant(patches=(NO_PREFETCH,)),
     "no kernels of Hopper's own": Variant(patches=(NO_RING, NO_WARP, NO_PREFETCH)),
-    "tiled_linear in place of skinny_linear": Variant(patches=(tiled_for_skinny,)),
+    "tiled_linear in place of skinny_linear": Variant(patches=(NO_SKINNY,)),
     "steps with prompts not recorded": Variant(patches=(NO_PROMPTS,)),
     "no chunked prefill": Variant({"enable_chunked_prefill": False}),
     "no prefix cache": Variant({"enable_prefix_caching": False}),

@@ -8,6 +8,7 @@ For a process of its own: the tests' process has Triton's interpreter switched o
 not.
 """
 
+import os
 import re
 import subprocess
 import tempfile
@@ -137,6 +138,7 @@ class AbsentGpu:
             shared_memory_per_block_optin=SHARED[capability] * KIB,
             shared_memory_per_multiprocessor=self.sm_shared,
         )
+        os.environ["XDG_CACHE_HOME"] = "there is none"  # a user's table for such a card would count
         cuda: Any = torch.cuda
         cuda.get_device_capability = lambda device=None: self.capability
         cuda.get_device_properties = lambda device=None: properties

@@ -16,7 +16,7 @@ from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan
 from nanovllm.kernels.attention.paged_decode import decode_config
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
-from tests.kernels.absent_gpu import AbsentGpu, OnMeta, Variant, start
+from tests.kernels.absent_gpu import GPU, AbsentGpu, OnMeta, Variant, start
 
 SHAPES = Path(__file__).parents[2] / "benchmarks/shapes"
 QWEN3 = json.loads((SHAPES / "Qwen3-0.6B/config.json").read_text())
@@ -60,7 +60,7 @@ def compiled(gpu: AbsentGpu) -> dict[str, Any]:
             start(raw, max_num_seqs=64)
         of_model = one_of_each(gpu.noted[before:], (*ATTENTION, *OF_EXPERTS) if found else None)
         for i, variant in enumerate(of_model):
-            config = decode_config(raw["head_dim"], 2, gpu.capability, gpu.sm_shared)
+            config = decode_config(GPU, raw["head_dim"], 2)
             found[f"{model}, {variant.name} {i}"] = variant.compile()._asdict() | {"programs": config.programs_per_sm}
     return found
 

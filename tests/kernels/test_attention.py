@@ -173,11 +173,14 @@ def test_when_keys_come_by_tma(head_dim: int, element_size: int, block_size: int
     pytest.importorskip("triton")
     from nanovllm.kernels.attention.paged_prefill import prefill_config
     from nanovllm.kernels.launch import is_hopper
+    from tests.kernels.as_card import as_card
 
-    config = prefill_config(head_dim, element_size, block_size, (9, 0) if hopper else (8, 0))
+    device = torch.device("cpu")
+    with as_card((9, 0) if hopper else (8, 0)):
+        config = prefill_config(device, head_dim, element_size, block_size)
     assert config.tma == tma
     assert not tma or config.keys <= block_size
-    assert not is_hopper(torch.device("cpu"))
+    assert not is_hopper(device)
 
 
 def padded(case: Case) -> Case:

@@ -59,16 +59,20 @@ def test_prefill_by_tma(head_dim: int, group: int, dtype: torch.dtype) -> None:
     """A block that is one box, groups that leave rows idle, and the layout by pointers beside the one by TMA."""
     from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
     from nanovllm.kernels.launch import is_hopper
+    from tests.kernels.as_card import as_card
 
     block_size = 64
     case = make_case(PREFILL, group=group, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda")
     if not is_hopper(case.q.device):
         pytest.skip("the layout with TMA is for Hopper GPUs")
     check(make_backend("triton", case), case, TOLERANCE[dtype])
-    config = prefill_config(head_dim, case.q.element_size(), block_size, (9, 0))
-    assert config.tma
+    layouts = []
+    for card in (9, 0), (8, 0):
+        with as_card(card):
+            layouts.append(prefill_config(case.q.device, head_dim, case.q.element_size(), block_size))
+    assert [layout.tma for layout in layouts] == [True, False]
     outs = []
-    for layout in config, prefill_config(head_dim, case.q.element_size(), block_size, (8, 0)):
+    for layout in layouts:
         outs.append(torch.zeros_like(case.q))
         paged_prefill(paged_inputs(case, outs[-1]), layout, first_sequence=2)
         assert not outs[-1][:2].any()  # the rows of the decodes are left alone

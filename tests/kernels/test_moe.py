@@ -77,7 +77,8 @@ def test_grouped_mlp(where: Where, num_tokens: int, num_experts: int, num_chosen
 @pytest.mark.slow
 def test_large_tiles(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of prompts, at a number of tokens that the interpreter can do; and the library's sort."""
-    monkeypatch.setattr(grouped_mlp_module, "FEW_PAIRS", 0)
+    large = {gated: choose_tile(torch.device("cpu"), 4096, 4096, 1, gated) for gated in (True, False)}
+    monkeypatch.setattr(grouped_mlp_module, "choose_tile", lambda *sizes: large[sizes[-1]])
     monkeypatch.setattr(sort_pairs_module, "MAX_COMPARED", 0)
     check(where, 40, 3, 2, 72, 72)
 
@@ -152,7 +153,9 @@ def test_tiles_fit_the_tokens_of_an_expert() -> None:
     """Small tiles while weights are read for few tokens each, as in Qwen3-30B-A3B (8 of 128) and Mixtral (2 of 8)."""
     sizes: dict[tuple[int, int], list[Any]] = {
         (num_experts, num_chosen): [
-            choose_tile(n, n * num_chosen, num_experts, gated).pairs for n in (1, 64, 65, 256, 257) for gated in (True,)
+            choose_tile(torch.device("cpu"), n, n * num_chosen, num_experts, gated).pairs
+            for n in (1, 64, 65, 256, 257)
+            for gated in (True,)
         ]
         for num_experts, num_chosen in ((128, 8), (8, 2), (1000, 1))
     }

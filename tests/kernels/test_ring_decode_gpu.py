@@ -75,7 +75,7 @@ def check(case: Case, pieces: int | None = None) -> None:
     """Against float64, and against the other kernel; with overlap and without, over what was left the time before."""
     limit = TOLERANCE[case.q.dtype]
     ring = Decode(case, layout_for(case), pieces)
-    plain = Decode(case, decode_config(case.q.shape[2], 2), pieces)
+    plain = Decode(case, decode_config(case.q.device, case.q.shape[2], 2), pieces)
     expected = plain(case.q, case.kv, torch.full_like(case.q, float("nan")), plain.plan())
     first: Tensor | None = None
     for overlap in (False, True, True):
@@ -157,7 +157,7 @@ class Step:
         self.q = torch.zeros(3, *full.q.shape, dtype=full.q.dtype, device=full.q.device)
         self.outs = torch.zeros_like(self.q)
         self.ring = Decode(self.case, layout_for(full))
-        self.plain = Decode(self.case, decode_config(full.q.shape[2], 2))
+        self.plain = Decode(self.case, decode_config(full.q.device, full.q.shape[2], 2))
 
     def __call__(self) -> None:
         plan = self.ring.plan()

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from nanovllm.kernels.hopper import weight_prefetch_linear as kernels
 from nanovllm.kernels.hopper.weight_prefetch_linear import SHARED_BYTES, PrefetchTile, choose_tile
 from nanovllm.kernels.linear import choice
 from nanovllm.kernels.linear.choice import choose_linear, choose_on_any_gpu, hopper_linear
+from tests.kernels.as_card import as_card
 
 ROOT = Path(__file__).parents[2]
 HOW: dict[str, dict[str, bool]] = {"plain": {}, "gated": {"gated": True}, "partial": {"partial": True}}
@@ -39,9 +41,11 @@ def stand_in(*_: object, **__: object) -> Tensor:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "weight_prefetch_linear", stand_in)
     monkeypatch.setattr(choice, "hopper_linear", lambda device: kernels)
+    with as_card((9, 0)):
+        yield
 
 
 def tile_of(num_tokens: int, kind: str, outputs: int, inputs: int, **dtype: torch.dtype) -> PrefetchTile | None:
