@@ -73,7 +73,7 @@ def experts(device: torch.device) -> list[Contest]:
     for gated in (True, False):
         least = 0.0
         for most, tokens, pairs in FEW_PAIRS:
-            tile = choose_tile(tokens[-1], tokens[-1] * num_chosen, num_experts, gated)
+            tile = choose_tile(device, tokens[-1], tokens[-1] * num_chosen, num_experts, gated)
             when = {"layer": "gated" if gated else "plain", "pairs": [least, most]}
             candidates = expert_tiles(pairs, gated, shared_memory(device))
             points = [point(n, gated) for n in tokens]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from functools import partial as bind
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,8 +90,18 @@ def _look_up(
         kib=outputs * inputs * dtype.itemsize / 1024,
         hidden=outputs if partial else inputs,
     )
+    if gives["kernel"] == "tiled" and not in_tiles:
+        return None
+    return kernel_of(gives, hopper, num_tokens, columns, inputs, gated=gated, partial=partial)
+
+
+def kernel_of(
+    gives: dict[str, Any], hopper: ModuleType | None, num_tokens: int, columns: int, inputs: int,
+    *, gated: bool = False, partial: bool = False,
+) -> LinearKernel | None:  # fmt: skip
+    """What a row of the table gives, for a result of so many columns; hopper: needed for `weight_prefetch_linear`."""
     kernel, tile = gives["kernel"], {name: value for name, value in gives.items() if name != "kernel"}
-    if kernel == "library" or (kernel == "tiled" and not in_tiles):
+    if kernel == "library":
         return None
     if kernel == "skinny":
         return bind(skinny_linear, gated=gated, partial=partial)
