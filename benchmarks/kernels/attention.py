@@ -32,6 +32,8 @@ class Problem:
     name: str
     lengths: list[tuple[int, int]]
     block_size: int
+    head_dim: int = HEAD_DIM
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         from nanovllm.attention.interface import AttentionMetadata
@@ -44,7 +46,7 @@ class Problem:
             row[:count] = order[start : start + count]
         query_lens = [n for n, _ in self.lengths]
         query_start = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device="cuda")
-        self.q = torch.randn(sum(query_lens), NUM_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        self.q = torch.randn(sum(query_lens), NUM_HEADS, self.head_dim, dtype=self.dtype, device="cuda")
         self.meta = AttentionMetadata(
             slots=torch.empty(0, dtype=torch.int64, device="cuda"),
             query_start=query_start,
@@ -55,18 +57,18 @@ class Problem:
             max_context_len=max(c for _, c in self.lengths),
         )
         layers = max(1, min(28, -(-L2_FLUSH // self.kv_bytes)))
-        shape = layers, 2, sum(needed) + 1, self.block_size, NUM_KV_HEADS, HEAD_DIM
-        self.kvs = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        shape = layers, 2, sum(needed) + 1, self.block_size, NUM_KV_HEADS, self.head_dim
+        self.kvs = torch.randn(shape, dtype=self.dtype, device="cuda")
 
     @property
     def kv_bytes(self) -> int:
-        return sum(context for _, context in self.lengths) * 2 * NUM_KV_HEADS * HEAD_DIM * 2
+        return sum(context for _, context in self.lengths) * 2 * NUM_KV_HEADS * self.head_dim * 2
 
     @property
     def operations(self) -> int:
         """Multiplications and additions of q K^T and p V over the pairs that the causal mask leaves."""
         pairs = sum(n * context - n * (n - 1) // 2 for n, context in self.lengths)
-        return 4 * pairs * NUM_HEADS * HEAD_DIM
+        return 4 * pairs * NUM_HEADS * self.head_dim
 
     def measure(self, attend: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """`attend` maps a layer's KV cache to the output; each call of it gets another layer's."""
@@ -81,19 +83,27 @@ class Problem:
         }
 
 
-def decode_problems() -> list[Problem]:
+def decode_problems(dtype: torch.dtype = torch.bfloat16) -> list[Problem]:
     rng = random.Random(0)
     contexts = [rng.randint(100, 1600) for _ in range(256)]  # mean 850
-    problems = [Problem(f"decode {n}", [(1, c) for c in contexts[:n]], 256) for n in (256, 64, 32, 8, 1)]
-    problems += [Problem(f"decode {n}, all at {c}", [(1, c)] * n, 256) for n, c in ((256, 700), (256, 768), (32, 384))]
-    return [*problems, Problem("decode 256", [(1, c) for c in contexts], 16)]
+    problems = [Problem(f"decode {n}", [(1, c) for c in contexts[:n]], 256, dtype=dtype) for n in (256, 64, 32, 8, 1)]
+    problems += [
+        Problem(f"decode {n}, all at {c}", [(1, c)] * n, 256, dtype=dtype)
+        for n, c in ((256, 700), (256, 768), (32, 384))
+    ]
+    return [*problems, Problem("decode 256", [(1, c) for c in contexts], 16, dtype=dtype)]
 
 
-def prefill_problems() -> list[Problem]:
+def prefill_problems(dtype: torch.dtype = torch.bfloat16, head_dim: int = HEAD_DIM) -> list[Problem]:
     rng = random.Random(0)
     prompts = [(n, n) for n in (rng.randint(100, 1024) for _ in range(29))]
     chunks = [(1024, 1536)] * 16
-    return [Problem("chunks of 1024 at 1536", chunks, b) for b in (256, 16)] + [Problem("whole prompts", prompts, 256)]
+    sizes = (
+        ("chunks of 1024 at 1536", chunks, 256),
+        ("chunks of 1024 at 1536", chunks, 16),
+        ("whole prompts", prompts, 256),
+    )
+    return [Problem(*size, head_dim, dtype) for size in sizes]
 
 
 def by_backend(name: str, problem: Problem) -> dict[str, Any]:

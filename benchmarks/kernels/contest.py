@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-MARGIN = 0.03
-SHOWN = 6  # of the candidates of a contest
+MARGIN = 0.04
+SHOWN = 3  # of the candidates of a contest
 
 Choice = tuple[tuple[str, Any], ...]  # what a row of the table gives: (("pairs", 16), ("columns", 64)); hashable
 Call = Callable[[], object]
@@ -27,7 +27,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Contest:
-    """A row of the table that is to be filled. `when`: its conditions. `now`: what the engine takes there."""
+    """A row of the table that is to be filled. `when`: its conditions. `now`: what the table gives there."""
 
     section: str
     when: dict[str, Any]
@@ -39,7 +39,6 @@ class Contest:
 @dataclass(frozen=True)
 class Outcome:
     contest: Contest
-    chosen: Choice
     times: dict[Choice, list[float]]  # microseconds at each point; candidates that cannot run are not there
 
     def slowdown(self, choice: Choice) -> float:
@@ -47,51 +46,54 @@ class Outcome:
         best = [min(times) for times in zip(*self.times.values(), strict=True)]
         return sum(t / b for t, b in zip(self.times[choice], best, strict=True)) / len(best)
 
+    @property
+    def chosen(self) -> Choice:
+        """The one with the least slowdown. What the table gives keeps its place if it is nearly as fast: a border that
+        noise has drawn helps nobody."""
+        best, now = min(self.times, key=self.slowdown), self.contest.now
+        near = now in self.times and self.slowdown(now) <= (1 + MARGIN) * self.slowdown(best)
+        return now if near else best
 
-def decide(contest: Contest, times: dict[Choice, list[float]]) -> Outcome:
-    """Raises ValueError if nothing could run, not even what the engine takes now."""
-    if not times:
-        raise ValueError(f"no candidate for {contest.section} {contest.when} runs on this card; please report it")
-    outcome = Outcome(contest, contest.now, times)
-    best = min(times, key=outcome.slowdown)
-    if contest.now in times and outcome.slowdown(contest.now) <= (1 + MARGIN) * outcome.slowdown(best):
-        return outcome
-    return Outcome(contest, best, times)
+    @property
+    def cost_of_table(self) -> float | None:
+        """The time with what the table gives over the time with what was chosen; None if the former cannot run."""
+        now = self.contest.now
+        return self.slowdown(now) / self.slowdown(self.chosen) if now in self.times else None
+
+    def __str__(self) -> str:
+        """What was chosen, what the table's choice would have cost, and the candidates that came next."""
+        points = ", ".join(point.name for point in self.contest.points)
+        lines = [f"{self.contest.section} {self.contest.when}, in microseconds: {points}"]
+        now, first = self.contest.now, sorted(self.times, key=self.slowdown)[:SHOWN]
+        for choice in dict.fromkeys([self.chosen, *first, *([now] if now in self.times else [])]):
+            marks = " <- chosen" * (choice == self.chosen) + " <- table" * (choice == now)
+            at = " ".join(f"{time:9.1f}" for time in self.times[choice])
+            lines.append(f"  {self.slowdown(choice):5.2f} {at}  {' '.join(f'{k}={v}' for k, v in choice)}{marks}")
+        return "\n".join(lines)
 
 
 def compile_all(contests: Iterable[Contest]) -> None:
-    """Launch each candidate once, in as many threads as there are cores: the compiler leaves Python's lock."""
+    """Launch each candidate once, in as many threads as there are cores: compilers do not hold Python's lock."""
 
     def launch(point: Point, choice: Choice) -> None:
-        try:
-            with torch.inference_mode():
-                point.run(choice)()
-        except Exception:  # Triton raises its own for what does not fit; `measure` finds it missing
-            return
+        with torch.inference_mode():
+            point.run(choice)()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for contest in contests:
-            for choice in contest.candidates:
-                pool.submit(launch, contest.points[0], choice)
+            for choice in {contest.now, *contest.candidates}:
+                pool.submit(launch, contest.points[0], choice)  # what fails here fails in `measure` again
 
 
 def measure(contest: Contest, timer: Timer) -> Outcome:
+    """Raises RuntimeError if nothing can run, not even what the table gives."""
     times: dict[Choice, list[float]] = {}
+    error: Exception | None = None
     for choice in dict.fromkeys([contest.now, *contest.candidates]):
         try:
             times[choice] = [timer(point.run(choice), point.calls) for point in contest.points]
-        except Exception:  # it does not fit on this card
-            continue
-    return decide(contest, times)
-
-
-def say(outcome: Outcome) -> str:
-    """What was chosen, what the present choice would have cost, and the candidates that came next."""
-    contest, times = outcome.contest, outcome.times
-    lines = [f"{contest.section} {contest.when}: microseconds at {', '.join(p.name for p in contest.points)}"]
-    shown = sorted(times, key=outcome.slowdown)[:SHOWN]
-    for choice in dict.fromkeys([*shown, *(c for c in (outcome.chosen, contest.now) if c in times)]):
-        marks = " <- chosen" * (choice == outcome.chosen) + " <- now" * (choice == contest.now)
-        at = " ".join(f"{time:8.1f}" for time in times[choice])
-        lines.append(f"  {outcome.slowdown(choice):5.2f} {at}  {' '.join(f'{k}={v}' for k, v in choice)}{marks}")
-    return "\n".join(lines)
+        except Exception as raised:  # Triton raises its own for what does not fit on this card
+            error = raised
+    if not times:
+        raise RuntimeError(f"nothing runs for {contest.section} {contest.when}: {error}")
+    return Outcome(contest, times)

@@ -50,14 +50,20 @@ def layers_of(hidden: int, heads: int, kv_heads: int, inner: int) -> list[tuple[
 
 def candidates(num_tokens: int, weight: Tensor, how: dict[str, Any]) -> Iterator[tuple[str, Run]]:
     """Name of a layout, and what runs it."""
-    from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
     from nanovllm.kernels.linear.choice import choose_linear, choose_on_any_gpu
 
-    yield "library", (lambda x, w: silu_and_mul(F.linear(x, w))) if how.get("gated") else F.linear
+    yield "library", library(how)
     if (chosen := choose_linear(num_tokens, weight, **how)) is not None:
         yield "chosen", chosen
     if (before := choose_on_any_gpu(num_tokens, weight, **how)) is not None:
         yield "any GPU", before
+
+
+def library(how: dict[str, Any]) -> Run:
+    """The library's product, with the gate behind it if there is one."""
+    from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+
+    return (lambda x, w: silu_and_mul(F.linear(x, w))) if how.get("gated") else F.linear
 
 
 def with_norm(run: Run, x: Tensor, outputs: int) -> Run:

@@ -55,9 +55,13 @@ def choose(
     without: a kernel whose rows do not count. numbers: all conditions of the section. Where `device` is no GPU, only
     rows for every card count. Raises ValueError if the user's file is wrong.
     """
+    return first_fit(rows_of(device)[section], layer, without=without, **numbers)
+
+
+def first_fit(rows: list[Row], layer: str | None, *, without: str | None = None, **numbers: float) -> dict[str, Any]:
     return next(
         row.gives
-        for row in rows_of(device)[section]
+        for row in rows
         if row.layer in (None, layer)
         and all(least <= numbers[name] <= most for name, (least, most) in row.when.items())
         and (without is None or row.gives.get("kernel") != without)
@@ -69,9 +73,14 @@ def rows_of(device: torch.device) -> dict[str, list[Row]]:
     """The rows for a device by section, the user's first."""
     card = capability(device)
     own = {} if card is None else read_rows(user_file(card))
+    return {section: own.get(section, []) + rows for section, rows in rows_for(card).items()}
+
+
+def rows_for(card: tuple[int, int] | None) -> dict[str, list[Row]]:
+    """The rows of `cards.toml` for a compute capability, or for what is no GPU."""
     names = set() if card is None else {f"{card[0]}", f"{card[0]}.{card[1]}"}
     return {
-        section: own.get(section, []) + [row for row in rows if not row.cards or names.intersection(row.cards)]
+        section: [row for row in rows if not row.cards or names.intersection(row.cards)]
         for section, rows in read_rows(TABLE).items()
     }
 

@@ -64,16 +64,19 @@ def decode_config(device: torch.device, head_dim: int, element_size: int) -> Dec
     programs, each with a tile of K and one of V on their way, cover that even while two of them compute. There are no
     registers for a fourth. Measured alone, some other layouts are as fast on an H200
     (`benchmarks/results/kernels.h200.json`). Those that were tried in a recorded step were slower (docs/kernels.md).
-
-    All programs should run at once. So on a GPU with less shared memory there are fewer than the table says.
     """
     found = choose(device, "decode", head_dim=head_dim, itemsize=element_size)
-    keys = keys_per_tile(head_dim, element_size, 1024 * found["tile_kib"])
+    return decode_layout(found, device, head_dim, element_size)
+
+
+def decode_layout(gives: dict[str, int], device: torch.device, head_dim: int, element_size: int) -> DecodeConfig:
+    """What a row of the table gives. All programs should run at once: where shared memory is short, there are fewer."""
+    keys = keys_per_tile(head_dim, element_size, 1024 * gives["tile_kib"])
     before_ampere = (capability(device) or (8, 0)) < (8, 0)
     rows = 2 * keys + MAX_ROWS * (2 if before_ampere else 1)  # of K and V, of Q, and before Ampere of the result, too
     program = rows * head_dim * element_size + 4 * 1024  # what is small, and the system's share
-    programs = max(1, min(found["programs_per_sm"], shared_memory_of_sm(device) // program))
-    return DecodeConfig(keys, found["num_warps"], found["num_stages"], programs)
+    programs = max(1, min(gives["programs_per_sm"], shared_memory_of_sm(device) // program))
+    return DecodeConfig(keys, gives["num_warps"], gives["num_stages"], programs)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "pieces"], do_not_specialize_on_alignment=["context_len_ptr"])

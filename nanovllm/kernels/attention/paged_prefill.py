@@ -19,6 +19,7 @@ the rows. The masked tiles come by pointers in any case: a box cannot leave out 
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -63,8 +64,13 @@ def prefill_config(device: torch.device, head_dim: int, element_size: int, block
     The layouts of other cards are such that no thread spills registers.
     """
     found = choose(device, "prefill", head_dim=head_dim, itemsize=element_size, block_size=block_size)
-    keys = keys_per_tile(head_dim, element_size, 1024 * found["tile_kib"])
-    return PrefillConfig(keys=keys, **{name: value for name, value in found.items() if name != "tile_kib"})
+    return prefill_layout(found, head_dim, element_size)
+
+
+def prefill_layout(gives: dict[str, Any], head_dim: int, element_size: int) -> PrefillConfig:
+    """What a row of the table gives."""
+    keys = keys_per_tile(head_dim, element_size, 1024 * gives["tile_kib"])
+    return PrefillConfig(keys=keys, **{name: value for name, value in gives.items() if name != "tile_kib"})
 
 
 @triton.jit(
