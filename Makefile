@@ -27,7 +27,7 @@ LINTED = $(wildcard stages nanovllm tools training benchmarks tests notebooks ex
 unexport VIRTUAL_ENV PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-clients test-gpu models pyodide ladder bench bench-cpu bench-check report docs slides scheduler doctor progress notebooks race record replay lint format clean FORCE
+.PHONY: help setup demo test test-slow test-clients test-gpu models pyodide ladder bench bench-cpu bench-check tune report docs slides scheduler doctor progress notebooks race record replay lint format clean FORCE
 
 # --- set up and test --------------------------------------------------------------------------------------------------
 
@@ -123,6 +123,9 @@ bench-cpu: $(STAMP) ## the engine on a CPU, beside Hugging Face
 
 bench-check: $(STAMP) ## compare a fresh quick measurement with the recorded ones
 	$(RUN) -m benchmarks.stages.stage_bench 1 2 3 4 5 7 engine --check --rounds 1 $(ARGS)
+
+tune: $(STAMP) ## find this GPU's fastest kernels and keep them for the engine, in 3 minutes (docs/cards.md)
+	$(RUN) -m benchmarks.kernels.tune $(ARGS)
 
 report: $(STAMP) ## write the tables of README and docs from benchmarks/results
 	$(RUN) -m benchmarks.lib.report $(ARGS)

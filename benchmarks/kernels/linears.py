@@ -6,7 +6,7 @@ bf16. Every call gets other weights, as layers do, so that none come from a cach
 graph: what a kernel hides behind the one before it is hidden here, too. The library's product has the gate behind it;
 the layers whose result may come in parts (o and down) have the norm behind them that sums these.
 
-"chosen" is what the engine takes (`nanovllm/kernels/linear/choice.py`, whose borders come from here), "any GPU"
+"chosen" is what the engine takes (`nanovllm/kernels/cards.toml`, whose borders come from here), "any GPU"
 what it takes where `weight_prefetch_linear` does not run. Commit a1442d1 has a sweep over all layouts of all kernels,
 and commit 8b981e4 one over those of `weight_prefetch_linear` that are plausible.
 """

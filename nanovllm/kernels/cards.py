@@ -95,10 +95,10 @@ def read_rows(path: Path) -> dict[str, list[Row]]:
     """Rows by section, none if there is no such file. Raises ValueError for a file that is no table."""
     try:
         sections = tomllib.loads(path.read_text("utf-8"))
-        found = {section: [parse_row(section, row) for row in rows] for section, rows in sections.items()}
+        found = {section: parse_rows(section, rows) for section, rows in sections.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} is no table of kernels: {error}; write it anew with `make tune`, or delete it"
         ) from None
@@ -107,10 +107,14 @@ def read_rows(path: Path) -> dict[str, list[Row]]:
     return found
 
 
-def parse_row(section: str, row: Any) -> Row:
-    """Raises ValueError for anything but a row of this section."""
-    if section not in CONDITIONS or not isinstance(row, dict):
-        raise ValueError(f"it may have lists of rows called {', '.join(CONDITIONS)}, but has {section!r} with {row!r}")
+def parse_rows(section: str, rows: Any) -> list[Row]:
+    if section not in CONDITIONS or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"it may have lists of rows called {', '.join(CONDITIONS)}, but has {section!r} with {rows!r}")
+    return [parse_row(section, row) for row in rows]
+
+
+def parse_row(section: str, row: dict[str, Any]) -> Row:
+    """Raises ValueError for what is unknown, missing or of another kind."""
     kernel = row.get("kernel") if section == "linear" else section
     if kernel not in (*GIVES,) or (section == "linear" and kernel in CONDITIONS):
         raise ValueError(f"there is no kernel {kernel!r}, in {section} {row}")

@@ -11,7 +11,7 @@ The product is W x^T, so that the 64 rows of Hopper's matrix instruction are out
 the gate and eight of the up projection alternate: a thread then has both numbers of a column, and multiplies them
 itself.
 
-`nanovllm/kernels/linear/choice.py` says for which layers and numbers of tokens this kernel is used. Triton's
+`nanovllm/kernels/cards.toml` says for which layers and numbers of tokens this kernel is used. Triton's
 interpreter cannot run Gluon.
 """
 

@@ -11,7 +11,7 @@ The parts are summed at the end.
 A layer with few columns and many inputs would keep too few multiprocessors busy. `partial=True` cuts the inputs among
 programs (split-K) and leaves the sums to the norm that follows, which reads the result anyway.
 
-Larger layers, and more tokens, are for `tiled_linear`: `choice.py` has the table.
+Larger layers, and more tokens, are for `tiled_linear`: `kernels/cards.toml` has the table.
 """
 
 import torch

@@ -13,7 +13,7 @@ which reads the result anyway.
 *An early start.* While its predecessor still runs, a program asks for the weights that it will need first (see
 `launch.py`). The library's kernels do not do that.
 
-`choice.py` has the table of which kernel is used when.
+`kernels/cards.toml` has the table of which kernel is used when.
 """
 
 from dataclasses import dataclass
