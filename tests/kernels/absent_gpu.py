@@ -8,7 +8,6 @@ For a process of its own: the tests' process has Triton's interpreter switched o
 not.
 """
 
-import os
 import re
 import subprocess
 import tempfile
@@ -55,6 +54,8 @@ class OnMeta(TorchFunctionMode):
             return args[0].storage_offset() * args[0].element_size()
         if func is Tensor.pin_memory:
             return args[0]
+        if func is Tensor.cuda:
+            return torch.empty_like(args[0], device="meta")
         args, kwargs = tuple(map(self._placed, args)), {k: self._placed(v) for k, v in (kwargs or {}).items()}
         kwargs.pop("pin_memory", None)
         if func is Tensor.to and args[0].is_meta and "cpu" in args[1:]:
@@ -63,7 +64,8 @@ class OnMeta(TorchFunctionMode):
 
     @staticmethod
     def _placed(argument: Any) -> Any:
-        return torch.device("meta") if isinstance(argument, torch.device) and argument.type == "cuda" else argument
+        is_gpu = argument.type == "cuda" if isinstance(argument, torch.device) else argument == "cuda"
+        return torch.device("meta") if is_gpu else argument
 
 
 class Usage(NamedTuple):
@@ -138,7 +140,6 @@ class AbsentGpu:
             shared_memory_per_block_optin=SHARED[capability] * KIB,
             shared_memory_per_multiprocessor=self.sm_shared,
         )
-        os.environ["XDG_CACHE_HOME"] = "there is none"  # a user's table for such a card would count
         cuda: Any = torch.cuda
         cuda.get_device_capability = lambda device=None: self.capability
         cuda.get_device_properties = lambda device=None: properties

@@ -1,10 +1,13 @@
-"""What the engine launches on a GPU that is not here: `python -m tests.kernels.cards 86 compile`, or `... storm '{}'`.
+"""What the engine launches on a GPU that is not here: `python -m tests.kernels.cards 86 compile`, `... storm '{}'`, or
+`... tune`.
 
 compile: prints what a program of each kernel takes, for the shapes of several models. storm: starts the engine with
-these options, has it compute steps of all odd sizes, and prints which variants were needed only then.
+these options, has it compute steps of all odd sizes, and prints which variants were needed only then. tune: does
+`make tune` by a clock that knows chance alone, and prints which candidates could not be launched.
 """
 
 import json
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +15,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels import tune
+from benchmarks.kernels.contest import Call
+from benchmarks.kernels.trials import CONTESTS
 from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan
 from nanovllm.kernels.attention.paged_decode import decode_config
+from nanovllm.kernels.cards import user_file
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from tests.kernels.absent_gpu import GPU, AbsentGpu, OnMeta, Variant, start
@@ -133,6 +140,24 @@ def late(gpu: AbsentGpu, options: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "started": started, "late": [v.describe() for v in gpu.noted[started:]]}
 
 
+def tuned(gpu: AbsentGpu) -> dict[str, Any]:
+    chance = random.Random(0)
+
+    def clock(call: Call, calls: int) -> float:
+        call()
+        return chance.random()
+
+    with OnMeta():
+        outcomes = {section: tune.tune(contests(GPU), clock) for section, contests in CONTESTS.items()}
+    tune.write({section: tune.rows_of(of) for section, of in outcomes.items()}, user_file(gpu.capability), "by chance")
+    failed = [c for of in outcomes.values() for o in of for c in o.contest.candidates if c not in o.times]
+    return {"contests": {section: len(of) for section, of in outcomes.items()}, "failed": failed}
+
+
 if __name__ == "__main__":
     absent = AbsentGpu(int(sys.argv[1]))
-    print(json.dumps(compiled(absent) if sys.argv[2] == "compile" else late(absent, json.loads(sys.argv[3]))))
+    if sys.argv[2] == "storm":
+        found = late(absent, json.loads(sys.argv[3]))
+    else:
+        found = compiled(absent) if sys.argv[2] == "compile" else tuned(absent)
+    print(json.dumps(found))

@@ -30,8 +30,10 @@ def test_the_page_of_cards_names_them_all() -> None:
     }
 
 
-def on_card(capability: int, *arguments: str) -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TQDM_DISABLE": "1"}
+def on_card(capability: int, *arguments: str, caches: Path = Path("there are none")) -> dict[str, Any]:
+    """caches: where a user's rows for the card may be."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TQDM_DISABLE": "1", "XDG_CACHE_HOME": str(caches)}
     command = [sys.executable, "-m", "tests.kernels.cards", str(capability), *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -88,4 +90,21 @@ def test_a_small_engine_on_a_card_that_is_not_here() -> None:
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "max_model_len": 100, "enforce_eager": True}
     found = on_card(86, "storm", json.dumps(options))
     assert found["steps"] > 10 and found["started"] > 15
+    assert found["late"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "options"),
+    [(90, {"model": "Qwen3-30B-A3B", "max_num_seqs": 70}), (86, {"max_num_seqs": 300})],
+)
+def test_no_request_waits_for_a_compiler_on_a_tuned_card(
+    capability: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whatever is the fastest: the borders of what `make tune` writes lie where the start has a step on both sides."""
+    tuned = on_card(capability, "tune", caches=tmp_path)
+    assert tuned["failed"] == [] and min(tuned["contests"].values()) > 0
+    assert (tmp_path / f"nanovllm/tuning/{capability // 10}.{capability % 10}.toml").is_file()
+    found = on_card(capability, "storm", json.dumps(options | {"enforce_eager": True}), caches=tmp_path)
+    assert found["steps"] > 40 and found["started"] > 20
     assert found["late"] == []
