@@ -104,9 +104,9 @@ def experts(device: torch.device) -> list[Contest]:
         least = 0.0
         for most, tokens, pairs in PER_EXPERT:
             average = tokens[-1] * num_chosen / num_experts
-            now = first_fit(table(device, "experts"), layer, tokens=tokens[-1], per_expert=average)
+            now = first_fit(table(device, "experts"), layer, tokens=tokens[-1], per_expert=average, itemsize=2)
             candidates = expert_tiles(pairs, layer == "gated", shared_memory(device))
-            when = {"layer": layer, "per_expert": [least, most]}
+            when = {"layer": layer, "itemsize": [2, 2], "per_expert": [least, most]}
             points = [point(n, layer == "gated") for n in tokens]
             contests.append(Contest("experts", when, points, candidates, choice_of(**now)))
             least = most

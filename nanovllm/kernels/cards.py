@@ -20,7 +20,7 @@ TABLE = Path(__file__).with_name("cards.toml")
 LAYERS = ("plain", "gated", "partial")
 CONDITIONS = {
     "linear": ("tokens", "kib", "hidden"),
-    "experts": ("tokens", "per_expert"),
+    "experts": ("tokens", "per_expert", "itemsize"),
     "decode": ("head_dim", "itemsize"),
     "prefill": ("head_dim", "itemsize", "block_size"),
 }

@@ -44,7 +44,7 @@ MODELS = {
 ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_specialized_prefill_kernel")
 OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel")
 TILED = ("_tiled_linear_kernel", "_grouped_linear_kernel")
-TILES = ("TOKENS", "PAIRS", "COLUMNS", "INNER", "SWAPPED", "HALVES")  # these decide what a program takes
+TILES = ("TOKENS", "PAIRS", "COLUMNS", "INNER", "SWAPPED", "GATED", "HALVES")  # these decide what a program takes
 
 
 def one_of_each(noted: Sequence[Variant], names: Sequence[str] | None = None) -> Iterator[Variant]:

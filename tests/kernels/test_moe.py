@@ -75,10 +75,13 @@ def test_grouped_mlp(where: Where, num_tokens: int, num_experts: int, num_chosen
 
 
 @pytest.mark.slow
-def test_large_tiles(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of prompts, at a number of tokens that the interpreter can do; and the library's sort."""
-    large = {gated: choose_tile(torch.device("cpu"), 4096, 4096, 1, gated) for gated in (True, False)}
-    monkeypatch.setattr(grouped_mlp_module, "choose_tile", lambda *sizes: large[sizes[-1]])
+@pytest.mark.parametrize("tokens_of_tile", [1, 64, 512, 4096])
+def test_every_tile(where: Where, tokens_of_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of prompts, too, at a number of tokens that the interpreter can do; and the library's sort."""
+    device, dtype = torch.device(where[0]), where[1]
+    sizes = device, dtype.itemsize, tokens_of_tile, 8 * tokens_of_tile, 128
+    tiles = {gated: choose_tile(*sizes, gated) for gated in (True, False)}
+    monkeypatch.setattr(grouped_mlp_module, "choose_tile", lambda *_, gated: tiles[gated])
     monkeypatch.setattr(sort_pairs_module, "MAX_COMPARED", 0)
     check(where, 40, 3, 2, 72, 72)
 
@@ -153,7 +156,7 @@ def test_tiles_fit_the_tokens_of_an_expert() -> None:
     """Small tiles while weights are read for few tokens each, as in Qwen3-30B-A3B (8 of 128) and Mixtral (2 of 8)."""
     sizes: dict[tuple[int, int], list[Any]] = {
         (num_experts, num_chosen): [
-            choose_tile(torch.device("cpu"), n, n * num_chosen, num_experts, gated).pairs
+            choose_tile(torch.device("cpu"), 2, n, n * num_chosen, num_experts, gated).pairs
             for n in (1, 64, 65, 256, 257)
             for gated in (True,)
         ]

@@ -154,15 +154,15 @@ def test_the_engine_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp
     tune.write({"experts": tune.rows_of(outcomes)}, path, "made up")
 
     with as_card((8, 6), user_file=path):
-        tiles = {n: [choose_tile(CPU, n, n, 2, gated) for gated in (True, False)] for n in (1, 8, 9)}
+        tiles = {n: [choose_tile(CPU, 2, n, n, 2, gated) for gated in (True, False)] for n in (1, 8, 9)}
         assert tiles[1] == tiles[8] == [favoured, favoured] and favoured not in tiles[9]
-        x, gate_up, down = torch.randn(3, 40), torch.randn(2, 48, 40) / 8, torch.randn(2, 40, 24) / 8
+        x, gate_up, down = (torch.randn(shape).half() / 8 for shape in ((3, 40), (2, 48, 40), (2, 40, 24)))
         routing = layer.route(torch.randn(3, 2), 1, normalise=True)
         torch.testing.assert_close(
             grouped_mlp(x, gate_up, down, *routing), layer.grouped_mlp(x, gate_up, down, *routing)
         )
         assert launched[-2:] == [favoured, favoured]
-    assert choose_tile(CPU, 1, 1, 2, gated=True) != favoured, "elsewhere nothing has changed"
+    assert choose_tile(CPU, 2, 1, 1, 2, gated=True) != favoured, "elsewhere nothing has changed"
 
 
 def linear_on(card: tuple[int, int], path: Path, num_tokens: int = 8) -> Any:
@@ -178,7 +178,7 @@ def test_rows_of_the_user_come_first_and_the_rest_is_the_tables(tmp_path: Path) 
     assert linear_on((8, 9), path).keywords["tile"].num_stages == 2
     assert linear_on((8, 9), path, num_tokens=4).func.__name__ == "skinny_linear"
     with as_card((8, 9), user_file=path):
-        assert choose_tile(CPU, 1, 8, 128, gated=True).pairs == 16
+        assert choose_tile(CPU, 2, 1, 8, 128, gated=True).pairs == 16
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_the_table_has_a_row_for_everything() -> None:
                 assert found["kernel"] == "library" or card != (7, 5)
                 assert found["kernel"] != "tiled" or card is None or card[0] not in (8, 12), "it does not fit"
             for kind in ("gated", "plain"):
-                assert cards.first_fit(rows["experts"], kind, tokens=tokens, per_expert=tokens / 8)["pairs"]
+                assert cards.first_fit(rows["experts"], kind, tokens=tokens, per_expert=tokens / 8, itemsize=2)["pairs"]
         for head_dim, itemsize, block_size in product((16, 64, 128, 256), (2, 4), (16, 64, 256)):
             assert cards.first_fit(rows["decode"], None, head_dim=head_dim, itemsize=itemsize)
             found = cards.first_fit(rows["prefill"], None, head_dim=head_dim, itemsize=itemsize, block_size=block_size)

@@ -35,10 +35,12 @@ class Tile(NamedTuple):
 
 
 @lru_cache  # all layers of a step ask for the same
-def choose_tile(device: torch.device, num_tokens: int, num_pairs: int, num_experts: int, gated: bool) -> Tile:
+def choose_tile(
+    device: torch.device, element_size: int, num_tokens: int, num_pairs: int, num_experts: int, gated: bool
+) -> Tile:
     """By the table of cards. Its borders are such that the warm-up has steps on both sides."""
-    layer, per_expert = "gated" if gated else "plain", num_pairs / num_experts
-    return Tile(**choose(device, "experts", layer, tokens=num_tokens, per_expert=per_expert))
+    layer, pairs = "gated" if gated else "plain", num_pairs / num_experts
+    return Tile(**choose(device, "experts", layer, tokens=num_tokens, per_expert=pairs, itemsize=element_size))
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -117,9 +119,9 @@ def grouped_linear(
 def grouped_mlp(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """x [T, H], gate_up_proj [E, 2 I, H], down_proj [E, H, I], experts [T, K] int64, weights [T, K] float32, all
     contiguous -> [T, H]: see `Experts.forward`."""
-    num_tokens, num_experts = len(x), len(down_proj)
-    order, ends = sort_pairs(experts, num_experts)
-    gate, down = (choose_tile(x.device, num_tokens, len(order), num_experts, gated) for gated in (True, False))
+    order, ends = sort_pairs(experts, len(down_proj))
+    sizes = x.device, x.element_size(), len(x), len(order), len(down_proj)
+    gate, down = choose_tile(*sizes, gated=True), choose_tile(*sizes, gated=False)
     hidden = grouped_linear(x, gate_up_proj, order, ends, weights, gate, gated=True)  # [T K, I], by expert
     parts = grouped_linear(hidden, down_proj, order, ends, weights, down, gated=False)  # [T K, H], by token
     return parts.view(*experts.shape, -1).sum(1)
