@@ -1,6 +1,6 @@
 """What `tune` tries: for each section of the table of cards, its contests over the shapes that matter.
 
-Borders between rows lie where the warm-up has a step on both sides (`UNRECORDED` in `runner/model_runner.py`), so that
+Borders between rows lie where the warm-up has a step on both sides (`UNRECORDED` in `runner/warm_up.py`), so that
 no request waits for a compiler: at 16, 32, 64, 128 and 256 tokens, and a factor of four apart for pairs of an expert.
 """
 
