@@ -19,7 +19,8 @@ from nanovllm.runner.rows import Rows
 # Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
 # and compiled variants that such steps can need.
 UNRECORDED = [
-    (1,), (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (2,) * 16, (2,) * 33, (17,), (65,), (129,), (700, 700),
+    (1,), (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (2,) * 16, (2,) * 33, (17,), (65,), (129,),
+    (700, 700),
 ]  # fmt: skip
 
 
