@@ -131,6 +131,7 @@ def linear_candidates(num_tokens: int, on_hopper: bool) -> list[Choice]:
 def linear(device: torch.device) -> list[Contest]:
     """Layers of several sizes. A border between two sizes is their geometric mean."""
     from nanovllm.kernels.cards import first_fit
+    from nanovllm.kernels.launch import shared_memory
     from nanovllm.kernels.linear.choice import hopper_linear, kernel_of
 
     hopper = hopper_linear(device)
@@ -161,6 +162,7 @@ def linear(device: torch.device) -> list[Contest]:
             least = 1
             for most, tokens in TOKENS.items():
                 numbers = {"tokens": most, "kib": size * pool.itemsize / 1024, "hidden": 2048 if narrow else 2049}
+                numbers["shared_kib"] = shared_memory(device) / 1024
                 without = None if hopper else "weight_prefetch"
                 now = first_fit(table(device, "linear"), layer, without=without, **numbers)
                 hidden = [1, 2048] if narrow else [2049, inf]

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 TABLE = Path(__file__).with_name("cards.toml")
 LAYERS = ("plain", "gated", "partial")
 CONDITIONS = {
-    "linear": ("tokens", "kib", "hidden"),
+    "linear": ("tokens", "kib", "hidden", "shared_kib"),
     "experts": ("tokens", "per_expert", "itemsize"),
     "decode": ("head_dim", "itemsize"),
     "prefill": ("head_dim", "itemsize", "block_size"),
@@ -35,7 +35,7 @@ GIVES = {
     "prefill": "rows tile_kib num_warps num_stages tma? max_registers?",
 }
 SWITCHES = ("swapped", "tma")
-ANY_INTEGER = ("num_stages", "programs_per_sm", "max_registers")  # the others are powers of two, or 0
+ANY_INTEGER = ("num_stages", "programs_per_sm", "max_registers")  # the others are powers of two
 
 
 class Row(NamedTuple):
@@ -72,16 +72,16 @@ def first_fit(rows: list[Row], layer: str | None, *, without: str | None = None,
 def rows_of(device: torch.device) -> dict[str, list[Row]]:
     """The rows for a device by section, the user's first."""
     card = capability(device)
-    own = {} if card is None else read_rows(user_file(card))
+    own = {} if card is None else rows_for(card, user_file(card))
     return {section: own.get(section, []) + rows for section, rows in rows_for(card).items()}
 
 
-def rows_for(card: tuple[int, int] | None) -> dict[str, list[Row]]:
-    """The rows of `cards.toml` for a compute capability, or for what is no GPU."""
+def rows_for(card: tuple[int, int] | None, path: Path = TABLE) -> dict[str, list[Row]]:
+    """The rows of a file for a compute capability; None: for what is no GPU."""
     names = set() if card is None else {f"{card[0]}", f"{card[0]}.{card[1]}"}
     return {
         section: [row for row in rows if not row.cards or names.intersection(row.cards)]
-        for section, rows in read_rows(TABLE).items()
+        for section, rows in read_rows(path).items()
     }
 
 
@@ -141,4 +141,5 @@ def is_valid(name: str, value: Any, *, is_condition: bool) -> bool:
         return value in (LAYERS if name == "layer" else (*GIVES,))
     if name in SWITCHES:
         return isinstance(value, bool)
-    return type(value) is int and value >= 0 and (name in ANY_INTEGER or value & (value - 1) == 0)
+    is_number = type(value) is int and value >= (0 if name == "tile_kib" else 1)
+    return is_number and (name in ANY_INTEGER or value & (value - 1) == 0)

@@ -119,10 +119,10 @@ def test_few_rows_say_the_same(tmp_path: Path) -> None:
     for kind, ((tokens, size), name) in product(("plain", "gated"), wins.items()):
         for n in tokens:
             middle = min(size[1], 1000.0) - 1
-            found = cards.first_fit(read, kind, tokens=n, kib=middle, hidden=1024)
+            found = cards.first_fit(read, kind, tokens=n, kib=middle, hidden=1024, shared_kib=99)
             assert found == {"kernel": names[name]}, (kind, n, middle)
     with pytest.raises(StopIteration):
-        cards.first_fit(read, "plain", tokens=1, kib=1, hidden=4096)
+        cards.first_fit(read, "plain", tokens=1, kib=1, hidden=4096, shared_kib=99)
 
 
 def test_the_engine_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,6 +177,8 @@ def test_rows_of_the_user_come_first_and_the_rest_is_the_tables(tmp_path: Path) 
     path.write_text(f"linear = [ {{ layer = 'plain', tokens = [5, 16], kernel = 'tiled', {tile} }} ]")
     assert linear_on((8, 9), path).keywords["tile"].num_stages == 2
     assert linear_on((8, 9), path, num_tokens=4).func.__name__ == "skinny_linear"
+    path.write_text(path.read_text().replace("{ layer", "{ cards = ['9.0'], layer"))
+    assert linear_on((8, 9), path).func.__name__ == "skinny_linear", "the row is for another card"
     with as_card((8, 9), user_file=path):
         assert choose_tile(CPU, 2, 1, 8, 128, gated=True).pairs == 16
 
@@ -210,6 +212,7 @@ BAD = [
     (f"linear = [ {{ {SKINNY}, tokens = ['1', '2'] }} ]", "tokens cannot be"),
     (f"linear = [ {{ {SKINNY}, layer = 'wide' }} ]", "layer cannot be 'wide'"),
     (f"linear = [ {{ {SKINNY}, cards = '9.0' }} ]", "cards cannot be '9.0'"),
+    ("linear = [ { kernel = 'weight_prefetch', most = 0 } ]", "most cannot be 0"),
     ("decode = [ { tile_kib = 16, num_warps = 3, num_stages = 3, programs_per_sm = 3 } ]", "num_warps cannot be 3"),
     ("prefill = [ { rows = 64, tile_kib = 16, num_warps = 4, num_stages = 3, tma = 1 } ]", "tma cannot be 1"),
 ]
@@ -241,10 +244,11 @@ def test_the_table_has_a_row_for_everything() -> None:
         rows = cards.rows_for(card)
         for tokens, size in product((1, 16, 17, 64, 65, 256), (1, 2**14, 2**20)):
             for kind, hidden in product(cards.LAYERS, (128, 2048, 2049)):
-                found = cards.first_fit(rows["linear"], kind, tokens=tokens, kib=size, hidden=hidden)
+                sizes: dict[str, Any] = {"tokens": tokens, "kib": size, "hidden": hidden}
+                small, found = (cards.first_fit(rows["linear"], kind, **sizes, shared_kib=n) for n in (99, 227))
+                assert small["kernel"] != "tiled", "it does not fit"
                 assert found["kernel"] != "weight_prefetch" or card == (9, 0)
                 assert found["kernel"] == "library" or card != (7, 5)
-                assert found["kernel"] != "tiled" or card is None or card[0] not in (8, 12), "it does not fit"
             for kind in ("gated", "plain"):
                 assert cards.first_fit(rows["experts"], kind, tokens=tokens, per_expert=tokens / 8, itemsize=2)["pairs"]
         for head_dim, itemsize, block_size in product((16, 64, 128, 256), (2, 4), (16, 64, 256)):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.cards import choose
-from nanovllm.kernels.launch import is_hopper
+from nanovllm.kernels.launch import is_hopper, shared_memory
 from nanovllm.kernels.linear.skinny_linear import skinny_linear
 from nanovllm.kernels.linear.tiled_linear import Tile, tiled_linear
 
@@ -89,6 +89,7 @@ def _look_up(
         tokens=num_tokens,
         kib=outputs * inputs * dtype.itemsize / 1024,
         hidden=outputs if partial else inputs,
+        shared_kib=shared_memory(device) / 1024,
     )
     if gives["kernel"] == "tiled" and not in_tiles:
         return None
