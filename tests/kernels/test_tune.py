@@ -106,7 +106,7 @@ def test_few_rows_say_the_same(tmp_path: Path) -> None:
     """Whatever wins where, the file gives it back at every number of tokens and every size."""
     borders, kib = [(1, 16), (17, 32), (33, 64)], [(0, 100.0), (100.0, 300.0), (300.0, float("inf"))]
     names = {"l": "library", "s": "skinny"}
-    wins = dict(zip(product(borders, kib), [*"lss", *"lss", *"lll"], strict=True))
+    wins = dict(zip(product(borders, kib), [*"lss", *"sss", *"lll"], strict=True))
     contests = [
         contest({names[name]: [1.0]}, names[name], layer=kind, hidden=[1, 2048], kib=list(size), tokens=list(tokens))
         for kind in ("plain", "gated")
