@@ -153,7 +153,7 @@ def compiled_together(num_processes: int) -> Iterator[None]:
 
     Nothing that goes wrong in those processes is an error: what they have not compiled is compiled when it is launched.
     """
-    thread, compile_now = get_ident(), JITFunction._do_compile
+    thread = get_ident()
     compilers, asked = Compilers(num_processes), set()
 
     def compile_or_ask(
@@ -174,8 +174,10 @@ def compiled_together(num_processes: int) -> Iterator[None]:
         return run(*args, warmup=True, **kwargs)
 
     try:
-        with launches_changed(only_find_variant), replaced("_do_compile", compile_or_ask):
-            yield
+        with launches_changed(only_find_variant):
+            compile_now = JITFunction._do_compile
+            with replaced("_do_compile", compile_or_ask):
+                yield
         compilers.wait()
     finally:
         compilers.stop()
@@ -185,13 +187,15 @@ def compiled_together(num_processes: int) -> Iterator[None]:
 def launches_changed(launch: Any) -> Iterator[None]:
     """Within this context this thread's launches go to `launch`, as does Triton's own way to launch. Other threads, in
     which another engine may be running, go on as ever, and none of them can enter such a context meanwhile."""
-    thread, run = get_ident(), JITFunction.run
+    thread = get_ident()
 
     def run_of_thread(*args: Any, **kwargs: Any) -> Any:
         return launch(run, *args, **kwargs) if get_ident() == thread else run(*args, **kwargs)
 
-    with _changing, replaced("run", run_of_thread):
-        yield
+    with _changing:
+        run = JITFunction.run  # Triton's, since no other thread is within such a context
+        with replaced("run", run_of_thread):
+            yield
 
 
 @contextmanager

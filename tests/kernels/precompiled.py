@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from time import sleep
+from traceback import extract_stack
 from typing import Any
 
 import torch
@@ -78,6 +80,32 @@ def thread(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
         other = Thread(target=launch_there)
         other.start()
         other.join()
+
+
+def waits(thread: Thread) -> bool:
+    """Whether this thread waits for its turn to change launches."""
+    return extract_stack(sys._current_frames()[thread.ident or 0])[-1].name == "launches_changed"
+
+
+def two_starts(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
+    """Another thread waits for its turn, and compiles while this one launches again."""
+    turn, over = Event(), Event()
+
+    def start_there() -> None:
+        with compiled_together(2):
+            turn.set()
+            over.wait()
+
+    other = Thread(target=start_there)
+    with without_launches():
+        other.start()
+        while not waits(other):
+            sleep(0.01)
+    turn.wait()
+    with seen(gpu, answer, "meanwhile"):
+        launch(doubling, 16384)
+    over.set()
+    other.join()
 
 
 def wrong(gpu: AbsentGpu, answer: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-SCENES = ["usual", "shared", "nothing", "thread", "wrong", "killed", "no_process", "given_up"]
+SCENES = ["usual", "shared", "nothing", "thread", "two_starts", "wrong", "killed", "no_process", "given_up"]
 pytestmark = pytest.mark.slow
 
 
@@ -49,6 +49,11 @@ def test_without_launches_nothing_is_compiled_either(scenes: dict[str, Any]) -> 
 
 def test_other_threads_launch_as_ever(scenes: dict[str, Any]) -> None:
     assert scenes["thread"]["beforehand"] == [1, ["doubling"], []]
+
+
+def test_a_start_that_waited_for_another_leaves_other_threads_alone(scenes: dict[str, Any]) -> None:
+    """The first to start serves while the second still compiles."""
+    assert scenes["two_starts"]["meanwhile"] == [1, ["doubling"], []]
 
 
 def test_a_wrong_kernel_is_an_error_when_it_is_launched(scenes: dict[str, Any]) -> None:
