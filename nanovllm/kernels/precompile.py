@@ -211,12 +211,22 @@ def replaced(method: str, by: Any) -> Iterator[None]:
 
 def answer(done: "Future[None]") -> None:
     """Write a line for a variant: empty, or why the variant could not be compiled."""
-    print("" if done.exception() is None else repr(done.exception()).replace("\n", " "), flush=True)
+    error = done.exception()
+    try:
+        print("" if error is None else repr(error).replace("\n", " "), flush=True)
+    except BrokenPipeError:  # whoever asked was killed, so nobody waits for the rest
+        os.killpg(0, signal.SIGKILL)
+
+
+def leave_stdout() -> None:
+    """Leave stdout to the process that answers: when that process ends, nobody waits for another line. What a compiler
+    prints is no answer either."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
 def serve(num_processes: int) -> None:
     """Compile what is asked for on stdin, until nothing more can come."""
-    with ProcessPoolExecutor(num_processes, get_context("fork")) as pool:
+    with ProcessPoolExecutor(num_processes, get_context("fork"), leave_stdout) as pool:
         while True:
             try:
                 variant = pickle.load(sys.stdin.buffer)

@@ -4,6 +4,7 @@ with names of functions below. Prints what the functions find."""
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,14 +23,16 @@ from tests.kernels.absent_gpu import GPU, AbsentGpu, OnMeta, start
 from tests.kernels.cards import QWEN3
 from tests.kernels.some_kernels import ONLY, doubling, impossible, quadrupling
 
+NUM_ABANDONED = 40  # variants that are asked for by a process that is killed
+
 # So far, in the order of time: what this process compiled, what it asked others for, and which process it asked
 compiled: list[str] = []
 asked: list[str] = []
 started: list[Any] = []
 
 
-def launch(kernel: Any, size: int) -> None:
-    kernel[(1,)](torch.empty(size, device=GPU), SIZE=size)
+def launch(kernel: Any, size: int, **options: int) -> None:
+    kernel[(1,)](torch.empty(size, device=GPU), SIZE=size, **options)
 
 
 @contextmanager
@@ -38,6 +41,25 @@ def seen(gpu: AbsentGpu, answer: dict[str, Any], when: str) -> Iterator[None]:
     before = gpu.launches, len(compiled), len(asked)
     yield
     answer[when] = [gpu.launches - before[0], compiled[before[1] :], asked[before[2] :]]
+
+
+def processes_left() -> list[str]:
+    """The numbers of those that compile, or wait for work, for the latest start."""
+    left = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group = path.read_text().rpartition(") ")[2].split()[:3]
+            left += [path.parent.name] if int(group) == started[-1].pid and state != "Z" else []
+    return left
+
+
+def wait_until_gone() -> bool:
+    """Whether all of them are gone within seconds. A process that was killed is still seen for a moment."""
+    for _ in range(500):
+        if not processes_left():
+            return True
+        sleep(0.01)
+    return False
 
 
 # Each has sizes of its own, so that nothing is in Triton's cache.
@@ -131,6 +153,28 @@ def killed(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
         launch(doubling, 1024)
 
 
+def beheaded(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
+    """The process that forks the others is killed, and leaves them alone."""
+    with compiled_together(2):
+        launch(doubling, 32768)
+        while len(processes_left()) < 3:
+            sleep(0.01)
+        os.kill(started[-1].pid, signal.SIGKILL)
+    answer["gone"] = wait_until_gone()
+    with seen(gpu, answer, "afterwards"):
+        launch(doubling, 32768)
+
+
+def abandoned(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
+    """This process is killed as soon as something is compiled for it. Much more was asked for."""
+    with compiled_together(2):
+        for stages in range(NUM_ABANDONED):
+            launch(doubling, 16, num_stages=stages)
+        while not list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("doubling.json")):
+            sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def no_process(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
     """The process that should compile ends at once."""
     sys.executable, python = "/bin/false", sys.executable
@@ -145,15 +189,11 @@ def no_process(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
 
 
 def given_up(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
-    """The start fails while others compile for it. Says which processes are left of theirs."""
+    """The start fails while others compile for it. Says whether theirs are gone."""
     with suppress(ZeroDivisionError), compiled_together(2):
         launch(doubling, 8192)
         raise ZeroDivisionError
-    answer["left"] = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, group = path.read_text().rpartition(") ")[2].split()[:3]
-            answer["left"] += [path.parent.name] if int(group) == started[-1].pid and state != "Z" else []
+    answer["gone"] = wait_until_gone()
     with seen(gpu, answer, "afterwards"):
         launch(doubling, 8192)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +13,21 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-SCENES = ["usual", "shared", "nothing", "thread", "two_starts", "wrong", "killed", "no_process", "given_up"]
+SCENES = ["usual", "shared", "nothing", "thread", "two_starts", "wrong", "killed", "beheaded", "no_process", "given_up"]
 pytestmark = pytest.mark.slow
+
+
+def run(cache: Path, *scenes: str) -> "subprocess.CompletedProcess[str]":
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TQDM_DISABLE": "1"}
+    command = [sys.executable, "-m", "tests.kernels.precompiled", *scenes]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def found(cache: Path, *scenes: str) -> dict[str, Any]:
     """What `tests/kernels/precompiled.py` finds, in a process of its own without Triton's interpreter. Of a part of a
     scene: the number of launches, what this process compiled, and what it asked other processes for."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "TQDM_DISABLE": "1"}
-    command = [sys.executable, "-m", "tests.kernels.precompiled", *scenes]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = run(cache, *scenes)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -62,13 +67,21 @@ def test_a_wrong_kernel_is_an_error_when_it_is_launched(scenes: dict[str, Any]) 
 
 
 def test_a_start_survives_the_processes_that_compile(scenes: dict[str, Any]) -> None:
-    """The process that compiles is killed, or there is none: the launch compiles."""
+    """A process that compiles is killed, or the one that forks them, or there is none: the launch compiles."""
     assert scenes["killed"]["afterwards"] == [1, ["doubling"], []]
+    assert scenes["beheaded"]["gone"] and scenes["beheaded"]["afterwards"][0] == 1
     assert scenes["no_process"]["afterwards"] == [2, ["doubling"] * 2, []]
 
 
 def test_a_start_that_fails_leaves_no_process(scenes: dict[str, Any]) -> None:
-    assert scenes["given_up"] == {"left": [], "afterwards": [1, ["doubling"], []]}
+    assert scenes["given_up"] == {"gone": True, "afterwards": [1, ["doubling"], []]}
+
+
+def test_a_start_that_is_killed_leaves_no_process_for_long(tmp_path: Path) -> None:
+    """What is being compiled is finished. Nothing else is begun."""
+    done = run(tmp_path, "abandoned")  # until no process holds its stderr any longer
+    assert done.returncode == -signal.SIGKILL
+    assert 1 <= len(list(tmp_path.rglob("doubling.json"))) < 20
 
 
 def test_an_engine_compiles_nothing_when_it_launches(tmp_path: Path) -> None:
