@@ -26,7 +26,8 @@ from nanovllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_COMPILED = 128  # roots that are kept for the next request with the same grammar
+MAX_COMPILED = 64  # roots that are kept for the next request with the same grammar
+OUT_OF_USE = 64  # a grammar that so many requests have not asked for makes room for others
 MAX_THREADS = 16  # that fill the masks of a step
 # Tokens without quotes, backslashes and control characters, by their number of characters. Where a string may still get
 # as many characters, all tokens of a slice are allowed without a look at them.
@@ -39,7 +40,7 @@ LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 200_000,  # a mask: 14 ms
     "step_max_items": 50_000,  # a mask: 3 ms
     "max_items_in_row": 20_000,  # rules that may be open at once, as for an object with many optional properties
-    "max_lexer_states": 20_000,  # 40 MB
+    "max_lexer_states": 20_000,  # a root: 40 MB as a rule, but 1 GB after 2000 tokens of (a{50})*|...|(a{2049})*
     "max_grammar_size": 500_000,
     "verbose_errors": False,  # which would show the grammar in messages and logs
 }
@@ -58,6 +59,7 @@ class Roots:
 
     def __init__(self, first: "LLMatcher") -> None:
         self._all = [first]
+        self.last_asked = 0  # the number of the latest request for this grammar
         self._lock = Lock()  # a matcher cannot be copied by two threads at once
         self._turns = count()
 
@@ -66,6 +68,11 @@ class Roots:
 
     def add(self, root: "LLMatcher") -> None:
         self._all.append(root)
+
+    def drop(self) -> None:
+        """Forget one of several roots. Its copies go on."""
+        with self._lock:
+            self._all.pop()
 
     def copy(self) -> "TokenMatcher":
         with self._lock:
@@ -115,6 +122,7 @@ class TokenGrammars:
         self.num_roots = 2 * self.num_threads if self.num_threads > 1 else 1
         self._lock = Lock()  # guards what follows
         self._compiled: OrderedDict[StructuredOutputsParams, Roots] = OrderedDict()
+        self._num_asked = 0  # requests so far
         self._ll: LLTokenizer | None = None
         # Made together with `_ll`
         self._limits: LLParserLimits
@@ -132,9 +140,11 @@ class TokenGrammars:
         with self._lock:
             if self._ll is None:
                 self._start()
+            self._num_asked += 1
             if (found := self._compiled.get(params)) is not None:
+                found.last_asked = self._num_asked
                 self._compiled.move_to_end(params)
-                if len(found) >= self.num_roots:
+                if len(found) >= self.num_roots or not self._has_room():
                     return found.copy()
         try:
             root = self._compile(params)
@@ -145,11 +155,23 @@ class TokenGrammars:
         with self._lock:
             if (found := self._compiled.get(params)) is None:
                 found = self._compiled[params] = Roots(root)
+                found.last_asked = self._num_asked
             elif len(found) < self.num_roots:
                 found.add(root)
             while sum(map(len, self._compiled.values())) > MAX_COMPILED and len(self._compiled) > 1:
-                self._compiled.popitem(last=False)
+                oldest = next(iter(self._compiled))
+                if len(self._compiled[oldest]) > 1:
+                    self._compiled[oldest].drop()
+                else:
+                    del self._compiled[oldest]
         return found.copy()
+
+    def _has_room(self) -> bool:
+        """Whether a grammar may get another root. Grammars that are in use do not take each other's roots: if they did,
+        each would be compiled again and again."""
+        oldest = next(iter(self._compiled.values()))
+        out_of_use = self._num_asked - oldest.last_asked > OUT_OF_USE
+        return out_of_use or sum(map(len, self._compiled.values())) < MAX_COMPILED
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]]) -> bytearray:
         """Fill the masks of the tokens that may come next in each output, and after each of the output's guesses.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -281,16 +282,24 @@ def test_a_long_text_that_must_follow_costs_no_time_per_step(grammars: TokenGram
     assert time.thread_time() - start < 1
 
 
-def test_the_same_grammar_is_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=1)
-    compiling: list[StructuredOutputsParams] = []
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> list[StructuredOutputsParams]:
+    """What has been compiled so far."""
+    noted: list[StructuredOutputsParams] = []
     really = TokenGrammars._compile
 
     def spy(self: TokenGrammars, params: StructuredOutputsParams) -> Any:
-        compiling.append(params)
+        noted.append(params)
         return really(self, params)
 
     monkeypatch.setattr(TokenGrammars, "_compile", spy)
+    return noted
+
+
+def test_the_same_grammar_is_compiled_once(
+    tokenizer: Tokenizer, compiling: list[StructuredOutputsParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=1)
     monkeypatch.setattr(module, "MAX_COMPILED", 3)
     for word in ("u", "v", "u", "w", "x", "u", "v"):
         compiled(grammars, regex=f"{word}+")
@@ -316,6 +325,26 @@ def test_a_grammar_that_is_asked_for_again_gets_several_roots(tokenizer: Tokeniz
     alone = [grammars.fill([(matcher, ())]) for matcher in matchers]
     assert [words[i * size : (i + 1) * size] for i in range(len(matchers))] == alone
     assert len(set(map(bytes, alone))) == 3 and alone[9] == alone[1] and alone[10] == alone[2]
+
+
+def test_grammars_that_are_all_in_use_do_not_take_each_other_s_roots(
+    tokenizer: Tokenizer, compiling: list[StructuredOutputsParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share what is kept, and sooner or later nothing is compiled. What nobody asks for makes room."""
+    monkeypatch.setattr(module, "MAX_COMPILED", 4)
+    monkeypatch.setattr(module, "OUT_OF_USE", 20)
+    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=2)  # up to 4 roots of a grammar
+    draw = random.Random(0)
+    for _ in range(60):
+        compiled(grammars, regex=draw.choice("uvw") + "+")
+    assert 4 <= len(compiling) < 10 and len(grammars._compiled) == 3
+    del compiling[:]
+    for _ in range(30):
+        compiled(grammars, regex=draw.choice("uvw") + "+")
+    assert not compiling
+    for _ in range(30):
+        found = compiled(grammars, regex="x+")
+    assert len(found.roots) == 4 == len(compiling)
 
 
 def test_many_threads_compile_at_once(tokenizer: Tokenizer) -> None:
