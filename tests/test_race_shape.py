@@ -101,6 +101,17 @@ def test_it_is_made_once_and_called_by_what_it_is(make: Make, tmp_path: Path) ->
     assert recorded_name(tmp_path / "my-story") == "my-story"
 
 
+def test_two_races_may_make_a_checkpoint_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rename(of_scratch: Path, target: Path) -> Path:
+        shutil.copytree(of_scratch, target)  # the other race was first
+        return renamed(of_scratch, target)
+
+    renamed = Path.rename
+    monkeypatch.setattr(Path, "rename", rename)
+    path = make("large")
+    assert sorted(p.name for p in path.parent.iterdir()) == ["large-random", "large-story"]
+
+
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [

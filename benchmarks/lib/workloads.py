@@ -154,10 +154,15 @@ def random_checkpoint(shape: str, directory: Path = CHECKPOINTS, vocab_size: int
     directory.mkdir(parents=True, exist_ok=True)
     # Renamed when it is whole: an interrupted run leaves nothing to be found, and two runs at once do not collide
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        model.save_pretrained(f"{scratch}/{target.name}")
-        try:
-            Path(scratch, target.name).rename(target)
-        except OSError:
-            if not target.is_dir():  # otherwise the other run was first, with the same weights
-                raise
+        model.save_pretrained(made := Path(scratch, target.name))
+        put_in_place(made, target)
     return target
+
+
+def put_in_place(made: Path, target: Path) -> None:
+    """Rename a checkpoint that is whole. If another run was first with the same checkpoint, that one stays."""
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise

@@ -101,7 +101,7 @@ class Compilers:
             logger.debug("%s will be compiled when it is launched: %r", kernel.__name__, error)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", __name__, str(self.num_processes)]
+        command = [sys.executable, "-P", "-m", __name__, str(self.num_processes)]
         # A thread that is no use, or is not there after a fork, is not even started
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(

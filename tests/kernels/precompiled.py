@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -163,6 +164,19 @@ def beheaded(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
     answer["gone"] = wait_until_gone()
     with seen(gpu, answer, "afterwards"):
         launch(doubling, 32768)
+
+
+def elsewhere(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
+    """The start is made in a directory with a file that has the name of a module, and that this process cannot see."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="with spaces ") as directory:
+        Path(directory, "triton.py").write_text("raise SystemExit(1)")
+        os.chdir(directory)
+        with compiled_together(2):
+            launch(doubling, 65536)
+        os.chdir(before)
+    with seen(gpu, answer, "afterwards"):
+        launch(doubling, 65536)
 
 
 def abandoned(gpu: AbsentGpu, answer: dict[str, Any]) -> None:

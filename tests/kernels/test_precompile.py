@@ -13,7 +13,19 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-SCENES = ["usual", "shared", "nothing", "thread", "two_starts", "wrong", "killed", "beheaded", "no_process", "given_up"]
+SCENES = [
+    "usual",
+    "shared",
+    "nothing",
+    "thread",
+    "two_starts",
+    "wrong",
+    "killed",
+    "beheaded",
+    "elsewhere",
+    "no_process",
+    "given_up",
+]
 pytestmark = pytest.mark.slow
 
 
@@ -46,6 +58,11 @@ def test_what_was_compiled_beforehand_is_found(scenes: dict[str, Any]) -> None:
 def test_hashes_are_those_of_the_process_that_launches(scenes: dict[str, Any]) -> None:
     """Triton's depend on the kernels that were used before."""
     assert scenes["shared"]["afterwards"] == [1, [], []]
+
+
+def test_the_modules_are_those_of_the_process_that_launches(scenes: dict[str, Any]) -> None:
+    """Not those of the directory in which it was started."""
+    assert scenes["elsewhere"]["afterwards"] == [1, [], []]
 
 
 def test_without_launches_nothing_is_compiled_either(scenes: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def story_checkpoint(shape: str, directory: Path | None = None, story: Path = EM
         (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copyfile(story / name, made / name)
-        made.rename(target)
+        workloads.put_in_place(made, target)
     return target
 
 
