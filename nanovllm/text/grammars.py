@@ -37,10 +37,10 @@ WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,20}"
 # What one grammar may cost, in llguidance's units. The comments are for a core of 2024.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # compiling: 20 ms
-    "step_lexer_fuel": 200_000,  # a mask: 14 ms
+    "step_lexer_fuel": 100_000,  # a mask: 7 ms, and up to 0.2 MB that a root keeps
     "step_max_items": 50_000,  # a mask: 3 ms
     "max_items_in_row": 20_000,  # rules that may be open at once, as for an object with many optional properties
-    "max_lexer_states": 20_000,  # a root: 40 MB as a rule, but 1 GB after 2000 tokens of (a{50})*|...|(a{2049})*
+    "max_lexer_states": 20_000,  # a root: 40 MB as a rule, 90 MB at worst
     "max_grammar_size": 500_000,
     "verbose_errors": False,  # which would show the grammar in messages and logs
 }

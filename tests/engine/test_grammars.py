@@ -272,6 +272,15 @@ def test_a_grammar_that_grows_too_complex_is_an_error(tokenizer: Tokenizer, monk
     assert "too many states" in str(matcher.accept(EOS)) and "too many states" in str(matcher.accept(a))
 
 
+def test_a_grammar_whose_every_step_takes_much_memory_is_an_error(grammars: TokenGrammars) -> None:
+    """Each token would leave half a megabyte behind."""
+    matcher = compiled(grammars, regex="|".join(f"(a{{{n}}})*" for n in range(50, 2050)))
+    a = grammars.tokenizer.encode("a")[0]
+    assert matcher.accept(a) is None
+    grammars.fill([(matcher, ())])
+    assert "too many expressions" in str(matcher.accept(a))
+
+
 def test_a_long_text_that_must_follow_costs_no_time_per_step(grammars: TokenGrammars) -> None:
     """llguidance would tokenize all of it for every mask: 5 s here."""
     matcher = compiled(grammars, regex="a{100000}")

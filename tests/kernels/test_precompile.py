@@ -98,7 +98,7 @@ def test_a_start_that_is_killed_leaves_no_process_for_long(tmp_path: Path) -> No
     """What is being compiled is finished. Nothing else is begun."""
     done = run(tmp_path, "abandoned")  # until no process holds its stderr any longer
     assert done.returncode == -signal.SIGKILL
-    assert 1 <= len(list(tmp_path.rglob("doubling.json"))) < 20
+    assert 1 <= len(list(tmp_path.glob("*/doubling.json"))) < 20
 
 
 def test_an_engine_compiles_nothing_when_it_launches(tmp_path: Path) -> None:
