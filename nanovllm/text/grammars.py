@@ -60,6 +60,7 @@ class Roots:
     def __init__(self, first: "LLMatcher") -> None:
         self._all = [first]
         self.last_asked = 0  # the number of the latest request for this grammar
+        self.failed = False  # whether an output has failed: a lexer that is full would fail all who begin with it
         self._lock = Lock()  # a matcher cannot be copied by two threads at once
         self._turns = count()
 
@@ -99,6 +100,7 @@ class TokenMatcher:
         # llguidance never leaves a state of error, but would still accept EOS in this state.
         if not self.ll.is_error() and self.ll.consume_token(token_id):
             return None
+        self.roots.failed = True
         return f"structured_outputs: the output cannot go on here ({reason(self.ll.get_error())})"
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
@@ -141,7 +143,10 @@ class TokenGrammars:
             if self._ll is None:
                 self._start()
             self._num_asked += 1
-            if (found := self._compiled.get(params)) is not None:
+            found = self._compiled.get(params)
+            if found is not None and found.failed:
+                del self._compiled[params]
+            elif found is not None:
                 found.last_asked = self._num_asked
                 self._compiled.move_to_end(params)
                 if len(found) >= self.num_roots or not self._has_room():

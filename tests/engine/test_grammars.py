@@ -270,6 +270,8 @@ def test_a_grammar_that_grows_too_complex_is_an_error(tokenizer: Tokenizer, monk
     else:
         pytest.fail("there is no limit")
     assert "too many states" in str(matcher.accept(EOS)) and "too many states" in str(matcher.accept(a))
+    again = compiled(grammars, regex="(a|b)*a(a|b){20}c")
+    assert a in allowed(grammars, again)[0] and again.accept(a) is None, "the next output is not lost with this one"
 
 
 def test_a_grammar_whose_every_step_takes_much_memory_is_an_error(grammars: TokenGrammars) -> None:
