@@ -260,7 +260,7 @@ def test_a_token_that_cannot_follow_is_an_error_for_good(grammars: TokenGrammars
 def test_a_grammar_that_grows_too_complex_is_an_error(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the token that follows, where llguidance allows EOS alone, and would take it for the end."""
     monkeypatch.setitem(module.LIMITS, "max_lexer_states", 100)
-    grammars = TokenGrammars(tokenizer, SIZE, {EOS})
+    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=1)
     matcher = compiled(grammars, regex="(a|b)*a(a|b){20}c")
     a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
     for token in [a, a, b, a, b, b, a, b] * 5:
