@@ -99,7 +99,7 @@ elective-%-mutants: $(STAMP) FORCE ## plant plausible mistakes in elective N and
 	$(RUN) -m tools.exercises.mutants $* $(ARGS)
 
 elective-%-demo: $(STAMP) FORCE ## a live view of elective N in the terminal, on a model of its kind
-	$(RUN) -m tools.race.demo --elective $* $(ARGS)
+	$(RUN) -m tools.race.demo --elective $* --impl $(IMPL) $(ARGS)
 
 # --- show and measure ------------------------------------------------------------------------------------------------
 

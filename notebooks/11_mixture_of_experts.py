@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 11. Mixture of experts: who speaks which word
 #
-# Two thirds of a model's weights lie in its MLPs, and there lies most of what it knows. A model that is to know more
-# needs more of them. But in a dense model a token must meet *every* weight on its way through the layers: twice the
-# knowledge is twice the work for each token, and in decode, where a step takes as long as reading the weights does,
-# twice the time.
+# About two thirds of a large model's weights lie in its MLPs, and there lies most of what it knows. A model that is to
+# know more needs more of them. But in a dense model a token must meet *every* weight on its way through the layers:
+# twice the knowledge is twice the work for each token, and in decode, where a step takes as long as reading the weights
+# does, twice the time.
 #
 # Does "the" need to meet what the model knows about foxes? A **mixture of experts** has many small MLPs in a layer, and
-# a **router** that chooses a few of them for each token. Qwen3-30B-A3B has the memory of a model of 30 billion weights,
-# and a token meets 3 billion of them.
+# a **router** that chooses a few of them for each token. Qwen3-30B-A3B takes the memory of a model of 30 billion
+# weights, and a token meets 3 billion of them.
 #
 # This chapter is an *elective*: it stands on stage 5, and no other chapter stands on it. The model is
 # `assets/story_moe`. It has six layers with eight experts each, and a token goes to two of them. It was trained on the
@@ -21,7 +21,6 @@
 # **About 25 minutes, and 25 minutes for the exercises.** You need notebook 5.
 
 # %%
-import json
 import random
 
 import torch
@@ -49,7 +48,6 @@ from tools.pictures.three_requests import (
     BLOCK_SIZE,
     NAMES,
     NUM_BLOCKS,
-    ROOT,
     SEATS,
     STORY_MOE,
     compare,
@@ -101,9 +99,9 @@ print(f"a token meets {K} of {E} experts in a layer: {total - in_experts + in_ex
 my_guess = None  # experts
 
 # %%
-openings = json.loads((ROOT / "tests" / "data" / "story_prompts.json").read_text(encoding="utf-8"))["prompts"]
-stories = [tokenizer.encode(text).ids for text in openings]
-some = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+tales = [generate_story(random.Random(seed), held_out=True).text for seed in range(40)]
+stories = [tokenizer.encode(tale).ids[: 20 + 7 * number] for number, tale in enumerate(tales)]  # each is elsewhere
+some = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 sizes, read = [1, 2, 4, 8, 16], []  # sequences in the step, experts read in a layer
 for size in sizes:
     engine = MixtureOfExpertsEngine(STORY_MOE, num_blocks=256)
@@ -126,7 +124,7 @@ compare(my_guess, read[sizes.index(4)], f"of {E} experts")
 
 # %%
 engine = MixtureOfExpertsEngine(STORY_MOE)
-start = stories[0][:24]
+start = stories[1][:24]
 words = pieces(start, tokenizer.decode)
 probabilities = hear_texts(engine, [start])[3].softmax(-1)
 router_picture(words, probabilities, K, "Layer 3: what the router thinks of each token")
@@ -134,7 +132,8 @@ router_picture(words, probabilities, K, "Layer 3: what the router thinks of each
 # %% [markdown]
 # Now the experts must be computed. One token after another would read an expert again for each of its tokens. So turn
 # the question round: not *which experts has this token?* but *which tokens has this expert?* A token and one of its
-# experts make a **pair**. Sort the pairs by expert:
+# experts make a **pair**. Number the pairs token by token: pair p is choice p % K of token p // K. Now sort them by
+# expert. (`route` takes logits; the logarithm of probabilities will do.)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -187,11 +186,10 @@ for name, ours, theirs in zip(NAMES, run.outputs, expected, strict=True):
 #
 # Nobody told the experts what to be good at. They learned together with the router: whoever was a little better at a
 # kind of token got more of that kind, and so became better still. Let the model read the beginnings of forty stories
-# that it has not seen, and listen to its routers. First one of them, each token under the expert that has the larger
-# weight:
+# that it has not seen, and listen to its routers. First one of them, each token with the colour and number of the
+# expert that has the larger weight:
 
 # %%
-tales = [generate_story(random.Random(seed), held_out=True).text for seed in range(40)]
 texts = [tokenizer.encode(tale).ids[:150] for tale in tales]
 heard = hear_texts(MixtureOfExpertsEngine(STORY_MOE), texts)
 LAYER = 1
@@ -200,7 +198,8 @@ words = pieces([token for text in texts for token in text], tokenizer.decode)
 speakers(words[: len(texts[0])], first[: len(texts[0])], f"Layer {LAYER}: who speaks which word")
 
 # %% [markdown]
-# And in all forty, the words that each expert of this layer has more often than its share:
+# And in all forty, the words that each expert of this layer has more often than its share. A word may be in several
+# lists, and � is a part of a character:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -216,7 +215,7 @@ for expert, favoured in enumerate(favourites(words, first, E, count=10)):
 #
 # Whoever is chosen more learns more, and is chosen still more: left alone, routers send everything to a few experts.
 # So training adds a second loss that grows where a router prefers some (`training/experts.py`). An even share is
-# 12.5%:
+# 12.5%, and in forty short texts some have more:
 
 # %%
 shares = {}
@@ -257,7 +256,8 @@ for size, mixture in zip(sizes, per_step, strict=True):
     print(f"{size:2d} sequences: {mixture / size:5.2f} MB per token; dense {total * MB / size:5.2f} MB")
 
 # %% [markdown]
-# Fewer experts are read than at random, because the texts are alike: where one story is at a comma, another may be.
+# As many experts are read as if the routers chose at random: what one story is about to say tells nothing of another.
+# Where texts run in step, as when many ask the same, fewer are.
 #
 # Alone, a token costs what it costs in the small model, with the weights of the large one to choose from. In company
 # that fades: the more tokens share a step, the more experts are read, until all of them are, as in a dense model. What
@@ -277,7 +277,7 @@ for size, mixture in zip(sizes, per_step, strict=True):
 #
 # ```
 # make elective-moe-exercise                 # writes exercises/electives/mixture_of_experts.py
-# make elective-moe-test IMPL=exercises      # tells you how you did
+# make elective-moe-test IMPL=exercises ARGS=-x      # tells you how you did, up to the first failure
 # ```
 
 # %%
@@ -305,7 +305,7 @@ list_exercises("moe")
 # ## Further reading
 #
 # - Shazeer et al., [Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts
-#   Layer](https://arxiv.org/abs/1701.06538), 2017. The layer as it is today, and the balance that it needs.
+#   Layer](https://arxiv.org/abs/1701.06538), 2017. The layer much as it is today, and the balance that it needs.
 # - Fedus, Zoph & Shazeer, [Switch Transformers](https://arxiv.org/abs/2101.03961), 2021. One expert a token, and the
 #   balancing loss that trained this model.
 # - Jiang et al., [Mixtral of Experts](https://arxiv.org/abs/2401.04088), 2024. Section 5 asks who speaks which word.

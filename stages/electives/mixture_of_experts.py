@@ -57,7 +57,7 @@ def read_expert_config(path: Path) -> ExpertConfig:
 
 
 def route(logits: Tensor, num_chosen: int, norm: bool) -> tuple[Tensor, Tensor]:
-    """Which experts each token goes to: logits [T, E] -> their weights [T, K] in float32, and their numbers [T, K]."""
+    """Which experts each token goes to: logits [T, E] -> their weights [T, K] in float32, and their indices [T, K]."""
     # exercise moe.1: softmax over all experts, in float32. The most likely num_chosen are chosen, and their weights are
     #   their probabilities; with `norm` divided by their sum, so that the weights of each token sum to one.
     probabilities = logits.float().softmax(dim=-1)  # [T, E]
@@ -69,7 +69,8 @@ def route(logits: Tensor, num_chosen: int, norm: bool) -> tuple[Tensor, Tensor]:
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
-    """The pairs of a token and its expert in the order of the experts: experts [T, K] -> [T * K], and how many of each.
+    """The pairs of a token and its expert in the order of the experts: experts [T, K] -> [T * K]. Also a list of
+    how many pairs each expert has, [E].
 
     Pair p is choice p % K of token p // K.
     """
@@ -83,7 +84,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, list[int]
 
 
 def combine(answers: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """What each token gets: answers [T * K, H], one for each pair of `order`, and weights [T, K] -> [T, H]"""
+    """What each token gets: answers [T * K, H], one for each pair of `order`, and weights [T, K] -> [T, H]."""
     # exercise moe.3: row i of `answers` is of pair order[i]: put each where its pair was before the sort, so that the K
     #   answers of a token are neighbours. Multiply by the weights, in the dtype of the answers, and sum over the K.
     by_pair = torch.empty_like(answers)

@@ -49,15 +49,16 @@ def test_the_router_weighs_the_likeliest_experts(subject: Any) -> None:
     """Weights are probabilities among all experts, and only with `norm` do they sum to one; in fp32 from any dtype."""
     odds = torch.tensor([[1.0, 4.0, 2.0, 1.0], [5.0, 1.0, 1.0, 3.0]])
     for dtype in (torch.float32, torch.bfloat16):
-        weights, experts = subject.module.route(odds.log().to(dtype), 2, norm=False)
-        assert experts.tolist() == [[1, 2], [0, 3]] and weights.dtype == torch.float32
-        torch.testing.assert_close(
-            weights, torch.tensor([[4, 2], [5, 3]]) / torch.tensor([[8.0], [10.0]]), atol=0.01, rtol=0
-        )
-        weights, experts = subject.module.route(odds.log().to(dtype), 2, norm=True)
-        torch.testing.assert_close(
-            weights, torch.tensor([[4, 2], [5, 3]]) / torch.tensor([[6.0], [8.0]]), atol=0.01, rtol=0
-        )
+        logits = odds.log().to(dtype)
+        for norm in (False, True):
+            weights, experts = subject.module.route(logits, 2, norm=norm)
+            assert experts.tolist() == [[1, 2], [0, 3]] and weights.dtype == torch.float32
+            expected = logits.float().softmax(-1).gather(1, experts)
+            expected = expected / expected.sum(-1, keepdim=True) if norm else expected
+            wrong = (
+                f"route(logits in {dtype}, norm={norm}): weights {weights.tolist()}, but {expected.tolist()} is right"
+            )
+            torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0, msg=wrong)
     weights, experts = subject.module.route(odds.log(), 1, norm=True)
     assert experts.tolist() == [[1], [0]] and weights.tolist() == [[1.0], [1.0]]
 
@@ -66,7 +67,11 @@ def test_pairs_lie_by_expert_and_then_by_token(subject: Any) -> None:
     """Expert 0 has token 1, expert 2 has tokens 0 and 2, expert 3 all of them, and expert 1 and 4 have none."""
     order, counts = subject.module.sort_by_expert(torch.tensor([[3, 2], [0, 3], [2, 3]]), 5)
     assert order.tolist() == [2, 1, 4, 0, 3, 5]
-    assert counts == [1, 0, 2, 3, 0]
+    assert type(counts) is list and counts == [1, 0, 2, 3, 0], f"counts, a list of integers: {counts!r}"
+    many = torch.arange(4096).view(-1, 2) % 3
+    order, counts = subject.module.sort_by_expert(many, 3)
+    assert order.tolist() == sorted(range(4096), key=lambda pair: pair % 3), "an expert's pairs stay in their order"
+    assert counts == [1366, 1365, 1365]
 
 
 def test_each_token_sums_its_own_answers_by_its_own_weights(subject: Any) -> None:

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.manifest import Chapter, load_chapter, load_electives
+from stages.manifest import Chapter, load_chapter, load_electives, load_stages
 from tools import ROOT
 
 SOLUTIONS = ROOT / "lectures" / "solutions"
@@ -279,7 +279,8 @@ def main(argv: list[str] | None = None, directory: Path = ROOT / "exercises") ->
             return 0
         exercises = lecture_exercises()
         if args.name not in exercises:
-            raise ValueError(f"there is no exercise {args.name!r}; there are {', '.join(exercises)}")
+            names = *(str(s.number) for s in load_stages()), *(e.name for e in load_electives()), *exercises
+            raise ValueError(f"there is no exercise {args.name!r}; there are {', '.join(names)}")
         if args.solution:
             return run_check(exercises[args.name], SOLUTIONS)
         return begin_or_check(exercises[args.name], directory, force=args.force)

@@ -297,7 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     if options.impl == "exercises" and options.stage is None:
-        parser.error("--impl exercises needs --stage N")
+        parser.error("--impl exercises needs --stage N; an elective is shown as we wrote it")
     console = Console(highlight=False)
     stage: Chapter | None = None
     model: Path = options.model or EMBEDDED_MODEL
