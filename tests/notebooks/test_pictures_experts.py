@@ -57,7 +57,9 @@ def test_favourites_are_what_an_expert_has_beyond_its_share() -> None:
 
 def test_the_chosen_are_framed_and_every_word_is_named() -> None:
     probabilities = torch.tensor([[0.1, 0.6, 0.3], [0.7, 0.2, 0.1]])
-    axes = router_picture(["Once", " upon"], probabilities, 2, "A router").axes[0]
+    picture = router_picture(["Once", " upon"], probabilities, 2, "A router")
+    assert picture.alt() == "A router (across: token; upright: expert)"
+    axes = picture.axes[0]
     frames = [patch.get_xy() for patch in axes.patches if isinstance(patch, Rectangle)]
     assert sorted((round(x), round(y)) for x, y in frames) == [(0, 1), (0, 2), (1, 0), (1, 1)]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["Once", "upon"]

@@ -58,7 +58,8 @@ class Picture(Figure):
 
     def alt(self) -> str:
         """The picture in words, for readers who cannot see it: its title and its axes."""
-        axes = self.axes[-1]
+        titled = [axes for axes in self.axes if axes.get_title(loc="left")]  # a colour bar has no title
+        axes = (titled or self.axes)[-1]
         title = self.get_suptitle() or axes.get_title(loc="left")
         across, down = axes.get_xlabel(), axes.get_ylabel()
         return title + (f" (across: {across}; upright: {down})" if across and down else "")
