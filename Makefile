@@ -18,7 +18,7 @@ SETUP = "$(PYTHON)" tools/setup_env.py --torch "$(TORCH)" $(if $(SYSTEM_SITE),--
 # Installs what the extras named after it need; with everything there already it does nothing, and needs no network.
 EXTRAS := $(RUN) tools/setup_env.py --extras
 # Processes that share the tests, where pytest-xdist is installed.
-SHARE = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf %s '-n $(JOBS) --dist worksteal')
+SHARE = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf %s '-n $(JOBS)')
 # Plugins that take seconds to start, and that the tests of a stage do not need.
 QUICK_START := -p no:nbval -p no:schemathesis
 ENGINE_BENCHMARKS := throughput sampling latency startup prefix mixed idle ablations
