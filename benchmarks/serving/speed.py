@@ -193,9 +193,11 @@ def table(results: dict[str, Result]) -> list[str]:
 
 def short_row(result: Result) -> list[str]:
     """What the README says: ours beside vLLM, with as many API processes, those that are better for vLLM. Empty if that
-    was not measured."""
-    rates = {row["server"]: row["tokens_per_second"] for row in result["rows"] if row["rate"] == README_RATE}
-    pairs = {rates[name]: rates.get(name.replace("vLLM", "nanovllm")) for name in rates if name.startswith("vLLM")}
+    was not measured, or not at the same commit: a ratio is of one call."""
+    rows = [row for row in result["rows"] if row["rate"] == README_RATE]
+    rates = {(row["server"], row["commit"]): row["tokens_per_second"] for row in rows}
+    rivals = [(server, commit) for server, commit in rates if server.startswith("vLLM")]
+    pairs = {rates[s, c]: rates.get((s.replace("vLLM", "nanovllm"), c)) for s, c in rivals}
     theirs = max(pairs, default=0.0)
     mine = pairs.get(theirs)
     if mine is None:

@@ -19,10 +19,12 @@ def test_lengths_have_the_mean_that_they_are_said_to_have() -> None:
     assert max(speed.length(draw, 1000, 50) for _ in range(100)) == 50
 
 
-def measured(*rows: tuple[str, float, float], device: str = "cpu") -> dict[str, Any]:
+def measured(*rows: tuple[str, float, float], device: str = "cpu", commit: str = "a") -> dict[str, Any]:
     common = {"machine": {"device": device}, "workload": "some"}
     gaps = {"gap_ms": {"p50": 1.0, "p99": 2.0}}
-    return common | {"rows": [{"server": s, "rate": r, "tokens_per_second": t, **gaps} for s, r, t in rows]}
+    return common | {
+        "rows": [{"server": s, "rate": r, "tokens_per_second": t, "commit": commit, **gaps} for s, r, t in rows]
+    }
 
 
 def test_parts_that_were_measured_apart_become_one_result(tmp_path: Path) -> None:
@@ -46,6 +48,9 @@ def test_the_readme_has_the_rival_at_its_best() -> None:
     ours = [("nanovllm, 1 API", rate, 150.0), ("nanovllm, 4 API", rate, 400.0)]
     assert speed.short_row(measured(*rows, *ours))[1:] == ["150", "100", "1.50×"]
     assert speed.short_row(measured(*ours)) == [] == speed.short_row(measured(*rows))
+    apart = measured(*rows)
+    apart["rows"] += measured(*ours, commit="b")["rows"]
+    assert speed.short_row(apart) == [], "a ratio is of one call"
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
