@@ -82,7 +82,7 @@ class LLM:
         # With random weights and no text, the tokenizer's EOS is not worth the time that reading it takes.
         if not skip_tokenizer_init or chosen.load_format != "dummy":
             eos_token_ids |= find_tokenizer_eos(self.path, needed=not skip_tokenizer_init)
-        spec = RunnerSpec(str(self.path), resolved, eos_token_ids)
+        spec = RunnerSpec(str(self.path), resolved, eos_token_ids, with_masks=not skip_tokenizer_init)
         self.tokenizer: Tokenizer | None = None
         with ThreadPoolExecutor(1, "nanovllm-tokenizer") as pool:
             reading = None if skip_tokenizer_init else pool.submit(Tokenizer, self.path)  # beside the weights

@@ -42,13 +42,13 @@ class DecodeSteps:
         self.token_ids, self.scratch_row = token_ids, len(token_ids) - 1
         largest, device = self.sizes[-1], token_ids.device
         shared = torch.zeros(2 * largest, dtype=torch.int32, device=device)
-        self._numbers = {size: shared[: 2 * size].view(2, size) for size in self.sizes}  # rows, then positions
+        self.numbers = {size: shared[: 2 * size].view(2, size) for size in self.sizes}  # rows, then positions
         self._host = host_buffers(2 * largest, copies, device)
         self._replays: dict[int, Step] = {}
         # The largest first: the smaller ones then fit into the memory that it left in the pool.
         for size in tqdm(self.sizes[::-1], desc="recording decode steps", disable=device.type == "cpu", leave=False):
-            self._load(size, [])
-            self._replays[size] = recorder(partial(step, self._numbers[size]))
+            self.load(size, [])
+            self._replays[size] = recorder(partial(step, self.numbers[size]))
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
         """Compute this work if it fits a recording and a replay pays; otherwise do nothing and return None."""
@@ -84,10 +84,10 @@ class DecodeSteps:
         """Replay the smallest recording that has room for these decodes, each a row and the position that it computes.
         Returns what was sampled after each of them."""
         size = self.sizes[bisect_left(self.sizes, len(tokens))]
-        self._load(size, tokens)
+        self.load(size, tokens)
         return self._replays[size]().at(slice(len(tokens)))
 
-    def _load(self, size: int, tokens: list[tuple[int, int]]) -> None:
+    def load(self, size: int, tokens: list[tuple[int, int]]) -> None:
         """Send rows and positions to the device, in one copy. The rest of the batch is the scratch row."""
         host = next(self._host)[: 2 * size].view(2, size)
         array, n = host.numpy(), len(tokens)
@@ -95,4 +95,4 @@ class DecodeSteps:
             array[:, :n] = np.array(tokens, dtype=np.int32).T
         array[0, n:] = self.scratch_row
         array[1, n:] = 0
-        self._numbers[size].copy_(host, non_blocking=True)
+        self.numbers[size].copy_(host, non_blocking=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs.cuda_graph import Recorder, Step
 from nanovllm.graphs.decode_steps import DecodeStep, DecodeSteps
+from nanovllm.graphs.masked_tails import MaskedTail, MaskedTails
 from nanovllm.graphs.sizes import StepSizes
 from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled
@@ -88,7 +89,11 @@ def widths(size: int, places: int) -> list[int]:
 
 
 class RecordedSteps:
-    """All recorded steps of the target model behind one call: decode steps, and steps with prompts."""
+    """All recorded steps of the target model behind one call: decode steps, and steps with prompts.
+
+    masked: the tail of decode steps with masks, and the words of a mask; None if no step has masks, or no such tail can
+            be recorded.
+    """
 
     def __init__(
         self,
@@ -98,9 +103,11 @@ class RecordedSteps:
         prompt_step: PromptStep,
         pack: Pack,
         recorder: Recorder,
+        masked: tuple[MaskedTail, int] | None = None,
     ) -> None:
         self.decodes = DecodeSteps(sizes, token_ids, decode_step, recorder, COPIES_IN_FLIGHT)
         self.prompts = PromptSteps(sizes, token_ids, pack, prompt_step, recorder, COPIES_IN_FLIGHT)
+        self.tails = None if masked is None else MaskedTails(self.decodes, *masked, recorder)
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
         """Compute this work by the cheapest recording; if no recording has room, do nothing and return None."""

@@ -30,11 +30,13 @@ def block_bytes(model: ModelConfig, block_size: int) -> int:
 
 
 def graph_bytes(sizes: StepSizes, model: ModelConfig) -> int:
-    """What recorded steps may take: logits, activations and the matrix library's workspace, which all steps share; and
-    the launches themselves, about 10 KB each."""
+    """What recorded steps may take: logits, activations and the matrix library's workspace, which all steps share; the
+    masks that tails read; and the launches themselves, about 10 KB each, a tail's as many as a layer's."""
     logits = sizes.decodes[-1] * model.vocab_size * model.dtype.itemsize
-    launches = (len(sizes.decodes) + len(sizes.with_prompts)) * model.num_hidden_layers * MIB // 8
-    return logits + 320 * MIB + launches
+    masks = sizes.decodes[-1] * (1 + -(-model.vocab_size // 32)) * 4
+    with_layers = len(sizes.decodes) + len(sizes.with_prompts)
+    launches = (with_layers * model.num_hidden_layers + len(sizes.decodes)) * MIB // 8
+    return logits + masks + 320 * MIB + launches
 
 
 def row_bytes(config: EngineConfig) -> int:

@@ -18,6 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled, StepMasks, StepPlan
 from nanovllm.graphs.cuda_graph import CudaGraphRecorder, Recorder, launch_once
+from nanovllm.graphs.masked_tails import MaskedTails
 from nanovllm.graphs.prompt_steps import RecordedSteps
 from nanovllm.graphs.sizes import step_sizes
 from nanovllm.kernels import fused_kernels
@@ -42,13 +43,14 @@ class Computed(NamedTuple):
     needs: Needs | None  # of the rows that sample
     q: Tensor | None  # see `Guesses.propose`
     prompts: PromptLogprobs | None = None  # what was asked of prompts
+    tails: MaskedTails | None = None  # if its masks come, and a tail is recorded that draws by them
 
 
 class ModelRunner:
     """Runs plans on one device. `config` is resolved; if `config.num_kv_blocks` is None, it is measured.
 
     `recorder` makes steps replayable; None means CUDA graphs where the device, the attention backend and the
-    configuration allow them. `group` joins the ranks, of which this is one.
+    configuration allow them. `group` joins the ranks, of which this is one. `with_masks`: whether steps may have masks.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelRunner:
         device: torch.device,
         recorder: Recorder | None = None,
         group: Group | None = None,
+        with_masks: bool = False,
     ) -> None:
         assert config.max_model_len is not None and config.kvcache_block_size is not None
         self.closed = False  # set by `close`
@@ -93,6 +96,8 @@ class ModelRunner:
         in_kernels = fused_kernels(device).sample_rows is not None and self.group.size == 1 and draft is None
         self.state = SamplingState(self.rows.token_ids, self.vocab_size, loaded.eos_token_ids, in_kernels)
         self.sampler = Sampler(self.state, self.group)
+        # With guesses, each token of a sequence has a mask of its own.
+        self.records_tails = with_masks and in_kernels and not self.speculates
 
         # Recorded steps, and the source of guesses. The same without a launch, before, shows which kernels they need
         without_recording = partial(self._prepare, config, draft, None if recorder is None else launch_once)
@@ -107,15 +112,20 @@ class ModelRunner:
         sampling = [s for s in plan.scheduled if s.sample]
         needs = self.state.needs(s.row for s in sampling)
         q = self.guesses.propose(plan.scheduled, needs)
-        if not plan.scored:
-            return Computed(self.replay(plan.scheduled) or self.launch(plan.scheduled), sampling, needs, q)
-        step, prompts = self.launch_and_score(plan)
-        return Computed(step, sampling, needs, q, prompts)
+        if plan.scored:
+            step, prompts = self.launch_and_score(plan)
+            return Computed(step, sampling, needs, q, prompts)
+        step = self.replay(plan.scheduled) or self.launch(plan.scheduled)
+        tails = self.recorded.tails if plan.masked and self.recorded is not None else None
+        tails = tails if tails is not None and tails.fit(plan.scheduled) else None
+        return Computed(step, sampling, needs, q, tails=tails)
 
     @torch.inference_mode()
     def draw(self, computed: Computed, masks: StepMasks | None = None) -> StepOutput:
         """Submit the rest of a step, which must be the last that was run. masks: for structured outputs."""
-        step, sampling, needs, q, prompts = computed
+        step, sampling, needs, q, prompts, tails = computed
+        if tails is not None and masks is not None and masks.keys:
+            step, masks = tails.replay(len(sampling), *self.sampler.masks_by_row(masks, sampling)), None
         token_ids, logprobs = self.sampler.finish(step, sampling, needs, q, masks)
         wanted = [] if logprobs is None else [self.state.params[s.row].logprobs for s in sampling]
         return StepOutput(token_ids, step.guesses, [len(s.guesses) + 1 for s in sampling], logprobs, wanted, prompts)
@@ -203,7 +213,14 @@ class ModelRunner:
             num_tokens = len(parts[0])
             return self.compute(look_up(parts, self.rows, 0, num_tokens, longest), logits)
 
-        return RecordedSteps(sizes, self.rows.token_ids, decode_step, prompt_step, pack, recorder)
+        def masked_tail(numbers: Tensor, masked: Tensor, masks: Tensor) -> Sampled:
+            rows = numbers[0]
+            step = logits[: len(rows)], rows, inputs.context_len[: len(rows)]  # as `decode_step` left them
+            token_ids = self.sampler.sample_masked(*step, masked, masks)
+            return Sampled(rows, step[2], token_ids, step[0], None)
+
+        masked = (masked_tail, self.state.mask.shape[1]) if self.records_tails else None
+        return RecordedSteps(sizes, self.rows.token_ids, decode_step, prompt_step, pack, recorder, masked)
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int) -> None:

@@ -88,6 +88,24 @@ class Sampler:
         kernels.restore_logits(logits, edits)
         return token_ids
 
+    def sample_masked(self, logits: Tensor, rows: Tensor, positions: Tensor, masked: Tensor, masks: Tensor) -> Tensor:
+        """Run the plain tail again, after rows `masked` [B] got masks [B, W]: the rest as for `sample`, in kernels."""
+        self.state.allow(masked, masks)
+        return self._sample_in_kernels(logits, rows, positions)
+
+    def masks_by_row(
+        self, masks: StepMasks, sampling: Sequence[Scheduled]
+    ) -> tuple[list[int], npt.NDArray[np.int32]]:
+        """The rows [M] of the sequences that have a mask, and their masks [M, W] in a step without guesses.
+        `allowed_token_ids` are included."""
+        row_of = {s.key: s.row for s in sampling}
+        rows = [row_of[key] for key in masks.keys]
+        words = np.frombuffer(masks.words, dtype=np.int32).reshape(len(rows), -1)[:, : self.state.mask.shape[1]]
+        for row, own in zip(rows, words, strict=True):
+            if (ids := self.state.params[row].allowed_token_ids) is not None:
+                own &= packed(ids, self.state.vocab_size)
+        return rows, words
+
     def finish(
         self,
         step: Sampled,
@@ -106,6 +124,9 @@ class Sampler:
         if needs is None and q is None:
             return token_ids, None
         state, needs = self.state, needs or Needs()
+        has_masks = masks is not None and len(masks.keys) > 0
+        if state.in_kernels and not has_masks and needs.num_logprobs is None:
+            return token_ids, None
         # Only the rows that need the full tail: nothing is sampled again or sorted for the others.
         rows = [s.row for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
         special = np.array([row in state.special for row in rows]) | (q is not None)
@@ -116,7 +137,7 @@ class Sampler:
         if self.group.size > 1:
             logits = gather_logits(logits, self.group, state.vocab_size).contiguous()
         allowed: Tensor | None = None
-        if masks is not None and masks.keys:
+        if masks is not None and has_masks:
             allowed = to_device(self._masks_of(masks, sampling, special), state.device)  # [N, W]
         if not state.in_kernels or allowed is not None:
             # The plain tail wrote over the guesses, and penalties after a guess count the guess.
@@ -125,8 +146,7 @@ class Sampler:
             of_rows = step.guesses is None or allowed is None  # a mask belongs to a row, not to each guess
             if q is None and of_rows and fused_kernels(state.device).sample_rows is not None:
                 if allowed is not None:
-                    state.mask[some.rows] = allowed
-                    state.masked[some.rows] = 1
+                    state.allow(some.rows, allowed)
                 found = self._sample_in_kernels(logits, some.rows, some.positions)
             else:
                 drafted = None if q is None or step.guesses is None else (step.guesses, q)
@@ -143,8 +163,9 @@ class Sampler:
         self, masks: StepMasks, sampling: Sequence[Scheduled], special: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.int32]:
         """One mask [W] for each of the `special` tokens of a step. `allowed_token_ids` are included."""
-        places = np.repeat([s.key for s in sampling], [len(s.guesses) + 1 for s in sampling])  # [N]
-        masked, width = np.isin(places, masks.keys), self.state.mask.shape[1]
+        keys, width = set(masks.keys), self.state.mask.shape[1]
+        places = [s.key for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
+        masked = np.array([key in keys for key in places])
         found = np.frombuffer(masks.words, dtype=np.int32).reshape(int(masked.sum()), -1)[:, :width]
         if not masked.all():
             spread = np.full((len(places), width), -1, dtype=np.int32)
@@ -153,7 +174,7 @@ class Sampler:
         found = found if special.all() else found[special]
         for s in sampling:
             if (ids := self.state.params[s.row].allowed_token_ids) is not None:
-                found[places[special] == s.key] &= packed(ids, self.state.vocab_size)
+                found[np.array(places)[special] == s.key] &= packed(ids, self.state.vocab_size)
         return found
 
 

@@ -51,7 +51,8 @@ class Needs:
 
 
 class SamplingState:
-    """Sampling parameters of R rows. `install` writes them when a sequence moves into a row; nothing else changes them.
+    """Sampling parameters of R rows, the last of which is scratch. `install` writes them when a sequence moves into a row;
+    later, only `allow` changes something.
 
     All tensors keep their addresses and widths, so that recorded steps may read them. A list has room for as many
     entries as `SamplingParams` allows. Its length is in a tensor of its own; entries behind the length are left over
@@ -142,6 +143,14 @@ class SamplingState:
         """The metadata of the tokens that go to `positions` [N] of `rows` [N]."""
         indices = positions - self.num_prompt_tokens[rows]
         return SamplingMetadata(self.temperature[rows], self.seed[rows], indices, all_greedy)
+
+    def allow(self, rows: Tensor, masks: Tensor) -> None:
+        """From now on rows [B] draw only what masks [B, ceil(V / 32)] allow. The scratch row may come several times, and
+        stays without a mask."""
+        index = rows.long()
+        self.mask.index_copy_(0, index, masks)
+        self.masked.index_fill_(0, index, 1)
+        self.masked[-1:].zero_()
 
     def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
         """Put sampled tokens [N] where the next step reads them. A bad row's -1 becomes 0, which has an embedding."""

@@ -33,6 +33,7 @@ class RunnerSpec:
     path: str  # of the checkpoint's directory
     config: EngineConfig  # resolved
     eos_token_ids: frozenset[int]  # of model and tokenizer
+    with_masks: bool = False  # whether outputs may be structured
 
     def make_runner(self, device: torch.device, group: Group | None = None) -> ModelRunner:
         """Load the model; of several ranks, which `group` joins, this rank's share of it."""
@@ -46,7 +47,7 @@ class RunnerSpec:
             group=group,
         )
         loaded = replace(loaded, eos_token_ids=self.eos_token_ids)
-        return ModelRunner(loaded, c, device, group=group)
+        return ModelRunner(loaded, c, device, group=group, with_masks=self.with_masks)
 
 
 @dataclass

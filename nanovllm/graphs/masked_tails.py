@@ -1,0 +1,70 @@
+"""The tail of a decode step with masks, recorded apart from its model.
+
+Where grammars say which tokens may come next, the host knows their masks only while the model of the step runs already.
+So such a step is two recordings: one of `decode_steps.py`, with logits at its end, and one of the tail, which draws from
+these logits again once the masks are there. A tail reads rows, positions and logits where the model's recording of the
+same size left them. Both are padded alike.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nanovllm.engine.plan import Scheduled
+from nanovllm.graphs.cuda_graph import Recorder, Step
+from nanovllm.graphs.decode_steps import DecodeSteps
+from nanovllm.pinned import host_buffers
+from nanovllm.sampling.sampler import Sampled
+
+# What is recorded: from the rows and positions [2, B] of a recorded decode step, the rows [B] that get a mask, and their
+# masks [B, W], all int32 on the device, to what the step sampled. Where fewer rows get a mask, the scratch row gets the
+# rest.
+MaskedTail = Callable[[Tensor, Tensor, Tensor], Sampled]
+
+COPIES = 2  # masks follow from the tokens of the step before, so only a step that was given up may still be under way
+
+
+class MaskedTails:
+    """A recording for each size of `decodes` that a step with one token per sequence can need.
+
+    width: W, the words of a mask.
+    """
+
+    def __init__(self, decodes: DecodeSteps, tail: MaskedTail, width: int, recorder: Recorder) -> None:
+        self.scratch_row, self.width = decodes.scratch_row, width
+        self.sizes = [size for size in decodes.sizes if size <= self.scratch_row]  # so many rows are no scratch
+        length, device = self.sizes[-1] * (1 + width), decodes.token_ids.device
+        self._words = torch.zeros(length, dtype=torch.int32, device=device)  # of any size: rows [B], then masks [B, W]
+        self._host = host_buffers(length, COPIES, device)
+        self._replays: dict[int, Step] = {}
+        for size in self.sizes[::-1]:  # the largest first, as in `DecodeSteps`
+            decodes.load(size, [])
+            self._load(size, [], np.empty((0, width), dtype=np.int32))
+            rows, masks = self._words[: size * (1 + width)].split([size, size * width])
+            self._replays[size] = recorder(partial(tail, decodes.numbers[size], rows, masks.view(size, width)))
+
+    def fit(self, scheduled: Sequence[Scheduled]) -> bool:
+        """Whether a decode recording computes this work with one token per sequence: then there is a tail for it."""
+        return all(s.sample and s.num_tokens == 1 for s in scheduled)
+
+    def replay(self, num_tokens: int, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> Sampled:
+        """Draw the tokens of the decode recording that was replayed last. masks [M, W] of the sequences in `rows`; the
+        sequences in other rows draw the same tokens as before."""
+        size = self.sizes[bisect_left(self.sizes, num_tokens)]
+        self._load(size, rows, masks)
+        return self._replays[size]().at(slice(num_tokens))
+
+    def _load(self, size: int, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
+        """Send rows and masks to the device, in one copy. What lies behind is left over, and goes to the scratch row."""
+        length = size + masks.size
+        host = next(self._host)[:length]
+        array: npt.NDArray[Any] = host.numpy()
+        array[: len(rows)], array[len(rows) : size] = rows, self.scratch_row
+        array[size:].reshape(masks.shape)[:] = masks
+        self._words[:length].copy_(host, non_blocking=True)
