@@ -1,9 +1,9 @@
 """The tail of a decode step with masks, recorded apart from its model.
 
-Where grammars say which tokens may come next, the host knows their masks only while the model of the step runs already.
-So such a step is two recordings: one of `decode_steps.py`, with logits at its end, and one of the tail, which draws from
-these logits again once the masks are there. A tail reads rows, positions and logits where the model's recording of the
-same size left them. Both are padded alike.
+Where grammars say which tokens may come next, the host knows the masks only when the model of the step runs already. So
+such a step is two recordings. One is of `decode_steps.py`, and leaves logits. The other draws from these logits anew,
+once the masks are there. It reads rows, positions and logits where the model's recording of the same size has them, and
+is padded as that was.
 """
 
 from bisect import bisect_left
@@ -22,9 +22,8 @@ from nanovllm.graphs.decode_steps import DecodeSteps
 from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled
 
-# What is recorded: from the rows and positions [2, B] of a recorded decode step, the rows [B] that get a mask, and their
-# masks [B, W], all int32 on the device, to what the step sampled. Where fewer rows get a mask, the scratch row gets the
-# rest.
+# What is recorded: from the rows and positions [2, B] of a recorded decode step, the rows [B] that get masks, and their
+# masks [B, W], all int32 on the device, to what the step sampled. If fewer rows get masks, the scratch row is the rest.
 MaskedTail = Callable[[Tensor, Tensor, Tensor], Sampled]
 
 COPIES = 2  # masks follow from the tokens of the step before, so only a step that was given up may still be under way
@@ -61,7 +60,7 @@ class MaskedTails:
         return self._replays[size]().at(slice(num_tokens))
 
     def _load(self, size: int, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
-        """Send rows and masks to the device, in one copy. What lies behind is left over, and goes to the scratch row."""
+        """Send rows and masks to the device, in one copy. Masks behind them are left over, and the scratch row's."""
         length = size + masks.size
         host = next(self._host)[:length]
         array: npt.NDArray[Any] = host.numpy()

@@ -93,9 +93,7 @@ class Sampler:
         self.state.allow(masked, masks)
         return self._sample_in_kernels(logits, rows, positions)
 
-    def masks_by_row(
-        self, masks: StepMasks, sampling: Sequence[Scheduled]
-    ) -> tuple[list[int], npt.NDArray[np.int32]]:
+    def masks_by_row(self, masks: StepMasks, sampling: Sequence[Scheduled]) -> tuple[list[int], npt.NDArray[np.int32]]:
         """The rows [M] of the sequences that have a mask, and their masks [M, W] in a step without guesses.
         `allowed_token_ids` are included."""
         row_of = {s.key: s.row for s in sampling}
