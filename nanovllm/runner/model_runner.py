@@ -31,6 +31,7 @@ from nanovllm.runner.prompt_logprobs import PromptLogprobs, piece_size, score_pi
 from nanovllm.runner.rows import Known, Rows
 from nanovllm.runner.step_output import StepOutput
 from nanovllm.runner.warm_up import compile_kernels, launch_unrecorded
+from nanovllm.sampling.masks import masks_of_rows
 from nanovllm.sampling.sampler import Sampled, Sampler, gather_logits
 from nanovllm.sampling.state import Needs, SamplingState
 
@@ -125,7 +126,7 @@ class ModelRunner:
         """Submit the rest of a step, which must be the last that was run. masks: for structured outputs."""
         step, sampling, needs, q, prompts, tails = computed
         if tails is not None and masks is not None and masks.keys:
-            step, masks = tails.replay(len(sampling), *self.sampler.masks_by_row(masks, sampling)), None
+            step, masks = tails.replay(len(sampling), *masks_of_rows(masks, sampling, self.state)), None
         token_ids, logprobs = self.sampler.finish(step, sampling, needs, q, masks)
         wanted = [] if logprobs is None else [self.state.params[s.row].logprobs for s in sampling]
         return StepOutput(token_ids, step.guesses, [len(s.guesses) + 1 for s in sampling], logprobs, wanted, prompts)

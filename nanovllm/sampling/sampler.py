@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,8 +25,9 @@ from nanovllm.pinned import to_device
 from nanovllm.sampling.acceptance import accept_or_resample
 from nanovllm.sampling.filters import constrain
 from nanovllm.sampling.logprobs import TopLogprobs, log_probabilities
+from nanovllm.sampling.masks import masks_of_tokens
 from nanovllm.sampling.noise import add_noise, choose
-from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState, packed
+from nanovllm.sampling.state import Needs, SamplingMetadata, SamplingState
 
 # The most scores that the full tail works on at once: 32 MiB. A sort of the vocabulary holds ten tensors of this size.
 # For all rows of a large batch at once, these would be gigabytes that nobody set aside.
@@ -93,17 +93,6 @@ class Sampler:
         self.state.allow(masked, masks)
         return self._sample_in_kernels(logits, rows, positions)
 
-    def masks_by_row(self, masks: StepMasks, sampling: Sequence[Scheduled]) -> tuple[list[int], npt.NDArray[np.int32]]:
-        """The rows [M] of the sequences that have a mask, and their masks [M, W] in a step without guesses.
-        `allowed_token_ids` are included."""
-        row_of = {s.key: s.row for s in sampling}
-        rows = [row_of[key] for key in masks.keys]
-        words = np.frombuffer(masks.words, dtype=np.int32).reshape(len(rows), -1)[:, : self.state.mask.shape[1]]
-        for row, own in zip(rows, words, strict=True):
-            if (ids := self.state.params[row].allowed_token_ids) is not None:
-                own &= packed(ids, self.state.vocab_size)
-        return rows, words
-
     def finish(
         self,
         step: Sampled,
@@ -136,7 +125,7 @@ class Sampler:
             logits = gather_logits(logits, self.group, state.vocab_size).contiguous()
         allowed: Tensor | None = None
         if masks is not None and has_masks:
-            allowed = to_device(self._masks_of(masks, sampling, special), state.device)  # [N, W]
+            allowed = to_device(masks_of_tokens(masks, sampling, special, state), state.device)  # [N, W]
         if not state.in_kernels or allowed is not None:
             # The plain tail wrote over the guesses, and penalties after a guess count the guess.
             if step.guesses is not None:
@@ -156,24 +145,6 @@ class Sampler:
             return token_ids, None
         logprobs = log_probabilities(logits, found, needs.num_logprobs)
         return token_ids, logprobs if index is None else logprobs.spread(index, len(token_ids))
-
-    def _masks_of(
-        self, masks: StepMasks, sampling: Sequence[Scheduled], special: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.int32]:
-        """One mask [W] for each of the `special` tokens of a step. `allowed_token_ids` are included."""
-        keys, width = set(masks.keys), self.state.mask.shape[1]
-        places = [s.key for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
-        masked = np.array([key in keys for key in places])
-        found = np.frombuffer(masks.words, dtype=np.int32).reshape(int(masked.sum()), -1)[:, :width]
-        if not masked.all():
-            spread = np.full((len(places), width), -1, dtype=np.int32)
-            spread[masked] = found
-            found = spread
-        found = found if special.all() else found[special]
-        for s in sampling:
-            if (ids := self.state.params[s.row].allowed_token_ids) is not None:
-                found[np.array(places)[special] == s.key] &= packed(ids, self.state.vocab_size)
-        return found
 
 
 def sample_plain(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

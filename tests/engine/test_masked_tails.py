@@ -24,6 +24,7 @@ from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling import sampler
 from nanovllm.sampling.filters import constrain
+from nanovllm.sampling.masks import masks_of_rows, masks_of_tokens
 from nanovllm.sampling.noise import add_noise, choose
 from nanovllm.sampling.sampler import Sampled, Sampler
 from nanovllm.sampling.state import Needs, SamplingState, packed
@@ -240,9 +241,10 @@ def test_masks_are_told_by_key() -> None:
     state.install([3], [SamplingParams(allowed_token_ids=[1, 39], structured_outputs=words, seed=0)], [1])
     sampling = [Scheduled(key, row, 1, 1, True, ()) for key, row in ((10, 3), (11, 0), (12, 2), (13, 1))]
     masks = [packed(ids, 96) for ids in ([1, 2, 80], [39, 38])]
-    rows, found = Sampler(state, Group(0, 1, torch.device("cpu"))).masks_by_row(
-        StepMasks([10, 13], bytearray(np.concatenate(masks).tobytes())), sampling
-    )
+    told = StepMasks([10, 13], bytearray(np.concatenate(masks).tobytes()))
+    every = masks_of_tokens(told, sampling, np.array([True, False, True, True]), state)
+    assert np.array_equal(every, [packed([1], 40), packed(range(64), 64), packed([38, 39], 40)])
+    rows, found = masks_of_rows(told, sampling, state)
     assert rows == [3, 1]
     assert np.array_equal(found, [packed([1], 40), packed([38, 39], 40)])
 
@@ -284,7 +286,7 @@ def test_the_kernels_of_a_gpu_draw_the_same_with_padding() -> None:
                 tails, own = Sampler(state, Group(0, 1, torch.device("cpu"))), logits.clone()
                 plain = tails.sample(own, rows, positions)
                 if replayed:
-                    targets, given = tails.masks_by_row(masks, sampling)
+                    targets, given = masks_of_rows(masks, sampling, state)
                     padded = np.concatenate([given, np.full((size - len(given), given.shape[1]), 3, np.int32)])
                     places = torch.tensor(targets + [7] * (size - len(targets)))
                     tokens = tails.sample_masked(own, rows, positions, places, torch.from_numpy(padded))[:6]

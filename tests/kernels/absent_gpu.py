@@ -168,4 +168,5 @@ def start(raw: dict[str, Any], **options: Any) -> ModelRunner:
     loaded = LoadedModel(model.eval(), config, frozenset({1}), Path())
     group = Group(0, 1, GPU)
     group.smallest = lambda value: value  # type: ignore[method-assign]  # asks the device
-    return ModelRunner(loaded, resolved, GPU, None if resolved.enforce_eager else launched_and_recorded, group)
+    recorder = None if resolved.enforce_eager else launched_and_recorded
+    return ModelRunner(loaded, resolved, GPU, recorder, group, with_masks=True)

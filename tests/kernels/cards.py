@@ -105,9 +105,9 @@ def compute(
         s.key: Known([1] * (begin + s.num_tokens), begin + s.num_tokens, PARAMS[s.row % len(PARAMS)]) for s in work
     }
     asked = [s for s in work if scored and s.num_tokens > 1 and known[s.key].params.prompt_logprobs]
-    plan = StepPlan(0, work, scored=[Scored(s.key, begin, begin + s.num_tokens) for s in asked])
-    computed = runner.run(plan, known)
     sampled = [s for s in work if s.sample]
+    scores = [Scored(s.key, begin, begin + s.num_tokens) for s in asked]
+    computed = runner.run(StepPlan(0, work, masked=[s.key for s in sampled] if masked else [], scored=scores), known)
     words = 4 * -(-runner.vocab_size // 32) * sum(len(s.guesses) + 1 for s in sampled)
     runner.draw(computed, StepMasks([s.key for s in sampled], bytearray(words)) if masked else None)
 
