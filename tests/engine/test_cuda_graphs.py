@@ -139,13 +139,13 @@ def test_recordings_are_used(device: str, checkpoints: Path, monkeypatch: pytest
     """A batch of 3 takes the recording of 4, their prompts of 10 tokens that of 12."""
     seen = []
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch)
-    load = DecodeSteps._load
+    load = DecodeSteps.load
 
     def counting(self: DecodeSteps, size: int, tokens: Any) -> None:
         seen.append((len(tokens), size))
         load(self, size, tokens)
 
-    monkeypatch.setattr(DecodeSteps, "_load", counting)
+    monkeypatch.setattr(DecodeSteps, "load", counting)
     tokens_of(llm, [p[:9] for p in PROMPTS[:3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     assert seen == [(10, 12)] + [(3, 4)] * 5
 
