@@ -154,7 +154,8 @@ def measure(options: argparse.Namespace, commit: str) -> list[dict[str, Any]]:
     contenders: list[tuple[str, list[str], str, int | None, dict[str, str]]] = []
     for number in options.api_servers:
         command = [sys.executable, "-m", "nanovllm.cli", "serve", model, "--port", "0", "--served-model-name", name]
-        command += ["--api-servers", str(number), "--max-queue", "100000", "--device", options.device]
+        command += ["--api-servers", str(number), "--device", options.device]
+        command += ["--max-queue", "100000", "--max-connections", "100000"]  # vLLM has no such limits
         contenders.append((f"nanovllm, {number} API", command, r"serving at http://127\.0\.0\.1:(\d+)", None, {}))
         if options.vllm_path:
             own = free_port()
