@@ -226,9 +226,9 @@ def draw(result: Result, path: Path) -> None:
             right.plot(rates, [row["gap_ms"]["p99"] for row in rows], **look)
         left.set_ylabel("output tokens per second")
         left.set_ylim(bottom=0)
-        left.legend(frameon=False)
         right.set_ylabel("gap between tokens, 99th percentile (ms)")
         right.set_ylim(bottom=0)
+        right.legend(frameon=False, loc="upper left")
         for axes in (left, right):
             axes.set_xlabel("requests per second")
             axes.spines[["top", "right"]].set_visible(False)
