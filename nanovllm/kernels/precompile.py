@@ -31,14 +31,15 @@ import triton
 from tqdm import tqdm
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 16  # the longest variant takes a sixth of the time of all, so that more would gain nothing
-_changing = Lock()
+_changing, _hashing = Lock(), Lock()
 
 
 def num_processes(num_ranks: int) -> int:
@@ -59,8 +60,12 @@ class Variant(NamedTuple):
     target: GPUTarget
     options: dict[str, Any]
 
-    def compile(self) -> None:
-        """Compile down to machine code, which goes into Triton's cache."""
+    def compile(self, with_launcher: bool) -> None:
+        """Compile down to machine code, which goes into Triton's cache.
+
+        with_launcher: what launches kernels with arguments of these types, too, where that is compiled: Triton 3.6 has
+            a C compiler do it, in a third of a second.
+        """
         target = self.target
         # All that a compilation asks of a driver. Triton's own driver would occupy memory of the GPU.
         triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
@@ -69,7 +74,16 @@ class Variant(NamedTuple):
         # reads a constant of its module. With another hash nobody would find what is compiled here.
         kernel.hash = self.kernel_hash
         source = self.kind(kernel, self.signature, self.constants, self.attributes)
-        triton.compile(source, target=target, options=self.options)
+        program = triton.compile(source, target=target, options=self.options)
+        if with_launcher and hasattr(driver, "make_launcher"):
+            driver.CudaLauncher(source, program.metadata)
+
+
+def hash_triton() -> None:
+    """Have Triton hash itself, half a gigabyte, once: the names in its cache depend on it. Another thread that has
+    begun is waited for."""
+    with _hashing:
+        triton_key()
 
 
 def is_cached(source: ASTSource, target: GPUTarget, options: Any) -> bool:
@@ -153,6 +167,7 @@ def compiled_together(num_processes: int) -> Iterator[None]:
 
     Nothing that goes wrong in those processes is an error: what they have not compiled is compiled when it is launched.
     """
+    hash_triton()
     thread = get_ident()
     compilers, asked = Compilers(num_processes), set()
 
@@ -226,13 +241,17 @@ def leave_stdout() -> None:
 
 def serve(num_processes: int) -> None:
     """Compile what is asked for on stdin, until nothing more can come."""
+    hash_triton()  # or each of the processes would
+    seen = set()
     with ProcessPoolExecutor(num_processes, get_context("fork"), leave_stdout) as pool:
         while True:
             try:
                 variant = pickle.load(sys.stdin.buffer)
             except EOFError:
                 return
-            pool.submit(variant.compile).add_done_callback(answer)
+            types = str(list(variant.signature.values()))
+            pool.submit(variant.compile, with_launcher=types not in seen).add_done_callback(answer)
+            seen.add(types)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ from nanovllm.runner.memory import num_kv_blocks, run_largest_step
 from nanovllm.runner.prompt_logprobs import PromptLogprobs, piece_size, score_piece, score_prompts
 from nanovllm.runner.rows import Known, Rows
 from nanovllm.runner.step_output import StepOutput
-from nanovllm.runner.warm_up import compile_kernels, launch_unrecorded
+from nanovllm.runner.warm_up import compile_kernels, launch_unrecorded, rehearse
 from nanovllm.sampling.masks import masks_of_rows
 from nanovllm.sampling.sampler import Sampled, Sampler, gather_logits
 from nanovllm.sampling.state import Needs, SamplingState
+from nanovllm.startup import part_of_start
 
 
 class Computed(NamedTuple):
@@ -75,9 +76,10 @@ class ModelRunner:
         draft: DeviceModel | None = None
         if speculation is not None and speculation.model is not None:
             dtype, length = self.target.config.dtype, config.max_model_len
-            weights = load_model(
-                speculation.model, device=device, dtype=dtype, max_model_len=length, load_format=config.load_format
-            )
+            with part_of_start("weights of the draft"):
+                weights = load_model(
+                    speculation.model, device=device, dtype=dtype, max_model_len=length, load_format=config.load_format
+                )
             draft = DeviceModel(weights.model, config.attention_backend, block_size, device)
         if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:
             recorder = CudaGraphRecorder(self.group.recorded)
@@ -85,11 +87,12 @@ class ModelRunner:
         # KV cache: the memory that weights and the largest step leave; equally many blocks on all ranks
         largest_step = partial(run_largest_step, loaded.model, config, device, self.score_piece)
         configs = self.target.config, None if draft is None else draft.config
-        num_blocks = num_kv_blocks(config, *configs, device, largest_step, with_graphs=recorder is not None)
-        self.num_kv_blocks = self.group.smallest(num_blocks)
-        for model in (self.target, draft):
-            if model is not None:
-                model.allocate_kv_cache(self.num_kv_blocks)
+        with part_of_start("KV cache"):
+            num_blocks = num_kv_blocks(config, *configs, device, largest_step, with_graphs=recorder is not None)
+            self.num_kv_blocks = self.group.smallest(num_blocks)
+            for model in (self.target, draft):
+                if model is not None:
+                    model.allocate_kv_cache(self.num_kv_blocks)
 
         # Rows: tokens, blocks and sampling parameters of each running sequence
         self.rows = Rows(config.max_num_seqs, config.max_model_len, block_size, self.num_kv_blocks, device)
@@ -100,11 +103,18 @@ class ModelRunner:
         # With guesses, each token of a sequence has a mask of its own.
         self.records_tails = with_masks and in_kernels and not self.speculates
 
-        # Recorded steps, and the source of guesses. The same without a launch, before, shows which kernels they need
-        without_recording = partial(self._prepare, config, draft, None if recorder is None else launch_once)
-        models = [m.model for m in (self.target, draft) if m is not None]
-        compile_kernels(without_recording, models, device, self.group.size)
-        self.recorded, self.guesses = self._prepare(config, draft, recorder)
+        # On a GPU a rehearsal: first without a launch, which shows what has to be compiled
+        if device.type == "cuda":
+            models = [m.model for m in (self.target, draft) if m is not None]
+            prepare = partial(self._rehearse, config, draft, None if recorder is None else launch_once)
+            with part_of_start("compilation"):
+                compile_kernels(partial(rehearse, prepare, models), device, self.group.size)
+            with part_of_start("rehearsal"):
+                rehearse(prepare, models)
+
+        # Recorded steps, and the source of guesses
+        with part_of_start("recording"):
+            self.recorded, self.guesses = self._prepare(config, draft, recorder)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> Computed:
@@ -187,16 +197,20 @@ class ModelRunner:
     def _prepare(
         self, config: EngineConfig, draft: DeviceModel | None, recorder: Recorder | None
     ) -> tuple[RecordedSteps | None, Guesses]:
-        """Record steps, and on a GPU launch one of each kind that is not recorded: no request waits for a compiler."""
+        """Record steps, and make the source of guesses."""
         recorded = None if recorder is None else self._record(config, recorder)
         guesses: Guesses = NoGuesses()
         if draft is not None:
             guesses = DraftModel(draft, config, self.rows, self.state, recorder)
         elif self.speculates:
             guesses = PlannedGuesses(self.rows)
-        if self.device.type == "cuda":
-            self.warm_up(config.max_num_batched_tokens)
         return recorded, guesses
+
+    def _rehearse(self, config: EngineConfig, draft: DeviceModel | None, recorder: Recorder | None) -> Guesses:
+        """The same by a recorder that launches; and launch one step of each kind that is not recorded."""
+        _, guesses = self._prepare(config, draft, recorder)
+        self.warm_up(config.max_num_batched_tokens)
+        return guesses
 
     @torch.inference_mode()
     def _record(self, config: EngineConfig, recorder: Recorder) -> RecordedSteps:

@@ -1,16 +1,19 @@
-"""Before the first request: kernels are compiled, by many processes at once, and each is launched.
+"""Before the first request: a rehearsal. Kernels are compiled, by many processes at once, and each is launched.
 
-A kernel is compiled when it is first launched, and no request should wait for that. So all that a runner records is
-launched, and so is one step of each kind that is not recorded. Everything is done in the scratch row.
+A kernel is compiled and loaded, and a library sets itself up, at the first launch. No request should wait for that, and
+no recording survives it. So all that a runner is about to record is launched, and so is one step of each kind that is
+not recorded. Everything is done in the scratch row, and with as few layers as will do.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
+from torch import nn
 
 from nanovllm.engine.plan import Scheduled
-from nanovllm.kernels import why_no_kernels
+from nanovllm.kernels import fused_kernels, why_no_kernels
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.batch import Batch, make_batch
 from nanovllm.runner.draft import Guesses, let_go
@@ -35,15 +38,35 @@ def launch_unrecorded(compute: Callable[[Batch], object], rows: Rows, max_num_to
             compute(make_batch(work, rows))
 
 
-def compile_kernels(
-    prepare: Callable[[], tuple[object, Guesses]],
-    models: Sequence[Transformer],
-    device: torch.device,
-    num_ranks: int,
-) -> None:
-    """Have the kernels compiled that `prepare` would launch, if Triton's cache lacks them. None of them is launched.
+def import_beside(device: torch.device) -> None:
+    """Import Triton and our kernels in a thread of their own, where `device` can run them. A start has time for that
+    while the driver makes a context and weights are read, and a second later it needs them."""
+    if why_no_kernels(device) is None:
+        threading.Thread(target=_import_kernels, args=(device,), name="nanovllm-import").start()
 
-    prepare: what the start is about to do; the guesses that it returns are let go. models: what it computes with.
+
+def _import_kernels(device: torch.device) -> None:
+    with suppress(Exception):  # what is wrong is wrong again where the kernels are used
+        fused_kernels(device)
+        from nanovllm.attention import triton_backend
+        from nanovllm.kernels import precompile
+
+        triton_backend.hopper_kernels(device)
+        precompile.hash_triton()
+
+
+def rehearse(prepare: Callable[[], Guesses], models: Sequence[Transformer]) -> None:
+    """Do what `prepare` does, with as few layers of the models as will do; the guesses that it returns are let go."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(shortened(model))
+        guesses = prepare()
+    let_go(guesses)
+
+
+def compile_kernels(rehearsal: Callable[[], None], device: torch.device, num_ranks: int) -> None:
+    """Have the kernels compiled that `rehearsal` would launch, if Triton's cache lacks them. None of them is launched.
+
     num_ranks: how many processes start on this host.
     """
     if why_no_kernels(device) is not None:
@@ -53,19 +76,20 @@ def compile_kernels(
     processes = num_processes(num_ranks)
     if processes < 2:
         return
-    with compiled_together(processes), ExitStack() as stack:
-        for model in models:
-            stack.enter_context(shortened(model))
-        _, guesses = prepare()
-    let_go(guesses)
+    with compiled_together(processes):
+        rehearsal()
 
 
 @contextmanager
 def shortened(model: Transformer) -> Iterator[None]:
-    """Within this context the model has two layers. A step then launches the same kernels as with all layers: those
-    after the first, which has no residual and the plan of attention just before it, are alike."""
+    """Within this context the model has its first layer, and of the others one of each kind. A step then launches the
+    same kernels, on the same shapes, as with all layers. Only the first layer differs from the others of its kind: it
+    has no residual, and the plan of attention just before it.
+    """
     layers = model.layers
-    model.layers = layers[:2]
+    first, *others = layers
+    kinds = {type(layer.mlp): layer for layer in reversed(others)}  # a dense layer, one with experts
+    model.layers = nn.ModuleList([first, *kinds.values()])
     try:
         yield
     finally:

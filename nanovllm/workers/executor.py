@@ -19,7 +19,9 @@ from nanovllm.models.config import DTYPES
 from nanovllm.models.loader import load_model
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_output import StepOutput
+from nanovllm.runner.warm_up import import_beside
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.startup import part_of_start
 
 # With Python's default, the steps of a large batch collect garbage again and again, though they leave none. A full
 # collection visits all that torch has loaded, and takes as long as many decode steps.
@@ -38,14 +40,16 @@ class RunnerSpec:
     def make_runner(self, device: torch.device, group: Group | None = None) -> ModelRunner:
         """Load the model; of several ranks, which `group` joins, this rank's share of it."""
         c = self.config
-        loaded = load_model(
-            self.path,
-            device=device,
-            dtype=DTYPES.get(c.dtype),  # None for "auto"
-            max_model_len=c.max_model_len,
-            load_format=c.load_format,
-            group=group,
-        )
+        import_beside(device)
+        with part_of_start("weights"):
+            loaded = load_model(
+                self.path,
+                device=device,
+                dtype=DTYPES.get(c.dtype),  # None for "auto"
+                max_model_len=c.max_model_len,
+                load_format=c.load_format,
+                group=group,
+            )
         loaded = replace(loaded, eos_token_ids=self.eos_token_ids)
         return ModelRunner(loaded, c, device, group=group, with_masks=self.with_masks)
 

@@ -1,9 +1,10 @@
-"""What the engine launches on a GPU that is not here: `python -m tests.kernels.cards 86 compile`, `... storm '{}'`, or
-`... tune`.
+"""What the engine launches on a GPU that is not here: `python -m tests.kernels.cards 86 compile`, `... storm '{}'`,
+`... rehearsal '{}'`, or `... tune`.
 
 compile: prints what a program of each kernel takes, for the shapes of several models. storm: starts the engine with
-these options, has it compute steps of all odd sizes, and prints which variants were needed only then. tune: does
-`make tune` by a clock that knows chance alone, and prints which candidates could not be launched.
+these options, has it compute steps of all odd sizes, and prints which variants were needed only then. rehearsal: starts
+it with six layers, and prints what is in a recording and was not launched before. tune: does `make tune` by a clock
+that knows chance alone, and prints which candidates could not be launched.
 """
 
 import json
@@ -15,12 +16,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from benchmarks.kernels import tune
 from benchmarks.kernels.contest import Call
 from benchmarks.kernels.trials import CONTESTS
 from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan
+from nanovllm.graphs.cuda_graph import Step
 from nanovllm.kernels.attention.paged_decode import decode_config
 from nanovllm.kernels.cards import user_file
+from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from tests.kernels.absent_gpu import GPU, AbsentGpu, OnMeta, Variant, start
@@ -140,6 +147,55 @@ def late(gpu: AbsentGpu, options: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "started": started, "late": [v.describe() for v in gpu.noted[started:]]}
 
 
+class Operations(TorchDispatchMode):
+    """Notes PyTorch's operations, with all that the choice of a kernel may depend on: shapes, strides, dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen = [
+            (tuple(a.shape), a.stride(), str(a.dtype)) if isinstance(a, Tensor) else str(a)
+            for a in tree_leaves((args, kwargs or {}))
+        ]
+        self.noted.append(f"{func} {seen}")
+        return func(*args, **kwargs or {})
+
+
+def rehearsed(gpu: AbsentGpu, options: dict[str, Any]) -> dict[str, Any]:
+    """How many recordings the start made, how many launches of attention are in them, and what in them was launched
+    nowhere before. Nothing is compiled."""
+    layers, model_runner.compile_kernels = 6, lambda *_: None
+    before, recordings, unknown = set[str](), 0, set[str]()
+    attention = 0
+    operations = Operations()
+
+    def launched(since: tuple[int, int] = (0, 0)) -> list[str]:
+        return [v.describe() for v in gpu.launched[since[0] :]] + operations.noted[since[1] :]
+
+    def record(step: Step) -> Step:
+        nonlocal attention, recordings
+        if not recordings:
+            before.update(launched())
+        so_far = len(gpu.launched), len(operations.noted)
+        outputs = step()
+        recordings += 1
+        attention += sum(v.name in ATTENTION for v in gpu.launched[so_far[0] :])
+        unknown.update(set(launched(so_far)) - before)
+        return lambda: outputs
+
+    raw = MODELS[options.pop("model", "Qwen3-0.6B")] | options.pop("raw", {})
+    with OnMeta(), operations:
+        runner = start(raw, layers, record, **options)
+    assert runner.recorded is not None
+    with_layers = len(runner.recorded.decodes._replays) + len(runner.recorded.prompts._replays)
+    return {
+        "recordings": recordings, "with layers": with_layers, "attention": attention / layers,
+        "known": len(before), "unknown": sorted(unknown),
+    }  # fmt: skip
+
+
 def tuned(gpu: AbsentGpu) -> dict[str, Any]:
     chance = random.Random(0)
 
@@ -156,8 +212,8 @@ def tuned(gpu: AbsentGpu) -> dict[str, Any]:
 
 if __name__ == "__main__":
     absent = AbsentGpu(int(sys.argv[1]))
-    if sys.argv[2] == "storm":
-        found = late(absent, json.loads(sys.argv[3]))
+    if sys.argv[2] in ("storm", "rehearsal"):
+        found = (late if sys.argv[2] == "storm" else rehearsed)(absent, json.loads(sys.argv[3]))
     else:
         found = compiled(absent) if sys.argv[2] == "compile" else tuned(absent)
     print(json.dumps(found))

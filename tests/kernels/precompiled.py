@@ -39,9 +39,9 @@ def launch(kernel: Any, size: int, **options: int) -> None:
 @contextmanager
 def seen(gpu: AbsentGpu, answer: dict[str, Any], when: str) -> Iterator[None]:
     """Adds to `answer` what happens within this context."""
-    before = gpu.launches, len(compiled), len(asked)
+    before = len(gpu.launched), len(compiled), len(asked)
     yield
-    answer[when] = [gpu.launches - before[0], compiled[before[1] :], asked[before[2] :]]
+    answer[when] = [len(gpu.launched) - before[0], compiled[before[1] :], asked[before[2] :]]
 
 
 def processes_left() -> list[str]:

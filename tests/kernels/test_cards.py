@@ -105,3 +105,23 @@ def test_no_request_waits_for_a_compiler_on_a_tuned_card(tmp_path: Path) -> None
     found = on_card(90, "storm", json.dumps(options), caches=tmp_path)
     assert found["steps"] > 40 and found["started"] > 20
     assert found["late"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 24, "max_model_len": 1003},
+        {"speculative": {"method": "ngram", "k": 3}, "max_num_seqs": 8, "max_model_len": 300},
+        {"model": "Qwen3-30B-A3B", "raw": {"mlp_only_layers": [0, 1, 4]}, "max_num_seqs": 8, "max_model_len": 300},
+    ],
+    ids=["dense", "guesses", "some layers with experts"],
+)
+def test_nothing_is_recorded_that_was_not_rehearsed(options: dict[str, Any]) -> None:
+    """Kernels would be loaded in a recording, and libraries set up, which no recording survives. A rehearsal with few
+    layers has launched the variants and the operations, with their shapes, that the recordings of all layers contain.
+    """
+    found = on_card(90, "rehearsal", json.dumps({"max_num_batched_tokens": 1000} | options))
+    assert found["unknown"] == []
+    assert found["known"] > 500 and found["recordings"] > 12
+    assert found["attention"] == found["with layers"], "attention once per layer and recording"
