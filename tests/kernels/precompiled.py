@@ -22,7 +22,7 @@ from nanovllm.kernels import precompile
 from nanovllm.kernels.precompile import Compilers, compiled_together, without_launches
 from tests.kernels.absent_gpu import GPU, AbsentGpu, OnMeta, start
 from tests.kernels.cards import QWEN3
-from tests.kernels.some_kernels import ONLY, doubling, impossible, quadrupling
+from tests.kernels.some_kernels import LAUNCHERS, ONLY, doubling, filling, impossible, quadrupling
 
 NUM_ABANDONED = 40  # variants that are asked for by a process that is killed
 
@@ -187,6 +187,18 @@ def abandoned(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
         while not list(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/doubling.json")):
             sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def launchers(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
+    """Two sizes have the same types of arguments, and another kernel has others."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ[LAUNCHERS] = directory
+        with compiled_together(2):
+            launch(doubling, 131072)
+            launch(doubling, 262144)
+            filling[(1,)](torch.empty(16, device=GPU), 2.0, SIZE=16)
+        del os.environ[LAUNCHERS]
+        answer["made"] = sorted(path.name for path in Path(directory).iterdir())
 
 
 def no_process(gpu: AbsentGpu, answer: dict[str, Any]) -> None:

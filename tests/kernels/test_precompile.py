@@ -23,6 +23,7 @@ SCENES = [
     "killed",
     "beheaded",
     "elsewhere",
+    "launchers",
     "no_process",
     "given_up",
 ]
@@ -63,6 +64,11 @@ def test_hashes_are_those_of_the_process_that_launches(scenes: dict[str, Any]) -
 def test_the_modules_are_those_of_the_process_that_launches(scenes: dict[str, Any]) -> None:
     """Not those of the directory in which it was started."""
     assert scenes["elsewhere"]["afterwards"] == [1, [], []]
+
+
+def test_what_launches_is_compiled_once_for_each_types_of_arguments(scenes: dict[str, Any]) -> None:
+    """As Triton 3.6 wants it."""
+    assert scenes["launchers"]["made"] == ["doubling [131072]", "filling [16]"]
 
 
 def test_without_launches_nothing_is_compiled_either(scenes: dict[str, Any]) -> None:
