@@ -45,10 +45,9 @@ KINDS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 # Where compilers keep what they made: Triton, Inductor, CUDA's own, vLLM
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
 STARTS = (("cold", "empty"), ("warm", "warm"))  # scenario, and its compile caches
-PARTS = (  # of a start, in order: imports, then what `nanovllm.startup` logs, then a request
-    "imports", "configuration", "weights", "KV cache", "compilation", "rehearsal", "recording", "first token",
-    "the rest",
-)  # fmt: skip
+# Parts of a start, in order: imports, then what `nanovllm.startup` logs, then a request. Some are for a GPU alone
+PARTS = "imports", "configuration", "weights", "KV cache", "compilation", "rehearsal", "recording", "first token"
+ON_GPU = "compilation", "rehearsal"
 SHORT = (  # benchmark, key of its figure, what the README calls the figure
     ("throughput", "throughput", "output tokens per second, 256 requests at once"),
     ("sampling", "recommended", "the same with top_p 0.95 and top_k 20, as Qwen3's card recommends"),
@@ -239,7 +238,8 @@ def startup(options: Namespace) -> Showcase:
             ),
             *(
                 lower(f"{part} {kind}", f"{part}, {caches} compile caches", "s", kind, part)
-                for part in PARTS
+                for part in (*PARTS, "the rest")
+                if options.device != "cpu" or part not in ON_GPU
                 for kind, caches in STARTS
             ),
         ],

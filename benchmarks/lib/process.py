@@ -3,6 +3,8 @@
 Job and result are JSON (`harness.run_process` writes and reads them). What is measured is up to a function of the
 benchmark: `measure(**arguments)` returns the figures of each repetition by scenario. If the job names a package,
 `measure` is given an engine of that package first; nanovllm and vLLM are called in the same way.
+
+PyTorch is imported where it is used: by an engine's package, as its users have it, and with nothing before it.
 """
 
 import importlib
@@ -20,8 +22,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 ClockName = Literal["cpu", "wall"]
 GREEDY: tuple[dict[str, Any], ...] = ({"temperature": 0.0},)
@@ -104,6 +104,8 @@ def random_prompts(lengths: Sequence[int], seed: int, highest_id: int) -> list[l
 
 
 def synchronize(device: str) -> None:
+    import torch
+
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
 
@@ -117,6 +119,8 @@ def processor_name() -> str:
 
 def facts(device: str) -> dict[str, Any]:
     """What a figure depends on besides the code; nothing that names the machine or its owner."""
+    import torch
+
     found = {
         "device": "cpu",
         "processor": processor_name(),
@@ -136,12 +140,13 @@ def facts(device: str) -> dict[str, Any]:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Do a job in this process."""
     module_name, _, function = job["measure"].rpartition(".")
-    module = importlib.import_module(module_name)
-    measure, about = getattr(module, function), {}
     if job.get("variant") is not None:
-        module.prepare(job["variant"])
-    if "package" in job:
+        importlib.import_module(module_name).prepare(job["variant"])
+    engine = None
+    if "package" in job:  # before all that a benchmark imports, which is no part of a start
         engine = Engine(job["package"], job["model"], job["options"], job["started"])
+    measure, about = getattr(importlib.import_module(module_name), function), {}
+    if engine is not None:
         measure = partial(measure, engine)
         about = {"engine": engine.version, "ready_seconds": engine.ready_seconds}
     machine = facts(job["device"]) | {"clock": job["clock"]}
@@ -151,6 +156,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     job = json.load(sys.stdin)
     if job["threads"]:
+        import torch
+
         torch.set_num_threads(job["threads"])
     Path(sys.argv[1]).write_text(json.dumps(run(job)))
 

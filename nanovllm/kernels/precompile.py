@@ -11,6 +11,7 @@ threads and uses a GPU. So a new process imports Triton, and forks the processes
 does. None of them touches the GPU.
 """
 
+import gc
 import hashlib
 import logging
 import os
@@ -241,7 +242,9 @@ def leave_stdout() -> None:
 
 def serve(num_processes: int) -> None:
     """Compile what is asked for on stdin, until nothing more can come."""
-    hash_triton()  # or each of the processes would
+    # Or each of the processes would: have Triton hash itself, and look for garbage in all that is imported
+    hash_triton()
+    gc.freeze()
     seen = set()
     with ProcessPoolExecutor(num_processes, get_context("fork"), leave_stdout) as pool:
         while True:
