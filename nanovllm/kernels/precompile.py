@@ -3,8 +3,8 @@
 Triton compiles a variant of a kernel when it is first launched: one after the other, on one core. A model needs some
 fifty. So a start is gone through twice. The first time, within `compiled_together`, no kernel is launched. Triton finds
 out which variant a launch needs, and the variants that its cache on disk lacks are compiled by other processes. The
-second time, everything is found in the cache. A variant that could not be compiled beforehand, for whatever reason, is
-compiled when it is launched.
+second time, everything is found in the cache. (Where the cache lacks nothing, once is enough, with launches.) A variant
+that could not be compiled beforehand, for whatever reason, is compiled when it is launched.
 
 Threads would gain nothing: most of Triton's compiler holds Python's lock. Nor can this process be forked, since it has
 threads and uses a GPU. So a new process imports Triton, and forks the processes that compile, as PyTorch's Inductor
@@ -162,15 +162,16 @@ def without_launches() -> Iterator[None]:
 
 
 @contextmanager
-def compiled_together(num_processes: int) -> Iterator[None]:
-    """Within this context this thread launches no kernel of ours. When the context ends, `num_processes` processes have
-    compiled the variants that its launches needed and Triton's cache lacked.
+def compiled_together(num_processes: int, launching: bool = False) -> Iterator[set[Any]]:
+    """Within this context this thread launches no kernel of ours; if `launching`, none from the first one on that
+    Triton's cache lacks. When the context ends, `num_processes` processes have compiled the variants that its launches
+    needed and the cache lacked. Gives a set, which stays empty if the cache has all of them.
 
     Nothing that goes wrong in those processes is an error: what they have not compiled is compiled when it is launched.
     """
     hash_triton()
     thread = get_ident()
-    compilers, asked = Compilers(num_processes), set()
+    compilers, asked = Compilers(num_processes), set[Any]()
 
     def compile_or_ask(
         self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, warmup: bool
@@ -186,14 +187,14 @@ def compiled_together(num_processes: int) -> Iterator[None]:
                 return None
         return compile_now(self, key, signature, device, constants, options, attributes, warmup)
 
-    def only_find_variant(run: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(*args, warmup=True, **kwargs)
+    def find_variant(run: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(*args, warmup=warmup or not launching or bool(asked), **kwargs)
 
     try:
-        with launches_changed(only_find_variant):
+        with launches_changed(find_variant):
             compile_now = JITFunction._do_compile
             with replaced("_do_compile", compile_or_ask):
-                yield
+                yield asked
         compilers.wait()
     finally:
         compilers.stop()

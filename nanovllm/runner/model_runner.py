@@ -103,14 +103,15 @@ class ModelRunner:
         # With guesses, each token of a sequence has a mask of its own.
         self.records_tails = with_masks and in_kernels and not self.speculates
 
-        # On a GPU a rehearsal: first without a launch, which shows what has to be compiled
+        # On a GPU a rehearsal: first to see what has to be compiled, if anything
         if device.type == "cuda":
             models = [m.model for m in (self.target, draft) if m is not None]
             prepare = partial(self._rehearse, config, draft, None if recorder is None else launch_once)
             with part_of_start("compilation"):
-                compile_kernels(partial(rehearse, prepare, models), device, self.group.size)
+                rehearsed = compile_kernels(partial(rehearse, prepare, models), device, self.group.size)
             with part_of_start("rehearsal"):
-                rehearse(prepare, models)
+                if not rehearsed:
+                    rehearse(prepare, models)
 
         # Recorded steps, and the source of guesses
         with part_of_start("recording"):

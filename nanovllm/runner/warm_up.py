@@ -64,20 +64,23 @@ def rehearse(prepare: Callable[[], Guesses], models: Sequence[Transformer]) -> N
     let_go(guesses)
 
 
-def compile_kernels(rehearsal: Callable[[], None], device: torch.device, num_ranks: int) -> None:
-    """Have the kernels compiled that `rehearsal` would launch, if Triton's cache lacks them. None of them is launched.
+def compile_kernels(rehearsal: Callable[[], None], device: torch.device, num_ranks: int) -> bool:
+    """Have the kernels compiled that `rehearsal` would launch, if Triton's cache lacks them. Returns whether it lacked
+    none, and `rehearsal` has launched them all.
 
-    num_ranks: how many processes start on this host.
+    num_ranks: how many processes start on this host. Of several none launches: their kernels wait for each other, and
+        one rank may find in the cache what another has just missed.
     """
     if why_no_kernels(device) is not None:
-        return
+        return False
     from nanovllm.kernels.precompile import compiled_together, num_processes
 
-    processes = num_processes(num_ranks)
+    processes, launching = num_processes(num_ranks), num_ranks == 1
     if processes < 2:
-        return
-    with compiled_together(processes):
+        return False
+    with compiled_together(processes, launching) as missing:
         rehearsal()
+    return launching and not missing
 
 
 @contextmanager

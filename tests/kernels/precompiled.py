@@ -76,6 +76,19 @@ def usual(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
             launch(doubling, size)
 
 
+def launching(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
+    """Of three launches the second needs what is not there; then one needs what is there."""
+    launch(doubling, 524288)
+    with compiled_together(2, launching=True) as missing, seen(gpu, answer, "some are missing"):
+        for size in (524288, 1048576, 524288):
+            launch(doubling, size)
+    answer["missing"] = len(missing)
+    with compiled_together(2, launching=True) as missing, seen(gpu, answer, "none is missing"):
+        launch(doubling, 1048576)
+        launch(doubling, 524288)
+    answer["still missing"] = len(missing)
+
+
 def shared(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
     """A kernel that shares a function with another, which only this process has used."""
     launch(doubling, 16)

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 SCENES = [
     "usual",
+    "launching",
     "shared",
     "nothing",
     "thread",
@@ -54,6 +55,13 @@ def test_what_was_compiled_beforehand_is_found(scenes: dict[str, Any]) -> None:
     """A variant is asked for once, and compiled here only if nobody asked for it."""
     assert scenes["usual"]["beforehand"] == [0, [], ["doubling"] * 2]
     assert scenes["usual"]["afterwards"] == [3, ["doubling"], []]
+
+
+def test_launches_end_with_the_first_variant_that_is_missing(scenes: dict[str, Any]) -> None:
+    """What a later kernel reads would not have been written. Where nothing is missing, all are launched."""
+    assert scenes["launching"] == {
+        "some are missing": [1, [], ["doubling"]], "missing": 1, "none is missing": [2, [], []], "still missing": 0,
+    }  # fmt: skip
 
 
 def test_hashes_are_those_of_the_process_that_launches(scenes: dict[str, Any]) -> None:
