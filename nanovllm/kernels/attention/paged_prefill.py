@@ -84,12 +84,13 @@ def _masked_tiles(  # type: ignore[no-untyped-def]
         key = start + tl.arange(0, KEYS)
         pointer = head_ptr + token_offsets(table_ptr, start, context_len, TOKEN_STRIDE, BLOCK_SIZE, KEYS)[:, None]
         in_context = (key < context_len)[:, None]  # beyond it lies anything: a NaN in V would survive p = 0
-        visible = key[None, :] <= position[:, None]
         if WINDOW:  # before it, too: blocks that no window reaches any more may be another sequence's
             in_context &= (key > oldest - WINDOW)[:, None]
-            visible &= key[None, :] > position[:, None] - WINDOW
         k = tl.load(pointer, mask=in_context, other=0.0)
         v = tl.load(pointer + v_offset, mask=in_context, other=0.0)
+        visible = key[None, :] <= position[:, None]
+        if WINDOW:
+            visible &= key[None, :] > position[:, None] - WINDOW
         m, denom, acc = attend_tile(q, k, v, visible, scale, m, denom, acc, True)
     return m, denom, acc
 

@@ -133,11 +133,12 @@ def attend_keys(  # type: ignore[no-untyped-def]
         offset = token_offsets(table_ptr, start, context_len, TOKEN_STRIDE, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
         pointer = kv_ptr + offset[:, None] + dim[None, :]
         in_context = (key < context_len)[:, None]  # beyond it lies anything: a NaN in V would survive p = 0
-        visible = key[None, :] <= position[:, None]
         if WINDOW:
             in_context &= (key > oldest - WINDOW)[:, None]
-            visible &= key[None, :] > position[:, None] - WINDOW
         k = tl.load(pointer, mask=in_context, other=0.0)  # [KEYS, D]
         v = tl.load(pointer + v_offset, mask=in_context, other=0.0)  # [KEYS, D]
+        visible = key[None, :] <= position[:, None]
+        if WINDOW:
+            visible &= key[None, :] > position[:, None] - WINDOW
         m, denom, acc = attend_tile(q, k, v, visible, scale, m, denom, acc, True)
     return m, denom, acc
