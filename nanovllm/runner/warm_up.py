@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.nn import ModuleList
 
 from nanovllm.engine.plan import Scheduled
 from nanovllm.kernels import why_no_kernels
@@ -62,10 +63,11 @@ def compile_kernels(
 
 @contextmanager
 def shortened(model: Transformer) -> Iterator[None]:
-    """Within this context the model has two layers. A step then launches the same kernels as with all layers: those
-    after the first, which has no residual and the plan of attention just before it, are alike."""
-    layers = model.layers
-    model.layers = layers[:2]
+    """Within this context the model has two layers of each window that it has. A step then launches the same kernels as
+    with all layers: those after the first, which has no residual and the plan of attention just before it, are
+    alike."""
+    layers, windows = model.layers, model.config.windows
+    model.layers = ModuleList(layer for i, layer in enumerate(layers) if windows[:i].count(windows[i]) < 2)
     try:
         yield
     finally:
