@@ -27,9 +27,7 @@ class BlockManager:
     window: keys that a query sees at most, its own included, if that is so in all layers; 0: some layer sees all.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching

@@ -56,9 +56,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Forget all sequences and all cached blocks, also from a state that an exception left half changed."""
-        self.blocks = BlockManager(
-            self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching, self.window
-        )
+        self.blocks = BlockManager(self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching, self.window)
         self.sequences: dict[int, Sequence] = {}  # by key, all that are not finished
         self.num_matchers = 0  # how many of these have one
         # Both in order of (priority, arrival). To join or leave moves one pointer for each sequence after it: with ten

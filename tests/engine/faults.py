@@ -223,7 +223,7 @@ FAULTS_OF_WINDOWS: dict[str, list[Edit]] = {
         Edit(BlockManager, "release", "max(num_kept, seq.num_unseen)", "num_kept")
     ],
     "a block is given back at every border": [
-        Edit(BlockManager, "release_unseen", "seq.block_table[seq.num_unseen : num_unseen]", "seq.block_table[:num_unseen]")
+        Edit(BlockManager, "release_unseen", "[seq.num_unseen : num_unseen]", "[:num_unseen]")
     ],
     "a resumed sequence is taken for one that gave blocks back": [
         Edit(BlockManager, "share", "seq.num_unseen = 0", "pass")

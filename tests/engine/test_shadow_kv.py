@@ -26,7 +26,7 @@ def test_random_histories(shard: int) -> None:
 
 
 @pytest.mark.parametrize("speculative", [False, True])
-@pytest.mark.parametrize("window", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("window", [1, *(pytest.param(window, marks=pytest.mark.slow) for window in (2, 3, 9))])
 def test_random_histories_in_windows(window: int, speculative: bool) -> None:
     """Blocks that no window reaches any more are given back, and may be anybody's."""
     for seed in range(HISTORIES // 2):

@@ -1,7 +1,7 @@
 """Attention problems with their answers in float64, for the tests of every backend.
 
-Whatever a kernel must not read is NaN: the slots of a block beyond its sequence's context and those before the window of
-its first query, blocks that belong to nobody (the unused entries of block tables point at one) and the scratch block.
+Whatever a kernel must not read is NaN: the slots of a block beyond its sequence's context and those before the window
+of its first query, blocks that belong to nobody (the unused entries of block tables point at one) and the scratch block.
 """
 
 import dataclasses
@@ -104,9 +104,7 @@ def as_single_tokens(case: Case) -> Case:
     return dataclasses.replace(case, meta=single)
 
 
-def attention_float64(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0
-) -> torch.Tensor:
+def attention_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
     """Causal attention of the last tokens q [n, Hq, D] of a context k, v [L, Hkv, D], by the definition. A query at p
     sees the keys k with p - k < window."""
     n, context = q.shape[0], k.shape[0]

@@ -35,10 +35,10 @@ from nanovllm.kernels.attention.paged_tile import (
     PagedInputs,
     ask_for_keys,
     attend_keys,
-    tiles_before,
     keys_per_tile,
     locate,
     padded_sequences,
+    tiles_before,
 )
 from nanovllm.kernels.cards import choose
 from nanovllm.kernels.launch import CACHE_LINE, capability, overlaps_launches, shared_memory_of_sm

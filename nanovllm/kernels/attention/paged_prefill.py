@@ -169,9 +169,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + offset[:, None] + dim[None, :], out, mask=used)
 
 
-def paged_prefill(
-    inputs: PagedInputs, config: PrefillConfig, *, first_sequence: int = 0, window: int = 0
-) -> None:
+def paged_prefill(inputs: PagedInputs, config: PrefillConfig, *, first_sequence: int = 0, window: int = 0) -> None:
     """Causal attention of the sequences from `first_sequence` on, any number of queries each, into `inputs.out`.
 
     config: of `prefill_config`. first_sequence: sequences before it have one query each, and their tokens come first.
@@ -196,5 +194,6 @@ def paged_prefill(
         first_sequence, num_sequences, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         QUERIES=queries, ROWS=config.rows, KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences),
-        TMA=config.tma, WINDOW=window, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+        TMA=config.tma, WINDOW=window, num_warps=config.num_warps, num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )  # fmt: skip

@@ -23,11 +23,9 @@ def _activate_and_mul_kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(gate_up_ptr + row * (2 * SIZE) + column, mask=exists, other=0.0)
     up = tl.load(gate_up_ptr + row * (2 * SIZE) + SIZE + column, mask=exists, other=0.0)
     gate32 = gate.to(tl.float32)
-    if GELU:  # gate / 2 * (1 + tanh(z)) is gate * sigmoid(2 z)
-        slope = 1.5957691216057308 * (gate32 + 0.044715 * gate32 * gate32 * gate32)
-    else:
-        slope = gate32
-    activated = (gate32 * tl.sigmoid(slope)).to(gate.dtype)
+    # gelu(x) is x / 2 * (1 + tanh(z)), which is x * sigmoid(2 z)
+    argument = 1.5957691216057308 * (gate32 + 0.044715 * gate32 * gate32 * gate32) if GELU else gate32
+    activated = (gate32 * tl.sigmoid(argument)).to(gate.dtype)
     tl.store(out_ptr + row * SIZE + column, activated * up, mask=exists)
 
 
