@@ -118,7 +118,7 @@ def lively_gemma3(directory: Path | str, **over: Any) -> Path:
         "head_dim": 32,
         "query_pre_attn_scalar": 24,
         "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window_pattern": 2,
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -251,13 +251,13 @@ def enliven(model: PreTrainedModel, seed: int) -> None:
 
 
 def remove_offsets(model: PreTrainedModel) -> None:
-    """Gemma's norms add 1 to their weights, and its embedding is multiplied: less of both is as lively."""
+    """Gemma adds 1 to the weights of norms, and multiplies the embedding: with less of both it is lively, tied or not."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.sub_(1)
             elif "embed_tokens" in name:
-                parameter.div_(model.config.hidden_size**0.5)
+                parameter.div_(4 * model.config.hidden_size**0.5)
 
 
 def rewrite_config(path: Path, spelling: Spelling, drop: tuple[str, ...] = ()) -> None:

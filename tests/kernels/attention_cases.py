@@ -1,7 +1,7 @@
 """Attention problems with their answers in float64, for the tests of every backend.
 
-Whatever a kernel must not read is NaN: the slots of a block beyond its sequence's context and those before the window
-of its first query, blocks that belong to nobody (the unused entries of block tables point at one) and the scratch block.
+Whatever a kernel must not read is NaN: the slots of a block beyond its sequence's context, those before the window of
+its first query, blocks that belong to nobody (the unused entries of block tables point at one) and the scratch block.
 """
 
 import dataclasses
