@@ -251,7 +251,7 @@ def enliven(model: PreTrainedModel, seed: int) -> None:
 
 
 def remove_offsets(model: PreTrainedModel) -> None:
-    """Gemma adds 1 to the weights of norms, and multiplies the embedding: with less of both it is lively, tied or not."""
+    """Gemma adds 1 to the weights of norms and multiplies the embedding. With less of both it is lively, even tied."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):

@@ -27,11 +27,12 @@ from stages.checkpoint import load_model as load_stage_model
 from stages.stage_1_naive import attend_to_all
 from tests import oracle
 from tests.models.plain_attention import DictAttention
-from tests.weights import lively_qwen3, random_llama, random_qwen2
+from tests.weights import lively_gemma3, lively_qwen3, random_llama, random_mistral, random_qwen2
 
 POSITIONS = 64
 IDS = torch.arange(POSITIONS) * 37 % 500
 BUILDERS: dict[str, Callable[..., Path]] = {"llama": random_llama, "qwen2": random_qwen2, "qwen3": lively_qwen3}
+OTHERS: dict[str, Callable[..., Path]] = {"mistral": random_mistral, "gemma3_text": lively_gemma3}
 THETA = {"rope_theta": 500.0}  # so small that 64 positions show what becomes of the slow rotations
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **THETA}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **THETA}
@@ -40,8 +41,8 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": 
 
 @torch.inference_mode()
 def engine_logits(path: Path) -> Tensor:
-    model = load_model(path).model
-    return model.logits(model(IDS, torch.arange(POSITIONS), DictAttention())).float()
+    loaded = load_model(path)
+    return loaded.model.logits(loaded.model(IDS, torch.arange(POSITIONS), DictAttention(loaded.config))).float()
 
 
 @torch.inference_mode()
@@ -59,7 +60,7 @@ def truth(path: Path) -> Tensor:
 
 def variant(directory: Path, family: str, config: dict[str, Any], change: Callable[..., Any] | None = None) -> Path:
     """A copy of a small model with other words in config.json (`...` drops a key), and other tensors."""
-    source = BUILDERS[family](directory, max_position_embeddings=POSITIONS)
+    source = (BUILDERS | OTHERS)[family](directory, max_position_embeddings=POSITIONS)
     path = Path(shutil.copytree(source, directory / f"variant-{len(list(directory.iterdir()))}"))
     raw = json.loads((path / "config.json").read_text()) | config
     (path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
@@ -98,13 +99,14 @@ def check_facts(path: Path) -> None:
     theirs: Any = AutoConfig.from_pretrained(path)
     dtype = theirs.dtype or AutoModelForCausalLM.from_pretrained(path).dtype
     raw = json.loads((path / "config.json").read_text())
+    rope = theirs.rope_parameters.get(FULL, theirs.rope_parameters)
     found = {name: (value, source) for name, value, source in checkpoint_facts(path)}
     for name, expected, *places in (
         ("architecture", theirs.model_type, "model_type"),
         ("dtype of the weights", str(dtype).removeprefix("torch."), "dtype", "torch_dtype"),
         ("vocabulary of the model", f"{theirs.vocab_size} rows", "vocab_size"),
-        ("RoPE theta", f"{theirs.rope_parameters['rope_theta']:g}", "rope_parameters", "rope_theta"),
-        ("RoPE scaling", SCALING_NAMES[theirs.rope_parameters["rope_type"]], "rope_parameters", "rope_scaling"),
+        ("RoPE theta", f"{rope['rope_theta']:g}", "rope_parameters", "rope_theta"),
+        ("RoPE scaling", SCALING_NAMES[rope["rope_type"]], "rope_parameters", "rope_scaling"),
     ):
         value, source = found[name]
         assert value.split(",")[0] == expected, name
@@ -113,7 +115,8 @@ def check_facts(path: Path) -> None:
     is_tied = load_model(path).config.tie_word_embeddings
     value, source = found["tied embeddings"]
     assert value == ("yes" if is_tied else "no")
-    assert (source == "the weights: lm_head.weight") == (raw.get("tie_word_embeddings", False) and not is_tied)
+    says_tied = raw.get("tie_word_embeddings", theirs.model_type == "gemma3_text")
+    assert (source == "the weights: lm_head.weight") == (says_tied and not is_tied)
 
 
 SCALING_NAMES = {
@@ -174,26 +177,108 @@ def test_dynamic_scaling_ends_where_its_frequencies_would_change(checkpoints: Pa
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ...}
 SLIDING, FULL = "sliding_attention", "full_attention"
-WINDOWS: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    "K6: no layer beyond the first": ("qwen3", WINDOW | {"max_window_layers": 3}, None),
-    "no layer beyond the default": ("qwen2", WINDOW | {"max_window_layers": ...}, None),
-    "one layer": ("qwen2", WINDOW | {"max_window_layers": 2}, r"sliding_attention \(sliding_window=8\)"),
-    "switched off": ("qwen3", WINDOW | {"use_sliding_window": False, "max_window_layers": 0}, None),
-    "no number": ("qwen3", WINDOW | {"sliding_window": None, "max_window_layers": 0}, None),
-    "as wide as the model": ("qwen2", WINDOW | {"sliding_window": 64, "max_window_layers": 0}, None),
-    "all layers listed as full": ("qwen3", WINDOW | {"layer_types": [FULL] * 3, "max_window_layers": 0}, None),
-    "one layer listed": ("qwen3", WINDOW | {"layer_types": [FULL, SLIDING, FULL]}, "sliding_attention"),
-    "Llama has none": ("llama", WINDOW | {"max_window_layers": 0}, None),
+LISTED = {"layer_types": [FULL, SLIDING, FULL]}
+# The family, what its config.json says, and the windows that the engine finds there; or how it refuses
+WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int, ...] | str]] = {
+    "K6: no layer beyond the first": ("qwen3", WINDOW | {"max_window_layers": 3}, (0, 0, 0)),
+    "no layer beyond the default": ("qwen2", WINDOW | {"max_window_layers": ...}, (0, 0, 0)),
+    "one layer": ("qwen2", WINDOW | {"max_window_layers": 2}, (0, 0, 8)),
+    "all layers": ("qwen3", WINDOW | {"max_window_layers": 0}, (8, 8, 8)),
+    "switched off": ("qwen3", WINDOW | {"use_sliding_window": False, "max_window_layers": 0}, (0, 0, 0)),
+    "no number": ("qwen3", WINDOW | {"sliding_window": None, "max_window_layers": 0}, (0, 0, 0)),
+    "the default number": ("qwen3", WINDOW | {"sliding_window": ..., "max_window_layers": 0}, (0, 0, 0)),
+    "as wide as the model": ("qwen2", WINDOW | {"sliding_window": 64, "max_window_layers": 0}, (0, 0, 0)),
+    "a little narrower": ("qwen2", WINDOW | {"sliding_window": 63, "max_window_layers": 0}, (63, 63, 63)),
+    "one key": ("qwen2", WINDOW | {"sliding_window": 1, "max_window_layers": 0}, (1, 1, 1)),
+    "all layers listed as full": ("qwen3", WINDOW | {"layer_types": [FULL] * 3, "max_window_layers": 0}, (0, 0, 0)),
+    "one layer listed": ("qwen3", WINDOW | LISTED, (0, 8, 0)),
+    "one layer listed and switched off": ("qwen3", WINDOW | LISTED | {"use_sliding_window": False}, "positive"),
+    "Llama has none": ("llama", WINDOW | {"max_window_layers": 0}, (0, 0, 0)),
+    "Mistral": ("mistral", {}, (8, 8, 8)),
+    "Mistral without": ("mistral", {"sliding_window": None}, (0, 0, 0)),
+    "Mistral's default": ("mistral", {"sliding_window": ...}, (0, 0, 0)),
+    "Mistral knows no list": ("mistral", LISTED, (8, 8, 8)),
+    "Mistral knows no switch": ("mistral", {"use_sliding_window": False}, (8, 8, 8)),
+    "Gemma": ("gemma3_text", {}, (8, 0, 8)),
+    "Gemma's list": ("gemma3_text", {"layer_types": [FULL, FULL, SLIDING]}, (0, 0, 8)),
+    "Gemma's pattern": ("gemma3_text", {"layer_types": ..., "sliding_window_pattern": 3}, (8, 8, 0)),
+    "Gemma's default": ("gemma3_text", {"layer_types": ...}, (8, 8, 8)),
+    "Gemma with no limit in effect": ("gemma3_text", {"sliding_window": 64}, (0, 0, 0)),
+    "Gemma without": ("gemma3_text", {"sliding_window": None}, "need a positive sliding_window; got None"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", few_are_fast(WINDOWS, "K6: no layer beyond the first", "one layer", "one layer listed")
+    "name", few_are_fast(WINDOWS, "K6: no layer beyond the first", "one layer", "Mistral", "Gemma")
 )
-def test_windows_that_are_off_in_effect(name: str, checkpoints: Path) -> None:
-    """K6"""
-    family, config, refusal = WINDOWS[name]
-    check(variant(checkpoints, family, config), refusal, stages_refuse=name == "as wide as the model")
+def test_windows(name: str, checkpoints: Path) -> None:
+    """K6. The stages have none."""
+    family, config, found = WINDOWS[name]
+    path = variant(checkpoints, family, config)
+    if isinstance(found, str):
+        check(path, found)
+        return
+    assert read_config(path).windows == found
+    sees_less = any(found) or name in ("as wide as the model", "the default number") or family in OTHERS
+    check(path, stages_refuse=sees_less)
+
+
+GEMMA_ROPE: dict[str, tuple[dict[str, Any], tuple[float, float] | str]] = {
+    "as in real files": (
+        {"rope_parameters": ..., "rope_theta": 5e3, "rope_scaling": None, "rope_local_base_freq": 300.0}, (5e3, 300.0)
+    ),
+    "the defaults": ({"rope_parameters": ...}, (1e6, 1e4)),
+    "one of two": ({"rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": 400.0}}}, (1e6, 400.0)),
+    "scaled, as the larger ones are": (
+        {"rope_parameters": ..., "rope_theta": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, (5e3, 1e4)
+    ),
+    "local scaled as well": (
+        {"rope_parameters": {kind: {"rope_type": "linear", "factor": 2.0, **THETA} for kind in (FULL, SLIDING)}},
+        (500.0, 500.0),
+    ),
+    "not by kind": ({"rope_parameters": {"rope_type": "default", **THETA}}, "must have one dict for full_attention"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few_are_fast(GEMMA_ROPE, "as in real files"))
+def test_gemma_turns_heads_by_the_kind_of_layer(name: str, checkpoints: Path) -> None:
+    config, found = GEMMA_ROPE[name]
+    path = variant(checkpoints, "gemma3_text", config)
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            load_model(path)
+        return
+    parsed = read_config(path)
+    assert parsed.gemma is not None and (parsed.rope_theta, parsed.gemma.local_rope_theta) == found
+    check(path, stages_refuse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [{"query_pre_attn_scalar": 40}, {"query_pre_attn_scalar": ...}, {"tie_word_embeddings": ...}, {"hidden_act": "x"},
+     {"attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False}],
+)  # fmt: skip
+def test_other_words_of_gemma(config: dict[str, Any], checkpoints: Path) -> None:
+    check(variant(checkpoints, "gemma3_text", config), stages_refuse=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ({"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported; supported is 'gelu_pytorch_tanh'"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number; got 0"),
+        ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be a positive number"),
+        ({"sliding_window": 0}, "need a positive sliding_window; got 0"),
+        ({"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
+    ],
+)
+def test_what_gemma_3_has_not_is_refused_by_name(config: dict[str, Any], told: str, checkpoints: Path) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_config(variant(checkpoints, "gemma3_text", config))
 
 
 def half(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -385,7 +470,7 @@ def test_any_combination(
             except ValueError as error:
                 assert "not supported" in str(error) or "sliding" in str(error)
                 windows = more.get("use_sliding_window") and family != "llama"
-                assert windows or (logits is stage_logits and kind != "default"), error
+                assert logits is stage_logits and (windows or kind != "default"), error
             else:
                 oracle.check_logits(found, expected)
     finally:
