@@ -16,7 +16,7 @@ from nanovllm.models.checkpoint import (
 )
 from nanovllm.models.config import FAMILIES, Family, ModelConfig, read_config
 from nanovllm.models.loader import HEAD, has_own_head
-from nanovllm.models.window_config import FULL
+from nanovllm.models.window_config import FULL, LIMITED
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.text.tokenizer_class import read
 
@@ -74,7 +74,7 @@ def thetas(config: ModelConfig) -> str:
 def theta_place(raw: Mapping[str, Any]) -> str:
     for key in ("rope_parameters", "rope_scaling"):
         rope = raw.get(key) or {}
-        if rope.get("rope_theta", rope.get(FULL)) is not None:
+        if rope.get("rope_theta", rope.get(FULL, rope.get(LIMITED))) is not None:
             return f"config.json: {key}"
     return "the default" if raw.get("rope_theta") is None else "config.json: rope_theta"
 

@@ -86,7 +86,7 @@ FAMILIES = {  # by the `model_type` of config.json
     "qwen3": Family(head_dim=128, qk_norm=True),
     "mixtral": Family(
         num_key_value_heads=8,
-        windows=WindowKeys("all", has_switch=False, default=None),
+        windows=WindowKeys("always", has_switch=False, default=None),
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         rope_theta=1e6,
@@ -101,7 +101,7 @@ FAMILIES = {  # by the `model_type` of config.json
         o_bias=False,
         experts=ExpertKeys(shared_intermediate_size="shared_expert_intermediate_size"),
     ),
-    "qwen3_moe": Family(num_key_value_heads=4, windows=WindowKeys("all"), qk_norm=True, experts=ExpertKeys()),
+    "qwen3_moe": Family(num_key_value_heads=4, windows=WindowKeys("always"), qk_norm=True, experts=ExpertKeys()),
     "gemma3_text": Family(
         head_dim=256,
         num_key_value_heads=4,
@@ -198,7 +198,7 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
 
     max_positions = raw.get("max_position_embeddings") or family.max_position_embeddings
     gemma = parse_gemma(raw, family, max_positions) if family.is_gemma else None
-    full_rope = raw if gemma is None else raw | {"rope_parameters": ropes_by_kind(raw).get(FULL)}
+    full_rope = raw if gemma is None else {**raw, "rope_parameters": ropes_by_kind(raw).get(FULL)}
     theta, scaling = parse_rope(full_rope, max_positions, family.rope_theta)
     if isinstance(scaling, YarnScaling):  # model cards switch it on without raising max_position_embeddings
         max_positions = max(max_positions, int(scaling.original_max_position_embeddings * scaling.factor))

@@ -149,7 +149,7 @@ def fill_from_files(
                 views[name].copy_(part)
             for module in model.modules():
                 if isinstance(module, OffsetRMSNorm):
-                    module.weight += 1
+                    module.weight.add_(1)
 
 
 class Stored(NamedTuple):

@@ -20,10 +20,10 @@ LIMITED, FULL = "sliding_attention", "full_attention"  # in `layer_types`
 class WindowKeys(NamedTuple):
     """What a family makes of the keys in config.json."""
 
-    # Layers with the window. "all": every one, whatever `layer_types` says. The others are for where there is no such
-    # list. "upper": those from `max_window_layers` on. "alternate": every other one of those below that, from the first
-    # on. "pattern": all but every `sliding_window_pattern`-th
-    layers: Literal["upper", "all", "alternate", "pattern"] = "upper"
+    # Layers with the window. "always": every one, whatever `layer_types` says. The others are for where there is no
+    # such list. "all": every one. "upper": those from `max_window_layers` on. "alternate": every other one of those
+    # below that, from the first on. "pattern": all but every `sliding_window_pattern`-th
+    layers: Literal["always", "all", "upper", "alternate", "pattern"] = "upper"
     has_switch: bool = True  # whether the window counts only with `use_sliding_window`
     default: int | None = 4096  # where the key is absent; null is no window
 
@@ -61,7 +61,7 @@ def layer_types(raw: Mapping[str, Any], keys: WindowKeys | None) -> list[str]:
     unknown = set(map(str, listed or ())) - {LIMITED, FULL}
     if unknown:
         raise ValueError(f"layers with {', '.join(sorted(unknown))} are not supported; {LIMITED} and {FULL} are")
-    if keys.layers == "all" and window is not None:
+    if keys.layers == "always" and window is not None:
         return [LIMITED] * layers
     if listed is not None:
         return list(listed)
@@ -70,9 +70,9 @@ def layer_types(raw: Mapping[str, Any], keys: WindowKeys | None) -> list[str]:
         raise ValueError(f"sliding_window_pattern must be a positive number; got {pattern!r}; mend it, or leave it out")
     if keys.layers == "pattern":
         return [LIMITED if (layer + 1) % pattern else FULL for layer in range(layers)]
-    with_window = range(0)
-    if window is not None:
-        with_window = range(border, layers) if keys.layers == "upper" else range(0, border, 2)
+    if window is None:
+        return [FULL] * layers
+    with_window = {"all": range(layers), "upper": range(border, layers), "alternate": range(0, border, 2)}[keys.layers]
     return [LIMITED if layer in with_window else FULL for layer in range(layers)]
 
 

@@ -96,7 +96,7 @@ def test_a_draft_that_sees_all_keeps_all_blocks(engine_checkpoints: Path) -> Non
             assert llm.engine.scheduler.blocks.window == window
     with LLM(path, device="cpu", max_model_len=8, **options) as llm:  # no text is longer than the window
         assert llm.engine.scheduler.blocks.window == 0
-        assert llm.engine.executor.runner.target.config.windows == (0, 0, 0)  # type: ignore[attr-defined]
+        assert llm.engine.executor.runner.target.config.windows == (0, 0, 0)
 
 
 @pytest.mark.slow
