@@ -34,6 +34,7 @@ class FusedKernels(NamedTuple):
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] | None = None
     norm_rope_write: Callable[..., Tensor] | None = None
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
+    gelu_and_mul: Callable[[Tensor], Tensor] | None = None
     choose_linear: Callable[..., Callable[..., Tensor] | None] | None = None
     sample_rows: Callable[..., Tensor] | None = None
     edit_logits: Callable[..., Any] | None = None
@@ -54,7 +55,7 @@ def fused_kernels(device: torch.device) -> FusedKernels:
     from nanovllm.kernels.fused.edits import edit_logits, restore_logits
     from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
     from nanovllm.kernels.fused.sample import sample_rows
-    from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.fused.silu_and_mul import gelu_and_mul, silu_and_mul
     from nanovllm.kernels.fused.top_logprobs import top_logprobs
     from nanovllm.kernels.linear.choice import choose_linear
     from nanovllm.kernels.moe.grouped_mlp import grouped_mlp
@@ -64,6 +65,7 @@ def fused_kernels(device: torch.device) -> FusedKernels:
         add_rms_norm=add_rms_norm,
         norm_rope_write=norm_rope_write,
         silu_and_mul=silu_and_mul,
+        gelu_and_mul=gelu_and_mul,
         choose_linear=choose_linear,
         sample_rows=sample_rows,
         edit_logits=edit_logits,

@@ -104,6 +104,19 @@ class Embedding(nn.Module):
         return self.group.all_reduce(vectors.where(own[:, None], 0))
 
 
+class ScaledEmbedding(Embedding):
+    """The embedding of Gemma: every vector is multiplied with `scale`, rounded to the dtype of the weights."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, scale: float, *, dtype: torch.dtype, group: Group | None = None
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, dtype=dtype, group=group)
+        self.scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * self.scale
+
+
 def linear_kernel(
     x: Tensor, weight: Tensor, *, gated: bool = False, partial: bool = False
 ) -> Callable[..., Tensor] | None:
@@ -124,3 +137,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         return fused(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
     return F.silu(gate) * up
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, with the approximation of GELU by tanh. gate_up [T, 2 I] -> [T, I]"""
+    fused = kernels.fused_kernels(gate_up.device).gelu_and_mul
+    if fused is not None:
+        return fused(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
+    return F.gelu(gate, approximate="tanh") * up

@@ -21,10 +21,12 @@ from nanovllm.distributed.group import Group
 from nanovllm.kernels import has_bfloat16
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import MergedLinear
+from nanovllm.layers.norm import OffsetRMSNorm
 from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids, weight_files
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import read_shard, shard_config
 from nanovllm.models.transformer import Transformer
+from nanovllm.models.window_config import within
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,8 @@ def load_model(
     path = find_checkpoint(model, weights=load_format != "dummy")
     config = read_config(path)
     dtype = dtype_in_use(dtype, config.dtype, device)
-    config = replace(config, dtype=dtype)
+    max_model_len = max_model_len or config.max_position_embeddings
+    config = replace(config, dtype=dtype, windows=within(config.windows, max_model_len))
     files = {} if load_format == "dummy" else weight_files(path)
     if config.tie_word_embeddings and has_own_head(path, files, dtype):
         logger.warning(
@@ -77,7 +80,7 @@ def load_model(
         config = replace(config, tie_word_embeddings=False)
     share = config if group is None else shard_config(config, group.size)
     with device:
-        transformer = Transformer(share, max_model_len or config.max_position_embeddings, group)
+        transformer = Transformer(share, max_model_len, group)
     if load_format == "dummy":
         fill_at_random(transformer)
     else:
@@ -144,6 +147,9 @@ def fill_from_files(
                 whole = ranks == 1
                 part = stored.tensor() if whole else read_shard(name, stored.header(), config, rank, ranks)
                 views[name].copy_(part)
+            for module in model.modules():
+                if isinstance(module, OffsetRMSNorm):
+                    module.weight.add_(1)
 
 
 class Stored(NamedTuple):

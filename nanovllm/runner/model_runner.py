@@ -23,6 +23,7 @@ from nanovllm.graphs.prompt_steps import RecordedSteps
 from nanovllm.graphs.sizes import step_sizes
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel, load_model
+from nanovllm.models.window_config import reach
 from nanovllm.runner.batch import Batch, DecodeInputs, look_up, make_batch, pack
 from nanovllm.runner.device_model import DeviceModel
 from nanovllm.runner.draft import DraftModel, Guesses, NoGuesses, PlannedGuesses, let_go
@@ -81,6 +82,8 @@ class ModelRunner:
                     speculation.model, device=device, dtype=dtype, max_model_len=length, load_format=config.load_format
                 )
             draft = DeviceModel(weights.model, config.attention_backend, block_size, device)
+        models = [model for model in (self.target, draft) if model is not None]
+        self.window = reach([window for model in models for window in model.config.windows])
         if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:
             recorder = CudaGraphRecorder(self.group.recorded)
 
@@ -90,9 +93,8 @@ class ModelRunner:
         with part_of_start("KV cache"):
             num_blocks = num_kv_blocks(config, *configs, device, largest_step, with_graphs=recorder is not None)
             self.num_kv_blocks = self.group.smallest(num_blocks)
-            for model in (self.target, draft):
-                if model is not None:
-                    model.allocate_kv_cache(self.num_kv_blocks)
+            for model in models:
+                model.allocate_kv_cache(self.num_kv_blocks)
 
         # Rows: tokens, blocks and sampling parameters of each running sequence
         self.rows = Rows(config.max_num_seqs, config.max_model_len, block_size, self.num_kv_blocks, device)
@@ -105,13 +107,13 @@ class ModelRunner:
 
         # On a GPU a rehearsal: first to see what has to be compiled, if anything
         if device.type == "cuda":
-            models = [m.model for m in (self.target, draft) if m is not None]
             prepare = partial(self._rehearse, config, draft, None if recorder is None else launch_once)
+            rehearsal = partial(rehearse, prepare, [m.model for m in models])
             with part_of_start("compilation"):
-                rehearsed = compile_kernels(partial(rehearse, prepare, models), device, self.group.size)
+                rehearsed = compile_kernels(rehearsal, device, self.group.size)
             with part_of_start("rehearsal"):
                 if not rehearsed:
-                    rehearse(prepare, models)
+                    rehearsal()
 
         # Recorded steps, and the source of guesses
         with part_of_start("recording"):

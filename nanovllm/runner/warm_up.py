@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import torch
-from torch import nn
+from torch.nn import ModuleList
 
 from nanovllm.engine.plan import Scheduled
 from nanovllm.kernels import fused_kernels, why_no_kernels
@@ -85,14 +85,13 @@ def compile_kernels(rehearsal: Callable[[], None], device: torch.device, num_ran
 
 @contextmanager
 def shortened(model: Transformer) -> Iterator[None]:
-    """Within this context the model has its first layer, and of the others one of each kind. A step then launches the
-    same kernels, on the same shapes, as with all layers. Only the first layer differs from the others of its kind: it
-    has no residual, and the plan of attention just before it.
+    """Within this context the model has two layers of each kind, or one where there are no more. A step then launches
+    the same kernels, on the same shapes, as with all layers. Only the first layers differ from the others of their
+    kind: the very first has no residual, and the first of each window has the plan of attention just before it.
     """
     layers = model.layers
-    first, *others = layers
-    kinds = {type(layer.mlp): layer for layer in reversed(others)}  # a dense layer, one with experts
-    model.layers = nn.ModuleList([first, *kinds.values()])
+    kinds = [(type(layer.mlp), window) for layer, window in zip(layers, model.config.windows, strict=True)]
+    model.layers = ModuleList(layer for i, layer in enumerate(layers) if kinds[:i].count(kinds[i]) < 2)
     try:
         yield
     finally:
