@@ -22,6 +22,7 @@ import torch
 from nanovllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from nanovllm.models.checkpoint import dtype_of_weights, read_json
 from nanovllm.models.moe_config import ExpertKeys, MoEConfig, has_experts, parse_experts
+from nanovllm.models.quantization import Fp8Format, parse_quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = ("silu", "swish")  # two names of one function
@@ -125,6 +126,7 @@ class ModelConfig:
     mlp_bias: bool
     moe: MoEConfig | None  # None: every layer has an MLP
     dtype: torch.dtype
+    quantization: Fp8Format | None = None  # of the weights in the files; None: they are not quantised
 
     @property
     def neurons_of_token(self) -> int:
@@ -187,6 +189,7 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
         mlp_bias=has_bias(family.mlp_bias),
         moe=None if family.experts is None else parse_experts(raw, family.experts),
         dtype=parse_dtype(raw, dtype_of_weights),
+        quantization=parse_quantization(raw),
     )
 
 
@@ -198,8 +201,6 @@ def refuse_unsupported(raw: Raw) -> None:
         raise ValueError(f"model_type={kind!r} with a mixture of experts is not supported; supported are {known}")
     if kind == "qwen2_moe" and not raw.get("qkv_bias", True):
         raise ValueError("qkv_bias=False is not supported; supported is model_type='qwen2_moe' with biases")
-    if raw.get("quantization_config") is not None:
-        raise ValueError("quantization_config: quantised weights are not supported; use an unquantised checkpoint")
     if raw.get("hidden_act", "silu") not in ACTIVATIONS:
         raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; supported is 'silu'")
 

@@ -28,7 +28,9 @@ from nanovllm.distributed.group import Group
 from nanovllm.graphs.cuda_graph import Step
 from nanovllm.kernels import has_bfloat16
 from nanovllm.models.config import parse_config
+from nanovllm.models.fp8_weights import fp8_transformer, is_projection
 from nanovllm.models.loader import LoadedModel
+from nanovllm.models.quantization import PER_CHANNEL
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -164,7 +166,10 @@ def start(raw: dict[str, Any], **options: Any) -> ModelRunner:
     length = config.max_position_embeddings
     resolved = EngineConfig(num_kv_blocks=1000, **options).resolve(on_gpu=True, model_max_len=length)
     assert resolved.max_model_len is not None
-    model = Transformer(config, resolved.max_model_len).to(GPU)
+    if said := config.quantization or (PER_CHANNEL if resolved.quantization else None):
+        model = fp8_transformer(config, resolved.max_model_len, None, GPU, said.block, is_projection)
+    else:
+        model = Transformer(config, resolved.max_model_len).to(GPU)
     loaded = LoadedModel(model.eval(), config, frozenset({1}), Path())
     group = Group(0, 1, GPU)
     group.smallest = lambda value: value  # type: ignore[method-assign]  # asks the device
