@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.weights import lively_qwen3, random_qwen2
+
 Layout = Literal["block", "channel"]
 BLOCK = {
     "quant_method": "fp8",
@@ -61,13 +63,16 @@ SAID: dict[Layout, dict[str, Any]] = {"block": BLOCK, "channel": CHANNEL}
 SCALE = {"block": "weight_scale_inv", "channel": "weight_scale"}
 
 
-def in_fp8(source: Path, layout: Layout, *, left: tuple[str, ...] = ()) -> tuple[Path, Path]:
+def in_fp8(
+    source: Path, layout: Layout, directory: Path | None = None, *, left: tuple[str, ...] = ()
+) -> tuple[Path, Path]:
     """Two copies of a checkpoint of one file: with its projections in FP8, and with these widened.
 
-    left: parts of names of weights that stay as they are.
+    directory: where they are written, or found; None: beside the checkpoint. left: parts of names of weights that stay
+    as they are.
     """
-    suffix = "".join(f"-{part.replace('.', '_')}" for part in left)
-    targets = tuple(source.with_name(f"{source.name}-{layout}{suffix}-{kind}") for kind in ("fp8", "widened"))
+    suffix, place = "".join(f"-{part.replace('.', '_')}" for part in left), directory or source.parent
+    targets = tuple(place / f"{source.name}-{layout}{suffix}-{kind}" for kind in ("fp8", "widened"))
     if not all(target.exists() for target in targets):
         tensors = load_file(source / "model.safetensors")
         small, wide = dict(tensors), dict(tensors)
@@ -79,6 +84,17 @@ def in_fp8(source: Path, layout: Layout, *, left: tuple[str, ...] = ()) -> tuple
         for target, content, said in zip(targets, (small, wide), (SAID[layout], None), strict=True):
             write(source, target, content, said)
     return targets[0], targets[1]
+
+
+def wide_qwen3(directory: Path, **over: Any) -> Path:
+    """Of sizes with which the kernels can keep weights in FP8, on two ranks all but down_proj."""
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 64}
+    return lively_qwen3(directory, **sizes | over)
+
+
+def wide_qwen2(directory: Path) -> Path:
+    """With biases. On four ranks two have the same key/value head."""
+    return random_qwen2(directory, hidden_size=256, intermediate_size=1024, num_attention_heads=4, head_dim=64)
 
 
 def quantised(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,7 +114,8 @@ def quantised(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def write(source: Path, target: Path, tensors: dict[str, Tensor], said: dict[str, Any] | None) -> None:
-    scratch = Path(tempfile.mkdtemp(dir=source.parent))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent))
     shutil.copytree(source, scratch, dirs_exist_ok=True)
     save_file(tensors, scratch / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
 from nanovllm.graphs.cuda_graph import Step
-from nanovllm.kernels import has_bfloat16
+from nanovllm.kernels import has_bfloat16, has_fp8
 from nanovllm.models.config import parse_config
 from nanovllm.models.fp8_weights import fp8_transformer, is_projection
 from nanovllm.models.loader import LoadedModel
@@ -166,7 +166,8 @@ def start(raw: dict[str, Any], **options: Any) -> ModelRunner:
     length = config.max_position_embeddings
     resolved = EngineConfig(num_kv_blocks=1000, **options).resolve(on_gpu=True, model_max_len=length)
     assert resolved.max_model_len is not None
-    if said := config.quantization or (PER_CHANNEL if resolved.quantization else None):
+    said = config.quantization or (PER_CHANNEL if resolved.quantization else None)
+    if said is not None and has_fp8(GPU):
         model = fp8_transformer(config, resolved.max_model_len, None, GPU, said.block, is_projection)
     else:
         model = Transformer(config, resolved.max_model_len).to(GPU)

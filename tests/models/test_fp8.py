@@ -20,25 +20,14 @@ from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model
 from nanovllm.models.transformer import Transformer
 from tests import oracle
-from tests.fp8_checkpoints import BLOCK, CHANNEL, Layout, in_fp8
+from tests.fp8_checkpoints import BLOCK, CHANNEL, Layout, in_fp8, wide_qwen2, wide_qwen3
 from tests.models.plain_attention import DictAttention
 from tests.stages.ranks import Threads
-from tests.weights import lively_qwen3, lively_qwen3_moe, random_llama, random_mixtral, random_qwen2, random_qwen2_moe
+from tests.weights import lively_qwen3, lively_qwen3_moe, random_llama, random_mixtral, random_qwen2_moe
 
 IDS = torch.arange(64) * 37 % 500
 LAYOUTS: list[Layout] = ["block", "channel"]
 Build = Callable[..., Path]
-
-
-def wide_qwen3(directory: Path, **over: Any) -> Path:
-    """Of sizes with which the kernels can keep weights in FP8, on two ranks all but down_proj."""
-    sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 64}
-    return lively_qwen3(directory, **sizes | over)
-
-
-def wide_qwen2(directory: Path) -> Path:
-    """With biases. On four ranks two have the same key/value head."""
-    return random_qwen2(directory, hidden_size=256, intermediate_size=1024, num_attention_heads=4, head_dim=64)
 
 
 @torch.inference_mode()
