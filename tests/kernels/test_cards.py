@@ -80,7 +80,7 @@ def test_every_kernel_fits(capability: int) -> None:
         (86, {"enforce_eager": True, "max_num_seqs": 33, "max_num_batched_tokens": 300}),
         (75, {"max_num_seqs": 16}),
         (90, {"model": "Qwen3-30B-A3B", "enforce_eager": True, "max_num_seqs": 70}),
-        (90, {"model": "Qwen3-8B in FP8", "max_num_seqs": 70}),
+        (90, {"model": "Qwen3-8B-FP8", "max_num_seqs": 70}),
         (89, {"quantization": "fp8", "enforce_eager": True, "max_num_seqs": 70}),
     ],
 )
