@@ -28,6 +28,11 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether kernels on `device` can compute with numbers in FP8: NVIDIA GPUs can since Ada."""
+    return why_no_kernels(device) is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 class FusedKernels(NamedTuple):
     """Kernels that do several operations of a step in one pass. None: PyTorch does one after the other."""
 
@@ -36,6 +41,7 @@ class FusedKernels(NamedTuple):
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
     gelu_and_mul: Callable[[Tensor], Tensor] | None = None
     choose_linear: Callable[..., Callable[..., Tensor] | None] | None = None
+    fp8_linear: Callable[..., Tensor] | None = None
     sample_rows: Callable[..., Tensor] | None = None
     edit_logits: Callable[..., Any] | None = None
     restore_logits: Callable[..., None] | None = None
@@ -50,6 +56,7 @@ def fused_kernels(device: torch.device) -> FusedKernels:
     """All of them where Triton runs, none elsewhere. The first call for a GPU imports Triton."""
     if why_no_kernels(device) is not None:
         return FusedKernels()
+    from nanovllm.kernels.fp8.fp8_linear import fp8_linear
     from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
     from nanovllm.kernels.fused.decode_inputs import decode_inputs
     from nanovllm.kernels.fused.edits import edit_logits, restore_logits
@@ -67,6 +74,7 @@ def fused_kernels(device: torch.device) -> FusedKernels:
         silu_and_mul=silu_and_mul,
         gelu_and_mul=gelu_and_mul,
         choose_linear=choose_linear,
+        fp8_linear=fp8_linear,
         sample_rows=sample_rows,
         edit_logits=edit_logits,
         restore_logits=restore_logits,

@@ -42,10 +42,9 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]"""
-        kernel = linear_kernel(x, self.weight)
         if self.group is None:
-            return F.linear(x, self.weight, self.bias) if kernel is None else kernel(x, self.weight, self.bias)
-        y = self.group.all_reduce(F.linear(x, self.weight) if kernel is None else kernel(x, self.weight))
+            return self.product(x, self.bias)
+        y = self.group.all_reduce(self.product(x))
         return y if self.bias is None else y + self.bias  # after the sum, or every rank would add it
 
     def partial(self, x: Tensor) -> SubLayerOutput:
@@ -54,9 +53,13 @@ class Linear(nn.Module):
         group, shape = self.group, (len(x), len(self.weight))
         if self.bias is not None or (group is not None and not group.can_fuse_all_reduce(shape, x.dtype)):
             return self(x)
-        kernel = linear_kernel(x, self.weight, partial=True)
-        y = F.linear(x, self.weight) if kernel is None else kernel(x, self.weight)
+        y = self.product(x, partial=True)
         return y if group is None else PendingAllReduce(y, group)
+
+    def product(self, x: Tensor, bias: Tensor | None = None, *, partial: bool = False) -> Tensor:
+        """x W^T + b of this rank's inputs: x [T, in] -> [T, out]. partial: or [S, T, out] float32, as in `partial`."""
+        kernel = linear_kernel(x, self.weight, partial=partial)
+        return F.linear(x, self.weight, bias) if kernel is None else kernel(x, self.weight, bias)
 
 
 class MergedLinear(Linear):

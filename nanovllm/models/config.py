@@ -24,6 +24,7 @@ import torch
 from nanovllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from nanovllm.models.checkpoint import dtype_of_weights, read_json
 from nanovllm.models.moe_config import ExpertKeys, MoEConfig, has_experts, parse_experts
+from nanovllm.models.quantization import Fp8Format, parse_quantization
 from nanovllm.models.window_config import FULL, KINDS_FOR_WINDOWS, LIMITED, WindowKeys, layer_types, parse_windows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -154,6 +155,7 @@ class ModelConfig:
     attention_scale: float  # what scores of attention are multiplied with
     gemma: GemmaConfig | None  # None: another family
     dtype: torch.dtype
+    quantization: Fp8Format | None = None  # of the weights in the files; None: they are not quantised
 
     @property
     def neurons_of_token(self) -> int:
@@ -220,6 +222,7 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
         attention_scale=(head_dim if gemma is None else raw.get("query_pre_attn_scalar", 256)) ** -0.5,
         gemma=gemma,
         dtype=parse_dtype(raw, dtype_of_weights),
+        quantization=parse_quantization(raw),
     )
 
 
@@ -231,8 +234,6 @@ def refuse_unsupported(raw: Raw) -> None:
         raise ValueError(f"model_type={kind!r} with a mixture of experts is not supported; supported are {known}")
     if kind == "qwen2_moe" and not raw.get("qkv_bias", True):
         raise ValueError("qkv_bias=False is not supported; supported is model_type='qwen2_moe' with biases")
-    if raw.get("quantization_config") is not None:
-        raise ValueError("quantization_config: quantised weights are not supported; use an unquantised checkpoint")
     if FAMILIES[kind].is_gemma:
         refuse_gemma(raw)
     elif raw.get("hidden_act", "silu") not in ACTIVATIONS:

@@ -48,6 +48,7 @@ class RunnerSpec:
                 dtype=DTYPES.get(c.dtype),  # None for "auto"
                 max_model_len=c.max_model_len,
                 load_format=c.load_format,
+                quantization=c.quantization,
                 group=group,
             )
         loaded = replace(loaded, eos_token_ids=self.eos_token_ids)

@@ -27,9 +27,11 @@ from triton.backends.compiler import GPUTarget
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
 from nanovllm.graphs.cuda_graph import Recorder, Step
-from nanovllm.kernels import has_bfloat16
+from nanovllm.kernels import has_bfloat16, has_fp8
 from nanovllm.models.config import parse_config
+from nanovllm.models.fp8_weights import fp8_transformer, is_projection
 from nanovllm.models.loader import LoadedModel
+from nanovllm.models.quantization import PER_CHANNEL
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -166,7 +168,11 @@ def start(
     length = config.max_position_embeddings
     resolved = EngineConfig(num_kv_blocks=1000, **options).resolve(on_gpu=True, model_max_len=length)
     assert resolved.max_model_len is not None
-    model = Transformer(config, resolved.max_model_len).to(GPU)
+    said = config.quantization or (PER_CHANNEL if resolved.quantization else None)
+    if said is not None and has_fp8(GPU):
+        model = fp8_transformer(config, resolved.max_model_len, None, GPU, said.block, is_projection)
+    else:
+        model = Transformer(config, resolved.max_model_len).to(GPU)
     loaded = LoadedModel(model.eval(), config, frozenset({1}), Path())
     group = Group(0, 1, GPU)
     group.smallest = lambda value: value  # type: ignore[method-assign]  # asks the device

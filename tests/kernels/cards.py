@@ -30,6 +30,7 @@ from nanovllm.kernels.cards import user_file
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
+from tests.fp8_checkpoints import BLOCK
 from tests.kernels.absent_gpu import GPU, AbsentGpu, OnMeta, Variant, start
 
 SHAPES = Path(__file__).parents[2] / "benchmarks/shapes"
@@ -47,11 +48,13 @@ MODELS = {
     "Qwen2.5-7B": shape(3584, 18944, 28, 4, 128, model_type="qwen2"),
     "head_dim 256": shape(2048, 8192, 8, 4, 256),
     "Gemma-3-1B": shape(1152, 6912, 4, 1, 256, model_type="gemma3_text", sliding_window=512, sliding_window_pattern=2),
+    "Qwen3-8B-FP8": json.loads((SHAPES / "Qwen3-8B/config.json").read_text()) | {"quantization_config": BLOCK},
     "Qwen3-30B-A3B": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text()),
 }
 ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_specialized_prefill_kernel")
+IN_FP8 = ("_widening_linear_kernel", "_block_linear_kernel", "_quantise_tokens_kernel")
 OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel")
-TILED = ("_tiled_linear_kernel", "_grouped_linear_kernel")
+TILED = ("_tiled_linear_kernel", "_grouped_linear_kernel", "_widening_linear_kernel", "_block_linear_kernel")
 TILES = ("TOKENS", "PAIRS", "COLUMNS", "INNER", "SWAPPED", "GATED", "HALVES")  # these decide what a program takes
 
 
@@ -73,7 +76,7 @@ def compiled(gpu: AbsentGpu) -> dict[str, Any]:
         before = len(gpu.noted)
         with OnMeta():
             start(raw, max_num_seqs=64)
-        of_model = one_of_each(gpu.noted[before:], (*ATTENTION, *OF_EXPERTS) if found else None)
+        of_model = one_of_each(gpu.noted[before:], (*ATTENTION, *IN_FP8, *OF_EXPERTS) if found else None)
         for i, variant in enumerate(of_model):
             config = decode_config(GPU, raw["head_dim"], 2)
             found[f"{model}, {variant.name} {i}"] = variant.compile()._asdict() | {"programs": config.programs_per_sm}
