@@ -25,7 +25,6 @@ from nanovllm.models.sharding import shard_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
-from nanovllm.startup import part_of_start
 from nanovllm.text.bad_words import with_spellings
 from nanovllm.text.chat import Message, Tool
 from nanovllm.text.detokenizer import Detokenizer
@@ -73,28 +72,24 @@ class LLM:
         on_event: OnEvent | None = None,
         **config: Any,
     ) -> None:
-        with part_of_start("configuration"):
-            chosen = EngineConfig(**config)
-            device = find_device(chosen.device)
-            self.path = find_checkpoint(
-                EMBEDDED_MODEL if model is None else model, weights=chosen.load_format != "dummy"
-            )
-            model_config = read_config(self.path)
-            resolved = resolve(chosen, model_config, device)
-            self.sampling_defaults = read_defaults(self.path, resolved)  # where a request says nothing
-            eos_token_ids = read_eos_token_ids(self.path)
-            # With random weights and no text, the tokenizer's EOS is not worth the time that reading it takes.
-            if not skip_tokenizer_init or chosen.load_format != "dummy":
-                eos_token_ids |= find_tokenizer_eos(self.path, needed=not skip_tokenizer_init)
-            spec = RunnerSpec(str(self.path), resolved, eos_token_ids, with_masks=not skip_tokenizer_init)
+        chosen = EngineConfig(**config)
+        device = find_device(chosen.device)
+        self.path = find_checkpoint(EMBEDDED_MODEL if model is None else model, weights=chosen.load_format != "dummy")
+        model_config = read_config(self.path)
+        resolved = resolve(chosen, model_config, device)
+        self.sampling_defaults = read_defaults(self.path, resolved)  # where a request says nothing
+        eos_token_ids = read_eos_token_ids(self.path)
+        # With random weights and no text, the tokenizer's EOS is not worth the time that reading it takes.
+        if not skip_tokenizer_init or chosen.load_format != "dummy":
+            eos_token_ids |= find_tokenizer_eos(self.path, needed=not skip_tokenizer_init)
+        spec = RunnerSpec(str(self.path), resolved, eos_token_ids, with_masks=not skip_tokenizer_init)
         self.tokenizer: Tokenizer | None = None
         with ThreadPoolExecutor(1, "nanovllm-tokenizer") as pool:
             reading = None if skip_tokenizer_init else pool.submit(Tokenizer, self.path)  # beside the weights
             executor = start_executor(spec, device)
             try:
                 if reading is not None:
-                    with part_of_start("the rest of the tokenizer"):
-                        self.tokenizer = reading.result()
+                    self.tokenizer = reading.result()
             except BaseException:
                 executor.close()
                 raise

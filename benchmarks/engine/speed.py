@@ -16,7 +16,6 @@
 import subprocess
 import sys
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 from benchmarks.engine import ours, vllm
 from benchmarks.lib import harness, roofline, tables, workloads
 from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, higher, lower, metric
-from benchmarks.lib.process import GREEDY, Engine, random_prompts
+from benchmarks.lib.process import GREEDY, Engine, measure_start, random_prompts
 from benchmarks.lib.tables import Result
 from benchmarks.serving import speed as serving
 
@@ -45,8 +44,9 @@ KINDS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 # Where compilers keep what they made: Triton, Inductor, CUDA's own, vLLM
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
 STARTS = (("cold", "empty"), ("warm", "warm"))  # scenario, and its compile caches
-# Parts of a start, in order: imports, then what `nanovllm.startup` logs, then a request. Some are for a GPU alone
-PARTS = "imports", "configuration", "weights", "KV cache", "compilation", "rehearsal", "recording", "first token"
+# Parts of a start, in order: what nanovllm's log tells (see `process.Parts`), after imports and before a request
+LOGGED = "configuration", "weights", "measuring memory", "KV cache", "compilation", "rehearsal", "recording"
+PARTS = "imports", *LOGGED, "first token"
 ON_GPU = "compilation", "rehearsal"
 SHORT = (  # benchmark, key of its figure, what the README calls the figure
     ("throughput", "throughput", "output tokens per second, 256 requests at once"),
@@ -199,15 +199,6 @@ def latency(options: Namespace) -> Showcase:
 
 
 # --- the start --------------------------------------------------------------------------------------------------------
-
-
-def measure_start(engine: Engine) -> list[Measured]:
-    """In the process of one contender: the time since it was started, and its parts."""
-    engine.generate([[1, 2, 3]], [1])
-    seconds = time.time() - engine.started
-    parts = engine.parts | {"first token": seconds - engine.ready_seconds}
-    parts["the rest"] = seconds - sum(parts.values())
-    return [{"start": {"seconds": seconds, "ready_seconds": engine.ready_seconds, **parts}}]
 
 
 def cold_and_warm(contender: Contender, options: Namespace) -> dict[str, Any]:

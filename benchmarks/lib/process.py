@@ -18,10 +18,11 @@ import random
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, cast
 
 ClockName = Literal["cpu", "wall"]
 GREEDY: tuple[dict[str, Any], ...] = ({"temperature": 0.0},)
@@ -36,15 +37,22 @@ def choose_clock(device: str, threads: int) -> ClockName:
 
 
 class Parts(logging.Handler):
-    """Collects from nanovllm's log how many seconds each part of its start takes."""
+    """Collects how many seconds each part of nanovllm's start takes: those that its log tells, and what lies between.
 
-    def __init__(self) -> None:
+    imported: when all was imported (`time.time`).
+    """
+
+    BEFORE: ClassVar = {"weights": "configuration", "compilation": "KV cache", "recording": "KV cache"}
+
+    def __init__(self, imported: float) -> None:
         super().__init__()
-        self.seconds: dict[str, float] = {}
+        self.seconds, self.end = defaultdict[str, float](float), imported
 
     def emit(self, record: logging.LogRecord) -> None:
-        name, seconds = record.args  # type: ignore[misc]
-        self.seconds[str(name)] = seconds  # type: ignore[assignment]
+        name, seconds = cast("tuple[str, float]", record.args)
+        self.seconds[self.BEFORE.get(name, "the rest")] += record.created - seconds - self.end
+        self.seconds[name] += seconds
+        self.end = record.created
 
 
 class Engine:
@@ -61,13 +69,13 @@ class Engine:
         self.version = f"{package} {getattr(library, '__version__', '')}".strip()
         self.started = started
         self.make_params, make_llm = library.SamplingParams, library.LLM  # which imports all the rest
-        imported, parts = time.time() - started, Parts()
+        parts = Parts(imported := time.time())
         logger = logging.getLogger("nanovllm.startup")
         logger.addHandler(parts)
         logger.setLevel(logging.INFO)
         self.llm = make_llm(model, **{"skip_tokenizer_init": True} | options)
         self.ready_seconds = time.time() - started
-        self.parts = {"imports": imported, **parts.seconds}
+        self.parts = {"imports": imported - started, **parts.seconds}
 
     def generate(
         self, prompts: list[list[int]], max_tokens: Sequence[int], kinds: Sequence[dict[str, Any]] = GREEDY
@@ -96,6 +104,16 @@ class Engine:
         """Compile what compiles at first use, for these lengths."""
         self.generate([[1, 2, 3]], [num_tokens])
         self.generate(prompts, [num_tokens] * len(prompts), kinds)
+
+
+def measure_start(engine: Engine) -> list[dict[str, dict[str, float]]]:
+    """The time since the process of `engine` was started, and its parts. It is here because other modules import much
+    that would count."""
+    engine.generate([[1, 2, 3]], [1])
+    seconds = time.time() - engine.started
+    parts = engine.parts | {"first token": seconds - engine.ready_seconds}
+    parts["the rest"] = seconds - sum(seconds for name, seconds in parts.items() if name != "the rest")
+    return [{"start": {"seconds": seconds, "ready_seconds": engine.ready_seconds, **parts}}]
 
 
 def random_prompts(lengths: Sequence[int], seed: int, highest_id: int) -> list[list[int]]:

@@ -39,6 +39,7 @@ from nanovllm.models.quantization import PER_CHANNEL
 from nanovllm.models.sharding import read_shard, shard_config
 from nanovllm.models.transformer import Transformer
 from nanovllm.models.window_config import within
+from nanovllm.startup import part_of_start
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class LoadedModel:
     path: Path
 
 
+@part_of_start("weights")
 def load_model(
     model: str | Path,
     *,

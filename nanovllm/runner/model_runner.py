@@ -31,7 +31,7 @@ from nanovllm.runner.memory import num_kv_blocks, run_largest_step
 from nanovllm.runner.prompt_logprobs import PromptLogprobs, piece_size, score_piece, score_prompts
 from nanovllm.runner.rows import Known, Rows
 from nanovllm.runner.step_output import StepOutput
-from nanovllm.runner.warm_up import compile_kernels, launch_unrecorded, rehearse
+from nanovllm.runner.warm_up import launch_unrecorded, rehearse
 from nanovllm.sampling.masks import masks_of_rows
 from nanovllm.sampling.sampler import Sampled, Sampler, gather_logits
 from nanovllm.sampling.state import Needs, SamplingState
@@ -77,10 +77,9 @@ class ModelRunner:
         draft: DeviceModel | None = None
         if speculation is not None and speculation.model is not None:
             dtype, length = self.target.config.dtype, config.max_model_len
-            with part_of_start("weights of the draft"):
-                weights = load_model(
-                    speculation.model, device=device, dtype=dtype, max_model_len=length, load_format=config.load_format
-                )
+            weights = load_model(
+                speculation.model, device=device, dtype=dtype, max_model_len=length, load_format=config.load_format
+            )
             draft = DeviceModel(weights.model, config.attention_backend, block_size, device)
         models = [model for model in (self.target, draft) if model is not None]
         self.window = reach([window for model in models for window in model.config.windows])
@@ -90,11 +89,10 @@ class ModelRunner:
         # KV cache: the memory that weights and the largest step leave; equally many blocks on all ranks
         largest_step = partial(run_largest_step, loaded.model, config, device, self.score_piece)
         configs = self.target.config, None if draft is None else draft.config
-        with part_of_start("KV cache"):
-            num_blocks = num_kv_blocks(config, *configs, device, largest_step, with_graphs=recorder is not None)
-            self.num_kv_blocks = self.group.smallest(num_blocks)
-            for model in models:
-                model.allocate_kv_cache(self.num_kv_blocks)
+        num_blocks = num_kv_blocks(config, *configs, device, largest_step, with_graphs=recorder is not None)
+        self.num_kv_blocks = self.group.smallest(num_blocks)
+        for model in models:
+            model.allocate_kv_cache(self.num_kv_blocks)
 
         # Rows: tokens, blocks and sampling parameters of each running sequence
         self.rows = Rows(config.max_num_seqs, config.max_model_len, block_size, self.num_kv_blocks, device)
@@ -105,17 +103,11 @@ class ModelRunner:
         # With guesses, each token of a sequence has a mask of its own.
         self.records_tails = with_masks and in_kernels and not self.speculates
 
-        # On a GPU a rehearsal: first to see what has to be compiled, if anything
+        # Recorded steps, and the source of guesses. On a GPU all that they launch is launched before
         if device.type == "cuda":
-            prepare = partial(self._rehearse, config, draft, None if recorder is None else launch_once)
-            rehearsal = partial(rehearse, prepare, [m.model for m in models])
-            with part_of_start("compilation"):
-                rehearsed = compile_kernels(rehearsal, device, self.group.size)
-            with part_of_start("rehearsal"):
-                if not rehearsed:
-                    rehearsal()
-
-        # Recorded steps, and the source of guesses
+            recording = partial(self._prepare, config, draft, None if recorder is None else launch_once)
+            unrecorded = partial(self.warm_up, config.max_num_batched_tokens)
+            rehearse(recording, unrecorded, [m.model for m in models], self.group)
         with part_of_start("recording"):
             self.recorded, self.guesses = self._prepare(config, draft, recorder)
 
@@ -208,12 +200,6 @@ class ModelRunner:
         elif self.speculates:
             guesses = PlannedGuesses(self.rows)
         return recorded, guesses
-
-    def _rehearse(self, config: EngineConfig, draft: DeviceModel | None, recorder: Recorder | None) -> Guesses:
-        """The same by a recorder that launches; and launch one step of each kind that is not recorded."""
-        _, guesses = self._prepare(config, draft, recorder)
-        self.warm_up(config.max_num_batched_tokens)
-        return guesses
 
     @torch.inference_mode()
     def _record(self, config: EngineConfig, recorder: Recorder) -> RecordedSteps:

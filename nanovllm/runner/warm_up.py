@@ -12,12 +12,14 @@ from contextlib import ExitStack, contextmanager, suppress
 import torch
 from torch.nn import ModuleList
 
+from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled
 from nanovllm.kernels import fused_kernels, why_no_kernels
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.batch import Batch, make_batch
 from nanovllm.runner.draft import Guesses, let_go
 from nanovllm.runner.rows import Rows
+from nanovllm.startup import part_of_start
 
 # Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
 # and compiled variants that such steps can need.
@@ -55,21 +57,39 @@ def _import_kernels(device: torch.device) -> None:
         precompile.hash_triton()
 
 
-def rehearse(prepare: Callable[[], Guesses], models: Sequence[Transformer]) -> None:
-    """Do what `prepare` does, with as few layers of the models as will do; the guesses that it returns are let go."""
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(shortened(model))
-        guesses = prepare()
-    let_go(guesses)
+def rehearse(
+    recording: Callable[[], tuple[object, Guesses]],
+    unrecorded: Callable[[], None],
+    models: Sequence[Transformer],
+    group: Group,
+) -> None:
+    """Have all kernels compiled and launched that are needed later.
+
+    recording: records all steps by a recorder that launches; the guesses that it returns are let go. unrecorded:
+    launches the other kinds of steps. models: what both compute with. group: of this rank.
+    """
+
+    def rehearsal() -> None:
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(shortened(model))
+            _, guesses = recording()
+            unrecorded()
+        let_go(guesses)
+
+    with part_of_start("compilation"):
+        is_done = compile_kernels(rehearsal, group.device, group.size)
+    with part_of_start("rehearsal"):
+        if not is_done:
+            rehearsal()
 
 
 def compile_kernels(rehearsal: Callable[[], None], device: torch.device, num_ranks: int) -> bool:
     """Have the kernels compiled that `rehearsal` would launch, if Triton's cache lacks them. Returns whether it lacked
     none, and `rehearsal` has launched them all.
 
-    num_ranks: how many processes start on this host. Of several none launches: their kernels wait for each other, and
-        one rank may find in the cache what another has just missed.
+    num_ranks: how many ranks start on this host. Of several none launches: their kernels wait for each other, and one
+        rank may find in the cache what another has just missed.
     """
     if why_no_kernels(device) is not None:
         return False

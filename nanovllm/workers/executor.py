@@ -21,7 +21,6 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_output import StepOutput
 from nanovllm.runner.warm_up import import_beside
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.startup import part_of_start
 
 # With Python's default, the steps of a large batch collect garbage again and again, though they leave none. A full
 # collection visits all that torch has loaded, and takes as long as many decode steps.
@@ -41,16 +40,15 @@ class RunnerSpec:
         """Load the model; of several ranks, which `group` joins, this rank's share of it."""
         c = self.config
         import_beside(device)
-        with part_of_start("weights"):
-            loaded = load_model(
-                self.path,
-                device=device,
-                dtype=DTYPES.get(c.dtype),  # None for "auto"
-                max_model_len=c.max_model_len,
-                load_format=c.load_format,
-                quantization=c.quantization,
-                group=group,
-            )
+        loaded = load_model(
+            self.path,
+            device=device,
+            dtype=DTYPES.get(c.dtype),  # None for "auto"
+            max_model_len=c.max_model_len,
+            load_format=c.load_format,
+            quantization=c.quantization,
+            group=group,
+        )
         loaded = replace(loaded, eos_token_ids=self.eos_token_ids)
         return ModelRunner(loaded, c, device, group=group, with_masks=self.with_masks)
 

@@ -18,7 +18,7 @@ def test_a_start_logs_its_parts(caplog: pytest.LogCaptureFixture) -> None:
         pass
     told = [record.getMessage() for record in caplog.records if record.name == "nanovllm.startup"]
     parts = [re.fullmatch(r"start: (.+) took \d+\.\d\d s", line) for line in told]
-    assert [part and part[1] for part in parts] == ["configuration", "weights", "KV cache", "recording"]
+    assert [part and part[1] for part in parts] == ["weights", "measuring memory", "recording"]
 
 
 def test_a_part_that_fails_is_no_part(caplog: pytest.LogCaptureFixture) -> None:

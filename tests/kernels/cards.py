@@ -27,7 +27,7 @@ from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan
 from nanovllm.graphs.cuda_graph import Step
 from nanovllm.kernels.attention.paged_decode import decode_config
 from nanovllm.kernels.cards import user_file
-from nanovllm.runner import model_runner
+from nanovllm.runner import warm_up
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from tests.fp8_checkpoints import BLOCK
@@ -170,7 +170,7 @@ class Operations(TorchDispatchMode):
 def rehearsed(gpu: AbsentGpu, options: dict[str, Any]) -> dict[str, Any]:
     """How many recordings the start made, how many launches of attention are in them, and what in them was launched
     nowhere before. Nothing is compiled."""
-    layers, model_runner.compile_kernels = 6, lambda *_: False
+    layers, warm_up.compile_kernels = 6, lambda *_: False
     before, recordings, unknown = set[str](), 0, set[str]()
     attention = 0
     operations = Operations()
