@@ -164,7 +164,7 @@ def start(
 ) -> ModelRunner:
     """A model of this config.json with so many layers, which rehearses and records all of its steps. In `OnMeta`."""
     dtype = torch.bfloat16 if has_bfloat16(GPU) else torch.float16
-    config = replace(parse_config(raw, "bfloat16"), num_hidden_layers=layers, dtype=dtype)
+    config = replace(parse_config(raw | {"num_hidden_layers": layers}, "bfloat16"), dtype=dtype)
     length = config.max_position_embeddings
     resolved = EngineConfig(num_kv_blocks=1000, **options).resolve(on_gpu=True, model_max_len=length)
     assert resolved.max_model_len is not None
