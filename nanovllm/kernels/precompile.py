@@ -11,7 +11,6 @@ threads and uses a GPU. So a new process imports Triton, and forks the processes
 does. None of them touches the GPU.
 """
 
-import gc
 import hashlib
 import logging
 import os
@@ -40,6 +39,12 @@ from triton.runtime.jit import JITFunction
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 16  # the longest variant takes a sixth of the time of all, so that more would gain nothing
+COMMAND = """
+from nanovllm.startup import large_imports
+with large_imports():
+    from nanovllm.kernels.precompile import serve
+serve({})
+"""  # of the process that forks those that compile
 _changing, _hashing = Lock(), Lock()
 
 
@@ -116,7 +121,7 @@ class Compilers:
             logger.debug("%s will be compiled when it is launched: %r", kernel.__name__, error)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", __name__, str(self.num_processes)]
+        command = [sys.executable, "-P", "-c", COMMAND.format(self.num_processes)]
         # A thread that is no use, or is not there after a fork, is not even started
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -243,9 +248,7 @@ def leave_stdout() -> None:
 
 def serve(num_processes: int) -> None:
     """Compile what is asked for on stdin, until nothing more can come."""
-    # Or each of the processes would: have Triton hash itself, and look for garbage in all that is imported
-    hash_triton()
-    gc.freeze()
+    hash_triton()  # or each of the processes would
     seen = set()
     with ProcessPoolExecutor(num_processes, get_context("fork"), leave_stdout) as pool:
         while True:
@@ -256,7 +259,3 @@ def serve(num_processes: int) -> None:
             types = str(list(variant.signature.values()))
             pool.submit(variant.compile, with_launcher=types not in seen).add_done_callback(answer)
             seen.add(types)
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))
