@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
-    from nanovllm.llm import LLM  # torch takes seconds, and --help needs none of it
+    from nanovllm import LLM  # torch takes seconds, and --help needs none of it
 
     names = "device", "dtype", "quantization", "attention_backend", "tensor_parallel_size"
     return LLM(args.model, **{name: getattr(args, name) for name in names}, **config)
