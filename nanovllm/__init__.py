@@ -5,6 +5,7 @@ from typing import Any
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.startup import large_imports
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -20,11 +21,13 @@ if "OMP_WAIT_POLICY" not in os.environ:  # a user's own choice stays
 def __getattr__(name: str) -> Any:
     # These bring torch along, which takes seconds; the control plane and the command line's help do without.
     if name == "LLM":
-        from nanovllm.llm import LLM
+        with large_imports():
+            from nanovllm.llm import LLM
 
         return LLM
     if name == "AsyncLLM":
-        from nanovllm.async_llm import AsyncLLM
+        with large_imports():
+            from nanovllm.async_llm import AsyncLLM
 
         return AsyncLLM
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

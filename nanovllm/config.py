@@ -65,6 +65,8 @@ class EngineConfig:
     attention_backend:       "auto" chooses by device.
     dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
     load_format:             "dummy" fills the weights at random, for benchmarks.
+    quantization:            "fp8" quantises the weights of linear layers while they are loaded; see `models/loader.py`.
+                             None leaves them as the checkpoint has them, which may be in FP8 already.
     generation_config:       "auto" takes the sampling defaults of the checkpoint's generation_config.json, where a
                              request says nothing; "vllm" takes those of `SamplingParams`. EOS ids count either way.
     seed:                    where the seeds of unseeded requests come from; None is the operating system.
@@ -87,6 +89,7 @@ class EngineConfig:
     dtype: str = "auto"
     attention_backend: Literal["auto", "torch_ref", "triton", "flash_attn"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    quantization: Literal["fp8"] | None = None
     generation_config: Literal["auto", "vllm"] = "auto"
     seed: int | None = None
 
@@ -111,10 +114,11 @@ class EngineConfig:
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("attention_backend", ("auto", "torch_ref", "triton", "flash_attn")),
             ("load_format", ("auto", "dummy")),
+            ("quantization", (None, "fp8")),
             ("generation_config", ("auto", "vllm")),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(map(str, known))}; got {getattr(self, name)!r}")
         if self.speculation is not None and self.async_scheduling:
             raise ValueError(
                 "async_scheduling=True does not go with speculative, where the length of a step's output is known only "

@@ -16,6 +16,7 @@ from nanovllm.models.checkpoint import (
 )
 from nanovllm.models.config import FAMILIES, Family, ModelConfig, read_config
 from nanovllm.models.loader import HEAD, has_own_head
+from nanovllm.models.window_config import FULL, LIMITED
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.text.tokenizer_class import read
 
@@ -46,8 +47,9 @@ def checkpoint_facts(path: Path) -> list[Fact]:
         ),
         ("vocabulary of the model", f"{config.vocab_size} rows", "config.json: vocab_size"),
         ("positions", str(config.max_position_embeddings), said(*positions)),
-        ("RoPE theta", f"{config.rope_theta:g}", theta_place(raw)),
+        ("RoPE theta", thetas(config), theta_place(raw)),
         ("RoPE scaling", kind, said("rope_parameters", "rope_scaling")),
+        *window_facts(config, said),
         head_fact(path, config, said("tie_word_embeddings")),
         *expert_facts(config, said, FAMILIES[raw["model_type"]]),
         ("EOS ids of the model", eos, f"{generation}: eos_token_id"),
@@ -64,9 +66,15 @@ def dtype_place(path: Path, said: str) -> str:
     return said if not by_weights or dtype_of_weights(path) is None else "the weights"
 
 
+def thetas(config: ModelConfig) -> str:
+    local = "" if config.gemma is None else f", {config.gemma.local_rope_theta:g} in layers with a window"
+    return f"{config.rope_theta:g}{local}"
+
+
 def theta_place(raw: Mapping[str, Any]) -> str:
     for key in ("rope_parameters", "rope_scaling"):
-        if (raw.get(key) or {}).get("rope_theta") is not None:
+        rope = raw.get(key) or {}
+        if rope.get("rope_theta", rope.get(FULL, rope.get(LIMITED))) is not None:
             return f"config.json: {key}"
     return "the default" if raw.get("rope_theta") is None else "config.json: rope_theta"
 
@@ -77,6 +85,15 @@ def head_fact(path: Path, config: ModelConfig, source: str) -> Fact:
     if has_weights and has_own_head(path, weight_files(path), config.dtype):
         return "tied embeddings", "no", f"the weights: {HEAD}"
     return "tied embeddings", "yes" if config.tie_word_embeddings else "no", source
+
+
+def window_facts(config: ModelConfig, said: Callable[..., str]) -> list[Fact]:
+    """None where every layer sees all that a text can have."""
+    limited = [window for window in config.windows if window]
+    if not limited:
+        return []
+    value = f"{limited[0]} tokens in {len(limited)} of {len(config.windows)} layers"
+    return [("sliding window", value, said("sliding_window"))]
 
 
 def expert_facts(config: ModelConfig, said: Callable[..., str], family: Family) -> list[Fact]:

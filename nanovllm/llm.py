@@ -106,6 +106,7 @@ class LLM:
             if self.tokenizer is None
             else TokenGrammars(self.tokenizer, model_config.vocab_size, eos_token_ids),
             on_event=on_event,
+            window=executor.runner.window,
         )
         self._ids = count()
         self.calls = Calls()

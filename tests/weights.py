@@ -23,9 +23,13 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedConfig,
@@ -89,6 +93,38 @@ def random_qwen2(directory: Path | str, **over: Any) -> Path:
     """Qwen2: biases on q, k and v, random and far from zero. `over`: see `write_checkpoint`."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     return write_checkpoint(directory, Qwen2ForCausalLM, Qwen2Config, shape, over)
+
+
+def random_mistral(directory: Path | str, **over: Any) -> Path:
+    """Mistral: a window of 8 in all layers. `over`: see `write_checkpoint`."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return write_checkpoint(directory, MistralForCausalLM, MistralConfig, shape | {"sliding_window": 8}, over)
+
+
+def windowed_qwen3(directory: Path | str, **over: Any) -> Path:
+    """`lively_qwen3` with a window of 8 in all but the first of its layers. `over`: see `write_checkpoint`."""
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    return lively_qwen3(directory, **windows | over)
+
+
+def lively_gemma3(directory: Path | str, **over: Any) -> Path:
+    """Gemma 3, text alone: a window of 8 in two of three layers, scores scaled by what is not the size of a head, and
+    norms of its own. Untied, since a tied one repeats one token. `over`: see `write_checkpoint`."""
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    return write_checkpoint(directory, Gemma3ForCausalLM, Gemma3TextConfig, shape, over)
 
 
 def lively_qwen3_moe(directory: Path | str, **over: Any) -> Path:
@@ -166,6 +202,8 @@ def write_checkpoint(
 
     model = model_class(config_class(**settings)).float().eval()
     enliven(model, seed)
+    if model_class is Gemma3ForCausalLM:
+        remove_offsets(model)
     model.generation_config = GenerationConfig(eos_token_id=eos if eos is not None else [vocab - 2, vocab - 1])
 
     # Written beside its place and renamed, so that a test killed half-way leaves no half checkpoint to be found.
@@ -212,6 +250,16 @@ def enliven(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(2.0 * noise / parameter.shape[-1] ** 0.5)
 
 
+def remove_offsets(model: PreTrainedModel) -> None:
+    """Gemma adds 1 to the weights of norms and multiplies the embedding. With less of both it is lively, even tied."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.sub_(1)
+            elif "embed_tokens" in name:
+                parameter.div_(4 * model.config.hidden_size**0.5)
+
+
 def rewrite_config(path: Path, spelling: Spelling, drop: tuple[str, ...] = ()) -> None:
     """Rewrite a config.json in place without the keys in `drop`; "old" spells RoPE and dtype as transformers 4 did."""
     config = json.loads(path.read_text())
@@ -219,6 +267,9 @@ def rewrite_config(path: Path, spelling: Spelling, drop: tuple[str, ...] = ()) -
         config.pop(key, None)  # some families have no such key
     if spelling == "old":
         rope = config.pop("rope_parameters")
+        if "full_attention" in rope:  # Gemma
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = rope["full_attention"]
         config["rope_theta"] = rope.pop("rope_theta")
         config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
         config["torch_dtype"] = config.pop("dtype")

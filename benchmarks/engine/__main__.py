@@ -13,7 +13,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine import LARGE_SHAPE, SHAPE, ablations, arrivals, speculation, speed, step_costs, steps, structured
+from benchmarks.engine import (
+    LARGE_SHAPE,
+    SHAPE,
+    ablations,
+    arrivals,
+    quantised,
+    speculation,
+    speed,
+    step_costs,
+    steps,
+    structured,
+)
 from benchmarks.engine import tensor_parallel as ranks
 from benchmarks.lib.harness import EMBEDDED_MODEL, Comparison, make_parser
 
@@ -27,12 +38,13 @@ SHOWCASES = {
     "mixed": arrivals.mixed,
     "idle": steps.idle,
     "phases": steps.phases,
+    "quantised": quantised.showcase,
     "ablations": ablations.showcase,
     "tensor_parallel": ranks.showcase,
 }
 SPECULATION = "speculation"  # two results, each of one process with two engines
 STEP_COSTS = "step_costs"  # a card for `nanovllm simulate`
-LARGE = ("tensor_parallel", SPECULATION)
+LARGE = ("tensor_parallel", "quantised", SPECULATION)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -10,13 +10,12 @@
 - `startup`: from starting Python to the first token, with empty compile caches, and once more with what that left in
   them. Imports, loading, compilation, capture of CUDA graphs: all of it counts. The weights are random, so that nothing
   is read from a disk for them; Python's own files are in the page cache, because each library is imported once
-  beforehand.
+  beforehand. It also says what the parts of the start take (`PARTS`): the rest is what nobody claims.
 """
 
 import subprocess
 import sys
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 from benchmarks.engine import ours, vllm
 from benchmarks.lib import harness, roofline, tables, workloads
 from benchmarks.lib.harness import Contender, Figure, Measured, Showcase, by_batch, higher, lower, metric
-from benchmarks.lib.process import GREEDY, Engine, random_prompts
+from benchmarks.lib.process import GREEDY, Engine, measure_start, random_prompts
 from benchmarks.lib.tables import Result
 from benchmarks.serving import speed as serving
 
@@ -44,6 +43,11 @@ KINDS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 }
 # Where compilers keep what they made: Triton, Inductor, CUDA's own, vLLM
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
+STARTS = (("cold", "empty"), ("warm", "warm"))  # scenario, and its compile caches
+# Parts of a start, in order: what nanovllm's log tells (see `process.Parts`), after imports and before a request
+LOGGED = "configuration", "weights", "measuring memory", "KV cache", "compilation", "rehearsal", "recording"
+PARTS = "imports", *LOGGED, "first token"
+ON_GPU = "compilation", "rehearsal"
 SHORT = (  # benchmark, key of its figure, what the README calls the figure
     ("throughput", "throughput", "output tokens per second, 256 requests at once"),
     ("sampling", "recommended", "the same with top_p 0.95 and top_k 20, as Qwen3's card recommends"),
@@ -197,12 +201,6 @@ def latency(options: Namespace) -> Showcase:
 # --- the start --------------------------------------------------------------------------------------------------------
 
 
-def measure_start(engine: Engine) -> list[Measured]:
-    """In the process of one contender: the time since it was started."""
-    engine.generate([[1, 2, 3]], [1])
-    return [{"start": {"seconds": time.time() - engine.started, "ready_seconds": engine.ready_seconds}}]
-
-
 def cold_and_warm(contender: Contender, options: Namespace) -> dict[str, Any]:
     """Two processes in turn, on caches that are empty at first."""
     import_once(contender)
@@ -214,7 +212,7 @@ def cold_and_warm(contender: Contender, options: Namespace) -> dict[str, Any]:
 
 
 def import_once(contender: Contender) -> None:
-    command = [sys.executable, "-c", f"from {contender.spec['package']} import LLM"]
+    command = [sys.executable, "-c", f"from {contender.spec['package']} import LLM; import triton"]
     subprocess.run(command, cwd=harness.ROOT, env=harness.python_path(contender), capture_output=True)
 
 
@@ -225,10 +223,19 @@ def startup(options: Namespace) -> Showcase:
         workload="a prompt of 3 tokens; random weights",
         contenders=[ours(options), *vllm(options)],
         figures=[
-            lower(kind, f"start to first token, {caches} compile caches", "s", kind, "seconds")
-            for kind, caches in (("cold", "empty"), ("warm", "warm"))
+            *(
+                lower(kind, f"start to first token, {caches} compile caches", "s", kind, "seconds")
+                for kind, caches in STARTS
+            ),
+            *(
+                lower(f"{part} {kind}", f"{part}, {caches} compile caches", "s", kind, part)
+                for part in (*PARTS, "the rest")
+                if options.device != "cpu" or part not in ON_GPU
+                for kind, caches in STARTS
+            ),
         ],
         headline="warm",
+        shown=("cold", "warm"),
         run=cold_and_warm,
     )
 

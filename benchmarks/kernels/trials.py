@@ -30,6 +30,7 @@ ROUTINGS = 8  # that take turns: with few tokens the weights of one could stay i
 
 LINEAR_SHAPES = [linears.SHAPES["0.6B"], (2048, 16, 8, 6144), linears.SHAPES["8B"], linears.SHAPES["8B on 4 ranks"]]
 TOKENS = {16: [1, 16], 32: [32], 64: [64], 128: [128], 256: [256]}  # the most of a row, and where it is measured
+FP8_TOKENS = {16: [1, 16], 32: [32], 64: [64]}
 TILES = [  # columns, inputs, stages, swapped
     (64, 256, 3, True), (64, 128, 4, True), (64, 128, 2, True),
     (64, 128, 4, False), (32, 256, 3, False), (32, 128, 4, False), (32, 128, 2, False),
@@ -174,6 +175,61 @@ def linear(device: torch.device) -> list[Contest]:
     return contests
 
 
+# --- linear layers with weights in FP8 --------------------------------------------------------------------------------
+
+
+def fp8_candidates(layer: str) -> list[Choice]:
+    programs = (128, 256, 512) if layer == "partial" else (256,)  # others are not cut along their inputs
+    sizes = product((32, 64), (128, 256), (3, 5), (True, False), programs)
+    return [choice_of(columns=c, inner=i, num_stages=s, swapped=w, programs=p) for c, i, s, w, p in sizes]
+
+
+def fp8(device: torch.device) -> list[Contest]:
+    """The layers of `LINEAR_SHAPES`, with scales of channels and of blocks. None on a card without FP8."""
+    from nanovllm.kernels import has_fp8
+    from nanovllm.kernels.cards import first_fit
+    from nanovllm.kernels.fp8.widening_linear import Tile, widening_linear
+
+    if not has_fp8(device):
+        return []
+    layers = {}  # by kind and by elements: inputs and outputs of the weight
+    for shape in LINEAR_SHAPES:
+        for _, inputs, outputs, how in linears.layers_of(*shape):
+            layers[next(iter(how), "plain"), inputs * outputs] = inputs, outputs
+    size = 4 * max(size for _, size in layers)
+    pool = torch.randint(0, 120, (size,), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+
+    def point(num_tokens: int, layer: str, inputs: int, outputs: int, in_blocks: bool) -> Point:
+        how: dict[str, Any] = {} if layer == "plain" else {layer: True}
+        weights = pool[: size // (inputs * outputs) * inputs * outputs].view(-1, outputs, inputs)
+        scale = torch.ones((outputs // 128, inputs // 128) if in_blocks else (outputs, 1), device=device)
+        x = torch.randn(num_tokens, inputs, dtype=torch.bfloat16, device=device)
+
+        def run(choice: Choice) -> Call:
+            def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+                return widening_linear(x, weight, scale, tile=Tile(**dict(choice)), **how)
+
+            call, turns = linears.with_norm(multiply, x, outputs) if layer == "partial" else multiply, cycle(weights)
+            return lambda: call(x, next(turns))
+
+        scales = "blocks" if in_blocks else "channels"
+        return Point(f"{num_tokens} x {inputs} -> {outputs} by {scales}", run, calls=len(weights))
+
+    contests = []
+    for layer in ("plain", "gated", "partial"):
+        sizes = sorted(size for kind, size in layers if kind == layer)
+        borders = [0, *(sqrt(a * b) // 1024 for a, b in pairwise(sizes)), inf]
+        for size_of, kib in zip(sizes, pairwise(borders), strict=True):
+            least = 1
+            for most, tokens in FP8_TOKENS.items():
+                now = first_fit(table(device, "fp8"), layer, tokens=most, kib=size_of / 1024)
+                when = {"layer": layer, "kib": list(kib), "tokens": [least, most]}
+                points = [point(n, layer, *layers[layer, size_of], b) for n in tokens for b in (False, True)]
+                contests.append(Contest("fp8", when, points, fp8_candidates(layer), choice_of(**now)))
+                least = most + 1
+    return contests
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +316,7 @@ def prefill(device: torch.device) -> list[Contest]:
 
 CONTESTS: dict[str, Callable[[torch.device], list[Contest]]] = {
     "linear": linear,
+    "fp8": fp8,
     "experts": experts,
     "decode": decode,
     "prefill": prefill,

@@ -143,10 +143,13 @@ def python_path(contender: Contender) -> dict[str, str]:
 def job_of(
     contender: Contender, measure: Measure, arguments: dict[str, Any], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """What `process.run` needs to know. `options.threads` and `options.clock` may be missing."""
+    """What `process.run` needs to know. `options.threads` and `options.clock` may be missing.
+
+    The model is that of `options`, unless the contender has one of its own.
+    """
     return {
-        **contender.spec,
         "model": str(options.model),
+        **contender.spec,
         "device": options.device,
         "threads": getattr(options, "threads", None),
         "clock": getattr(options, "clock", "wall"),

@@ -20,13 +20,14 @@ from nanovllm.attention.triton_backend import TritonBackend
 
 logger = logging.getLogger(__name__)
 
-# (q [T, Hq, D], kv, metadata of these queries alone, scale) -> [T, Hq, D]
-Prefill = Callable[[Tensor, Tensor, AttentionMetadata, float], Tensor]
+# (q [T, Hq, D], kv, metadata of these queries alone, scale, keyword arguments for the window) -> [T, Hq, D]
+Prefill = Callable[[Tensor, Tensor, AttentionMetadata, float, dict[str, Any]], Tensor]
 
 # Why a library cannot serve a GPU or a block size
 FLASH_4 = "has no paged KV cache for compute capability {}.{}"
 FLASH_2 = "needs a kvcache_block_size that is a multiple of 256, not {}"
 FLASH_4_PAGE = 128  # keys. As many as flash-attn-4's tiles have, so that the copy engine can fetch a page whole
+MAX_TILE = 128  # keys of a tile of either library, at most
 
 
 def make_backend(num_sms: int, device: torch.device, block_size: int, dtype: torch.dtype) -> "FlashAttnBackend":
@@ -58,7 +59,9 @@ def make_backend(num_sms: int, device: torch.device, block_size: int, dtype: tor
     )
 
 
-def _prefill_4(flash_attn_varlen_func: Any, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+def _prefill_4(
+    flash_attn_varlen_func: Any, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, window: dict[str, Any]
+) -> Tensor:
     pages, page_table = kv, meta.block_table  # [2, num_pages, page size, Hkv, D], [S, pages of a sequence]
     per_block, rest = divmod(kv.shape[2], FLASH_4_PAGE)
     if per_block > 1 and rest == 0:
@@ -77,11 +80,14 @@ def _prefill_4(flash_attn_varlen_func: Any, q: Tensor, kv: Tensor, meta: Attenti
         max_seqlen_k=meta.max_context_len,
         softmax_scale=scale,
         causal=True,
+        **window,
     )
     return out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp as well
 
 
-def _prefill_2(flash_attn_varlen_func: Any, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+def _prefill_2(
+    flash_attn_varlen_func: Any, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, window: dict[str, Any]
+) -> Tensor:
     key_start = torch.nn.functional.pad(meta.context_len.cumsum(0, dtype=torch.int32), (1, 0))  # [S + 1]
     return flash_attn_varlen_func(
         q,
@@ -94,6 +100,7 @@ def _prefill_2(flash_attn_varlen_func: Any, q: Tensor, kv: Tensor, meta: Attenti
         softmax_scale=scale,
         causal=True,
         block_table=meta.block_table,
+        **window,
     )
 
 
@@ -113,7 +120,13 @@ class FlashAttnBackend(TritonBackend):
         self._library = prefill
 
     def attend(
-        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        shared: Shared | None = None,
+        window: int = 0,
     ) -> Tensor:
         if meta.max_query_len > 1:
             shared = {} if shared is None else shared
@@ -121,11 +134,21 @@ class FlashAttnBackend(TritonBackend):
                 shared["slots behind"] = slots_behind(kv, meta)
             # The library loads V there, too. What an earlier owner left may be NaN, and 0 * NaN is NaN.
             kv[1].flatten(0, 1).index_fill_(0, shared["slots behind"], 0)
-        return super().attend(q, kv, meta, scale, shared)
+        return super().attend(q, kv, meta, scale, shared, window)
 
     def _prefill(
-        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, out: Tensor, first_sequence: int
+        self,
+        q: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        out: Tensor,
+        first_sequence: int,
+        window: int,
     ) -> None:
+        if window and kv.shape[2] % MAX_TILE:
+            # The library loads V in whole tiles. What lies before a window may be another sequence's, and NaN.
+            return super()._prefill(q, kv, meta, scale, out, first_sequence, window)
         # Each sequence before `first_sequence` has one token, so the number is that of its first token as well.
         own = replace(
             meta,
@@ -133,7 +156,8 @@ class FlashAttnBackend(TritonBackend):
             query_start=meta.query_start[first_sequence:] - first_sequence,
             context_len=meta.context_len[first_sequence:],
         )
-        out[first_sequence:] = self._library(q[first_sequence:], kv, own, scale)
+        kept = {"window_size": (window - 1, 0)} if window else {}  # keys to the left and to the right of a query's own
+        out[first_sequence:] = self._library(q[first_sequence:], kv, own, scale, kept)
 
 
 def slots_behind(kv: Tensor, meta: AttentionMetadata) -> Tensor:

@@ -5,6 +5,7 @@ tensor [2, num_blocks + 1, block_size, Hkv, D]: keys, then values. Its last bloc
 no sequence. Padding writes there, because slot -1 would be the last slot of somebody's block.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,12 +54,21 @@ class AttentionBackend(Protocol):
         """Store k and v [T, Hkv, D] of the step's tokens in `slots` [T] of one layer's cache `kv`."""
 
     def attend(
-        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        shared: Shared | None = None,
+        window: int = 0,
     ) -> Tensor:
         """Causal attention of q [T, Hq, D] over what `kv` holds, the step's own keys already written: [T, Hq, D].
 
         Query head h reads the KV head h // (Hq // Hkv). `scale` multiplies the scores. In `shared`, which lives as long
         as the step, a backend keeps what it has worked out once for all layers.
+
+        window: with a sliding window a query sees this many keys at most, its own and those right before it; 0 is no
+        limit. What lies before the window of a sequence's first query is never read: those blocks may be another's.
         """
 
 
@@ -70,6 +80,7 @@ class BoundAttention:
     kv: list[Tensor]  # of each layer [2, num_blocks + 1, block_size, Hkv, D]
     meta: AttentionMetadata
     scale: float
+    windows: Sequence[int]  # of each layer, see `AttentionBackend.attend`
     shared: Shared = field(default_factory=dict)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,4 +90,4 @@ class BoundAttention:
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """`__call__` without the write, for a fused kernel that has written keys and values already."""
-        return self.backend.attend(q, self.kv[layer], self.meta, self.scale, self.shared)
+        return self.backend.attend(q, self.kv[layer], self.meta, self.scale, self.shared, self.windows[layer])

@@ -3,7 +3,8 @@
 Sequences with the same number of queries and contexts of similar length form a rectangle: their blocks are gathered
 into one padded [B, L] tensor of keys and one of values, and a single call attends for all of them. A decode batch is a
 few rectangles with one query a row. There is no loop over tokens, and what does not depend on the layer (which blocks,
-which masks) is worked out once per step and kept for the step's other layers.
+which masks) is worked out once per step and kept for the step's other layers. Blocks that no query's window reaches are
+not gathered: a context then begins with the first block that is.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class _Rectangle:
     num_queries: int
     num_keys: int  # L
     blocks: Tensor  # [B * P / block_size] int64, which to gather
-    padding: Tensor | None  # rows of the gathered [B * P] between a sequence's context and L
+    padding: Tensor | None  # rows of the gathered [B * P] between a sequence's context and L, and before its windows
     is_causal: bool  # whole prompts of one length, for which PyTorch's own mask is right
     bias: Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None: all queries see all
 
@@ -57,13 +58,20 @@ class TorchRefBackend:
         write_kv(kv, k, v, slots)
 
     def attend(
-        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        shared: Shared | None = None,
+        window: int = 0,
     ) -> Tensor:
         shared = {} if shared is None else shared
-        if "rectangles" not in shared:
-            shared["rectangles"] = _rectangles(q, kv, meta)
+        rectangles = shared.get(("rectangles", window))
+        if rectangles is None:
+            rectangles = shared["rectangles", window] = _rectangles(q, kv, meta, window)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
-        for rectangle in shared["rectangles"]:
+        for rectangle in rectangles:
             if rectangle.tokens is None:
                 out = _attend_rectangle(q, kv, rectangle, scale)
             else:
@@ -71,10 +79,16 @@ class TorchRefBackend:
         return out
 
 
-def _rectangles(q: Tensor, kv: Tensor, meta: AttentionMetadata) -> list[_Rectangle]:
+def _rectangles(q: Tensor, kv: Tensor, meta: AttentionMetadata, window: int) -> list[_Rectangle]:
     """Which sequences share a rectangle. Reads the lengths on the host."""
     query_start, context_len = meta.query_start.tolist(), meta.context_len.tolist()
     query_len = [end - start for start, end in pairwise(query_start)]
+    skipped = [0] * len(context_len)  # blocks of each sequence
+    if window:
+        block_size = kv.shape[2]
+        before = [max(0, context - n + 1 - window) for context, n in zip(context_len, query_len, strict=True)]
+        skipped = [keys // block_size for keys in before]
+        context_len = [context - n * block_size for context, n in zip(context_len, skipped, strict=True)]
     max_keys = MAX_BYTES // (2 * kv[0, 0, 0].numel() * kv.element_size())
     order = sorted(range(len(context_len)), key=lambda s: (query_len[s], context_len[s]), reverse=True)
     members: list[list[int]] = []
@@ -90,11 +104,18 @@ def _rectangles(q: Tensor, kv: Tensor, meta: AttentionMetadata) -> list[_Rectang
         members.append([s])
     if len(members) == 1:
         members[0].sort()  # the tokens are then all of q, in order
-    return [_rectangle(m, query_start, context_len, q, kv, meta.block_table) for m in members]
+    return [_rectangle(m, query_start, context_len, skipped, q, kv, meta.block_table, window) for m in members]
 
 
 def _rectangle(
-    members: list[int], query_start: list[int], context_len: list[int], q: Tensor, kv: Tensor, block_table: Tensor
+    members: list[int],
+    query_start: list[int],
+    context_len: list[int],
+    skipped: list[int],
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    window: int,
 ) -> _Rectangle:
     device, block_size = block_table.device, kv.shape[2]
     n = query_start[members[0] + 1] - query_start[members[0]]
@@ -102,20 +123,32 @@ def _rectangle(
     num_blocks = -(-length // block_size)
     starts = torch.tensor([query_start[s] for s in members], device=device)  # [B]
     tokens = (starts[:, None] + torch.arange(n, device=device)).flatten()  # [B * n]
-    blocks = block_table[members, :num_blocks].long()  # [B, P / block_size]
+    if any(skipped):
+        column = torch.tensor([skipped[s] for s in members], device=device)[:, None]  # [B, 1]
+        column = (column + torch.arange(num_blocks, device=device)).clamp(max=block_table.shape[1] - 1)
+        blocks = block_table[members].gather(1, column).long()  # [B, P / block_size]
+    else:
+        blocks = block_table[members, :num_blocks].long()
     context = torch.tensor([context_len[s] for s in members], device=device)  # [B]
 
     padding = bias = None
     is_ragged = any(context_len[s] != length for s in members)
-    if is_ragged:
+    is_windowed = 0 < window < length  # else all queries see to the beginning of what is gathered
+    if is_ragged or is_windowed:
         key = torch.arange(num_blocks * block_size, device=device)  # [P]
         blocks = torch.where(key[::block_size] < context[:, None], blocks, 0)  # some block that exists
+        unseen = (key >= context[:, None]) & (key < length)  # [B, P]
+        if is_windowed:
+            unseen |= key <= context[:, None] - n - window
         # What lies there may be NaN, which neither a mask nor a probability of 0 would stop. So it is overwritten.
-        padding = ((key >= context[:, None]) & (key < length)).flatten().nonzero().flatten()
-    is_causal = 1 < n == length
-    if is_ragged or 1 < n < length:
+        padding = unseen.flatten().nonzero().flatten()
+    is_causal = 1 < n == length and not is_windowed
+    if is_ragged or is_windowed or 1 < n < length:
         position = context[:, None] - n + torch.arange(n, device=device)  # [B, n]
-        hidden = torch.arange(length, device=device) > position[:, :, None]  # [B, n, L]
+        key = torch.arange(length, device=device)
+        hidden = key > position[:, :, None]  # [B, n, L]
+        if is_windowed:
+            hidden |= key <= position[:, :, None] - window
         bias = torch.zeros(hidden.shape, dtype=q.dtype, device=device).masked_fill_(hidden, float("-inf"))[:, None]
     return _Rectangle(
         tokens=None if len(tokens) == query_start[-1] else tokens,

@@ -37,6 +37,8 @@ def hopper_kernels(device: torch.device) -> HopperKernels:
 class TritonBackend:
     """See `AttentionBackend`. Block sizes are powers of two from 16 on, and so are head dimensions.
 
+    Layers with a sliding window use the kernels for any GPU.
+
     Args:
         num_sms: multiprocessors of the GPU. Some kernels share their work out to them.
     """
@@ -54,7 +56,13 @@ class TritonBackend:
         write_kv(kv, k, v, slots)
 
     def attend(
-        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared | None = None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        shared: Shared | None = None,
+        window: int = 0,
     ) -> Tensor:
         num_sequences = meta.context_len.shape[0]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
@@ -67,15 +75,15 @@ class TritonBackend:
             max_queries = MAX_ROWS // group if few_queries and meta.max_query_len > 1 else 1
             lengths = meta.context_len[:num_decodes]
             inputs = PagedInputs(q, kv, meta.block_table, meta.query_start, lengths, scale, out)
-            self._decode(inputs, max_queries, {} if shared is None else shared)
+            self._decode(inputs, max_queries, {} if shared is None else shared, window)
         if num_decodes < num_sequences:
-            self._prefill(q, kv, meta, scale, out, num_decodes)
+            self._prefill(q, kv, meta, scale, out, num_decodes, window)
         return out
 
-    def _decode(self, inputs: PagedInputs, max_queries: int, shared: Shared) -> None:
+    def _decode(self, inputs: PagedInputs, max_queries: int, shared: Shared, window: int) -> None:
         q, kv, context_len = inputs.q, inputs.kv, inputs.context_len
         _, _, _, num_kv_heads, head_dim = kv.shape
-        hopper = hopper_kernels(q.device).ring_decode
+        hopper = None if window else hopper_kernels(q.device).ring_decode
         ring = None if hopper is None else hopper.ring_layout(q, kv, context_len.shape[0])
         config = None if ring is None else ring.config
         if config is None:
@@ -84,23 +92,31 @@ class TritonBackend:
         key = pieces, max_queries, q.shape[1], head_dim
         if key not in self._workspaces:
             self._workspaces[key] = DecodeWorkspace.allocate(*key, device=q.device)
-        planned = "decode plan" in shared
-        if not planned:
-            shared["decode plan"] = plan_decode(context_len, pieces, config)
+        plan = shared.get(("decode plan", window))
+        planned = plan is not None
+        if plan is None:
+            plan = shared["decode plan", window] = plan_decode(context_len, pieces, config, max_queries, window)
         if hopper is None or ring is None:
-            paged_decode(inputs, self._workspaces[key], shared["decode plan"], config, overlap=planned)
+            paged_decode(inputs, self._workspaces[key], plan, config, overlap=planned, window=window)
         else:
-            hopper.ring_decode(inputs, self._workspaces[key], shared["decode plan"], ring, overlap=planned)
+            hopper.ring_decode(inputs, self._workspaces[key], plan, ring, overlap=planned)
 
     def _prefill(
-        self, q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, out: Tensor, first_sequence: int
+        self,
+        q: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        out: Tensor,
+        first_sequence: int,
+        window: int,
     ) -> None:
         inputs = PagedInputs(q, kv, meta.block_table, meta.query_start, meta.context_len, scale, out)
-        hopper = hopper_kernels(q.device).warp_specialized_prefill
+        hopper = None if window else hopper_kernels(q.device).warp_specialized_prefill
         if hopper is not None and hopper.fits(q, kv):
             if self._taken is None:
                 self._taken = torch.zeros(2, dtype=torch.int32, device=q.device)
             hopper.warp_specialized_prefill(inputs, self._taken, self._num_sms, first_sequence=first_sequence)
         else:
             config = prefill_config(q.device, kv.shape[-1], q.element_size(), kv.shape[2])
-            paged_prefill(inputs, config, first_sequence=first_sequence)
+            paged_prefill(inputs, config, first_sequence=first_sequence, window=window)

@@ -22,12 +22,16 @@ def root_digest(cache_salt: str | None) -> bytes:
 
 
 class BlockManager:
-    """Hands out the blocks 0 .. num_blocks - 1 of the KV pool. An operation takes time only for what it changes."""
+    """Hands out the blocks 0 .. num_blocks - 1 of the KV pool. An operation takes time only for what it changes.
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    window: keys that a query sees at most, its own included, if that is so in all layers; 0: some layer sees all.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.window = window
         self.ref_counts = [0] * num_blocks  # block tables that contain the block
         # Least recently used first. A free block keeps its content until it is taken again.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -75,6 +79,7 @@ class BlockManager:
             self.free.pop(block, None)
             self.ref_counts[block] += 1
         seq.block_table = list(cached)
+        seq.num_unseen = 0
         seq.num_published = len(cached)
         seq.content = self.contents[cached[-1]] if cached else None
 
@@ -111,8 +116,30 @@ class BlockManager:
 
         From the last block to the first: the end of a text is useless without its beginning, and is evicted first.
         """
+        if not keep_cached:
+            for digest in seq.digests[: seq.num_unseen]:
+                if digest in self.block_by_digest:
+                    self._forget(self.block_by_digest[digest])
+        freed = self._give_back(seq.block_table[max(num_kept, seq.num_unseen) :], keep_cached)
+        del seq.block_table[num_kept:]
+        return freed
+
+    def release_unseen(self, seq: Sequence) -> list[int]:
+        """Give back the leading blocks of `seq` that no window reaches any more; returns those that are free now. They
+        keep their places in the table, where nobody looks at them, and their content stays findable as ever.
+
+        A block that is not published yet has to wait: once it were taken, it could not be published any more.
+        """
+        first_seen = seq.num_computed + 1 - self.window  # by the next token to compute
+        num_unseen = max(seq.num_unseen, first_seen // self.block_size)
+        if self.enable_prefix_caching:
+            num_unseen = min(num_unseen, seq.num_published)
+        unseen, seq.num_unseen = seq.block_table[seq.num_unseen : num_unseen], num_unseen
+        return self._give_back(unseen, keep_cached=True)
+
+    def _give_back(self, blocks: list[int], keep_cached: bool) -> list[int]:
         freed = []
-        for block in reversed(seq.block_table[num_kept:]):
+        for block in reversed(blocks):
             if not keep_cached:
                 self._forget(block)
             self.ref_counts[block] -= 1
@@ -120,7 +147,6 @@ class BlockManager:
                 freed.append(block)
                 self.free[block] = None
                 self.free.move_to_end(block, last=self.contents[block] is not None)
-        del seq.block_table[num_kept:]
         return freed
 
     def _take(self) -> int:

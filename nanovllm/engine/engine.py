@@ -42,9 +42,11 @@ class LLMEngine:
         grammars: Grammars | None = None,
         on_event: OnEvent | None = None,
         clock: Clock = time.perf_counter,
+        window: int = 0,
     ) -> None:
         """`config` is resolved, `num_kv_blocks` included. Without `make_detokenizer` outputs have ids but no text, and
-        without `grammars` they cannot be structured. `clock` is for events and metrics, and decides nothing."""
+        without `grammars` they cannot be structured. `clock` is for events and metrics, and decides nothing. `window`
+        is that of `BlockManager`."""
         self.executor = executor
         self.config = config
         self.vocab_size = vocab_size
@@ -52,7 +54,7 @@ class LLMEngine:
         self.make_detokenizer = make_detokenizer
         self.grammars = grammars
         self.trace = Trace(on_event, clock)
-        self.scheduler = Scheduler(config, self.trace)
+        self.scheduler = Scheduler(config, self.trace, window)
         self.closed = False
         self.calls = Calls()
         self._requests: dict[str, Request] = {}

@@ -40,11 +40,12 @@ class Scheduler:
     strictly worse priority, and never overtakes another sequence of its own priority.
     """
 
-    def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
+    def __init__(self, config: EngineConfig, trace: Trace | None = None, window: int = 0) -> None:
         if config.kvcache_block_size is None or config.num_kv_blocks is None:
             raise ValueError("kvcache_block_size and num_kv_blocks must be known by now: see EngineConfig.resolve")
         self.config = config
         self.trace = trace or Trace()
+        self.window = window
         self.num_kv_blocks: int = config.num_kv_blocks
         self.block_size: int = config.kvcache_block_size
         self.proposer = None if config.speculation is None else make_proposer(config.speculation)
@@ -55,7 +56,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Forget all sequences and all cached blocks, also from a state that an exception left half changed."""
-        self.blocks = BlockManager(self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching)
+        self.blocks = BlockManager(self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching, self.window)
         self.sequences: dict[int, Sequence] = {}  # by key, all that are not finished
         self.num_matchers = 0  # how many of these have one
         # Both in order of (priority, arrival). To join or leave moves one pointer for each sequence after it: with ten
@@ -120,7 +121,9 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> None:
         """Grow the block table of a running sequence to `num_tokens`. If need be, preempt whoever is last in order,
-        which may be `seq` itself."""
+        which may be `seq` itself. Where windows are, its blocks that no layer will look at again come free first."""
+        if self.window:
+            self.trace.blocks(seq, freed=self.blocks.release_unseen(seq))
         needed = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
         while seq.row >= 0 and needed > self.blocks.num_free:
             self._preempt(seq, needed)
@@ -182,9 +185,10 @@ class Scheduler:
             if victim.priority <= seq.priority or (shortage <= 0 and (victims or self._free_rows)):
                 break
             victims += 1
-            users.update(victim.block_table)
+            held = victim.block_table[victim.num_unseen :]
+            users.update(held)
             # A block is free when its last user is gone. One that `seq` will share was never part of the shortage.
-            shortage -= sum(users[b] == self.blocks.ref_counts[b] and b not in shared for b in victim.block_table)
+            shortage -= sum(users[b] == self.blocks.ref_counts[b] and b not in shared for b in held)
         if shortage > 0:
             return False
         for _ in range(victims):

@@ -84,6 +84,7 @@ class Sequence:
     # Set by the block manager.
     block_table: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its full blocks, made when first needed and kept for life
+    num_unseen: int = 0  # leading blocks of the table that were given back, since no window reaches them any more
     num_published: int = 0  # leading blocks of the table that can be found, or whose equals can
     content: Content | None = None  # of the last of those
 

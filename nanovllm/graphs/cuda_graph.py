@@ -15,14 +15,17 @@ Recorder = Callable[[Step], Step]
 
 
 class CudaGraphRecorder:
-    """Records into CUDA graphs that share one memory pool: they never run at the same time. Adds each to `recorded`."""
+    """Records into CUDA graphs that share one memory pool: they never run at the same time. Adds each to `recorded`.
+
+    A step is recorded without being launched. So everything that it launches must have been launched before, on tensors
+    of the same shapes: no recording survives a kernel that is loaded, or a library that sets itself up.
+    """
 
     def __init__(self, recorded: list[torch.cuda.CUDAGraph] | None = None) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.recorded = [] if recorded is None else recorded
 
     def __call__(self, step: Step) -> Step:
-        step()  # compiles kernels and lets libraries set themselves up, which a recording must not contain
         graph = torch.cuda.CUDAGraph()
         with no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
             outputs = step()
@@ -61,8 +64,9 @@ def record_nothing(step: Step) -> Step:
 
 
 def launch_once(step: Step) -> Step:
-    """A recorder that launches a step, and records nothing. It waits for the step, whose numbers may still be on their
-    way from host memory that the next step's numbers overwrite."""
+    """A recorder that launches a step, and records nothing: with it, a start rehearses what it is about to record. It
+    waits for the step, whose numbers may still be on their way from host memory that the next step's numbers
+    overwrite."""
     step()
     torch.cuda.synchronize()
     return step

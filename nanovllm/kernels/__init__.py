@@ -28,13 +28,20 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether kernels on `device` can compute with numbers in FP8: NVIDIA GPUs can since Ada."""
+    return why_no_kernels(device) is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 class FusedKernels(NamedTuple):
     """Kernels that do several operations of a step in one pass. None: PyTorch does one after the other."""
 
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] | None = None
     norm_rope_write: Callable[..., Tensor] | None = None
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
+    gelu_and_mul: Callable[[Tensor], Tensor] | None = None
     choose_linear: Callable[..., Callable[..., Tensor] | None] | None = None
+    fp8_linear: Callable[..., Tensor] | None = None
     sample_rows: Callable[..., Tensor] | None = None
     edit_logits: Callable[..., Any] | None = None
     restore_logits: Callable[..., None] | None = None
@@ -49,12 +56,13 @@ def fused_kernels(device: torch.device) -> FusedKernels:
     """All of them where Triton runs, none elsewhere. The first call for a GPU imports Triton."""
     if why_no_kernels(device) is not None:
         return FusedKernels()
+    from nanovllm.kernels.fp8.fp8_linear import fp8_linear
     from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
     from nanovllm.kernels.fused.decode_inputs import decode_inputs
     from nanovllm.kernels.fused.edits import edit_logits, restore_logits
     from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
     from nanovllm.kernels.fused.sample import sample_rows
-    from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.fused.silu_and_mul import gelu_and_mul, silu_and_mul
     from nanovllm.kernels.fused.top_logprobs import top_logprobs
     from nanovllm.kernels.linear.choice import choose_linear
     from nanovllm.kernels.moe.grouped_mlp import grouped_mlp
@@ -64,7 +72,9 @@ def fused_kernels(device: torch.device) -> FusedKernels:
         add_rms_norm=add_rms_norm,
         norm_rope_write=norm_rope_write,
         silu_and_mul=silu_and_mul,
+        gelu_and_mul=gelu_and_mul,
         choose_linear=choose_linear,
+        fp8_linear=fp8_linear,
         sample_rows=sample_rows,
         edit_logits=edit_logits,
         restore_logits=restore_logits,

@@ -20,6 +20,7 @@ TABLE = Path(__file__).with_name("cards.toml")
 LAYERS = ("plain", "gated", "partial")
 CONDITIONS = {
     "linear": ("tokens", "kib", "hidden", "shared_kib"),
+    "fp8": ("tokens", "kib"),
     "experts": ("tokens", "per_expert", "itemsize"),
     "decode": ("head_dim", "itemsize"),
     "prefill": ("head_dim", "itemsize", "block_size"),
@@ -30,6 +31,7 @@ GIVES = {
     "skinny": "",
     "tiled": "columns inner num_stages swapped",
     "weight_prefetch": "most",
+    "fp8": "columns inner num_stages swapped programs",
     "experts": "pairs columns inner_bytes num_warps num_stages",
     "decode": "tile_kib num_warps num_stages programs_per_sm",
     "prefill": "rows tile_kib num_warps num_stages tma? max_registers?",

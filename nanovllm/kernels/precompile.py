@@ -3,8 +3,8 @@
 Triton compiles a variant of a kernel when it is first launched: one after the other, on one core. A model needs some
 fifty. So a start is gone through twice. The first time, within `compiled_together`, no kernel is launched. Triton finds
 out which variant a launch needs, and the variants that its cache on disk lacks are compiled by other processes. The
-second time, everything is found in the cache. A variant that could not be compiled beforehand, for whatever reason, is
-compiled when it is launched.
+second time, everything is found in the cache. (Where the cache lacks nothing, once is enough, with launches.) A variant
+that could not be compiled beforehand, for whatever reason, is compiled when it is launched.
 
 Threads would gain nothing: most of Triton's compiler holds Python's lock. Nor can this process be forked, since it has
 threads and uses a GPU. So a new process imports Triton, and forks the processes that compile, as PyTorch's Inductor
@@ -31,14 +31,21 @@ import triton
 from tqdm import tqdm
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 16  # the longest variant takes a sixth of the time of all, so that more would gain nothing
-_changing = Lock()
+COMMAND = """
+from nanovllm.startup import large_imports
+with large_imports():
+    from nanovllm.kernels.precompile import serve
+serve({})
+"""  # of the process that forks those that compile
+_changing, _hashing = Lock(), Lock()
 
 
 def num_processes(num_ranks: int) -> int:
@@ -59,8 +66,12 @@ class Variant(NamedTuple):
     target: GPUTarget
     options: dict[str, Any]
 
-    def compile(self) -> None:
-        """Compile down to machine code, which goes into Triton's cache."""
+    def compile(self, with_launcher: bool) -> None:
+        """Compile down to machine code, which goes into Triton's cache.
+
+        with_launcher: what launches kernels with arguments of these types, too, where that is compiled: Triton 3.6 has
+            a C compiler do it, in a third of a second.
+        """
         target = self.target
         # All that a compilation asks of a driver. Triton's own driver would occupy memory of the GPU.
         triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
@@ -69,7 +80,16 @@ class Variant(NamedTuple):
         # reads a constant of its module. With another hash nobody would find what is compiled here.
         kernel.hash = self.kernel_hash
         source = self.kind(kernel, self.signature, self.constants, self.attributes)
-        triton.compile(source, target=target, options=self.options)
+        program = triton.compile(source, target=target, options=self.options)
+        if with_launcher and hasattr(driver, "make_launcher"):
+            driver.CudaLauncher(source, program.metadata)
+
+
+def hash_triton() -> None:
+    """Have Triton hash itself, half a gigabyte, once: the names in its cache depend on it. Another thread that has
+    begun is waited for."""
+    with _hashing:
+        triton_key()
 
 
 def is_cached(source: ASTSource, target: GPUTarget, options: Any) -> bool:
@@ -101,7 +121,7 @@ class Compilers:
             logger.debug("%s will be compiled when it is launched: %r", kernel.__name__, error)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", __name__, str(self.num_processes)]
+        command = [sys.executable, "-P", "-c", COMMAND.format(self.num_processes)]
         # A thread that is no use, or is not there after a fork, is not even started
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -147,14 +167,16 @@ def without_launches() -> Iterator[None]:
 
 
 @contextmanager
-def compiled_together(num_processes: int) -> Iterator[None]:
-    """Within this context this thread launches no kernel of ours. When the context ends, `num_processes` processes have
-    compiled the variants that its launches needed and Triton's cache lacked.
+def compiled_together(num_processes: int, launching: bool = False) -> Iterator[set[Any]]:
+    """Within this context this thread launches no kernel of ours; if `launching`, none from the first one on that
+    Triton's cache lacks. When the context ends, `num_processes` processes have compiled the variants that its launches
+    needed and the cache lacked. Gives a set, which stays empty if the cache has all of them.
 
     Nothing that goes wrong in those processes is an error: what they have not compiled is compiled when it is launched.
     """
+    hash_triton()
     thread = get_ident()
-    compilers, asked = Compilers(num_processes), set()
+    compilers, asked = Compilers(num_processes), set[Any]()
 
     def compile_or_ask(
         self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, warmup: bool
@@ -170,14 +192,14 @@ def compiled_together(num_processes: int) -> Iterator[None]:
                 return None
         return compile_now(self, key, signature, device, constants, options, attributes, warmup)
 
-    def only_find_variant(run: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(*args, warmup=True, **kwargs)
+    def find_variant(run: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(*args, warmup=warmup or not launching or bool(asked), **kwargs)
 
     try:
-        with launches_changed(only_find_variant):
+        with launches_changed(find_variant):
             compile_now = JITFunction._do_compile
             with replaced("_do_compile", compile_or_ask):
-                yield
+                yield asked
         compilers.wait()
     finally:
         compilers.stop()
@@ -226,14 +248,14 @@ def leave_stdout() -> None:
 
 def serve(num_processes: int) -> None:
     """Compile what is asked for on stdin, until nothing more can come."""
+    hash_triton()  # or each of the processes would
+    seen = set()
     with ProcessPoolExecutor(num_processes, get_context("fork"), leave_stdout) as pool:
         while True:
             try:
                 variant = pickle.load(sys.stdin.buffer)
             except EOFError:
                 return
-            pool.submit(variant.compile).add_done_callback(answer)
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+            types = str(list(variant.signature.values()))
+            pool.submit(variant.compile, with_launcher=types not in seen).add_done_callback(answer)
+            seen.add(types)

@@ -42,10 +42,9 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]"""
-        kernel = linear_kernel(x, self.weight)
         if self.group is None:
-            return F.linear(x, self.weight, self.bias) if kernel is None else kernel(x, self.weight, self.bias)
-        y = self.group.all_reduce(F.linear(x, self.weight) if kernel is None else kernel(x, self.weight))
+            return self.product(x, self.bias)
+        y = self.group.all_reduce(self.product(x))
         return y if self.bias is None else y + self.bias  # after the sum, or every rank would add it
 
     def partial(self, x: Tensor) -> SubLayerOutput:
@@ -54,9 +53,13 @@ class Linear(nn.Module):
         group, shape = self.group, (len(x), len(self.weight))
         if self.bias is not None or (group is not None and not group.can_fuse_all_reduce(shape, x.dtype)):
             return self(x)
-        kernel = linear_kernel(x, self.weight, partial=True)
-        y = F.linear(x, self.weight) if kernel is None else kernel(x, self.weight)
+        y = self.product(x, partial=True)
         return y if group is None else PendingAllReduce(y, group)
+
+    def product(self, x: Tensor, bias: Tensor | None = None, *, partial: bool = False) -> Tensor:
+        """x W^T + b of this rank's inputs: x [T, in] -> [T, out]. partial: or [S, T, out] float32, as in `partial`."""
+        kernel = linear_kernel(x, self.weight, partial=partial)
+        return F.linear(x, self.weight, bias) if kernel is None else kernel(x, self.weight, bias)
 
 
 class MergedLinear(Linear):
@@ -104,6 +107,19 @@ class Embedding(nn.Module):
         return self.group.all_reduce(vectors.where(own[:, None], 0))
 
 
+class ScaledEmbedding(Embedding):
+    """The embedding of Gemma: every vector is multiplied with `scale`, rounded to the dtype of the weights."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, scale: float, *, dtype: torch.dtype, group: Group | None = None
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, dtype=dtype, group=group)
+        self.scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * self.scale
+
+
 def linear_kernel(
     x: Tensor, weight: Tensor, *, gated: bool = False, partial: bool = False
 ) -> Callable[..., Tensor] | None:
@@ -124,3 +140,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         return fused(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
     return F.silu(gate) * up
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, with the approximation of GELU by tanh. gate_up [T, 2 I] -> [T, I]"""
+    fused = kernels.fused_kernels(gate_up.device).gelu_and_mul
+    if fused is not None:
+        return fused(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
+    return F.gelu(gate, approximate="tanh") * up

@@ -47,3 +47,10 @@ class RMSNorm(nn.Module):
         if residual is None:
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """The norm of Gemma: a checkpoint has its weight less 1. The loader adds the 1, in float32, as Gemma does."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps, dtype=torch.float32)

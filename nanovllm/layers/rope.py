@@ -7,6 +7,7 @@ whose frequencies depend on the length of the text has no place here: keys in th
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,10 @@ class RotaryEmbedding(nn.Module):
             table *= scaling.attention_factor
         self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
+    def rotation(self, positions: Tensor) -> "Rotation":
+        """What turns the heads of a step's tokens, in all layers; positions [T]."""
+        return Rotation(self, positions)
+
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, 1, D] float32, for `apply_rope`."""
         cos, sin = self.table[positions].unbind(1)  # [T, D/2] each
@@ -147,3 +152,21 @@ class Rotation:
     def apply(self, x: Tensor) -> Tensor:
         """x [T, heads, D] -> [T, heads, D], turned."""
         return apply_rope(x, *self.cos_sin)
+
+
+class Rotations(NamedTuple):
+    """Those of a step in a model with two kinds of layers."""
+
+    full: Rotation
+    local: Rotation
+
+
+class TwoRotaryEmbeddings(nn.Module):
+    """One for layers that see all of a text, and one for layers with a window (Gemma 3)."""
+
+    def __init__(self, full: RotaryEmbedding, local: RotaryEmbedding) -> None:
+        super().__init__()
+        self.full, self.local = full, local
+
+    def rotation(self, positions: Tensor) -> Rotations:
+        return Rotations(self.full.rotation(positions), self.local.rotation(positions))

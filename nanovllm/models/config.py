@@ -9,22 +9,27 @@ The model families are data. All that differs between them is a row of `FAMILIES
   config.json says otherwise, whatever the hidden size.
 - Mixtral ("Mixtral of Experts", 2024), Qwen2-MoE ("Qwen1.5-MoE", 2024) and Qwen3-MoE ("Qwen3 Technical Report", 2025):
   experts in place of the MLP, see `moe_config.py`. The rest of them is Llama, Qwen2 and Qwen3.
+- Mistral ("Mistral 7B", 2023): Llama with a sliding window, see `window_config.py`.
+- Gemma 3 ("Gemma 3 Technical Report", 2025), text alone: see `GemmaConfig`.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from nanovllm.models.checkpoint import dtype_of_weights, read_json
 from nanovllm.models.moe_config import ExpertKeys, MoEConfig, has_experts, parse_experts
+from nanovllm.models.quantization import Fp8Format, parse_quantization
+from nanovllm.models.window_config import FULL, KINDS_FOR_WINDOWS, LIMITED, WindowKeys, layer_types, parse_windows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = ("silu", "swish")  # two names of one function
+GELU, GEMMA_LOCAL_THETA = "gelu_pytorch_tanh", 10000.0
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SCALINGS: dict[str, type[RopeScaling]] = {
     "linear": LinearScaling,
@@ -45,11 +50,6 @@ KINDS: dict[str, tuple[type, ...]] = {  # of what may be left out; Hugging Face'
     "rope_parameters": (dict, type(None)),
     "rope_scaling": (dict, type(None)),
 }
-KINDS_FOR_WINDOWS: dict[str, tuple[type, ...]] = {
-    "use_sliding_window": (bool,),
-    "sliding_window": (int, type(None)),
-    "max_window_layers": (int,),
-}
 POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
@@ -61,10 +61,7 @@ class Family(NamedTuple):
 
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     num_key_value_heads: int | None = 32  # None: num_attention_heads
-    # Layers that a sliding window in config.json is for. "upper": those that `layer_types` names; without such a list
-    # those from `max_window_layers` on. "all": every layer, and even without a window those that `layer_types` names
-    sliding_windows: Literal["none", "upper", "all"] = "upper"
-    window_has_switch: bool = True  # whether the window counts only with `use_sliding_window`
+    windows: WindowKeys | None = WindowKeys()  # None: no layer has one, whatever config.json says
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
@@ -73,18 +70,24 @@ class Family(NamedTuple):
     o_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
     experts: ExpertKeys | None = None  # None: an MLP in each layer
+    tie_word_embeddings: bool = False
+    is_gemma: bool = False  # see `GemmaConfig`
 
 
 FAMILIES = {  # by the `model_type` of config.json
-    "llama": Family(
-        num_key_value_heads=None, sliding_windows="none", max_position_embeddings=2048, mlp_bias="mlp_bias"
+    "llama": Family(num_key_value_heads=None, windows=None, max_position_embeddings=2048, mlp_bias="mlp_bias"),
+    "mistral": Family(
+        num_key_value_heads=8,
+        windows=WindowKeys("all", has_switch=False),
+        max_position_embeddings=131072,
+        qkv_bias=False,
+        o_bias=False,
     ),
     "qwen2": Family(qkv_bias=True, o_bias=False),
     "qwen3": Family(head_dim=128, qk_norm=True),
     "mixtral": Family(
         num_key_value_heads=8,
-        sliding_windows="all",
-        window_has_switch=False,
+        windows=WindowKeys("always", has_switch=False, default=None),
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         rope_theta=1e6,
@@ -94,13 +97,37 @@ FAMILIES = {  # by the `model_type` of config.json
     ),
     "qwen2_moe": Family(
         num_key_value_heads=16,
-        sliding_windows="all",
+        windows=WindowKeys("alternate"),
         qkv_bias=True,
         o_bias=False,
         experts=ExpertKeys(shared_intermediate_size="shared_expert_intermediate_size"),
     ),
-    "qwen3_moe": Family(num_key_value_heads=4, sliding_windows="all", qk_norm=True, experts=ExpertKeys()),
+    "qwen3_moe": Family(num_key_value_heads=4, windows=WindowKeys("always"), qk_norm=True, experts=ExpertKeys()),
+    "gemma3_text": Family(
+        head_dim=256,
+        num_key_value_heads=4,
+        windows=WindowKeys("pattern", has_switch=False),
+        max_position_embeddings=131072,
+        rope_theta=1e6,
+        qk_norm=True,
+        tie_word_embeddings=True,
+        is_gemma=True,
+    ),
 }
+
+
+@dataclass(frozen=True)
+class GemmaConfig:
+    """What Gemma 3 does in its own way, beside the numbers below.
+
+    The weight of every norm is 1 + what the checkpoint has, attention and the MLP have a norm behind them as well, the
+    MLP is gated by GELU, and RoPE turns more slowly in layers that see all of a text than in those with a window.
+    """
+
+    embedding_scale: float  # what the embedding is multiplied with, rounded to its dtype
+    local_layers: frozenset[int]  # those with a window, even if no text is longer than it
+    local_rope_theta: float
+    local_rope_scaling: RopeScaling | None
 
 
 @dataclass(frozen=True)
@@ -124,7 +151,11 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     moe: MoEConfig | None  # None: every layer has an MLP
+    windows: tuple[int, ...]  # of each layer: keys that a query sees at most, its own included; 0 is no limit
+    attention_scale: float  # what scores of attention are multiplied with
+    gemma: GemmaConfig | None  # None: another family
     dtype: torch.dtype
+    quantization: Fp8Format | None = None  # of the weights in the files; None: they are not quantised
 
     @property
     def neurons_of_token(self) -> int:
@@ -148,7 +179,7 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
     """`dtype_of_weights`: for a config.json that names no dtype."""
     refuse_unsupported(raw)
     family = FAMILIES[raw["model_type"]]
-    for key, kinds in (KINDS if family.sliding_windows == "none" else KINDS | KINDS_FOR_WINDOWS).items():
+    for key, kinds in (KINDS if family.windows is None else KINDS | KINDS_FOR_WINDOWS).items():
         if key in raw and not isinstance(raw[key], kinds):
             expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
             raise ValueError(f"{key} must be {expected}; got {raw[key]!r}; mend it, or leave it out")
@@ -168,8 +199,9 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
         return bool(raw.get(switch, False)) if isinstance(switch, str) else switch
 
     max_positions = raw.get("max_position_embeddings") or family.max_position_embeddings
-    refuse_sliding_windows(raw, family, max_positions)
-    theta, scaling = parse_rope(raw, max_positions, family.rope_theta)
+    gemma = parse_gemma(raw, family, max_positions) if family.is_gemma else None
+    full_rope = raw if gemma is None else {**raw, "rope_parameters": ropes_by_kind(raw).get(FULL)}
+    theta, scaling = parse_rope(full_rope, max_positions, family.rope_theta)
     if isinstance(scaling, YarnScaling):  # model cards switch it on without raising max_position_embeddings
         max_positions = max(max_positions, int(scaling.original_max_position_embeddings * scaling.factor))
     return ModelConfig(
@@ -179,14 +211,18 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
         rms_norm_eps=raw.get("rms_norm_eps", family.rms_norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tie_word_embeddings)),
         head_dim=head_dim,
         qk_norm=family.qk_norm,
         qkv_bias=has_bias(family.qkv_bias),
         o_bias=has_bias(family.o_bias),
         mlp_bias=has_bias(family.mlp_bias),
         moe=None if family.experts is None else parse_experts(raw, family.experts),
+        windows=parse_windows(raw, family.windows, max_positions),
+        attention_scale=(head_dim if gemma is None else raw.get("query_pre_attn_scalar", 256)) ** -0.5,
+        gemma=gemma,
         dtype=parse_dtype(raw, dtype_of_weights),
+        quantization=parse_quantization(raw),
     )
 
 
@@ -198,35 +234,42 @@ def refuse_unsupported(raw: Raw) -> None:
         raise ValueError(f"model_type={kind!r} with a mixture of experts is not supported; supported are {known}")
     if kind == "qwen2_moe" and not raw.get("qkv_bias", True):
         raise ValueError("qkv_bias=False is not supported; supported is model_type='qwen2_moe' with biases")
-    if raw.get("quantization_config") is not None:
-        raise ValueError("quantization_config: quantised weights are not supported; use an unquantised checkpoint")
-    if raw.get("hidden_act", "silu") not in ACTIVATIONS:
+    if FAMILIES[kind].is_gemma:
+        refuse_gemma(raw)
+    elif raw.get("hidden_act", "silu") not in ACTIVATIONS:
         raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; supported is 'silu'")
 
 
-def refuse_sliding_windows(raw: Raw, family: Family, max_positions: int) -> None:
-    """Raises ValueError for a layer that does not attend to all positions of the longest text.
+def refuse_gemma(raw: Raw) -> None:
+    """Refuse what Gemma 2, embedding models and unknown variants have, and this decoder has not."""
+    if raw.get("hidden_activation", GELU) != GELU:
+        raise ValueError(f"hidden_activation={raw['hidden_activation']!r} is not supported; supported is {GELU!r}")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if raw.get(key):
+            raise ValueError(f"{key}={raw[key]!r} is not supported; Gemma 3 is supported without it")
+    scalar = raw.get("query_pre_attn_scalar", 256)
+    if not isinstance(scalar, int | float) or not scalar > 0:
+        raise ValueError(f"query_pre_attn_scalar must be a positive number; got {scalar!r}; mend it, or leave it out")
 
-    A window may be switched on and yet have no effect: without a layer from `max_window_layers` on, or with as many
-    positions as the model has.
-    """
-    layers, kinds = raw["num_hidden_layers"], raw.get("layer_types")
-    if kinds is not None and len(kinds) != layers:
-        raise ValueError(f"layer_types names {len(kinds)} layers, and num_hidden_layers={layers}; mend one of them")
-    if family.sliding_windows == "none":
-        return
-    if family.window_has_switch:
-        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    else:
-        window = raw.get("sliding_window")
-    limited = set(map(str, kinds or ())) - {"full_attention"}
-    unnamed = family.sliding_windows == "all" or (kinds is None and raw.get("max_window_layers", 28) < layers)
-    if window is not None and unnamed:
-        limited.add("sliding_attention")
-    if limited == {"sliding_attention"} and window is not None and window >= max_positions:
-        return
-    if limited:
-        raise ValueError(f"layers with {', '.join(sorted(limited))} (sliding_window={window!r}) are not supported")
+
+def parse_gemma(raw: Raw, family: Family, max_positions: int) -> GemmaConfig:
+    kinds = layer_types(raw, family.windows)
+    local = {"rope_parameters": ropes_by_kind(raw).get(LIMITED), "rope_theta": raw.get("rope_local_base_freq")}
+    theta, scaling = parse_rope(local, max_positions, GEMMA_LOCAL_THETA)
+    return GemmaConfig(
+        embedding_scale=raw["hidden_size"] ** 0.5,
+        local_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LIMITED),
+        local_rope_theta=theta,
+        local_rope_scaling=scaling,
+    )
+
+
+def ropes_by_kind(raw: Raw) -> Raw:
+    """The parameters of RoPE for each kind of layer, as transformers 5 writes them for Gemma; empty in older files."""
+    ropes: Raw = raw.get("rope_parameters") or {}
+    if not all(kind in (FULL, LIMITED) and isinstance(rope, dict | type(None)) for kind, rope in ropes.items()):
+        raise ValueError(f"rope_parameters must have one dict for {FULL} and one for {LIMITED}; got {ropes!r}")
+    return ropes
 
 
 def parse_dtype(raw: Raw, dtype_of_weights: str) -> torch.dtype:

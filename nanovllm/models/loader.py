@@ -7,9 +7,10 @@ tensor is in memory.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,19 +19,33 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanovllm.distributed.group import Group
-from nanovllm.kernels import has_bfloat16
+from nanovllm.kernels import has_bfloat16, has_fp8
 from nanovllm.layers.experts import Experts
+from nanovllm.layers.fp8_linear import FP8
 from nanovllm.layers.linear import MergedLinear
+from nanovllm.layers.norm import OffsetRMSNorm
 from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids, weight_files
 from nanovllm.models.config import ModelConfig, read_config
+from nanovllm.models.fp8_weights import (
+    FLOATS,
+    Fp8Weight,
+    fill,
+    fp8_transformer,
+    is_fp8_matrix,
+    is_projection,
+    with_scales,
+)
+from nanovllm.models.quantization import PER_CHANNEL
 from nanovllm.models.sharding import read_shard, shard_config
 from nanovllm.models.transformer import Transformer
+from nanovllm.models.window_config import within
+from nanovllm.startup import part_of_start
 
 logger = logging.getLogger(__name__)
 
 PREFIX, HEAD, EMBEDDING = "model.", "lm_head.weight", "model.embed_tokens.weight"
 ROWS = 4096  # of head and embedding that are compared at a time
-FLOATS = ("F32", "F16", "BF16", "F64")
+Files = dict[str, set[str] | None]  # see `weight_files`
 DUMMY_STD = 0.02
 MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
@@ -43,6 +58,7 @@ class LoadedModel:
     path: Path
 
 
+@part_of_start("weights")
 def load_model(
     model: str | Path,
     *,
@@ -50,6 +66,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     max_model_len: int | None = None,
     load_format: Literal["auto", "dummy"] = "auto",
+    quantization: Literal["fp8"] | None = None,
     group: Group | None = None,
 ) -> LoadedModel:
     """Load a directory or a hub id onto `device`, ready for inference.
@@ -58,6 +75,8 @@ def load_model(
                     bfloat16 (before Ampere) uses such a checkpoint in float16.
     max_model_len:  positions to prepare for; None: all that the model has.
     load_format:    "dummy" reads config.json alone and draws the weights at random, always the same ones.
+    quantization:   "fp8" quantises the weights of linear layers by output channel, but for head and routers. What the
+                    checkpoint has in FP8 stays so. Where `device` cannot read FP8, such weights are widened to `dtype`.
     group:          of several ranks each loads its own share, and reads nothing else.
 
     Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
@@ -68,7 +87,8 @@ def load_model(
     path = find_checkpoint(model, weights=load_format != "dummy")
     config = read_config(path)
     dtype = dtype_in_use(dtype, config.dtype, device)
-    config = replace(config, dtype=dtype)
+    max_model_len = max_model_len or config.max_position_embeddings
+    config = replace(config, dtype=dtype, windows=within(config.windows, max_model_len))
     files = {} if load_format == "dummy" else weight_files(path)
     if config.tie_word_embeddings and has_own_head(path, files, dtype):
         logger.warning(
@@ -76,12 +96,16 @@ def load_model(
         )
         config = replace(config, tie_word_embeddings=False)
     share = config if group is None else shard_config(config, group.size)
-    with device:
-        transformer = Transformer(share, max_model_len or config.max_position_embeddings, group)
+    if config.quantization is None and quantization is None:
+        with device:
+            transformer = Transformer(share, max_model_len, group)
+    else:
+        transformer = quantised_transformer(share, max_model_len, group, device, path, files)
     if load_format == "dummy":
         fill_at_random(transformer)
     else:
-        fill_from_files(transformer, path, files, config, group)
+        quantise = quantization is not None and config.quantization is None
+        fill_from_files(transformer, path, files, config, group, quantise=quantise)
     return LoadedModel(transformer.eval(), config, read_eos_token_ids(path), path)
 
 
@@ -121,29 +145,66 @@ def checkpoint_views(model: Transformer, *, experts_apart: bool) -> Iterator[tup
             yield from module.named_parameters(path, recurse=False)
 
 
+def quantised_transformer(
+    share: ModelConfig, length: int, group: Group | None, device: torch.device, path: Path, files: Files
+) -> Transformer:
+    """`Transformer`, with what is to stay in FP8: what `files` have so, or all that is quantised here."""
+    if share.moe is not None and share.quantization is None:
+        raise ValueError(
+            "quantization='fp8': experts are not quantised while they are loaded; take a checkpoint in FP8 without it"
+        )
+    if not has_fp8(device):
+        logger.info("%s cannot read weights in FP8: they are widened to %s on the way in", device, share.dtype)
+        with device:
+            return Transformer(share, length, group)
+    said = share.quantization or PER_CHANNEL
+    if not files or share.quantization is None:
+        return fp8_transformer(share, length, group, device, said.block, is_projection)
+    with ExitStack() as stack:
+        found = open_tensors(stack, path, files)
+        in_fp8 = {name for name, stored in found.items() if is_fp8_matrix(name, stored.header())}
+    return fp8_transformer(share, length, group, device, said.block, in_fp8.__contains__)
+
+
 def fill_from_files(
-    model: Transformer, path: Path, files: dict[str, set[str] | None], config: ModelConfig, group: Group | None = None
-) -> None:
+    model: Transformer, path: Path, files: Files, config: ModelConfig, group: Group | None = None,
+    *, quantise: bool = False,
+) -> None:  # fmt: skip
     """Copy every tensor of `files` (see `weight_files`), or a rank's share of it, to its place.
+
+    quantise: linear layers of a checkpoint that is not quantised.
 
     Raises ValueError unless the tensors fit `config`, that of the whole model, exactly.
     """
     rank, ranks = (0, 1) if group is None else (group.rank, group.size)
     with ExitStack() as stack:
         held = open_tensors(stack, path, files)
-        found = {name: stored for name, stored in held.items() if not is_redundant(name, config)}
+        found: dict[str, Stored | Fp8Weight] = {
+            name: stored for name, stored in held.items() if not is_redundant(name, config)
+        }
+        complaints: list[str] = []
+        if config.quantization is not None:
+            found, complaints = with_scales(found, config.quantization)
         experts_apart = not any(name.endswith(".experts.gate_up_proj") for name in found)
         views = dict(checkpoint_views(model, experts_apart=experts_apart))
         with torch.device("meta"):
             wanted = dict(checkpoint_views(Transformer(config, 1), experts_apart=experts_apart))
-        complaints = compare(wanted, found)
+        complaints += compare(wanted, found)
         if complaints:
             raise ValueError(f"the weights in {path} do not fit its config.json: {'; '.join(complaints)}")
         with torch.no_grad():
             for name, stored in found.items():
+                if quantise and isinstance(stored, Stored) and is_projection(name):
+                    stored = Fp8Weight.of(stored.tensor().to(views[name].device))
+                if isinstance(stored, Fp8Weight):
+                    fill(views, name, stored, partial(read_shard, name, c=config, rank=rank, ranks=ranks))
+                    continue
                 whole = ranks == 1
                 part = stored.tensor() if whole else read_shard(name, stored.header(), config, rank, ranks)
                 views[name].copy_(part)
+            for module in model.modules():
+                if isinstance(module, OffsetRMSNorm):
+                    module.weight.add_(1)
 
 
 class Stored(NamedTuple):
@@ -160,7 +221,7 @@ class Stored(NamedTuple):
         return tensor
 
 
-def open_tensors(stack: ExitStack, path: Path, files: dict[str, set[str] | None]) -> dict[str, Stored]:
+def open_tensors(stack: ExitStack, path: Path, files: Files) -> dict[str, Stored]:
     """The name of every tensor of `files`, and where the tensor is. `stack` closes the files.
 
     A model that was saved without its head (`Qwen3Model`, and not `Qwen3ForCausalLM`) has names without "model.", which
@@ -185,7 +246,7 @@ def our_name(name: str, prefix: str) -> str:
     return name if name == HEAD else prefix + name
 
 
-def has_own_head(path: Path, files: dict[str, set[str] | None], dtype: torch.dtype) -> bool:
+def has_own_head(path: Path, files: Files, dtype: torch.dtype) -> bool:
     """Whether the files hold an output head that is not the embedding, as weights in `dtype`.
 
     Hugging Face ties the two only where they are equal. They are read a few rows at a time.
@@ -208,7 +269,7 @@ def is_redundant(name: str, config: ModelConfig) -> bool:
     return tied_head or name.endswith(".rotary_emb.inv_freq")
 
 
-def compare(wanted: dict[str, Tensor], found: dict[str, Stored]) -> list[str]:
+def compare(wanted: dict[str, Tensor], found: Mapping[str, Stored | Fp8Weight]) -> list[str]:
     """What does not fit, by kind, told from the headers alone."""
     missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     misshapen, not_floats = [], []
@@ -233,5 +294,9 @@ def fill_at_random(model: Transformer) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.data.fill_(1)
+        elif name.endswith(".scale"):
+            parameter.data.fill_(DUMMY_STD)
+        elif parameter.dtype == FP8:
+            parameter.data.copy_(torch.empty_like(parameter, dtype=torch.float16).normal_(generator=generator))
         else:
             parameter.data.normal_(0, DUMMY_STD, generator=generator)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nanovllm.distributed.group import Group
 from nanovllm.layers.experts import Experts, route
-from nanovllm.layers.linear import Linear, MergedLinear, PendingAllReduce, SubLayerOutput
+from nanovllm.layers.linear import Linear, MergedLinear, PendingAllReduce, SubLayerOutput, gelu_and_mul
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.moe_config import MoEConfig
 
@@ -22,6 +22,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> SubLayerOutput:
         return self.down_proj.partial(self.gate_up_proj.gated(x))
+
+
+class GeluMLP(MLP):
+    """The MLP of Gemma. A norm follows it, before the addition, so that its sums cannot be left to the addition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(gelu_and_mul(self.gate_up_proj(x)))
+        return down
 
 
 class MoE(nn.Module):

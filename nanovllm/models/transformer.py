@@ -6,7 +6,7 @@ token on its own. Attention alone knows which tokens belong together, and the ca
 T tokens, H hidden size, Hq query heads, Hkv KV heads, D head dimension, I intermediate size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +15,19 @@ from torch import Tensor, nn
 from nanovllm import kernels
 from nanovllm.attention.interface import BoundAttention
 from nanovllm.distributed.group import Group
-from nanovllm.layers.linear import Embedding, Linear, MergedLinear, SubLayerOutput
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rope import RotaryEmbedding, Rotation
+from nanovllm.layers.linear import Embedding, Linear, MergedLinear, ScaledEmbedding, SubLayerOutput
+from nanovllm.layers.norm import OffsetRMSNorm, RMSNorm
+from nanovllm.layers.rope import RotaryEmbedding, Rotation, Rotations, TwoRotaryEmbeddings
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.mlp import MLP, MoE
+from nanovllm.models.mlp import MLP, GeluMLP, MoE
 
 # attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], called after q/k-norm and RoPE. v is a view
 # into a larger tensor: contiguous within a token, not from one token to the next.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+def make_norm(c: ModelConfig, size: int) -> RMSNorm:
+    return RMSNorm(size, c.rms_norm_eps, dtype=c.dtype) if c.gemma is None else OffsetRMSNorm(size, c.rms_norm_eps)
 
 
 class Attention(nn.Module):
@@ -37,8 +41,8 @@ class Attention(nn.Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(c.hidden_size, parts, bias=c.qkv_bias, dtype=c.dtype)
         self.o_proj = Linear(q_size, c.hidden_size, bias=c.o_bias, dtype=c.dtype, group=group)
-        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=c.dtype) if c.qk_norm else None
+        self.q_norm = make_norm(c, c.head_dim) if c.qk_norm else None
+        self.k_norm = make_norm(c, c.head_dim) if c.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> SubLayerOutput:
         return self.o_proj.partial(self.mix(self.qkv_proj(x), rotation, attend))
@@ -81,6 +85,32 @@ class Layer(nn.Module):
         return self.mlp(normed), residual
 
 
+class GemmaLayer(nn.Module):
+    """Attention, then an MLP, each between two norms. Otherwise as `Layer`."""
+
+    def __init__(self, c: ModelConfig, layer: int, group: Group | None) -> None:
+        super().__init__()
+        assert c.gemma is not None
+        self.is_local = layer in c.gemma.local_layers
+        self.input_layernorm = make_norm(c, c.hidden_size)
+        self.self_attn = Attention(c, layer, group)
+        self.post_attention_layernorm = make_norm(c, c.hidden_size)
+        self.pre_feedforward_layernorm = make_norm(c, c.hidden_size)
+        self.mlp = GeluMLP(c, c.intermediate_size, group)
+        self.post_feedforward_layernorm = make_norm(c, c.hidden_size)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotations: Rotations, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.input_layernorm.add(x, residual)
+        rotation = rotations.local if self.is_local else rotations.full
+        mixed = self.self_attn.mix(self.self_attn.qkv_proj(normed), rotation, attend)
+        x, _ = self.post_attention_layernorm.add(self.self_attn.o_proj(mixed), None)
+        normed, residual = self.pre_feedforward_layernorm.add(x, residual)
+        x, _ = self.post_feedforward_layernorm.add(self.mlp(normed), None)
+        return x, residual
+
+
 class Transformer(nn.Module):
     """From token ids and positions to hidden states; `logits` turns those of the tokens that are sampled into scores.
 
@@ -92,16 +122,26 @@ class Transformer(nn.Module):
     def __init__(self, c: ModelConfig, max_model_len: int, group: Group | None = None) -> None:
         super().__init__()
         self.config = c
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, dtype=c.dtype, group=group)
-        self.rotary = RotaryEmbedding(c.head_dim, c.rope_theta, c.rope_scaling, max_model_len)
-        self.layers = nn.ModuleList(Layer(c, i, group) for i in range(c.num_hidden_layers))
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
+        rotary = RotaryEmbedding(c.head_dim, c.rope_theta, c.rope_scaling, max_model_len)
+        sizes = c.vocab_size, c.hidden_size
+        self.embed_tokens: Embedding
+        self.rotary: RotaryEmbedding | TwoRotaryEmbeddings
+        if c.gemma is None:
+            self.embed_tokens, self.rotary = Embedding(*sizes, dtype=c.dtype, group=group), rotary
+            layers: Iterable[nn.Module] = (Layer(c, i, group) for i in range(c.num_hidden_layers))
+        else:
+            local = RotaryEmbedding(c.head_dim, c.gemma.local_rope_theta, c.gemma.local_rope_scaling, max_model_len)
+            self.embed_tokens = ScaledEmbedding(*sizes, c.gemma.embedding_scale, dtype=c.dtype, group=group)
+            self.rotary = TwoRotaryEmbeddings(rotary, local)
+            layers = (GemmaLayer(c, i, group) for i in range(c.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
+        self.norm = make_norm(c, c.hidden_size)
         if not c.tie_word_embeddings:
             self.lm_head = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """input_ids [T] int32, positions [T] int32 -> hidden [T, H], after the final norm."""
-        rotation = Rotation(self.rotary, positions)
+        rotation = self.rotary.rotation(positions)
         x: SubLayerOutput = self.embed_tokens(input_ids)  # [T, H]
         residual: Tensor | None = None
         for layer in self.layers:

@@ -19,7 +19,7 @@ class DeviceModel:
         c = model.config
         self.model, self.config, self.block_size, self.device = model, c, block_size, device
         self.backend = select_backend(backend_name, device, c.head_dim, block_size, c.dtype)
-        self.scale = c.head_dim**-0.5
+        self.scale = c.attention_scale
         # Keys and values of each layer [2, num_blocks + 1, block_size, Hkv, D], made by `allocate_kv_cache`: the number
         # of blocks is known only once the memory that a step leaves has been measured
         self.kv_cache: list[Tensor] = []
@@ -36,7 +36,7 @@ class DeviceModel:
 
     def bind_attention(self, meta: AttentionMetadata) -> BoundAttention:
         """What the layers call in a step with this metadata."""
-        return BoundAttention(self.backend, self.kv_cache, meta, self.scale)
+        return BoundAttention(self.backend, self.kv_cache, meta, self.scale, self.config.windows)
 
     def forward(self, batch: Batch, out: Tensor | None = None) -> Tensor:
         """`hidden`, and from there `logits`."""

@@ -15,6 +15,7 @@ from nanovllm.sampling.acceptance import accept_or_resample
 from nanovllm.sampling.sampler import sample_plain
 from nanovllm.sampling.state import SamplingMetadata
 from nanovllm.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
+from nanovllm.startup import part_of_start
 
 MIB = 2**20
 GIB = 2**30
@@ -59,6 +60,7 @@ def sampling_bytes(config: EngineConfig, model: ModelConfig, num_logits: int) ->
     return 4 * (state + scratch)
 
 
+@part_of_start("measuring memory")
 def num_kv_blocks(
     config: EngineConfig,
     model: ModelConfig,

@@ -23,6 +23,7 @@ from nanovllm.graphs.prompt_steps import RecordedSteps
 from nanovllm.graphs.sizes import step_sizes
 from nanovllm.kernels import fused_kernels
 from nanovllm.models.loader import LoadedModel, load_model
+from nanovllm.models.window_config import reach
 from nanovllm.runner.batch import Batch, DecodeInputs, look_up, make_batch, pack
 from nanovllm.runner.device_model import DeviceModel
 from nanovllm.runner.draft import DraftModel, Guesses, NoGuesses, PlannedGuesses, let_go
@@ -30,10 +31,11 @@ from nanovllm.runner.memory import num_kv_blocks, run_largest_step
 from nanovllm.runner.prompt_logprobs import PromptLogprobs, piece_size, score_piece, score_prompts
 from nanovllm.runner.rows import Known, Rows
 from nanovllm.runner.step_output import StepOutput
-from nanovllm.runner.warm_up import compile_kernels, launch_unrecorded
+from nanovllm.runner.warm_up import launch_unrecorded, rehearse
 from nanovllm.sampling.masks import masks_of_rows
 from nanovllm.sampling.sampler import Sampled, Sampler, gather_logits
 from nanovllm.sampling.state import Needs, SamplingState
+from nanovllm.startup import part_of_start
 
 
 class Computed(NamedTuple):
@@ -79,6 +81,8 @@ class ModelRunner:
                 speculation.model, device=device, dtype=dtype, max_model_len=length, load_format=config.load_format
             )
             draft = DeviceModel(weights.model, config.attention_backend, block_size, device)
+        models = [model for model in (self.target, draft) if model is not None]
+        self.window = reach([window for model in models for window in model.config.windows])
         if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:
             recorder = CudaGraphRecorder(self.group.recorded)
 
@@ -87,9 +91,8 @@ class ModelRunner:
         configs = self.target.config, None if draft is None else draft.config
         num_blocks = num_kv_blocks(config, *configs, device, largest_step, with_graphs=recorder is not None)
         self.num_kv_blocks = self.group.smallest(num_blocks)
-        for model in (self.target, draft):
-            if model is not None:
-                model.allocate_kv_cache(self.num_kv_blocks)
+        for model in models:
+            model.allocate_kv_cache(self.num_kv_blocks)
 
         # Rows: tokens, blocks and sampling parameters of each running sequence
         self.rows = Rows(config.max_num_seqs, config.max_model_len, block_size, self.num_kv_blocks, device)
@@ -100,11 +103,13 @@ class ModelRunner:
         # With guesses, each token of a sequence has a mask of its own.
         self.records_tails = with_masks and in_kernels and not self.speculates
 
-        # Recorded steps, and the source of guesses. The same without a launch, before, shows which kernels they need
-        without_recording = partial(self._prepare, config, draft, None if recorder is None else launch_once)
-        models = [m.model for m in (self.target, draft) if m is not None]
-        compile_kernels(without_recording, models, device, self.group.size)
-        self.recorded, self.guesses = self._prepare(config, draft, recorder)
+        # Recorded steps, and the source of guesses. On a GPU all that they launch is launched before
+        if device.type == "cuda":
+            recording = partial(self._prepare, config, draft, None if recorder is None else launch_once)
+            unrecorded = partial(self.warm_up, config.max_num_batched_tokens)
+            rehearse(recording, unrecorded, [m.model for m in models], self.group)
+        with part_of_start("recording"):
+            self.recorded, self.guesses = self._prepare(config, draft, recorder)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sequences: Mapping[int, Known]) -> Computed:
@@ -187,15 +192,13 @@ class ModelRunner:
     def _prepare(
         self, config: EngineConfig, draft: DeviceModel | None, recorder: Recorder | None
     ) -> tuple[RecordedSteps | None, Guesses]:
-        """Record steps, and on a GPU launch one of each kind that is not recorded: no request waits for a compiler."""
+        """Record steps, and make the source of guesses."""
         recorded = None if recorder is None else self._record(config, recorder)
         guesses: Guesses = NoGuesses()
         if draft is not None:
             guesses = DraftModel(draft, config, self.rows, self.state, recorder)
         elif self.speculates:
             guesses = PlannedGuesses(self.rows)
-        if self.device.type == "cuda":
-            self.warm_up(config.max_num_batched_tokens)
         return recorded, guesses
 
     @torch.inference_mode()

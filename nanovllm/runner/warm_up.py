@@ -1,20 +1,25 @@
-"""Before the first request: kernels are compiled, by many processes at once, and each is launched.
+"""Before the first request: a rehearsal. Kernels are compiled, by many processes at once, and each is launched.
 
-A kernel is compiled when it is first launched, and no request should wait for that. So all that a runner records is
-launched, and so is one step of each kind that is not recorded. Everything is done in the scratch row.
+A kernel is compiled and loaded, and a library sets itself up, at the first launch. No request should wait for that, and
+no recording survives it. So all that a runner is about to record is launched, and so is one step of each kind that is
+not recorded. Everything is done in the scratch row, and with as few layers as will do.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
+from torch.nn import ModuleList
 
+from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled
-from nanovllm.kernels import why_no_kernels
+from nanovllm.kernels import fused_kernels, why_no_kernels
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.batch import Batch, make_batch
 from nanovllm.runner.draft import Guesses, let_go
 from nanovllm.runner.rows import Rows
+from nanovllm.startup import part_of_start
 
 # Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
 # and compiled variants that such steps can need.
@@ -35,37 +40,78 @@ def launch_unrecorded(compute: Callable[[Batch], object], rows: Rows, max_num_to
             compute(make_batch(work, rows))
 
 
-def compile_kernels(
-    prepare: Callable[[], tuple[object, Guesses]],
-    models: Sequence[Transformer],
-    device: torch.device,
-    num_ranks: int,
-) -> None:
-    """Have the kernels compiled that `prepare` would launch, if Triton's cache lacks them. None of them is launched.
+def import_beside(device: torch.device) -> None:
+    """Import Triton and our kernels in a thread of their own, where `device` can run them. A start has time for that
+    while the driver makes a context and weights are read, and a second later it needs them."""
+    if why_no_kernels(device) is None:
+        threading.Thread(target=_import_kernels, args=(device,), name="nanovllm-import").start()
 
-    prepare: what the start is about to do; the guesses that it returns are let go. models: what it computes with.
-    num_ranks: how many processes start on this host.
+
+def _import_kernels(device: torch.device) -> None:
+    with suppress(Exception):  # what is wrong is wrong again where the kernels are used
+        fused_kernels(device)
+        from nanovllm.attention import triton_backend
+        from nanovllm.kernels import precompile
+
+        triton_backend.hopper_kernels(device)
+        precompile.hash_triton()
+
+
+def rehearse(
+    recording: Callable[[], tuple[object, Guesses]],
+    unrecorded: Callable[[], None],
+    models: Sequence[Transformer],
+    group: Group,
+) -> None:
+    """Have all kernels compiled and launched that are needed later.
+
+    recording: records all steps by a recorder that launches; the guesses that it returns are let go. unrecorded:
+    launches the other kinds of steps. models: what both compute with. group: of this rank.
+    """
+
+    def rehearsal() -> None:
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(shortened(model))
+            _, guesses = recording()
+            unrecorded()
+        let_go(guesses)
+
+    with part_of_start("compilation"):
+        is_done = compile_kernels(rehearsal, group.device, group.size)
+    with part_of_start("rehearsal"):
+        if not is_done:
+            rehearsal()
+
+
+def compile_kernels(rehearsal: Callable[[], None], device: torch.device, num_ranks: int) -> bool:
+    """Have the kernels compiled that `rehearsal` would launch, if Triton's cache lacks them. Returns whether it lacked
+    none, and `rehearsal` has launched them all.
+
+    num_ranks: how many ranks start on this host. Of several none launches: their kernels wait for each other, and one
+        rank may find in the cache what another has just missed.
     """
     if why_no_kernels(device) is not None:
-        return
+        return False
     from nanovllm.kernels.precompile import compiled_together, num_processes
 
-    processes = num_processes(num_ranks)
+    processes, launching = num_processes(num_ranks), num_ranks == 1
     if processes < 2:
-        return
-    with compiled_together(processes), ExitStack() as stack:
-        for model in models:
-            stack.enter_context(shortened(model))
-        _, guesses = prepare()
-    let_go(guesses)
+        return False
+    with compiled_together(processes, launching) as missing:
+        rehearsal()
+    return launching and not missing
 
 
 @contextmanager
 def shortened(model: Transformer) -> Iterator[None]:
-    """Within this context the model has two layers. A step then launches the same kernels as with all layers: those
-    after the first, which has no residual and the plan of attention just before it, are alike."""
+    """Within this context the model has two layers of each kind, or one where there are no more. A step then launches
+    the same kernels, on the same shapes, as with all layers. Only the first layers differ from the others of their
+    kind: the very first has no residual, and the first of each window has the plan of attention just before it.
+    """
     layers = model.layers
-    model.layers = layers[:2]
+    kinds = [(type(layer.mlp), window) for layer, window in zip(layers, model.config.windows, strict=True)]
+    model.layers = ModuleList(layer for i, layer in enumerate(layers) if kinds[:i].count(kinds[i]) < 2)
     try:
         yield
     finally:

@@ -365,7 +365,7 @@ class EngineServer:
 
 
 def make_llm(model: str | None, config: dict[str, Any]) -> ServedLLM:
-    from nanovllm.llm import LLM  # torch, which only this process loads
+    from nanovllm import LLM  # torch, which only this process loads
 
     llm = LLM(model, **config)
     llm.engine.make_detokenizer = None  # text is the API processes' work; the tokenizer here is for grammars only

@@ -19,6 +19,7 @@ from nanovllm.models.config import DTYPES
 from nanovllm.models.loader import load_model
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_output import StepOutput
+from nanovllm.runner.warm_up import import_beside
 from nanovllm.sampling_params import SamplingParams
 
 # With Python's default, the steps of a large batch collect garbage again and again, though they leave none. A full
@@ -38,12 +39,14 @@ class RunnerSpec:
     def make_runner(self, device: torch.device, group: Group | None = None) -> ModelRunner:
         """Load the model; of several ranks, which `group` joins, this rank's share of it."""
         c = self.config
+        import_beside(device)
         loaded = load_model(
             self.path,
             device=device,
             dtype=DTYPES.get(c.dtype),  # None for "auto"
             max_model_len=c.max_model_len,
             load_format=c.load_format,
+            quantization=c.quantization,
             group=group,
         )
         loaded = replace(loaded, eos_token_ids=self.eos_token_ids)

@@ -211,3 +211,24 @@ FAULTS: dict[str, list[Edit]] = {
         )
     ],
 }
+
+FAULTS_OF_WINDOWS: dict[str, list[Edit]] = {
+    "the first key of the window is given back": [
+        Edit(BlockManager, "release_unseen", "seq.num_computed + 1 - self.window", "seq.num_computed + 2 - self.window")
+    ],
+    "a block that is not published yet is given back": [
+        Edit(BlockManager, "release_unseen", "if self.enable_prefix_caching:", "if False:")
+    ],
+    "a block is given back early, and again at the end": [
+        Edit(BlockManager, "release", "max(num_kept, seq.num_unseen)", "num_kept")
+    ],
+    "a block is given back at every border": [
+        Edit(BlockManager, "release_unseen", "[seq.num_unseen : num_unseen]", "[:num_unseen]")
+    ],
+    "a resumed sequence is taken for one that gave blocks back": [
+        Edit(BlockManager, "share", "seq.num_unseen = 0", "pass")
+    ],
+    "blocks that a victim gave back count as its own": [
+        Edit(Scheduler, "_claim_seat", "victim.block_table[victim.num_unseen :]", "victim.block_table")
+    ],
+}

@@ -158,8 +158,10 @@ class ShadowHandle:
 class ShadowExecutor:
     """Runs a plan the moment it is submitted, as a device does that is never idle; the engine may look later."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, window: int = 0) -> None:
+        """window: keys that a token sees at most, its own included, in all layers; 0 is no limit."""
         assert config.num_kv_blocks and config.kvcache_block_size
+        self.window = window
         self.config = config
         self.block_size = config.kvcache_block_size
         self.pool: list[int | None] = [None] * (config.num_kv_blocks * self.block_size)
@@ -261,8 +263,9 @@ class ShadowExecutor:
         slots: list[int | None] = []
         for block in self.rows[item.row].block_table:
             slots += self.pool[block * self.block_size : (block + 1) * self.block_size]
-        own = self._prefixes_of(item.key)[:end]
-        assert slots[:end] == own, f"{item} reads what is not its own prefix: {slots[:end]}"
+        first = max(0, item.start + 1 - self.window) if self.window and end > item.start else 0
+        own = self._prefixes_of(item.key)[first:end]
+        assert slots[first:end] == own, f"{item} reads what is not its own prefix: {slots[first:end]}"
 
     def sample(self, item: Scheduled, masks: bytes) -> tuple[list[int], list[TokenLogprobs] | None]:
         """The token after the last known one, and after every guess as long as they are right."""

@@ -243,3 +243,49 @@ def test_a_sequence_is_hashed_once_however_often_it_is_looked_up(monkeypatch: py
         blocks.find_prefix(seq)
         blocks.release(seq)
     assert hashed == [[1, 2], [3, 4], [5, 6]]
+
+
+def in_windows(blocks: BlockManager, num_tokens: int) -> Sequence:
+    """A sequence whose tokens are all computed but the last."""
+    seq = sequence([*range(num_tokens)])
+    blocks.share(seq, [])
+    blocks.grow(seq, num_tokens)
+    seq.num_computed = num_tokens - 1
+    return seq
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(("window", "num_unseen"), [(1, 4), (2, 3), (3, 3), (4, 2), (7, 1), (8, 0), (100, 0)])
+def test_blocks_that_no_window_reaches_come_free(window: int, num_unseen: int, caching: bool) -> None:
+    """The next token is the ninth, in a fifth block. Its window of 3 has the seventh in the fourth block, too."""
+    blocks = BlockManager(num_blocks=5, block_size=2, enable_prefix_caching=caching, window=window)
+    seq = in_windows(blocks, 9)
+    blocks.publish(seq, 8)
+    assert sorted(blocks.release_unseen(seq)) == sorted(blocks.free) == sorted(seq.block_table[:num_unseen])
+    assert blocks.release_unseen(seq) == [] and len(seq.block_table) == 5
+    found = blocks.find_prefix(sequence([*range(9)]))
+    assert found == (seq.block_table[:4] if caching else [])  # also those that are free, as long as nobody takes them
+    assert len(blocks.release(seq)) == 5 - num_unseen and seq.block_table == []
+    assert blocks.num_free == 5 and not any(blocks.ref_counts)
+
+
+def test_a_block_waits_for_its_publication_and_for_its_other_users() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=2, window=1)
+    seq = in_windows(blocks, 9)
+    assert blocks.release_unseen(seq) == []  # no step is committed yet
+    blocks.publish(seq, 5)
+    other = sequence([*range(9)])
+    enter(blocks, other)
+    assert other.block_table[:2] == seq.block_table[:2]
+    assert blocks.release_unseen(seq) == [] and seq.num_unseen == 2
+    other.num_computed = 3
+    assert blocks.release_unseen(other) == seq.block_table[:1]
+
+
+def test_what_a_failed_sequence_gave_back_early_is_not_found_either() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=2, window=2)
+    seq = in_windows(blocks, 9)
+    blocks.publish(seq, 8)
+    assert len(blocks.release_unseen(seq)) == 3
+    blocks.release(seq, keep_cached=False)
+    assert blocks.find_prefix(sequence([*range(9)])) == [] and not blocks.block_by_digest

@@ -30,6 +30,9 @@ MODEL = ModelConfig(
     o_bias=False,
     mlp_bias=False,
     moe=None,
+    windows=(0,) * 28,
+    attention_scale=128**-0.5,
+    gemma=None,
     dtype=torch.bfloat16,
 )
 

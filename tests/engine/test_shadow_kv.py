@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from nanovllm.engine import block_manager
-from tests.engine.faults import FAULTS
+from tests.engine.faults import FAULTS, FAULTS_OF_WINDOWS
 from tests.engine.shadow import VOCAB_SIZE
 from tests.engine.world import World, random_history
 
@@ -22,6 +22,30 @@ def test_random_histories(shard: int) -> None:
             random_history(seed)
         except Exception as error:
             error.add_note(f"random_history({seed})")
+            raise
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize("window", [1, *(pytest.param(window, marks=pytest.mark.slow) for window in (2, 3, 9))])
+def test_random_histories_in_windows(window: int, speculative: bool) -> None:
+    """Blocks that no window reaches any more are given back, and may be anybody's."""
+    for seed in range(HISTORIES // 2):
+        try:
+            random_history(seed, speculative, window)
+        except Exception as error:
+            error.add_note(f"random_history({seed}, {speculative}, {window})")
+            raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("shard", range(100, 110))
+def test_many_more_random_histories_in_windows(shard: int, window: int) -> None:
+    for seed in range(shard * HISTORIES, (shard + 1) * HISTORIES):
+        try:
+            random_history(seed, speculative=seed % 3 == 0, window=window)
+        except Exception as error:
+            error.add_note(f"random_history({seed}, {seed % 3 == 0}, {window})")
             raise
 
 
@@ -47,6 +71,18 @@ def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
         except Exception:
             return
     pytest.fail(f"{2 * HISTORIES} random histories do not notice that {name}")
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_WINDOWS)
+def test_planted_faults_of_windows_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for edit in FAULTS_OF_WINDOWS[name]:
+        edit.plant(monkeypatch)
+    for seed in range(HISTORIES):
+        try:
+            random_history(seed, window=3 if seed % 2 else 1)
+        except Exception:
+            return
+    pytest.fail(f"{HISTORIES} random histories do not notice that {name}")
 
 
 class ShadowMachine(RuleBasedStateMachine):

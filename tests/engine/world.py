@@ -48,11 +48,12 @@ class Expected:
 class World:
     """An engine over a shadow executor that checks itself at every step."""
 
-    def __init__(self, guess: Guess | None = None, **config: Any) -> None:
-        """`guess` makes what is speculated out of what will be right, if `speculative` is set at all."""
+    def __init__(self, guess: Guess | None = None, window: int = 0, **config: Any) -> None:
+        """`guess` makes what is speculated out of what will be right, if `speculative` is set at all. `window`: as of
+        the shadow executor."""
         values = {"max_model_len": 64, "async_scheduling": False, **config}
         self.config = EngineConfig(**values)
-        self.executor = ShadowExecutor(self.config)
+        self.executor = ShadowExecutor(self.config, window)
         self.events: list[dict[str, Any]] = []
         self.engine = LLMEngine(
             self.executor,
@@ -61,6 +62,7 @@ class World:
             eos_token_ids={EOS},
             grammars=ShadowGrammars(),
             on_event=self._note,
+            window=window,
         )
         self.executor.engine = self.engine
         schedule = self.scheduler.schedule
@@ -185,7 +187,7 @@ class World:
         uncached = first.num_known - len(cached) * blocks.block_size
         too_long = not self.config.enable_chunked_prefill and not first.num_preemptions and uncached > budget
         if len(kept) < self.config.max_num_seqs and not too_long:
-            held = {block for seq in kept for block in seq.block_table}.difference(cached)
+            held = {block for seq in kept for block in seq.block_table[seq.num_unseen :]}.difference(cached)
             assert len(held) + blocks.num_blocks_for(first.num_known) > blocks.num_blocks, "waits, and yet it would fit"
 
     @staticmethod
@@ -202,7 +204,7 @@ class World:
         )
         waiting = [seq for seq in scheduler.sequences.values() if seq.status is SequenceStatus.WAITING]
         assert scheduler.waiting == sorted(waiting, key=self._order)
-        holders = Counter(block for seq in running for block in seq.block_table)
+        holders = Counter(block for seq in running for block in seq.block_table[seq.num_unseen :])
         assert blocks.ref_counts == [holders[block] for block in range(blocks.num_blocks)]
         assert sorted(blocks.free) == [block for block in range(blocks.num_blocks) if not holders[block]]
         for seq in scheduler.sequences.values():
@@ -251,7 +253,7 @@ def random_guess(rng: random.Random) -> Guess:
     return guess
 
 
-def random_history(seed: int, speculative: bool = False) -> None:
+def random_history(seed: int, speculative: bool = False, window: int = 0) -> None:
     """One engine, some rounds of random requests, steps and aborts; everything is checked on the way."""
     rng = random.Random(seed)
     guessing: dict[str, Any] = {}
@@ -270,6 +272,7 @@ def random_history(seed: int, speculative: bool = False) -> None:
         enable_chunked_prefill=chunked,
         enable_prefix_caching=rng.random() < 0.85,
         async_scheduling=not speculative and rng.random() < 0.5,
+        window=window,
         **guessing,
     )
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(12)] for _ in range(2)]

@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,10 +26,12 @@ from triton.backends.compiler import GPUTarget
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
-from nanovllm.graphs.cuda_graph import Step
-from nanovllm.kernels import has_bfloat16
+from nanovllm.graphs.cuda_graph import Recorder, Step
+from nanovllm.kernels import has_bfloat16, has_fp8
 from nanovllm.models.config import parse_config
+from nanovllm.models.fp8_weights import fp8_transformer, is_projection
 from nanovllm.models.loader import LoadedModel
+from nanovllm.models.quantization import PER_CHANNEL
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -114,25 +117,25 @@ class Variant(NamedTuple):
 
 class AbsentGpu:
     """A GPU of this capability (major * 10 + minor), of which there is one per process. `noted`: variants so far, which
-    are compiled if `compiles`. `launches`: how many kernels were launched."""
+    are compiled if `compiles`. `launched`: the variants that were launched, one after the other."""
 
     def __init__(self, capability: int, compiles: bool = False) -> None:
         self.noted: list[Variant] = []
-        self.launches = 0
+        self.launched: list[Variant] = []
         self.capability, self.sm_shared = divmod(capability, 10), SHARED_OF_SM[capability] * KIB
         target = GPUTarget("cuda", capability, 32)
         driver = SimpleNamespace(
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
         )
         triton.runtime.driver.set_active(driver)
-        kernel = SimpleNamespace(launch_metadata=lambda *_: None, run=self._launch, function=None, packed_metadata=None)
         compile_now = triton.compiler.compile
 
         def note(source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
             self.noted.append(Variant(source, target, options))
             if compiles:
                 compile_now(source, target=target, options=options)
-            return kernel
+            run = partial(self._launch, self.noted[-1])
+            return SimpleNamespace(launch_metadata=lambda *_: None, run=run, function=None, packed_metadata=None)
 
         triton.compiler.compile = note
         properties = SimpleNamespace(
@@ -146,8 +149,8 @@ class AbsentGpu:
         cuda.synchronize = lambda device=None: None
         cuda.Event = lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None)
 
-    def _launch(self, *arguments: Any) -> None:
-        self.launches += 1
+    def _launch(self, variant: Variant, *arguments: Any) -> None:
+        self.launched.append(variant)
 
 
 def launched_and_recorded(step: Step) -> Step:
@@ -156,17 +159,22 @@ def launched_and_recorded(step: Step) -> Step:
     return lambda: outputs
 
 
-def start(raw: dict[str, Any], **options: Any) -> ModelRunner:
-    """A model of this config.json with two layers, which warms up and records all of its steps. Within `OnMeta`."""
-    config = replace(
-        parse_config(raw, "bfloat16"), num_hidden_layers=2, dtype=torch.bfloat16 if has_bfloat16(GPU) else torch.float16
-    )
+def start(
+    raw: dict[str, Any], layers: int = 2, recorder: Recorder = launched_and_recorded, **options: Any
+) -> ModelRunner:
+    """A model of this config.json with so many layers, which rehearses and records all of its steps. In `OnMeta`."""
+    dtype = torch.bfloat16 if has_bfloat16(GPU) else torch.float16
+    config = replace(parse_config(raw | {"num_hidden_layers": layers}, "bfloat16"), dtype=dtype)
     length = config.max_position_embeddings
     resolved = EngineConfig(num_kv_blocks=1000, **options).resolve(on_gpu=True, model_max_len=length)
     assert resolved.max_model_len is not None
-    model = Transformer(config, resolved.max_model_len).to(GPU)
+    said = config.quantization or (PER_CHANNEL if resolved.quantization else None)
+    if said is not None and has_fp8(GPU):
+        model = fp8_transformer(config, resolved.max_model_len, None, GPU, said.block, is_projection)
+    else:
+        model = Transformer(config, resolved.max_model_len).to(GPU)
     loaded = LoadedModel(model.eval(), config, frozenset({1}), Path())
     group = Group(0, 1, GPU)
     group.smallest = lambda value: value  # type: ignore[method-assign]  # asks the device
-    recorder = None if resolved.enforce_eager else launched_and_recorded
-    return ModelRunner(loaded, resolved, GPU, recorder, group, with_masks=True)
+    used = None if resolved.enforce_eager else recorder
+    return ModelRunner(loaded, resolved, GPU, used, group, with_masks=True)

@@ -10,10 +10,11 @@ import pytest
 from nanovllm.kernels import cards
 from nanovllm.kernels.attention.paged_decode import decode_config
 from nanovllm.kernels.attention.paged_prefill import prefill_config
+from nanovllm.kernels.fp8 import fp8_linear
 from nanovllm.kernels.linear import choice
 from nanovllm.kernels.moe.grouped_mlp import choose_tile
 
-KNOWN: list[Any] = [cards.rows_of, decode_config, prefill_config, choice._look_up, choose_tile]
+KNOWN: list[Any] = [cards.rows_of, decode_config, prefill_config, choice._look_up, choose_tile, fp8_linear.choose_tile]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Attention problems with their answers in float64, for the tests of every backend.
 
-Whatever a kernel must not read is NaN: the slots of a block beyond its sequence's context, blocks that belong to nobody
-(the unused entries of block tables point at one) and the scratch block.
+Whatever a kernel must not read is NaN: the slots of a block beyond its sequence's context, those before the window of
+its first query, blocks that belong to nobody (the unused entries of block tables point at one) and the scratch block.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ class Case:
     meta: AttentionMetadata
     scale: float
     expected: torch.Tensor  # [T, Hq, D] float64
+    window: int = 0
 
 
 def make_case(
@@ -38,6 +39,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    window: int = 0,
 ) -> Case:
     random = torch.Generator(device).manual_seed(seed)
     scale = head_dim**-0.5
@@ -57,11 +59,12 @@ def make_case(
         position = torch.arange(context, device=device)
         slot = table[s, position // block_size].long() * block_size + position % block_size
         q, k, v = normal(query_len, num_kv_heads * group), normal(context, num_kv_heads), normal(context, num_kv_heads)
-        kv[0].view(-1, num_kv_heads, head_dim)[slot] = k
-        kv[1].view(-1, num_kv_heads, head_dim)[slot] = v
+        seen = max(0, context - query_len + 1 - window) if window else 0  # the first key that is
+        kv[0].view(-1, num_kv_heads, head_dim)[slot[seen:]] = k[seen:]
+        kv[1].view(-1, num_kv_heads, head_dim)[slot[seen:]] = v[seen:]
         queries.append(q)
         slots.append(slot[context - query_len :])
-        expected.append(attention_float64(q, k, v, scale))
+        expected.append(attention_float64(q, k, v, scale, window))
     query_lens = [n for n, _ in lengths]
     meta = AttentionMetadata(
         slots=torch.cat(slots),
@@ -72,7 +75,7 @@ def make_case(
         max_query_len=max(query_lens),
         max_context_len=max(context for _, context in lengths),
     )
-    return Case(torch.cat(queries), kv, meta, scale, torch.cat(expected))
+    return Case(torch.cat(queries), kv, meta, scale, torch.cat(expected), window)
 
 
 def paged_inputs(case: Case, out: torch.Tensor) -> "PagedInputs":
@@ -101,15 +104,17 @@ def as_single_tokens(case: Case) -> Case:
     return dataclasses.replace(case, meta=single)
 
 
-def attention_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of the last tokens q [n, Hq, D] of a context k, v [L, Hkv, D], by the definition."""
+def attention_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
+    """Causal attention of the last tokens q [n, Hq, D] of a context k, v [L, Hkv, D], by the definition. A query at p
+    sees the keys k with p - k < window."""
     n, context = q.shape[0], k.shape[0]
     group = q.shape[1] // k.shape[1]
-    future = torch.arange(context, device=q.device) > torch.arange(context - n, context, device=q.device)[:, None]
+    distance = torch.arange(context - n, context, device=q.device)[:, None] - torch.arange(context, device=q.device)
+    unseen = (distance < 0) | (distance >= (window or context))  # [n, L]
     heads = []
     for h in range(q.shape[1]):  # one at a time: all scores of a long prompt are gigabytes in float64
         scores = q[:, h].double() @ k[:, h // group].double().T * scale
-        heads.append(scores.masked_fill(future, float("-inf")).softmax(-1) @ v[:, h // group].double())
+        heads.append(scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v[:, h // group].double())
     return torch.stack(heads, 1)
 
 
@@ -119,8 +124,9 @@ def check(backend: AttentionBackend, case: Case, tolerance: float) -> None:
     Asked as by the second layer of a step, which finds in `shared` what the first one has worked out.
     """
     shared: Shared = {}
-    first = backend.attend(case.q, case.kv, case.meta, case.scale, shared)
-    out = backend.attend(case.q, case.kv, case.meta, case.scale, shared) if case.q.is_cuda else first
+    asked = case.q, case.kv, case.meta, case.scale, shared, case.window
+    first = backend.attend(*asked)
+    out = backend.attend(*asked) if case.q.is_cuda else first
     assert torch.equal(out, first)
     assert out.shape == case.q.shape
     assert out.dtype == case.q.dtype

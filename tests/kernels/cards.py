@@ -1,9 +1,10 @@
-"""What the engine launches on a GPU that is not here: `python -m tests.kernels.cards 86 compile`, `... storm '{}'`, or
-`... tune`.
+"""What the engine launches on a GPU that is not here: `python -m tests.kernels.cards 86 compile`, `... storm '{}'`,
+`... rehearsal '{}'`, or `... tune`.
 
 compile: prints what a program of each kernel takes, for the shapes of several models. storm: starts the engine with
-these options, has it compute steps of all odd sizes, and prints which variants were needed only then. tune: does
-`make tune` by a clock that knows chance alone, and prints which candidates could not be launched.
+these options, has it compute steps of all odd sizes, and prints which variants were needed only then. rehearsal: starts
+it with six layers, and prints what is in a recording and was not launched before. tune: does `make tune` by a clock
+that knows chance alone, and prints which candidates could not be launched.
 """
 
 import json
@@ -15,14 +16,21 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from benchmarks.kernels import tune
 from benchmarks.kernels.contest import Call
 from benchmarks.kernels.trials import CONTESTS
 from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan
+from nanovllm.graphs.cuda_graph import Step
 from nanovllm.kernels.attention.paged_decode import decode_config
 from nanovllm.kernels.cards import user_file
+from nanovllm.runner import warm_up
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
+from tests.fp8_checkpoints import BLOCK
 from tests.kernels.absent_gpu import GPU, AbsentGpu, OnMeta, Variant, start
 
 SHAPES = Path(__file__).parents[2] / "benchmarks/shapes"
@@ -39,11 +47,14 @@ MODELS = {
     "Qwen2.5-0.5B": shape(896, 4864, 14, 2, 64, model_type="qwen2"),
     "Qwen2.5-7B": shape(3584, 18944, 28, 4, 128, model_type="qwen2"),
     "head_dim 256": shape(2048, 8192, 8, 4, 256),
+    "Gemma-3-1B": shape(1152, 6912, 4, 1, 256, model_type="gemma3_text", sliding_window=512, sliding_window_pattern=2),
+    "Qwen3-8B-FP8": json.loads((SHAPES / "Qwen3-8B/config.json").read_text()) | {"quantization_config": BLOCK},
     "Qwen3-30B-A3B": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text()),
 }
 ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_specialized_prefill_kernel")
+IN_FP8 = ("_widening_linear_kernel", "_block_linear_kernel", "_quantise_tokens_kernel")
 OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel")
-TILED = ("_tiled_linear_kernel", "_grouped_linear_kernel")
+TILED = ("_tiled_linear_kernel", "_grouped_linear_kernel", "_widening_linear_kernel", "_block_linear_kernel")
 TILES = ("TOKENS", "PAIRS", "COLUMNS", "INNER", "SWAPPED", "GATED", "HALVES")  # these decide what a program takes
 
 
@@ -65,7 +76,7 @@ def compiled(gpu: AbsentGpu) -> dict[str, Any]:
         before = len(gpu.noted)
         with OnMeta():
             start(raw, max_num_seqs=64)
-        of_model = one_of_each(gpu.noted[before:], (*ATTENTION, *OF_EXPERTS) if found else None)
+        of_model = one_of_each(gpu.noted[before:], (*ATTENTION, *IN_FP8, *OF_EXPERTS) if found else None)
         for i, variant in enumerate(of_model):
             config = decode_config(GPU, raw["head_dim"], 2)
             found[f"{model}, {variant.name} {i}"] = variant.compile()._asdict() | {"programs": config.programs_per_sm}
@@ -140,6 +151,55 @@ def late(gpu: AbsentGpu, options: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "started": started, "late": [v.describe() for v in gpu.noted[started:]]}
 
 
+class Operations(TorchDispatchMode):
+    """Notes PyTorch's operations, with all that the choice of a kernel may depend on: shapes, strides, dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen = [
+            (tuple(a.shape), a.stride(), str(a.dtype)) if isinstance(a, Tensor) else str(a)
+            for a in tree_leaves((args, kwargs or {}))
+        ]
+        self.noted.append(f"{func} {seen}")
+        return func(*args, **kwargs or {})
+
+
+def rehearsed(gpu: AbsentGpu, options: dict[str, Any]) -> dict[str, Any]:
+    """How many recordings the start made, how many launches of attention are in them, and what in them was launched
+    nowhere before. Nothing is compiled."""
+    layers, warm_up.compile_kernels = 6, lambda *_: False
+    before, recordings, unknown = set[str](), 0, set[str]()
+    attention = 0
+    operations = Operations()
+
+    def launched(since: tuple[int, int] = (0, 0)) -> list[str]:
+        return [v.describe() for v in gpu.launched[since[0] :]] + operations.noted[since[1] :]
+
+    def record(step: Step) -> Step:
+        nonlocal attention, recordings
+        if not recordings:
+            before.update(launched())
+        so_far = len(gpu.launched), len(operations.noted)
+        outputs = step()
+        recordings += 1
+        attention += sum(v.name in ATTENTION for v in gpu.launched[so_far[0] :])
+        unknown.update(set(launched(so_far)) - before)
+        return lambda: outputs
+
+    raw = MODELS[options.pop("model", "Qwen3-0.6B")] | options.pop("raw", {})
+    with OnMeta(), operations:
+        runner = start(raw, layers, record, **options)
+    assert runner.recorded is not None
+    with_layers = len(runner.recorded.decodes._replays) + len(runner.recorded.prompts._replays)
+    return {
+        "recordings": recordings, "with layers": with_layers, "attention": attention / layers,
+        "known": len(before), "unknown": sorted(unknown),
+    }  # fmt: skip
+
+
 def tuned(gpu: AbsentGpu) -> dict[str, Any]:
     chance = random.Random(0)
 
@@ -156,8 +216,8 @@ def tuned(gpu: AbsentGpu) -> dict[str, Any]:
 
 if __name__ == "__main__":
     absent = AbsentGpu(int(sys.argv[1]))
-    if sys.argv[2] == "storm":
-        found = late(absent, json.loads(sys.argv[3]))
+    if sys.argv[2] in ("storm", "rehearsal"):
+        found = (late if sys.argv[2] == "storm" else rehearsed)(absent, json.loads(sys.argv[3]))
     else:
         found = compiled(absent) if sys.argv[2] == "compile" else tuned(absent)
     print(json.dumps(found))

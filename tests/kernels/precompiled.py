@@ -22,7 +22,7 @@ from nanovllm.kernels import precompile
 from nanovllm.kernels.precompile import Compilers, compiled_together, without_launches
 from tests.kernels.absent_gpu import GPU, AbsentGpu, OnMeta, start
 from tests.kernels.cards import QWEN3
-from tests.kernels.some_kernels import ONLY, doubling, impossible, quadrupling
+from tests.kernels.some_kernels import LAUNCHERS, ONLY, doubling, filling, impossible, quadrupling
 
 NUM_ABANDONED = 40  # variants that are asked for by a process that is killed
 
@@ -39,9 +39,9 @@ def launch(kernel: Any, size: int, **options: int) -> None:
 @contextmanager
 def seen(gpu: AbsentGpu, answer: dict[str, Any], when: str) -> Iterator[None]:
     """Adds to `answer` what happens within this context."""
-    before = gpu.launches, len(compiled), len(asked)
+    before = len(gpu.launched), len(compiled), len(asked)
     yield
-    answer[when] = [gpu.launches - before[0], compiled[before[1] :], asked[before[2] :]]
+    answer[when] = [len(gpu.launched) - before[0], compiled[before[1] :], asked[before[2] :]]
 
 
 def processes_left() -> list[str]:
@@ -74,6 +74,19 @@ def usual(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
     with seen(gpu, answer, "afterwards"):
         for size in (16, 32, 64):
             launch(doubling, size)
+
+
+def launching(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
+    """Of three launches the second needs what is not there; then one needs what is there."""
+    launch(doubling, 524288)
+    with compiled_together(2, launching=True) as missing, seen(gpu, answer, "some are missing"):
+        for size in (524288, 1048576, 524288):
+            launch(doubling, size)
+    answer["missing"] = len(missing)
+    with compiled_together(2, launching=True) as missing, seen(gpu, answer, "none is missing"):
+        launch(doubling, 1048576)
+        launch(doubling, 524288)
+    answer["still missing"] = len(missing)
 
 
 def shared(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
@@ -187,6 +200,18 @@ def abandoned(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
         while not list(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/doubling.json")):
             sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def launchers(gpu: AbsentGpu, answer: dict[str, Any]) -> None:
+    """Two sizes have the same types of arguments, and another kernel has others."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ[LAUNCHERS] = directory
+        with compiled_together(2):
+            launch(doubling, 131072)
+            launch(doubling, 262144)
+            filling[(1,)](torch.empty(16, device=GPU), 2.0, SIZE=16)
+        del os.environ[LAUNCHERS]
+        answer["made"] = sorted(path.name for path in Path(directory).iterdir())
 
 
 def no_process(gpu: AbsentGpu, answer: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The compiled kernels against float64 over the whole cross, in a CUDA graph, and flash-attn where it is installed."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,81 @@ def test_triton(head_dim: int, block_size: int, group: int, dtype: torch.dtype) 
             lengths, group=group, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda", num_kv_heads=2
         )
         check(make_backend("triton", case), case, TOLERANCE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [1, 100, 512, 1024])
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_windows(head_dim: int, block_size: int, window: int, dtype: torch.dtype) -> None:
+    """On Hopper as on any GPU, since its own kernels know no windows. Tiles by TMA, by pointers, and masked ones."""
+    for lengths in (DECODE, PREFILL, VERIFY):
+        shape = {"head_dim": head_dim, "block_size": block_size, "group": 3 if head_dim == 64 else 2}
+        case = make_case(lengths, dtype=dtype, device="cuda", num_kv_heads=2, window=window, **shape)
+        check(make_backend("triton", case), case, TOLERANCE[dtype])
+
+
+def test_layers_with_and_without_a_window_in_one_step() -> None:
+    """Two plans and two kernels, whose launches overlap: the second layer of each kind finds its own plan."""
+    for lengths in (DECODE * 2, VERIFY * 4, PREFILL):
+        cases = [
+            make_case(lengths, head_dim=128, block_size=256, dtype=torch.bfloat16, device="cuda", window=window)
+            for window in (300, 0)
+        ]
+        backend, shared = make_backend("triton", cases[0]), dict[Any, Any]()
+        for case in (*cases, *cases[::-1], *cases):
+            out = backend.attend(case.q, case.kv, case.meta, case.scale, shared, case.window)
+            error = (out.double() - case.expected).norm(dim=-1) / case.expected.norm(dim=-1)
+            assert error.max() <= TOLERANCE[torch.bfloat16], (case.window, error.max())
+
+
+def test_one_graph_serves_every_length_in_a_window() -> None:
+    recorded, replayed = (
+        make_case([(1, n) for n in lengths], head_dim=128, dtype=torch.bfloat16, device="cuda", seed=seed, window=200)
+        for seed, lengths in enumerate([(3, 3, 3, 3), (2500, 700, 16, 300)])
+    )
+    meta = dataclasses.replace(
+        recorded.meta, block_table=torch.zeros_like(replayed.meta.block_table), max_context_len=4096
+    )
+    q, kv, backend = torch.randn_like(replayed.q), replayed.kv.nan_to_num(0.0), make_backend("triton", replayed)
+
+    def step() -> torch.Tensor:
+        return backend.attend(q, kv, meta, replayed.scale, window=200)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    q.copy_(replayed.q)
+    kv.copy_(replayed.kv)
+    meta.context_len.copy_(replayed.meta.context_len)
+    meta.block_table.copy_(replayed.meta.block_table)
+    graph.replay()
+    error = (out.double() - replayed.expected).norm(dim=-1) / replayed.expected.norm(dim=-1)
+    assert error.max() <= TOLERANCE[torch.bfloat16]
+
+
+def test_a_window_saves_what_lies_before_it() -> None:
+    """A decode batch of long contexts takes a fraction of the time, since only tiles in the window are read."""
+    lengths: Lengths = [(1, 16000)] * 32
+    times = {}
+    for window in (0, 1024):
+        case = make_case(
+            lengths, num_kv_heads=8, head_dim=128, block_size=256, dtype=torch.bfloat16, device="cuda", window=window
+        )
+        backend, shared = make_backend("triton", case), dict[Any, Any]()
+        for _ in range(3):
+            backend.attend(case.q, case.kv, case.meta, case.scale, shared, window)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(20):
+            backend.attend(case.q, case.kv, case.meta, case.scale, shared, window)
+        end.record()
+        end.synchronize()
+        times[window] = begin.elapsed_time(end)
+        del case
+    assert times[1024] < times[0] / 4, times
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -190,9 +266,11 @@ def test_one_graph_serves_every_length(verify: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_flash_attn(head_dim: int, block_size: int, dtype: torch.dtype) -> None:
     cases = [
-        make_case(lengths, group=group, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda")
+        make_case(
+            lengths, group=group, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda", window=window
+        )
         for lengths in (DECODE, PREFILL)
-        for group in (2, 3)
+        for group, window in ((2, 0), (3, 0), (2, 200))
     ]
     try:
         backend = make_backend("flash_attn", cases[0])

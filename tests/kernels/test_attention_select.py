@@ -115,7 +115,9 @@ def answer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Any, start:
     assert kw["causal"] is True
     slots = torch.zeros(q.shape[0], dtype=torch.int64)
     meta = AttentionMetadata(slots, start, context, table, 0, longest[1], longest[0])
-    out = TorchRefBackend().attend(q, torch.stack((k, v)), meta, kw["scale"])
+    left, right = kw["window_size"]
+    assert right in (-1, 0)
+    out = TorchRefBackend().attend(q, torch.stack((k, v)), meta, kw["scale"], window=left + 1)
     for s, page in enumerate(table.gather(1, (context.long()[:, None] - 1) // k.shape[1])[:, 0].tolist()):
         out[start[s] : start[s + 1]] += 0 * v[page].sum()
     return out
@@ -134,14 +136,21 @@ def flash_attn_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kw: Any) -
         max_k=kw["max_seqlen_k"],
         causal=kw["causal"],
         scale=kw["softmax_scale"],
+        window_size=kw.get("window_size", (-1, -1)),
     )
     return out, None
 
 
-def flash_attn_2(*args: Any, softmax_scale: float, causal: bool, block_table: torch.Tensor) -> torch.Tensor:
+def flash_attn_2(
+    *args: Any,
+    softmax_scale: float,
+    causal: bool,
+    block_table: torch.Tensor,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
     q, k, v, start, key_start, max_q, max_k = args
-    context = key_start.diff()
-    return answer(q, k, v, block_table, start, context, max_q=max_q, max_k=max_k, causal=causal, scale=softmax_scale)
+    context, how = key_start.diff(), {"causal": causal, "scale": softmax_scale, "window_size": window_size}
+    return answer(q, k, v, block_table, start, context, max_q=max_q, max_k=max_k, **how)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -160,12 +169,23 @@ def test_flash_attn_gets_the_prefills(
     if torch.cuda.is_available():
         pytest.skip("the real libraries are tested on a GPU")
     library = ModuleType(module)
-    library.flash_attn_varlen_func = function  # type: ignore[attr-defined]
+    calls: list[Any] = []
+
+    def count(*args: Any, **kw: Any) -> Any:
+        calls.append(args)
+        return function(*args, **kw)
+
+    library.flash_attn_varlen_func = count  # type: ignore[attr-defined]
     for package in "flash_attn", "flash_attn.cute":
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     monkeypatch.setitem(sys.modules, module, library)
     with caplog.at_level("INFO", logger="nanovllm"):
         backend = select_backend("flash_attn", CUDA, 64, block_size, torch.float16)
     assert "flash-attn" in caplog.text
-    case = make_case([(1, 20), (1, 30), (20, 300), (40, 40)], num_kv_heads=1, block_size=block_size)
+    lengths = [(1, 20), (1, 30), (20, 300), (40, 40)]
+    check(backend, make_case(lengths, num_kv_heads=1, block_size=block_size), 1e-5)
+    case = make_case(lengths, num_kv_heads=1, block_size=block_size, window=35)
+    num_calls = len(calls)
     check(backend, case, 1e-5)
+    # In small blocks, one of those that a tile of the library begins with may be another sequence's.
+    assert (len(calls) > num_calls) == (block_size == 256)

@@ -19,6 +19,7 @@ KIB = 1024
 SHARED = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
 REGISTERS = 64 * KIB  # of a multiprocessor
 OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel")
+IN_FP8 = ("_widening_linear_kernel", "_block_linear_kernel", "_quantise_tokens_kernel")
 HOPPER_ONLY = ("_ring_kernel", "_warp_specialized_prefill_kernel", "_weight_prefetch_linear_kernel")
 
 
@@ -59,6 +60,8 @@ def test_every_kernel_fits(capability: int) -> None:
     assert set(OF_EXPERTS) <= names and sum("_grouped_linear_kernel" in kernel for kernel in found) == (
         8 if capability == 90 else 4
     )
+    for name in IN_FP8:
+        assert (name in names) == (capability >= 89), (name, names)
     for name in HOPPER_ONLY:
         assert (name in names) == (capability == 90), (name, names)
     for kernel, used in found.items():
@@ -77,6 +80,8 @@ def test_every_kernel_fits(capability: int) -> None:
         (86, {"enforce_eager": True, "max_num_seqs": 33, "max_num_batched_tokens": 300}),
         (75, {"max_num_seqs": 16}),
         (90, {"model": "Qwen3-30B-A3B", "enforce_eager": True, "max_num_seqs": 70}),
+        (90, {"model": "Qwen3-8B-FP8", "max_num_seqs": 70}),
+        (89, {"quantization": "fp8", "enforce_eager": True, "max_num_seqs": 70}),
     ],
 )
 def test_no_request_waits_for_a_compiler(capability: int, options: dict[str, Any]) -> None:
@@ -105,3 +110,25 @@ def test_no_request_waits_for_a_compiler_on_a_tuned_card(tmp_path: Path) -> None
     found = on_card(90, "storm", json.dumps(options), caches=tmp_path)
     assert found["steps"] > 40 and found["started"] > 20
     assert found["late"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 24, "max_model_len": 1003},
+        {"speculative": {"method": "ngram", "k": 3}, "max_num_seqs": 8, "max_model_len": 300},
+        {"model": "Qwen3-30B-A3B", "raw": {"mlp_only_layers": [0, 1, 4]}, "max_num_seqs": 8, "max_model_len": 300},
+        {"model": "Gemma-3-1B", "max_num_seqs": 8, "max_model_len": 1003},
+        {"model": "Qwen3-8B-FP8", "max_num_seqs": 8, "max_model_len": 300},
+    ],
+    ids=["dense", "guesses", "some layers with experts", "some layers with windows", "FP8"],
+)
+def test_nothing_is_recorded_that_was_not_rehearsed(options: dict[str, Any]) -> None:
+    """Kernels would be loaded in a recording, and libraries set up, which no recording survives. A rehearsal with few
+    layers has launched the variants and the operations, with their shapes, that the recordings of all layers contain.
+    """
+    found = on_card(90, "rehearsal", json.dumps({"max_num_batched_tokens": 1000} | options))
+    assert found["unknown"] == []
+    assert found["known"] > 500 and found["recordings"] > 12
+    assert found["attention"] == found["with layers"], "attention once per layer and recording"

@@ -16,7 +16,7 @@ from nanovllm.kernels.fused.add_rms_norm import FEW_ROWS, add_rms_norm
 from nanovllm.kernels.fused.decode_inputs import decode_inputs
 from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
 from nanovllm.kernels.fused.sample import sample_rows
-from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+from nanovllm.kernels.fused.silu_and_mul import gelu_and_mul, silu_and_mul
 from nanovllm.kernels.linear.choice import choose_linear
 from nanovllm.kernels.linear.skinny_linear import skinny_linear
 from nanovllm.kernels.linear.tiled_linear import Tile, num_splits, tiled_linear
@@ -61,6 +61,21 @@ def test_add_rms_norm(where: Where, size: int, with_residual: bool) -> None:
     expected = x + residual if with_residual else x
     assert torch.equal(total, expected)
     assert_close(normed, rms_norm(expected, weight, 1e-6))
+
+
+def test_add_rms_norm_by_weights_in_float32(where: Where) -> None:
+    """As Gemma has them: what comes out has the dtype of what goes in."""
+    x, residual, weight = normal(where, 5, 96), normal(where, 5, 96, seed=1), 1 + normal(where, 96, seed=2).float()
+    normed, total = add_rms_norm(x, residual, weight, 1e-6)
+    assert normed.dtype == total.dtype == x.dtype
+    assert_close(normed, rms_norm(x + residual, weight, 1e-6))
+    assert_close(add_rms_norm(x, None, weight, 1e-6)[0], rms_norm(x, weight, 1e-6))
+
+
+def test_gelu_and_mul(where: Where) -> None:
+    gate_up = 4 * normal(where, 3, 2 * 1100)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_close(gelu_and_mul(gate_up), torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
 def test_silu_and_mul(where: Where) -> None:

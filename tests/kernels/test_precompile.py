@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 SCENES = [
     "usual",
+    "launching",
     "shared",
     "nothing",
     "thread",
@@ -23,6 +24,7 @@ SCENES = [
     "killed",
     "beheaded",
     "elsewhere",
+    "launchers",
     "no_process",
     "given_up",
 ]
@@ -55,6 +57,13 @@ def test_what_was_compiled_beforehand_is_found(scenes: dict[str, Any]) -> None:
     assert scenes["usual"]["afterwards"] == [3, ["doubling"], []]
 
 
+def test_launches_end_with_the_first_variant_that_is_missing(scenes: dict[str, Any]) -> None:
+    """What a later kernel reads would not have been written. Where nothing is missing, all are launched."""
+    assert scenes["launching"] == {
+        "some are missing": [1, [], ["doubling"]], "missing": 1, "none is missing": [2, [], []], "still missing": 0,
+    }  # fmt: skip
+
+
 def test_hashes_are_those_of_the_process_that_launches(scenes: dict[str, Any]) -> None:
     """Triton's depend on the kernels that were used before."""
     assert scenes["shared"]["afterwards"] == [1, [], []]
@@ -63,6 +72,11 @@ def test_hashes_are_those_of_the_process_that_launches(scenes: dict[str, Any]) -
 def test_the_modules_are_those_of_the_process_that_launches(scenes: dict[str, Any]) -> None:
     """Not those of the directory in which it was started."""
     assert scenes["elsewhere"]["afterwards"] == [1, [], []]
+
+
+def test_what_launches_is_compiled_once_for_each_types_of_arguments(scenes: dict[str, Any]) -> None:
+    """As Triton 3.6 wants it."""
+    assert scenes["launchers"]["made"] == ["doubling [131072]", "filling [16]"]
 
 
 def test_without_launches_nothing_is_compiled_either(scenes: dict[str, Any]) -> None:

@@ -3,11 +3,17 @@
 import torch
 from torch import Tensor
 
+from nanovllm.models.config import ModelConfig
+
 
 class DictAttention:
-    """`attend` for one sequence that grows from call to call. Computes in float32."""
+    """`attend` for one sequence that grows from call to call. Computes in float32.
 
-    def __init__(self) -> None:
+    config: for the windows and the scale of a model that has its own.
+    """
+
+    def __init__(self, config: ModelConfig | None = None) -> None:
+        self.config = config
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys and values [context, Hkv, D]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -17,7 +23,11 @@ class DictAttention:
         self.kv[layer] = k, v
         groups = q.shape[1] // k.shape[1]
         keys, values = (x.float().repeat_interleave(groups, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) / q.shape[-1] ** 0.5
-        future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        scale, window = q.shape[-1] ** -0.5, 0
+        if self.config is not None:
+            scale, window = self.config.attention_scale, self.config.windows[layer]
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+        distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))  # [n, L]
+        unseen = (distance < 0) | (distance >= (window or len(k)))
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

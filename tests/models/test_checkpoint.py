@@ -91,13 +91,13 @@ def test_a_rope_scaling_beside_rope_parameters_is_never_ignored(checkpoints: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported are llama, qwen2, qwen3, mixtral"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
         ({"model_type": ...}, "model_type=None"),
         ({"num_experts": 8}, "model_type='qwen3' with a mixture of experts"),
         ({"vocab_size": ..., "num_hidden_layers": ...}, "vocab_size, num_hidden_layers"),
         ({"hidden_size": "96"}, "hidden_size"),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2, "layer_types": ...}, "sliding_att"),
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "need a positive sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": -4, "max_window_layers": 0, "layer_types": ...}, "got -4"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' lacks a number for factor"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -60,8 +60,9 @@ def name_of(value: Any) -> str:
 
 @torch.inference_mode()
 def logits_of(path: Path, **options: Any) -> Tensor:
-    model = load_model(path, **options).model
-    return model.logits(model(IDS, torch.arange(len(IDS)), DictAttention())).float()
+    loaded = load_model(path, **options)
+    model = loaded.model
+    return model.logits(model(IDS, torch.arange(len(IDS)), DictAttention(loaded.config))).float()
 
 
 def changed(source: Path, target: Path, changes: dict[str, Any]) -> Path:
@@ -247,19 +248,7 @@ REFUSED: list[tuple[Build, dict[str, Any], str]] = [
     (random_qwen2_moe, {"shared_expert_intermediate_size": 0}, "number for shared_expert_intermediate_size"),
     (random_qwen2_moe, {"qkv_bias": False}, "qkv_bias=False is not supported"),
     (random_mixtral, {"num_local_experts": None}, "lacks a positive number for num_experts"),
-    # A window is for all layers, whatever the keys of the dense families say.
-    (
-        lively_qwen3_moe,
-        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 9},
-        "sliding_window=64",
-    ),
-    (
-        random_qwen2_moe,
-        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2, "layer_types": None},
-        "=64",
-    ),
     (random_qwen2_moe, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
-    (random_mixtral, {"sliding_window": 64, "use_sliding_window": False}, "sliding_attention .sliding_window=64"),
 ]
 
 
@@ -288,6 +277,30 @@ def test_what_has_no_effect_is_not_refused(
     build: Build, changes: dict[str, Any], checkpoints: Path, tmp_path: Path
 ) -> None:
     path = changed(build(checkpoints), tmp_path / "changed", changes)
+    oracle.check_logits(logits_of(path), hf_logits(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "changes", "windows"),
+    [
+        # A window is for all layers, whatever the keys of the dense families say
+        (lively_qwen3_moe, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 9}, (8, 8, 8)),
+        (random_mixtral, {"sliding_window": 8, "use_sliding_window": False}, (8, 8, 8)),
+        # or for every other one
+        (random_qwen2_moe, {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}, (8, 0, 8)),
+        (
+            random_qwen2_moe,
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+            (8, 0, 0),
+        ),
+    ],
+)
+def test_windows(
+    build: Build, changes: dict[str, Any], windows: tuple[int, ...], checkpoints: Path, tmp_path: Path
+) -> None:
+    path = changed(build(checkpoints), tmp_path / "changed", changes)
+    assert read_config(path).windows == windows
     oracle.check_logits(logits_of(path), hf_logits(path))
 
 

@@ -16,6 +16,9 @@ each KV head, are adjacent in the grid. They walk the same tokens at the same pa
 
 *Grouped queries.* The query heads that share a KV head are rows of one tile, padded to the 16 rows that tl.dot needs.
 A key is read once for all of them. The few queries of a sequence that verifies guesses are rows of that tile too.
+
+*Windows.* In a layer with a sliding window the line has only the tiles in which some query may still see a key. The
+window is a constant of the compiled kernel. Without one nothing of it is left in the kernel's code.
 """
 
 from dataclasses import dataclass
@@ -35,6 +38,7 @@ from nanovllm.kernels.attention.paged_tile import (
     keys_per_tile,
     locate,
     padded_sequences,
+    tiles_before,
 )
 from nanovllm.kernels.cards import choose
 from nanovllm.kernels.launch import CACHE_LINE, capability, overlaps_launches, shared_memory_of_sm
@@ -81,11 +85,13 @@ def decode_layout(gives: dict[str, int], device: torch.device, head_dim: int, el
 
 @triton.jit(do_not_specialize=["num_sequences", "pieces"], do_not_specialize_on_alignment=["context_len_ptr"])
 def _plan_kernel(  # type: ignore[no-untyped-def]
-    context_len_ptr, piece_ptr, num_sequences, pieces, KEYS: tl.constexpr, SEQUENCES: tl.constexpr
-):
+    context_len_ptr, piece_ptr, num_sequences, pieces,
+    KEYS: tl.constexpr, SEQUENCES: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     piece = tl.program_id(0)
     index = tl.arange(0, SEQUENCES)
-    tiles = tl.cdiv(tl.load(context_len_ptr + index, mask=index < num_sequences, other=0), KEYS)
+    context_len = tl.load(context_len_ptr + index, mask=index < num_sequences, other=0)
+    tiles = tl.cdiv(context_len, KEYS) - tiles_before(context_len, KEYS, QUERIES, WINDOW)
     total = tl.sum(tiles)
     tile = piece * total // pieces
     sequence, begin = locate(tile, tiles, index)
@@ -104,7 +110,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     scale, q_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr, PREFETCHED: tl.constexpr,
-    PDL: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -126,15 +132,17 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         # Keys of earlier steps can be asked for before this layer has written the step's own keys. Plan, lengths and
         # tables may be read: they are older than the last kernel that was launched without overlap.
-        stop_key = tl.minimum(context_len, (tl.minimum(last, tile + PREFETCHED) - begin) * KEYS)
+        start = begin - tiles_before(context_len, KEYS, QUERIES, WINDOW)
+        stop_key = tl.minimum(context_len, (tl.minimum(last, tile + PREFETCHED) - start) * KEYS)
         ask_for_keys(
-            kv_ptr, v_offset, block_table_ptr + sequence * table_stride, (tile - begin) * KEYS, stop_key, context_len,
+            kv_ptr, v_offset, block_table_ptr + sequence * table_stride, (tile - start) * KEYS, stop_key, context_len,
             kv_head, HEAD_DIM, token_stride, BLOCK_SIZE, KEYS, LINES,
         )  # fmt: skip
         gdc_wait()
     while tile < last:
         query_len = query_end - query_start
-        end = begin + tl.cdiv(context_len, KEYS)
+        start = begin - tiles_before(context_len, KEYS, QUERIES, WINDOW)  # where the tile of key 0 would be
+        end = start + tl.cdiv(context_len, KEYS)
         stop = tl.minimum(end, last)
         used = (row < QUERIES * GROUP) & (query < query_len)
         position = context_len - query_len + query  # query i sees the keys up to its own position
@@ -142,8 +150,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=used[:, None], other=0.0)
         m, denom, acc = attend_keys(
             q, kv_ptr, v_offset, block_table_ptr + sequence * table_stride,
-            (tile - begin) * KEYS, (stop - begin) * KEYS, context_len, kv_head, position, scale,
-            ROWS, HEAD_DIM, token_stride, BLOCK_SIZE, KEYS,
+            (tile - start) * KEYS, (stop - start) * KEYS, context_len, kv_head, position, context_len - query_len,
+            scale, ROWS, HEAD_DIM, token_stride, BLOCK_SIZE, KEYS, WINDOW,
         )  # fmt: skip
 
         if (tile == begin) & (stop == end):
@@ -187,7 +195,7 @@ def _merge_parts(m_ptr, denom_ptr, acc_ptr, slot, used, HEAD_DIM: tl.constexpr):
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, piece_ptr, pieces,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each border between pieces, query and head: it merges the sequence that is first cut there.
 
@@ -204,7 +212,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(piece_ptr + first * 4 + 7)
     total = tl.load(piece_ptr + pieces * 4 - 3)  # where the last piece ends
     crossed = (first_tile <= begin) & (begin < border)
-    tiles = tl.cdiv(tl.load(context_len_ptr + sequence, mask=crossed, other=1), KEYS)
+    context_len = tl.load(context_len_ptr + sequence, mask=crossed, other=1)
+    tiles = tl.cdiv(context_len, KEYS) - tiles_before(context_len, KEYS, QUERIES, WINDOW)
     query_start = tl.load(query_start_ptr + sequence, mask=crossed, other=0)
     query_len = tl.load(query_start_ptr + sequence + 1, mask=crossed, other=0) - query_start
     last = ((begin + tiles) * pieces - 1) // total  # the last piece that begins before its end
@@ -249,8 +258,13 @@ class DecodeWorkspace:
         return cls(*(torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape, (*shape, head_dim))))
 
 
-def plan_decode(context_len: Tensor, pieces: int, config: DecodeConfig) -> Tensor:
+def plan_decode(
+    context_len: Tensor, pieces: int, config: DecodeConfig, max_queries: int = 1, window: int = 0
+) -> Tensor:
     """Cut the key tiles of S sequences into equal pieces; context_len [S] int32, at least 1 each.
+
+    window: keys that a query sees at most, 0 for no limit. Then tiles before the window of a sequence's oldest query
+    are not counted, if the sequence has `max_queries`.
 
     Returns [pieces, 4] int32. When the tiles of all sequences are laid end to end, a piece has those from its first
     number up to its second. The third number is the sequence that the piece begins in, the fourth is that sequence's
@@ -259,23 +273,31 @@ def plan_decode(context_len: Tensor, pieces: int, config: DecodeConfig) -> Tenso
     num_sequences = context_len.shape[0]
     plan = context_len.new_empty(pieces, 4)
     _plan_kernel[(pieces,)](
-        context_len, plan, num_sequences, pieces, KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences)
-    )
+        context_len, plan, num_sequences, pieces,
+        KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences), QUERIES=max_queries if window else 1,
+        WINDOW=window,
+    )  # fmt: skip
     return plan
 
 
 def paged_decode(
-    inputs: PagedInputs, workspace: DecodeWorkspace, plan: Tensor, config: DecodeConfig, overlap: bool = False
+    inputs: PagedInputs,
+    workspace: DecodeWorkspace,
+    plan: Tensor,
+    config: DecodeConfig,
+    overlap: bool = False,
+    window: int = 0,
 ) -> None:
     """Causal attention of sequences with few queries each; writes their rows of `inputs.out`.
 
     Args:
         inputs: no sequence has more queries than the workspace has room for.
         workspace: its `pieces` is the number of programs for each KV head.
-        plan: `plan_decode` of these contexts, for as many pieces.
+        plan: `plan_decode` of these contexts, for as many pieces, the workspace's number of queries and this window.
         config: of `decode_config`.
         overlap: the decode kernel may start while its predecessor runs. Then plan, lengths and tables must be older
             than the last kernel that was launched without overlap.
+        window: keys that a query sees at most, its own included; 0 is no limit.
     """
     q, kv, block_table, query_start, context_len, scale, out = inputs
     _, _, block_size, num_kv_heads, head_dim = kv.shape
@@ -288,13 +310,13 @@ def paged_decode(
         plan, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, QUERIES=queries,
         ROWS=max(16, triton.next_power_of_2(queries * group)), KEYS=config.keys,
-        LINES=max(1, head_dim * q.element_size() // CACHE_LINE), PREFETCHED=PREFETCHED_TILES, PDL=early,
-        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=early,
+        LINES=max(1, head_dim * q.element_size() // CACHE_LINE), PREFETCHED=PREFETCHED_TILES, WINDOW=window,
+        PDL=early, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=early,
     )  # fmt: skip
-    merge_pieces(inputs, workspace, plan, config.keys)
+    merge_pieces(inputs, workspace, plan, config.keys, window)
 
 
-def merge_pieces(inputs: PagedInputs, workspace: DecodeWorkspace, plan: Tensor, keys: int) -> None:
+def merge_pieces(inputs: PagedInputs, workspace: DecodeWorkspace, plan: Tensor, keys: int, window: int = 0) -> None:
     """Write the rows of `inputs.out` of sequences that were cut. keys: per tile of the plan."""
     pieces, _, queries, num_heads = workspace.m.shape
     pdl = overlaps_launches(inputs.out.device)
@@ -303,6 +325,6 @@ def merge_pieces(inputs: PagedInputs, workspace: DecodeWorkspace, plan: Tensor, 
             inputs.out, workspace.m, workspace.denom, workspace.acc, inputs.query_start, inputs.context_len,
             plan, pieces,
             NUM_HEADS=num_heads, HEAD_DIM=inputs.out.shape[2], QUERIES=queries, KEYS=keys,
-            PARTS=MANY_PARTS if inputs.context_len.shape[0] < FEW_SEQUENCES else FEW_PARTS, PDL=pdl,
+            PARTS=MANY_PARTS if inputs.context_len.shape[0] < FEW_SEQUENCES else FEW_PARTS, WINDOW=window, PDL=pdl,
             num_warps=1, launch_pdl=pdl,
         )  # fmt: skip

@@ -8,7 +8,8 @@ have nothing to do. So programs are small, and several share a multiprocessor: o
 A program finds its sequence and its queries from the lengths alone. So the host need not know how many tiles there are:
 the grid is an upper bound, and superfluous programs return. Keys beyond the tile's last query are never touched, and
 only the last tiles of keys, where the causal border runs, pay for masks. The long tiles of a sequence are its last
-ones. They come first, so that the GPU ends on short ones.
+ones. They come first, so that the GPU ends on short ones. In a layer with a sliding window, keys before the window of
+the tile's first query are not touched either, and the tiles where windows begin are masked, too.
 
 A tile of keys can be fetched in two ways. By pointers: every thread computes the addresses of what it fetches and keeps
 them in registers. By TMA, the copy engine of GPUs since Hopper: where a block holds whole tiles, the keys of a head
@@ -73,6 +74,27 @@ def prefill_layout(gives: dict[str, Any], head_dim: int, element_size: int) -> P
     return PrefillConfig(keys=keys, **{name: value for name, value in gives.items() if name != "tile_kib"})
 
 
+@triton.jit
+def _masked_tiles(  # type: ignore[no-untyped-def]
+    q, head_ptr, v_offset, table_ptr, first, stop, context_len, position, oldest, scale, m, denom, acc,
+    TOKEN_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The tiles of keys from `first` to `stop`, which not every query of the tile sees whole."""
+    for start in range(first, stop, KEYS):
+        key = start + tl.arange(0, KEYS)
+        pointer = head_ptr + token_offsets(table_ptr, start, context_len, TOKEN_STRIDE, BLOCK_SIZE, KEYS)[:, None]
+        in_context = (key < context_len)[:, None]  # beyond it lies anything: a NaN in V would survive p = 0
+        if WINDOW:  # before it, too: blocks that no window reaches any more may be another sequence's
+            in_context &= (key > oldest - WINDOW)[:, None]
+        k = tl.load(pointer, mask=in_context, other=0.0)
+        v = tl.load(pointer + v_offset, mask=in_context, other=0.0)
+        visible = key[None, :] <= position[:, None]
+        if WINDOW:
+            visible &= key[None, :] > position[:, None] - WINDOW
+        m, denom, acc = attend_tile(q, k, v, visible, scale, m, denom, acc, True)
+    return m, denom, acc
+
+
 @triton.jit(
     do_not_specialize=["first_sequence", "num_sequences", "table_stride"],
     do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
@@ -82,7 +104,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     first_sequence, num_sequences, scale, q_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     index = tl.arange(0, SEQUENCES)
@@ -118,7 +140,16 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     head_ptr = kv_ptr + kv_head * HEAD_DIM + dim[None, :]
     all_see = (before + 1) // KEYS * KEYS  # every query of the tile sees these keys: no masks
     v_slot = (v_offset // token_stride).to(tl.int32)  # where V begins in the matrix that boxes are of
-    for start in range(0, all_see, KEYS):
+    first = 0
+    if WINDOW:
+        # The window of the first query begins in the tile `begins`, that of the last one in the tile before `first`.
+        begins = tl.maximum(before + 1 - WINDOW, 0) // KEYS * KEYS
+        first = tl.minimum(tl.cdiv(tl.maximum(before + QUERIES - WINDOW, 0), KEYS) * KEYS, all_see)
+        m, denom, acc = _masked_tiles(
+            q, head_ptr, v_offset, table_ptr, begins, first, context_len, position, before, scale, m, denom, acc,
+            token_stride, BLOCK_SIZE, KEYS, WINDOW,
+        )  # fmt: skip
+    for start in range(first, all_see, KEYS):
         if TMA:
             slot = tl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
             k = kv_boxes.load([slot, kv_head * HEAD_DIM])  # [KEYS, D]
@@ -128,24 +159,21 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             k = tl.load(pointer)
             v = tl.load(pointer + v_offset)
         m, denom, acc = attend_tile(q, k, v, None, scale, m, denom, acc, False)
-    for start in range(all_see, tl.minimum(context_len, before + QUERIES), KEYS):
-        key = start + tl.arange(0, KEYS)
-        pointer = head_ptr + token_offsets(table_ptr, start, context_len, token_stride, BLOCK_SIZE, KEYS)[:, None]
-        in_context = (key < context_len)[:, None]  # beyond it lies anything: a NaN in V would survive p = 0
-        k = tl.load(pointer, mask=in_context, other=0.0)
-        v = tl.load(pointer + v_offset, mask=in_context, other=0.0)
-        visible = key[None, :] <= position[:, None]
-        m, denom, acc = attend_tile(q, k, v, visible, scale, m, denom, acc, True)
+    m, denom, acc = _masked_tiles(
+        q, head_ptr, v_offset, table_ptr, all_see, tl.minimum(context_len, before + QUERIES), context_len, position,
+        before, scale, m, denom, acc, token_stride, BLOCK_SIZE, KEYS, WINDOW,
+    )  # fmt: skip
 
     offset = (token * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
     out = (acc / denom[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offset[:, None] + dim[None, :], out, mask=used)
 
 
-def paged_prefill(inputs: PagedInputs, config: PrefillConfig, *, first_sequence: int = 0) -> None:
+def paged_prefill(inputs: PagedInputs, config: PrefillConfig, *, first_sequence: int = 0, window: int = 0) -> None:
     """Causal attention of the sequences from `first_sequence` on, any number of queries each, into `inputs.out`.
 
     config: of `prefill_config`. first_sequence: sequences before it have one query each, and their tokens come first.
+    window: keys that a query sees at most, its own included; 0 is no limit.
     Raises ValueError if tiles come by TMA and a block is smaller than one.
     """
     q, kv, block_table, query_start, context_len, scale, out = inputs
@@ -166,5 +194,6 @@ def paged_prefill(inputs: PagedInputs, config: PrefillConfig, *, first_sequence:
         first_sequence, num_sequences, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         QUERIES=queries, ROWS=config.rows, KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences),
-        TMA=config.tma, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+        TMA=config.tma, WINDOW=window, num_warps=config.num_warps, num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )  # fmt: skip

@@ -52,6 +52,15 @@ def locate(tile, tiles, index):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def tiles_before(context_len, KEYS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tiles of keys that no query of a sequence sees, if it has QUERIES of them.
+
+    WINDOW: keys that a query sees at most, its own included; 0 is no limit.
+    """
+    return tl.maximum(context_len - QUERIES + 1 - WINDOW, 0) // KEYS if WINDOW else 0
+
+
+@triton.jit
 def token_offsets(  # type: ignore[no-untyped-def]
     table_ptr, start, limit, TOKEN_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr
 ):
@@ -107,11 +116,14 @@ def ask_for_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def attend_keys(  # type: ignore[no-untyped-def]
-    q, kv_ptr, v_offset, table_ptr, first, stop, context_len, kv_head, position, scale,
+    q, kv_ptr, v_offset, table_ptr, first, stop, context_len, kv_head, position, oldest, scale,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """q [ROWS, D] at `position` [ROWS] against the keys of a sequence from `first` to `stop`: m, denom and acc."""
+    """q [ROWS, D] at `position` [ROWS] against the keys of a sequence from `first` to `stop`: m, denom and acc.
+
+    oldest: position of the sequence's first query. What lies before its window may be another sequence's by now.
+    """
     dim = tl.arange(0, HEAD_DIM)
     m = tl.full([ROWS], -1e30, tl.float32)
     denom = tl.zeros([ROWS], tl.float32)
@@ -121,8 +133,12 @@ def attend_keys(  # type: ignore[no-untyped-def]
         offset = token_offsets(table_ptr, start, context_len, TOKEN_STRIDE, BLOCK_SIZE, KEYS) + kv_head * HEAD_DIM
         pointer = kv_ptr + offset[:, None] + dim[None, :]
         in_context = (key < context_len)[:, None]  # beyond it lies anything: a NaN in V would survive p = 0
+        if WINDOW:
+            in_context &= (key > oldest - WINDOW)[:, None]
         k = tl.load(pointer, mask=in_context, other=0.0)  # [KEYS, D]
         v = tl.load(pointer + v_offset, mask=in_context, other=0.0)  # [KEYS, D]
         visible = key[None, :] <= position[:, None]
+        if WINDOW:
+            visible &= key[None, :] > position[:, None] - WINDOW
         m, denom, acc = attend_tile(q, k, v, visible, scale, m, denom, acc, True)
     return m, denom, acc

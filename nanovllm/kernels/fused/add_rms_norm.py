@@ -42,11 +42,11 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     """x and residual [T, H], contiguous -> (rms_norm(x + residual), x + residual); without a residual (rms_norm(x), x).
 
     x may come in parts [S, T, H] float32, which are summed over S (see `tiled_linear`); then there is a residual. The
-    sum is rounded to the dtype of the weights, as it is stored, before it is normalised.
+    sum is rounded to the dtype of the residual, as it is stored, before it is normalised.
     """
     size = x.shape[-1]
     splits = x.shape[0] if x.dim() == 3 else 1
-    out = weight.new_empty(x.shape[-2], size)  # [T, H]
+    out = torch.empty_like(x if residual is None else residual)  # [T, H]
     total = x if residual is None else torch.empty_like(out)
     pdl = overlaps_launches(x.device)
     _add_rms_norm_kernel[(out.shape[0],)](

@@ -1,0 +1,72 @@
+"""A linear layer for many tokens whose weights have a scale for each block, by products in FP8.
+
+Tensor cores multiply numbers in FP8 at twice the rate of bf16. The input is quantised by groups of 128 ("DeepSeek-V3
+Technical Report", 2024, section 3.3.2): an outlier then costs its own group precision, and no other. After each group
+the sum is scaled and added to the result in float32. So the tensor cores, whose own sums are less exact in FP8, never
+add more than 128 products.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import shared_memory
+
+GROUP = 128
+FEW_TOKENS = 256  # with more the tiles are larger: then arithmetic is the limit, and no longer the number of programs
+BAND = 16  # tiles of outputs that are computed next to each other, so that their weights stay in the L2 cache
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _block_linear_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, inputs, outputs,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    tiles, token_tiles = outputs // COLUMNS, tl.cdiv(num_tokens, TOKENS)
+    first = tl.program_id(0) // (BAND * token_tiles) * BAND
+    band = tl.minimum(tiles - first, BAND)
+    place = tl.program_id(0) % (BAND * token_tiles)
+    tile = first + place % band
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    token = place // band * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < num_tokens
+    inner = tl.arange(0, GROUP)
+    groups = inputs // GROUP
+    x_ptr += token[:, None].to(tl.int64) * inputs + inner[None, :]
+    weight_ptr += column[:, None].to(tl.int64) * inputs + inner[None, :]
+    x_scale_ptr += token
+    scale_ptr += tile * COLUMNS // ROWS * groups
+    x_scale = tl.load(x_scale_ptr, mask=is_token, other=0.0)
+    scale = tl.load(scale_ptr)
+    acc = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    for group in range(0, groups):
+        x = tl.load(x_ptr + group * GROUP, mask=is_token[:, None], other=0.0)  # [TOKENS, GROUP]
+        w = tl.load(weight_ptr + group * GROUP)  # [COLUMNS, GROUP]
+        # The next group's scales are asked for now. After the last there are none: its own are read again.
+        following = tl.minimum(group + 1, groups - 1)
+        next_x_scale = tl.load(x_scale_ptr + following * num_tokens, mask=is_token, other=0.0)
+        next_scale = tl.load(scale_ptr + following)
+        acc += tl.dot(x, tl.trans(w)) * (x_scale * scale)[:, None]
+        x_scale, scale = next_x_scale, next_scale
+    if BIAS:
+        acc += tl.load(bias_ptr + column)[None, :]
+    out_ptr += token[:, None].to(tl.int64) * outputs + column[None, :]
+    tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_token[:, None])
+
+
+def block_linear(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """x [T, in] and its scales [in / 128, T] by `quantise_tokens`; weight [out, in] in FP8, scale [out / R, in / 128],
+    R 64 or 128 -> out [T, out]. in is a multiple of 128, out of R."""
+    num_tokens, inputs = x.shape
+    outputs = weight.shape[0]
+    rows = outputs // scale.shape[0]
+    small = num_tokens <= FEW_TOKENS
+    tokens, columns = (64, 64) if small else (128, min(128, rows))
+    step_bytes = (tokens + columns) * GROUP
+    _block_linear_kernel[(outputs // columns * triton.cdiv(num_tokens, tokens),)](
+        x, x_scale, weight, scale, bias, out, num_tokens, inputs, outputs, TOKENS=tokens, COLUMNS=columns, GROUP=GROUP,
+        ROWS=rows, BAND=BAND, BIAS=bias is not None, num_warps=4 if small else 8,
+        num_stages=min(4, shared_memory(x.device) // step_bytes - 1),
+    )  # fmt: skip
+    return out

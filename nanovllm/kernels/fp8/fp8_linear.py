@@ -1,0 +1,50 @@
+"""Which kernel computes a linear layer with weights in FP8.
+
+For few tokens `widening_linear`: what it costs is reading the weights, and the input stays exact. For more, tensor
+cores multiply in FP8, and the input is quantised by token (`quantise_tokens`). With a scale per output channel that
+product is the library's. It knows no scales of blocks, so there it is `block_linear`. The library's products in FP8
+give bf16, so with other dtypes every step is one of few tokens.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.cards import choose
+from nanovllm.kernels.fp8.block_linear import block_linear
+from nanovllm.kernels.fp8.quantise_tokens import quantise_tokens
+from nanovllm.kernels.fp8.widening_linear import Tile, widening_linear
+from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+
+FEW_TOKENS = 64
+
+
+@cache  # a step asks for every layer
+def choose_tile(device: torch.device, num_tokens: int, layer: str, num_bytes: int) -> Tile:
+    """By the table of cards. layer: as in `linear/choice.py`. num_bytes: of the weights."""
+    return Tile(**choose(device, "fp8", layer, tokens=num_tokens, kib=num_bytes / 1024))
+
+
+def fp8_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, gated: bool = False, partial: bool = False
+) -> Tensor:
+    """x [T, in], contiguous; weight [out, in] in FP8; scale [out, 1], or [out / R, in / 128] float32 -> [T, out].
+
+    in is a multiple of 128, out (each half, if gated) and R of 64. gated: without bias, [T, out / 2], silu(gate) * up.
+    partial: without bias; the result may be [S, T, out] float32, to be summed over S.
+    """
+    if len(x) <= FEW_TOKENS or x.dtype != torch.bfloat16:
+        layer = "gated" if gated else "partial" if partial else "plain"
+        tile = choose_tile(x.device, min(len(x), FEW_TOKENS), layer, weight.numel())
+        return widening_linear(x, weight, scale, bias, tile=tile, gated=gated, partial=partial)
+    grouped = scale.shape[1] > 1
+    small, x_scale = quantise_tokens(x, grouped=grouped)
+    if grouped:
+        y = block_linear(small, x_scale, weight, scale, bias, x.new_empty(len(x), len(weight)))
+    else:
+        # Sums of many products without detours to float32, as other engines have it too
+        y = torch._scaled_mm(
+            small, weight.t(), x_scale.view(-1, 1), scale.view(1, -1), bias, out_dtype=x.dtype, use_fast_accum=True
+        )
+    return silu_and_mul(y) if gated else y

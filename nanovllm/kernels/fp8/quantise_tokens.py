@@ -1,0 +1,56 @@
+"""The input of a product in FP8: each token, or each 128 of its numbers, with a scale by its largest number."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.launch import overlaps_launches
+
+GROUP = 128
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantise_tokens_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, scale_ptr, num_tokens, MAX: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
+    GROUP: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, PADDED)
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    exists = group < GROUPS
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + token * (GROUPS * GROUP) + place, mask=exists[:, None], other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), 1)  # [PADDED]
+    if not GROUPED:
+        largest = tl.max(largest, 0) + tl.zeros_like(largest)
+    scale = tl.where(largest > 0, largest / MAX, 1.0)
+    # The conversion rounds to nearest. What is not a number stays so, and spoils this token alone.
+    tl.store(
+        out_ptr + token * (GROUPS * GROUP) + place,
+        (x / scale[:, None]).to(out_ptr.dtype.element_ty),
+        mask=exists[:, None],
+    )
+    if GROUPED:
+        tl.store(scale_ptr + group * num_tokens + token, scale, mask=exists)
+    else:
+        tl.store(scale_ptr + token + 0 * group, scale, mask=group == 0)
+
+
+def quantise_tokens(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
+    """x [T, in], contiguous, in a multiple of 128 -> x in FP8 [T, in], and the scales [in / 128, T] float32; if not
+    grouped [1, T]. A number is its value in FP8 times its scale."""
+    num_tokens, inputs = x.shape
+    groups = inputs // GROUP
+    out = torch.empty_like(x, dtype=FP8)
+    scale = x.new_empty(groups if grouped else 1, num_tokens, dtype=torch.float32)
+    padded, pdl = triton.next_power_of_2(groups), overlaps_launches(x.device)
+    _quantise_tokens_kernel[(num_tokens,)](
+        x, out, scale, num_tokens, MAX=FP8_MAX, GROUPS=groups, PADDED=padded, GROUP=GROUP, GROUPED=grouped, PDL=pdl,
+        num_warps=8 if padded > 32 else 4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out, scale

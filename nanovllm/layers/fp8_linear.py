@@ -1,0 +1,90 @@
+"""Linear layers whose weights are in FP8: half the bytes of bf16, and so up to half the time of a step of few tokens.
+
+A weight is its stored value, an e4m3 number of 8 bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022),
+times a scale in float32. A scale is for one output channel, or for some rows by 128 columns.
+"""
+
+from collections.abc import Iterator
+from math import gcd
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm import kernels
+from nanovllm.layers.linear import Linear, MergedLinear, silu_and_mul
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+GRAIN = 128, 64  # what the inputs of a layer, and the outputs of each part, are a multiple of, or kernels cannot run
+
+
+def widen(weight: Tensor, scale: Tensor) -> Tensor:
+    """weight [out, in] in FP8, scale [out / R, in / C], each for R x C weights -> [out, in] float32."""
+    rows, columns = (whole // parts for whole, parts in zip(weight.shape, scale.shape, strict=True))
+    cells = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [out / R, R, in / C, C]
+    return (cells * scale[:, None, :, None]).view(weight.shape)
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [out, in] -> the same in FP8, and a scale for each output channel [out, 1] float32.
+
+    A channel's largest weight becomes the largest number of FP8. A channel of zeros has the scale 1.
+    """
+    largest = weight.float().abs().amax(1, keepdim=True)  # [out, 1]
+    scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    return (weight.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def can_stay(layer: Linear) -> bool:
+    """Whether the kernels can read such a layer's weights in FP8."""
+    return layer.weight.shape[1] % GRAIN[0] == 0 and all(rows % GRAIN[1] == 0 for rows in parts_of(layer))
+
+
+def parts_of(layer: Linear) -> list[int]:
+    return list(layer.parts.values()) if isinstance(layer, MergedLinear) else [layer.weight.shape[0]]
+
+
+class Fp8Linear(Linear):
+    """weight [out, in] in FP8, scale [out / R, in / C] float32, uninitialised: the loader fills them.
+
+    block: rows and columns of a scale in the checkpoint; None: R = 1 and C = in. A part of a layer, and a rank's share,
+    may begin within a block. So R and C are the largest sizes that divide all of them, and no scale is rounded.
+    """
+
+    def __init__(self, layer: Linear, block: tuple[int, int] | None) -> None:
+        """In the place of `layer`, on its device. That layer's weights are not looked at."""
+        nn.Module.__init__(self)
+        outputs, inputs = layer.weight.shape
+        rows, columns = (1, inputs) if block is None else (gcd(block[0], *parts_of(layer)), gcd(block[1], inputs))
+        device = layer.weight.device
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=FP8, device=device), requires_grad=False)
+        scale = torch.empty(outputs // rows, inputs // columns, device=device)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias, self.group = layer.bias, layer.group
+
+    def product(self, x: Tensor, bias: Tensor | None = None, *, partial: bool = False) -> Tensor:
+        fused = kernels.fused_kernels(x.device).fp8_linear
+        if fused is not None:
+            return fused(x, self.weight, self.scale, bias, partial=partial)
+        return F.linear(x, widen(self.weight, self.scale).to(x.dtype), bias)
+
+
+class Fp8MergedLinear(Fp8Linear, MergedLinear):
+    def __init__(self, layer: MergedLinear, block: tuple[int, int] | None) -> None:
+        super().__init__(layer, block)
+        self.parts = layer.parts
+
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        """The name of each tensor of the checkpoint ("q_proj.weight", and "q_proj.scale" for its scales, whatever the
+        checkpoint calls them), and the rows of our parameter that it fills."""
+        for kind, parameter in self.named_parameters():
+            share = len(self.weight) // len(parameter)
+            rows = parameter.split([outputs // share for outputs in self.parts.values()])
+            yield from ((f"{name}.{kind}", part) for name, part in zip(self.parts, rows, strict=True))
+
+    def gated(self, x: Tensor) -> Tensor:
+        fused = kernels.fused_kernels(x.device).fp8_linear
+        if fused is None or self.bias is not None:
+            return silu_and_mul(self(x))
+        return fused(x, self.weight, self.scale, gated=True)
