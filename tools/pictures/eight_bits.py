@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -154,13 +155,13 @@ def judge(exact: Any, engines: Mapping[str, Any], texts: Iterable[list[int]]) ->
     spread, positions, predicted = 0.0, 0, 0
     for text in texts:
         truth, labels = read(exact, text), torch.tensor(text[1:])
-        spread += truth.double().var(dim=-1).sum().item()
+        spread += truth.var(dim=-1).sum().item()
         positions, predicted = positions + len(text), predicted + len(labels)
         for name, engine in engines.items():
             logits = truth if engine is exact else read(engine, text)
             loss = F.cross_entropy(logits[:-1], labels, reduction="sum")
-            error = (logits - truth).double().square().mean(dim=-1).sum()
-            sums[name] += torch.stack([loss, error, (logits.argmax(-1) == truth.argmax(-1)).sum()]).double()
+            error = (logits - truth).square().mean(dim=-1).sum()
+            sums[name] += torch.stack([loss, error, (logits.argmax(-1) == truth.argmax(-1)).sum()])
     return {
         name: Judged(loss / predicted, (error / spread) ** 0.5, same / positions)
         for name, (loss, error, same) in ((name, found.tolist()) for name, found in sums.items())
@@ -208,7 +209,7 @@ def numbers_picture(weights: Tensor, title: str) -> Picture:
 
 def octaves_picture(groups: Mapping[str, Tensor], title: str) -> Picture:
     """How many numbers e4m3 has from each power of two to the next, and where values lie: a panel for each group."""
-    picture, panels = new_panels(1.2 + 1.35 * len(groups), title, 1 + len(groups))
+    picture, panels = new_panels(1.5 + 1.35 * len(groups), title, 1 + len(groups))
     numbers = e4m3_values()[1:127]
     edges = list(range(-16, 11))
     for axes, values in zip(panels, [numbers, *groups.values()], strict=True):
@@ -223,6 +224,10 @@ def octaves_picture(groups: Mapping[str, Tensor], title: str) -> Picture:
         axes.set_title(name, fontsize=10, loc="right")
     panels[-1].set(xlabel="magnitude: from 2 to this power, to the next", xlim=(edges[0], edges[-1]))
     panels[-1].set_xticks(edges[::2])
+    limits = Line2D(
+        [], [], color=BLACK, linewidth=1, linestyle=":", label="the smallest and the largest number of e4m3"
+    )
+    legend_below(panels[-1], [limits])
     return picture
 
 
