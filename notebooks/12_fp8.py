@@ -4,9 +4,9 @@
 # A decode step takes as long as reading the weights takes, and the cache. Every number in them has two bytes. If each
 # had one, the step would be twice as fast, and the model would need half the memory.
 #
-# But one byte is 256 numbers. The model of this course has weights of a million different values. Can 256 stand for
-# them? You will see which 256 they are, what a **scale** is for, who should share one, what a model loses, and what it
-# gains. Real checkpoints of this kind are called `Qwen3-8B-FP8` and the like.
+# But one byte is 256 numbers, where bf16 has 65,536. Are they enough? You will see which 256 they are, what a **scale**
+# is for, who should share one, what a model loses, and what it gains. Real checkpoints of this kind have names such as
+# `Qwen3-8B-FP8`.
 #
 # This chapter is an *elective*: it stands on stage 5, and no other chapter stands on it. Its model is the one that you
 # know. Its weights are rounded when they are loaded.
@@ -31,6 +31,7 @@ from stages.electives.fp8 import FP8Engine, FP8KVCache, FP8Linear, block_of, e4m
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine
 from tools.pictures.eight_bits import (
     KINDS,
+    activation_errors,
     judge,
     numbers_picture,
     octaves_picture,
@@ -89,8 +90,9 @@ print(f"bf16: {stored_bytes(half):10,} bytes, of which {in_layers / stored_bytes
 print(f"FP8:  {stored_bytes(eight):10,} bytes, {stored_bytes(eight) / stored_bytes(half):.0%} of it")
 
 # %% [markdown]
-# The head stays in bf16, here and in published checkpoints: it chooses the token, and no later layer smooths its errors.
-# The model's vocabulary is large for its size. In a model of 8 billion weights the head is a small part.
+# The head stays in bf16, here and in published checkpoints: it chooses the token, and no later layer smooths its
+# errors. For so small a model this one has a large vocabulary, and so a large head. Of 8 billion weights a head is a
+# small part.
 #
 # ## Guess first
 #
@@ -173,8 +175,19 @@ for kind, (e4m3, int8) in errors.items():
 # to lie within its range. The steps of `int8` are as wide as the largest weight says, so each weight is better off with
 # a scale that few others share.
 #
-# Why FP8, then? Activations. They have outliers, as you will see weights have below. And tensor cores that multiply e4m3
-# by e4m3 are in every large GPU since 2022.
+# Why FP8, then? Round what the layers *see*, with a scale for each token. *Largest* is how much larger than a token's
+# RMS its largest number is:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print(f"{'input of':10} {'largest':>8} {'e4m3':>7} {'int8':>7}")
+for kind, (largest, e4m3, int8) in activation_errors(exact, texts[:4]).items():
+    print(f"{kind:10} {largest:8.1f} {e4m3:7.2%} {int8:7.2%}")
+
+# %% [markdown]
+# `down_proj` sees the product of two vectors, and that has outliers. There the sides change: the steps of `int8` are
+# too wide for all the small numbers. In large models the inputs of other layers look like that, too. So whoever rounds
+# activations as well as weights needs octaves. And NVIDIA's tensor cores have multiplied e4m3 by e4m3 since 2022.
 #
 # ## Who shares a scale
 #
@@ -236,7 +249,6 @@ for name, ours, theirs in zip(NAMES, run.outputs, expected, strict=True):
 # deviation. *Same token* is how often the most likely token is that of the exact model.
 
 # %%
-# NBVAL_CHECK_OUTPUT
 options = {f"weights, by {kind}": {"scales": kind} for kind in KINDS}
 options["and activations"] = {"quantize_activations": True}
 options["and the KV cache"] = {"quantize_activations": True, "kv_cache_dtype": "fp8"}
@@ -244,13 +256,14 @@ engines = {"exact": exact} | {name: FP8Engine(STORY_MODEL, **POOL, **chosen) for
 losses = judge(exact, engines, texts)
 print(f"{'e4m3 has':20} {'loss':>7} {'change':>8} {'error':>7} {'same token':>11}")
 for name, j in losses.items():
-    print(f"{name:20} {j.loss:7.4f} {j.loss / losses['exact'].loss - 1:8.2%} {j.error:7.1%} {j.same:11.1%}")
+    print(f"{name:20} {j.loss:7.4f} {j.loss / losses['exact'].loss - 1:+8.2%} {j.error:7.1%} {j.same:11.1%}")
 
 # %% [markdown]
-# The logits are off by a few percent, and the loss does not move: errors of 14 million weights point in all directions,
-# and mostly cancel.
+# The logits are off by a few percent, and the loss hardly moves: the errors of 6 million weights point in all
+# directions, and mostly cancel.
 #
-# The cache has no scale at all. Keys and values are rounded as they come. Here is where they lie:
+# The cache has no scale at all, which is also what vLLM does unless it is given one. Keys and values are rounded as
+# they come. That is good as long as they lie within the range:
 
 # %%
 full = ContinuousBatchingEngine(STORY_MODEL, **POOL)
@@ -266,10 +279,11 @@ source(FP8KVCache.attend)
 # %% [markdown]
 # ## Does it tell the same stories?
 #
-# At 99 of 100 positions both models would choose the same token. So of a text of 100 tokens, is most the same?
+# At 99 of 100 positions both models would choose the same token. Let both continue twelve stories by 100 tokens. How
+# many of these texts are the same to their last token?
 
 # %%
-my_guess = None  # of the 12 texts, how many are the same to their last token
+my_guess = None  # texts
 
 # %%
 starts, greedy = [text[:30] for text in texts], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -288,9 +302,9 @@ print("exact:", tokenizer.decode(ours[at : at + 25]))
 print("FP8:  ", tokenizer.decode(theirs[at : at + 25]))
 
 # %% [markdown]
-# One different token is enough for another story, and each of a hundred tokens is a chance. Neither story is worse.
-# So do not judge a quantised model by whether its greedy texts are the same. Judge it by its loss, and by its errors
-# beside the exact model on the *same* text.
+# One different token is enough for another story, and each of a hundred tokens is a chance. Neither story need be
+# worse. So do not judge a quantised model by whether its greedy texts are the same. Judge it by its loss, and by its
+# errors beside the exact model on the *same* text.
 #
 # ## An outlier
 #
@@ -303,12 +317,12 @@ print("FP8:  ", tokenizer.decode(theirs[at : at + 25]))
 my_guess = None  # the power of two at which a scale per tensor fails
 
 # %%
-powers, short = [0, 4, 8, 12, 16, 18, 20, 22], [text[:150] for text in texts[:3]]
-curves = {"e4m3, by tensor": [], "e4m3, by channel": [], "e4m3, by block": [], "int8, by tensor": []}
+powers, short = [0, 4, 8, 12, 16, 20], [text[:150] for text in texts[:2]]
+curves = {"e4m3, by tensor": [], "e4m3, by channel": [], "int8, by tensor": []}
 for power in powers:
     with tempfile.TemporaryDirectory() as folder:
         planted = plant_outlier(STORY_MODEL, Path(folder), 2.0**power, "row")
-        some = {f"e4m3, by {kind}": FP8Engine(planted, scales=kind, **POOL) for kind in KINDS}
+        some = {f"e4m3, by {kind}": FP8Engine(planted, scales=kind, **POOL) for kind in ("tensor", "channel")}
         some["int8, by tensor"] = use_int8(ContinuousBatchingEngine(planted, **POOL), "tensor")
         for name, j in judge(exact, some, short).items():
             curves[name].append(j.loss)
@@ -317,33 +331,36 @@ failed = next(
     for power, loss in zip(powers, curves["e4m3, by tensor"], strict=True)
     if loss > 2 * curves["e4m3, by tensor"][0]
 )
-compare(my_guess, failed, "is the power of two")
+compare(my_guess, failed, "is the first of these powers at which it does")
 
 # %%
 axes = {"xlabel": "the outlier is larger by 2 to this power", "ylabel": "loss [nats per token]"}
-lines(
-    {name: (powers, ys) for name, ys in curves.items()}, **axes, title="An outlier in an output channel", markers=True
-)
+drawn = {name: (powers, ys) for name, ys in curves.items()}
+picture = lines(drawn, **axes, title="An outlier in an output channel", markers=True)
+picture.axes[0].set_xticks(powers)
+picture
 
 # %% [markdown]
-# e4m3 has 15 octaves and a few rough ones below, so it bears an outlier of 2¹⁶ times the other weights. Beyond that a
-# scale per tensor rounds everything else to zero. A scale per channel never notices: the outlier has a scale to
-# itself. Of blocks, those with the outlier are lost.
+# e4m3 has 15 octaves, and three rough ones below. So it bears what `int8` does not. But at 2²⁰ a scale per tensor
+# rounds all other weights to zero. A scale per channel never notices, since the outlier has one to itself.
 #
-# And if the outlier is a channel of the *input*? It is in every row then, so every channel has it:
+# And if the outlier is a channel of the *input*? It is in every row then. The same is planted into the projections
+# before attention, and the norm before them undoes it:
 
 # %%
 # NBVAL_CHECK_OUTPUT
-for power in (16, 20):
+for where, power in (("row", 16), ("row", 20), ("column", 16), ("column", 20)):
     with tempfile.TemporaryDirectory() as folder:
-        planted = plant_outlier(STORY_MODEL, Path(folder), 2.0**power, "column")
+        planted = plant_outlier(STORY_MODEL, Path(folder), 2.0**power, where)
         some = {kind: FP8Engine(planted, scales=kind, **POOL) for kind in KINDS}
-        print(f"2^{power}:", ", ".join(f"by {kind} {j.loss:.1f}" for kind, j in judge(exact, some, short).items()))
+        found = {kind: f"by {kind} {j.loss:4.1f}" for kind, j in judge(exact, some, short).items()}
+    print(f"an outlier of 2^{power} in a {where + ':':7}  loss", ", ".join(found.values()))
 
 # %% [markdown]
-# Now blocks are best: half of the blocks are spared, and the others lost. No kind is best always. Outliers of real
-# weights are nowhere near as large, so with e4m3 all three are good, and the choice is one of speed: a scale per
-# channel can wait until after the product (why?), and a scale per block cannot.
+# Against a column blocks are best: the weight has two of them side by side, and only one has the outlier. Against a row
+# channels are. No kind is always best. But outliers of real weights are nowhere near as large. So with e4m3 all three
+# are good, and speed may choose: a scale per channel can wait until after the product (why?), and a scale per block
+# cannot.
 #
 # ## What is gained
 #
@@ -397,7 +414,7 @@ for engine in (ContinuousBatchingEngine, FP8Engine):
 # too, and lets tensor cores multiply bytes by bytes, at twice the rate of bf16.
 #
 # And eight bits are not the least. With four bits a weight has 16 numbers, and there it matters very much who shares a
-# scale: groups of 16 or 32, and scales that are bytes themselves.
+# scale: formats of four bits have one for each 16 or 32 weights, and the scales are bytes themselves.
 #
 # ## Your turn
 #
@@ -413,8 +430,8 @@ list_exercises("fp8")
 # %% [markdown]
 # <details><summary>If you are stuck</summary>
 #
-# - **the numbers**: `torch.arange(256)` are all bytes at once. `>>` moves bits to the right, and `&` keeps some of them:
-#   `(byte >> 3) & 15` is the exponent. `torch.where` chooses between the two formulas.
+# - **the numbers**: `torch.arange(256)` are all bytes at once. `>>` moves bits to the right, and `&` keeps some of
+#   them: `(byte >> 3) & 15` is the exponent. `torch.where` chooses between the two formulas.
 # - **the scales**: `blocks` has four axes, and a scale belongs to the first and the third. `amax` takes two axes at
 #   once. `scale[:, None, :, None]` stands where its block does.
 # - **the layer**: `quantize` and `widen` serve activations as well: x is a matrix, and a block of it is one row high.
@@ -423,10 +440,10 @@ list_exercises("fp8")
 #
 # `make elective-fp8-mutants` shows what goes wrong when one of these is *almost* right.
 #
-# **To think about.** (a) With a scale per channel, `F.linear(x, bytes) * scale` is the same as what you wrote. Why is it
-# not with blocks? What does it save? (b) Why is the scale of a token's activations found at each step, and that of a
-# weight once? (c) A head of keys has values up to 600. What would this cache do to them, and what would you add to it?
-# (d) Round the whole model once more with the same scales. What changes?
+# **To think about.** (a) With a scale per channel, `F.linear(x, bytes) * scale` is what you wrote. Why is it not with
+# blocks? What would it save? (b) Why is the scale of a token's activations found at each step, and that of a weight
+# once? (c) A head has keys up to 600. What does this cache make of them, and what would you add to it? (d) Load the
+# rounded model of "Is it right?", and round it again. What changes?
 #
 # ## Further reading
 #

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from stages.stage_3_paged_blocks import Batch
 from tests import oracle
 from tests.electives.subject import ElectiveSubject, make_subject
 from tests.oracle_record import record_alone
@@ -212,8 +213,13 @@ def test_the_cache_keeps_rounded_keys_and_values(subject: Any, checkpoints: Path
 def test_a_key_beyond_the_range_becomes_the_largest(subject: Any, checkpoints: Path) -> None:
     engine = subject.engine(lively_qwen3(checkpoints), kv_cache_dtype="fp8", num_blocks=2)
     heard: list[Tensor] = []
-    batch = type("Batch", (), {})()
-    batch.slots, batch.attention = torch.tensor([17, 3]), lambda q, k, v: heard.extend([k, v]) or q
+
+    def hear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heard.extend([k, v])
+        return q
+
+    tokens = torch.tensor([1, 2])
+    batch = Batch(tokens, tokens, slots=torch.tensor([17, 3]), last_tokens=tokens, attention=hear)
     k = torch.full((2, 2, 32), 1e5)
     engine.cache.attend(batch, 1, torch.zeros(2, 4, 32), k, -k)
     for widened, largest in zip(heard, (448, -448), strict=True):

@@ -77,6 +77,30 @@ def weight_errors(model: Transformer) -> dict[str, tuple[float, float]]:
     return found
 
 
+def activation_errors(engine: Any, texts: Iterable[list[int]]) -> dict[str, tuple[float, float, float]]:
+    """Of what each kind of linear layer sees: how much larger than its RMS the largest magnitude of a token is, and the
+    RMS errors of e4m3 and int8 with a scale per token. All are medians over layers and tokens."""
+    found: dict[str, list[Tensor]] = {}
+
+    def hear(_: nn.Module, inputs: tuple[Tensor], kind: str) -> None:
+        x, block = inputs[0], (1, inputs[0].shape[1])
+        size = x.square().mean(dim=1).sqrt()
+        kept = [through_fp8(x, block), through_int8(x, block)]
+        shares = [x.abs().amax(dim=1) / size, *((k - x).square().mean(dim=1).sqrt() / size for k in kept)]
+        found.setdefault(kind, []).append(torch.stack(shares, dim=1))  # [T, 3]
+
+    hooks = [
+        linear.register_forward_pre_hook(partial(hear, kind=name.split(".")[-1]))
+        for name, linear in linears(engine.model)
+    ]
+    for text in texts:
+        read(engine, text)
+    for hook in hooks:
+        hook.remove()
+    medians = {kind: torch.cat(shares).median(dim=0).values.tolist() for kind, shares in found.items()}
+    return {kind: (largest, e4m3, int8) for kind, (largest, e4m3, int8) in medians.items()}
+
+
 def use_int8(engine: Any, kind: Scales) -> Any:
     """The same engine with weights that int8 has left, in full precision."""
     for _, linear in linears(engine.model):
