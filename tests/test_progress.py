@@ -111,6 +111,44 @@ def test_only_a_run_of_all_tests_is_recorded(options: dict[str, Any], all_run: b
     assert runs_all(config) is all_run
 
 
+@pytest.mark.parametrize(
+    ("options", "all_run"),
+    [({}, True), ({"markexpr": "not gpu"}, True), ({"keyword": "byte"}, False), ({"args": ["tests"]}, False)],
+    ids=["fast", "all", "by_name", "elsewhere"],
+)
+def test_only_a_run_of_all_tests_of_an_elective_is_recorded(options: dict[str, Any], all_run: bool) -> None:
+    from tests.electives.conftest import runs_all
+
+    given = {"keyword": "", "markexpr": "not slow and not gpu", "args": ["tests/electives"]} | options
+    config: Any = SimpleNamespace(option=SimpleNamespace(**given), args=given["args"])
+    assert runs_all(config) is all_run
+
+
+@pytest.mark.parametrize("failing", [None, "test_fp8.py::test_second"])
+def test_what_an_elective_s_tests_find_is_kept(
+    failing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first failure counts. A run that is called off before it says nothing."""
+    from tests.electives import conftest
+
+    monkeypatch.setattr(conftest, "EXERCISES", tmp_path)
+    fp8 = load_elective("fp8")
+    digest = write(tmp_path, fp8, solution(fp8))
+    for status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.OK):
+        record = conftest.Record(fp8)
+        for name in ("test_first", "test_second", "test_third"):
+            node = f"test_fp8.py::{name}"
+            failed = failing is not None and name != "test_first"
+            for when in ("setup", "call", "teardown"):
+                broken = failed and when == "call"
+                told: Any = SimpleNamespace(when=when, nodeid=node, passed=not broken, failed=broken)
+                record.pytest_runtest_logreport(told)
+        record.pytest_sessionfinish(status)
+        kept = progress.load_results(tmp_path).get(fp8.module_name)
+        expected = Result(digest, failing, 1 if failing else 3)
+        assert kept == (None if status == pytest.ExitCode.INTERRUPTED and failing is None else expected)
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"stage_4_prefix_caching": {"digest": "x"}}'])
 def test_a_damaged_record_counts_as_none(tmp_path: Path, damage: str) -> None:
     (tmp_path / "progress.json").write_text(damage)

@@ -113,7 +113,7 @@ def save_widened(engine: Any, model: str, directory: Path) -> str:
     shutil.copytree(model, directory, dirs_exist_ok=True)
     tensors = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
     for name, linear in linears(engine.model):
-        tensors[f"model.{name}.weight"] = widen(linear.weight, linear.weight_scale, linear.block)
+        tensors[f"model.{name}.weight"] = widen(linear.weight, linear.weight_scale, linear.block).contiguous()
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return str(directory)
 
@@ -160,7 +160,7 @@ def read(engine: Any, text: list[int]) -> Tensor:
 
     Raises ValueError for a text that does not fit into them.
     """
-    seq = Request(0, text, len(text), SamplingParams(temperature=0), seed=0)
+    seq = Request(0, text, len(text), SamplingParams(temperature=0, max_tokens=1), seed=0)
     engine.pool.check_fits(seq)
     engine.pool.allocate(seq, len(text))
     try:
