@@ -410,7 +410,8 @@ for engine in (ContinuousBatchingEngine, FP8Engine):
 # ## What still hurts
 #
 # That is what a kernel is for. It loads bytes, widens them in registers, and multiplies; or it rounds the activations,
-# too, and lets tensor cores multiply bytes by bytes, at twice the rate of bf16.
+# too, and lets tensor cores multiply bytes by bytes, at twice the rate of bf16. The engine's are in
+# `nanovllm/kernels/fp8`.
 #
 # And eight bits are not the least. With four bits a weight has 16 numbers, and there it matters very much who shares a
 # scale: formats of four bits have one for each 16 or 32 weights, and the scales are bytes themselves.

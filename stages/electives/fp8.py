@@ -1,13 +1,13 @@
 """Elective: FP8.
 
-What hurts:   a decode step takes as long as reading the weights and the cache, and every number in them has two bytes.
+What hurts:   a decode step takes as long as it takes to read weights and cache, whose numbers have two bytes each.
 The idea:     give a number one byte: a sign, four bits of exponent, three of mantissa (e4m3; Micikevicius et al., "FP8
               Formats for Deep Learning", 2022). There are 253 such numbers, up to 448, and the small ones lie dense. So
               weights that are neighbours share a scale, which makes the largest of them 448. They are read as bytes,
               widened and multiplied by their scale on the way into the product. Linear layers change, and nothing else;
               activations and the KV cache can be rounded in the same way.
 Still hurts:  PyTorch writes the widened weight to memory, so that bytes are saved and time is not. A kernel widens in
-              registers, or multiplies bytes by bytes on tensor cores (nanovllm/kernels has such kernels).
+              registers, or multiplies bytes by bytes on tensor cores (nanovllm/kernels/fp8).
 """
 
 from dataclasses import replace
@@ -28,7 +28,6 @@ from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Schedul
 E4M3 = torch.float8_e4m3fn  # "fn": finite, with NaN but without infinity
 LARGEST = 448.0  # of its numbers
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that a block of zeros is not divided by zero
-CPU = torch.device("cpu")
 
 Scales = Literal["tensor", "channel", "block"]
 KVCacheDtype = Literal["auto", "fp8"]
@@ -38,12 +37,11 @@ Block = tuple[int, int]  # how many rows and columns of a matrix share a scale
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@cache
-def e4m3_values(device: torch.device = CPU) -> Tensor:
+def e4m3_values() -> Tensor:
     """The number of each of the 256 bytes -> float32 [256]."""
     # exercise fp8.1: a byte is a sign (1 bit), an exponent (4 bits) and a mantissa (3 bits). An exponent e > 0 means
     #   (1 + mantissa / 8) * 2**(e - 7), and e = 0 means mantissa / 8 * 2**-6. The bytes 127 and 255 are NaN.
-    byte = torch.arange(256, device=device)
+    byte = torch.arange(256)
     sign, exponent, mantissa = 1 - 2 * (byte >> 7), (byte >> 3) & 15, byte & 7
     normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     subnormal = mantissa / 8 * 2.0**-6
@@ -51,6 +49,12 @@ def e4m3_values(device: torch.device = CPU) -> Tensor:
     values[[127, 255]] = torch.nan
     return values
     # end exercise
+
+
+@cache
+def e4m3_table(device: torch.device) -> Tensor:
+    """`e4m3_values` on a device, where they stay."""
+    return e4m3_values().to(device)
 
 
 def to_e4m3(x: Tensor) -> Tensor:
@@ -61,7 +65,7 @@ def to_e4m3(x: Tensor) -> Tensor:
 def from_e4m3(x: Tensor) -> Tensor:
     """The numbers in float32: a byte says where in a table of 256 its number stands."""
     rows = x.view(torch.uint8).flatten().int()
-    return e4m3_values(x.device).index_select(0, rows).view(x.shape)
+    return e4m3_table(x.device).index_select(0, rows).view(x.shape)
 
 
 # --- scales ----------------------------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ class FP8KVCache(PagedKVCache):
         super().__init__(replace(c, dtype=E4M3), num_blocks, block_size, device)
 
     def attend(self, batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As stage 3 does: q [T, Hq, D] -> [T, Hq, D]. All blocks of the layer are widened; a kernel widens few."""
+        """As stage 3 does: q [T, Hq, D] -> [T, Hq, D]. All blocks of the layer are widened, in use or not."""
         self.k[layer].flatten(0, 1)[batch.slots] = to_e4m3(k)
         self.v[layer].flatten(0, 1)[batch.slots] = to_e4m3(v)
         return batch.attention(q, from_e4m3(self.k[layer]).to(q.dtype), from_e4m3(self.v[layer]).to(q.dtype))

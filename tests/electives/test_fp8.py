@@ -131,7 +131,8 @@ def test_every_block_has_a_scale_of_its_own(subject: Any, block: tuple[int, int]
     found, scale = subject.module.quantize(matrix, block)
     assert found.dtype == torch.float8_e4m3fn and found.shape == matrix.shape
     assert scale.dtype == torch.float32 and scale.shape == (-(-300 // block[0]), -(-200 // block[1]))
-    assert found[5, 7] == -448
+    largest = found[5, 7].item()
+    assert largest == -448, f"the largest magnitude becomes 448: {matrix[5, 7]:.4g} must be -448, and is {largest}"
     torch.testing.assert_close(scale[5 // block[0], 7 // block[1]], matrix[5, 7].abs() / 448)
     torch.testing.assert_close(subject.module.widen(found, scale, block), rounded(matrix, *block), atol=0, rtol=1e-6)
 
@@ -299,6 +300,15 @@ class TestConformance(Conformance):
     @pytest.mark.parametrize("build", [lively_qwen3, random_llama, random_qwen2])
     def test_greedy_tokens_are_hf_s(self, subject: Any, checkpoints: Path, build: Build, kind: str) -> None:
         super().test_greedy_tokens_are_hf_s(subject, checkpoints, rounding(build, kind))
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_tokens(subject: Any, checkpoints: Path) -> None:
+    options: dict[str, Any] = TIGHT | {"device": "cuda", "dtype": torch.float32}
+    run(subject, rounding(lively_qwen3, "block")(checkpoints), PROMPTS, greedy(12, ignore_eos=True), **options)
+    options |= {"dtype": torch.bfloat16, "quantize_activations": True, "kv_cache_dtype": "fp8"}
+    outputs = subject.engine(lively_qwen3(checkpoints), **options).generate(PROMPTS, greedy(12, ignore_eos=True))
+    oracle.check_lively([token for output in outputs for token in output])
 
 
 @contextmanager
