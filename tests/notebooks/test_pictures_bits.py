@@ -121,7 +121,7 @@ def test_an_outlier_changes_the_weights_and_not_the_model(
 
 
 def test_bytes_that_a_step_reads(path: str) -> None:
-    """Two layers' worth of weights in one byte each, the head in two, and the cache. What is stored is what is read."""
+    """Linear layers, the head and the cache. What is stored of a model is what is read, norms and scales too."""
     config = read_config(Path(path))
     full, small = (
         engine(path, dtype=torch.bfloat16, num_blocks=1).model for engine in (ContinuousBatchingEngine, FP8Engine)
