@@ -4,8 +4,9 @@
     make progress ARGS=--run          also runs the tests of every stage that has changed since, which takes a while
     make progress ARGS=--mutants      and plants the mistakes of every stage that passes
 
-What `make stage-N-test IMPL=exercises` finds is kept in exercises/progress.json together with a digest of the file
-(tests/stages/conftest.py does that). A result whose digest is not that of the file is ignored.
+Electives count like stages. What `make stage-N-test IMPL=exercises` or `make elective-N-test IMPL=exercises` finds is
+kept in exercises/progress.json together with a digest of the file (tests/stages/conftest.py and
+tests/electives/conftest.py do that). A result whose digest is not that of the file is ignored.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stages.manifest import Stage, load_stages
+from stages.manifest import Chapter, load_electives, load_stages
 from tools import ROOT, until_ctrl_c
 from tools.exercises.exercises import find_holes, solution
 
@@ -43,7 +44,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Progress:
-    stage: Stage
+    stage: Chapter
     open_holes: list[str]  # names of the exercises that are still to be filled in
     holes: int
     written: bool  # whether the learner's file is there
@@ -60,16 +61,16 @@ class Progress:
 
     @property
     def next_step(self) -> str:
-        n = self.stage.number
+        make = f"make {self.stage.kind}-{self.stage.name}"
         if not self.written:
-            return f"read make stage-{n}-notebook, then make stage-{n}-exercise"
+            return f"read {notebook(self.stage)}, then {make}-exercise"
         if todo := sorted(self.open_holes + self.wrong):
             verb = "fill in" if todo[0] in self.open_holes else "mend"
-            return f"{verb} exercise {todo[0]} in exercises/{self.stage.module_name}.py"
+            return f"{verb} exercise {todo[0]} in exercises/{self.stage.file}"
         if self.result is None:
-            return f"make stage-{n}-test IMPL=exercises (or make progress ARGS=--run)"
+            return f"{make}-test IMPL=exercises (or make progress ARGS=--run)"
         if self.result.failed:
-            return f"mend {self.result.failed.split('::')[-1]}: make stage-{n}-test IMPL=exercises"
+            return f"mend {self.result.failed.split('::')[-1]}: {make}-test IMPL=exercises"
         return "done"
 
     @property
@@ -86,6 +87,14 @@ class Progress:
         return " ".join(squares)
 
 
+def notebook(stage: Chapter) -> str:
+    """Where a stage or an elective is explained. A stage's notebook has a target that opens it."""
+    if stage.kind == "stage":
+        return f"make stage-{stage.name}-notebook"
+    [path] = (ROOT / "notebooks").glob(f"*_{stage.slug}.py")
+    return f"notebooks/{path.stem}.ipynb"
+
+
 def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -99,15 +108,15 @@ def load_results(directory: Path) -> dict[str, Result]:
         return {}
 
 
-def save_result(directory: Path, stage: Stage, result: Result) -> None:
+def save_result(directory: Path, stage: Chapter, result: Result) -> None:
     results = load_results(directory) | {stage.module_name: result}
     text = json.dumps({name: asdict(r) for name, r in results.items()}, indent=2)
     (directory / "progress.json").write_text(text + "\n", encoding="utf-8")
 
 
-def read_progress(stage: Stage, directory: Path) -> Progress:
+def read_progress(stage: Chapter, directory: Path) -> Progress:
     names = [hole.name for hole in find_holes(solution(stage))]
-    path = directory / f"{stage.module_name}.py"
+    path = directory / stage.file
     if not path.is_file():
         return Progress(stage, names, len(names), False, None)
     text = path.read_text(encoding="utf-8")
@@ -119,14 +128,15 @@ def read_progress(stage: Stage, directory: Path) -> Progress:
     return Progress(stage, unfinished, len(names), True, known)
 
 
-def run_tests(stage: Stage, *options: str) -> int:
+def run_tests(stage: Chapter, *options: str) -> int:
     """Run pytest on the learner's file of a stage, with a dot for each test. Returns pytest's exit code."""
-    command = [sys.executable, "-m", "pytest", "tests/stages", f"--stage={stage.number}", "--impl=exercises"]
+    tests = f"tests/{stage.kind}s"
+    command = [sys.executable, "-m", "pytest", tests, f"--{stage.kind}={stage.name}", "--impl=exercises"]
     quick_start = ["-pno:nbval", "-pno:schemathesis"]
     return subprocess.run([*command, "-q", *quick_start, *options], cwd=ROOT).returncode
 
 
-def run_stage(stage: Stage, directory: Path, *, mutants: bool) -> Result:
+def run_stage(stage: Chapter, directory: Path, *, mutants: bool) -> Result:
     """Run the stage's tests on the learner's file and, if asked and they pass, on the mutants of the project's file."""
     run_tests(stage, "--tb=no")  # which records what it finds
     result = load_results(directory)[stage.module_name]
@@ -141,7 +151,7 @@ def run_stage(stage: Stage, directory: Path, *, mutants: bool) -> Result:
 
 def show(all_progress: list[Progress], console: Console) -> None:
     table = Table()
-    for heading in ("stage", "exercises", "tests", "mutants caught"):
+    for heading in ("chapter", "exercises", "tests", "mutants caught"):
         table.add_column(heading, overflow="fold")
     for p in all_progress:
         tests, caught = "–", "–"
@@ -153,19 +163,22 @@ def show(all_progress: list[Progress], console: Console) -> None:
                 )
             if p.result.caught is not None:
                 caught = f"{p.result.caught} of {p.result.mutants}"
-        name = f"{'[green]✓[/] ' if p.done else ''}{p.stage.number} {p.stage.title}"
+        name = f"{'[green]✓[/] ' if p.done else ''}{p.stage.name} {p.stage.title}"
         table.add_row(name, p.drawn if p.written else "not begun", tests, caught)
     console.print(table)
     holes = sum(p.holes for p in all_progress)
     right = sum(p.holes for p in all_progress if p.done)
-    console.print(f"{'█' * right}{'░' * (holes - right)} {right} of {holes} exercises in stages that pass")
+    console.print(f"{'█' * right}{'░' * (holes - right)} {right} of {holes} exercises in chapters that pass")
     console.print("■ filled in   [red]▣[/] wrong   [dim]□[/] open")
     todo = [p for p in all_progress if not p.done]
-    following = next((p for p in todo if p.written), todo[0] if todo else None)  # what is begun comes first
-    if following is None:
-        console.print("All stages are done. On to the engine: notebook 8, and nanovllm/.")
-    else:
-        console.print(f"Next: stage {following.stage.number}: {escape(following.next_step)}")
+    # What is begun comes first, and an elective comes only when it is begun
+    following = next((p for p in todo if p.written), next((p for p in todo if p.stage.kind == "stage"), None))
+    if following is not None:
+        console.print(f"Next: {following.stage.kind} {following.stage.name}: {escape(following.next_step)}")
+        return
+    console.print("All stages are done. On to the engine: notebook 8, and nanovllm/.")
+    for p in todo:
+        console.print(f"Or elective {p.stage.name}: {escape(p.next_step)}")
 
 
 def main(argv: list[str] | None = None, directory: Path = EXERCISES, run: Callable[..., Result] = run_stage) -> int:
@@ -173,13 +186,14 @@ def main(argv: list[str] | None = None, directory: Path = EXERCISES, run: Callab
     parser.add_argument("--run", action="store_true", help="run the tests of what is filled in and has changed")
     parser.add_argument("--mutants", action="store_true", help="as --run, and plant the mistakes of what passes")
     args = parser.parse_args(argv)
-    stages, console = load_stages(), Console(highlight=False)
+    stages: list[Chapter] = [*load_stages(), *load_electives()]
+    console = Console(highlight=False)
     if args.run or args.mutants:
         for stage in stages:
             p = read_progress(stage, directory)
             stale = p.result is None or (args.mutants and p.result.caught is None and p.result.failed is None)
             if p.written and stale:
-                console.print(f"stage {stage.number}: running its tests")
+                console.print(f"{stage.kind} {stage.name}: running its tests")
                 save_result(directory, stage, run(stage, directory, mutants=args.mutants))
     show([read_progress(stage, directory) for stage in stages], console)
     return 0
