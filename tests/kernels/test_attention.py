@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -69,8 +70,13 @@ def test_torch_ref_notices_that_a_step_changed() -> None:
     check(backend, dataclasses.replace(first, meta=second.meta), FP32)
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 16, 256])
-@pytest.mark.parametrize("window", [1, 2, 8, 16, 17, 60, 256, 1000])
+def one_is_fast(fast: tuple[int, int], windows: list[int], block_sizes: list[int]) -> Any:
+    sizes = product(windows, block_sizes)
+    marked = [pytest.param(*size, marks=() if size == fast else pytest.mark.slow) for size in sizes]
+    return pytest.mark.parametrize(("window", "block_size"), marked)
+
+
+@one_is_fast((8, 5), [1, 2, 8, 16, 17, 60, 256, 1000], [1, 5, 16, 256])
 def test_torch_ref_windows(window: int, block_size: int) -> None:
     """Windows that end within a block, at its border and in the block before; chunks longer than the window."""
     check(TorchRefBackend(), make_case(MIXED, block_size=block_size, window=window), FP32)
@@ -84,14 +90,14 @@ def test_layers_of_one_step_may_have_different_windows() -> None:
         assert (out.double() - case.expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize("window", [1, 8, 33, 64, 100])
+@one_is_fast((33, 16), [1, 8, 33, 64, 100], [16, 256])
 def test_triton_decode_windows(triton_backend: AttentionBackend, window: int, block_size: int) -> None:
     """Tiles before a window are in no piece; one tile is cut by it; and some contexts are shorter than the window."""
     lengths = [(1, 200), (1, 1), (1, 16), (1, 130), (1, 97)]
     check(triton_backend, make_case(lengths, block_size=block_size, num_kv_heads=1, window=window), FP32)
 
 
+@pytest.mark.slow
 def test_triton_merges_the_pieces_of_a_window() -> None:
     """20 tiles, of which 13 are in the window, in 8 pieces; some of two sequences, and a sequence in several."""
     pytest.importorskip("triton")
@@ -102,6 +108,7 @@ def test_triton_merges_the_pieces_of_a_window() -> None:
     check(backend, make_case(lengths, group=8, num_kv_heads=1, head_dim=128, window=400), FP32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [4, 30, 64])
 def test_triton_verifies_drafts_in_windows(triton_backend: AttentionBackend, window: int) -> None:
     """The oldest query of a sequence sees keys that its last one does not."""
@@ -109,8 +116,7 @@ def test_triton_verifies_drafts_in_windows(triton_backend: AttentionBackend, win
     check(triton_backend, make_case(lengths, group=3, num_kv_heads=1, window=window), FP32)
 
 
-@pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize("window", [1, 8, pytest.param(40, marks=pytest.mark.slow), 100])
+@one_is_fast((8, 16), [1, 8, 40, 100], [16, 256])
 def test_triton_chunks_in_windows(triton_backend: AttentionBackend, window: int, block_size: int) -> None:
     """Tiles of keys that no query sees, that all see, and that some see: behind the window's begin, before its end, or
     both in one tile."""
@@ -195,9 +201,21 @@ def test_triton_chunks_by_tma(
     monkeypatch.setattr(module, "prefill_config", lambda *_: by_tma)
     lengths = [(1, 40), (40, 113), (17, 17), (35, 36), (2, 64)]
     check(triton_backend, make_case(lengths, group=group, block_size=block_size), FP32)
-    if group == 2:
-        for window in (20, 70):
-            check(triton_backend, make_case(lengths, group=group, block_size=block_size, window=window), FP32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 20, 70])
+def test_triton_chunks_by_tma_in_windows(
+    triton_backend: AttentionBackend, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A box has no masks: where some query does not see all of it, tiles come by pointers."""
+    from nanovllm.attention import triton_backend as module
+    from nanovllm.kernels.attention.paged_prefill import PrefillConfig
+
+    by_tma = PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2, tma=True, max_registers=128)
+    monkeypatch.setattr(module, "prefill_config", lambda *_: by_tma)
+    lengths = [(1, 40), (40, 113), (17, 17), (35, 36), (2, 64)]
+    check(triton_backend, make_case(lengths, block_size=64, window=window), FP32)
 
 
 def test_boxes_lie_in_one_block() -> None:
