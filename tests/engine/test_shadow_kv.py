@@ -25,7 +25,7 @@ def test_random_histories(shard: int) -> None:
             raise
 
 
-@pytest.mark.parametrize("num_histories", [60, *(pytest.param(n, marks=pytest.mark.slow) for n in (500, 1000))])
+@pytest.mark.parametrize("num_histories", [30, *(pytest.param(n, marks=pytest.mark.slow) for n in (500, 1000))])
 def test_random_histories_in_windows(num_histories: int) -> None:
     """Blocks that no window reaches any more are given back, and may be anybody's."""
     for seed in range(num_histories, 2 * num_histories):

@@ -52,7 +52,7 @@ BUILDS = [random_mistral, windowed_qwen3, lively_gemma3, tied_gemma3, windowed_m
 @pytest.mark.parametrize(
     ("build", "config"),
     [
-        (lively_gemma3, ASYNC),
+        (random_mistral, ASYNC),
         *(pytest.param(b, c, marks=pytest.mark.slow) for b in BUILDS for c in (ASYNC, NGRAMS)),
     ],
 )
@@ -68,7 +68,8 @@ def test_tokens_are_hf_s_in_a_pool_far_too_small(
     assert len({token for output in outputs for token in output}) > (30 if build is not tied_gemma3 else 3)
 
 
-@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("caching", [True, False])
 def test_texts_that_would_fill_the_pool_twice_fit_into_it(engine_checkpoints: Path, caching: bool) -> None:
     """Three texts of 60 tokens need 45 blocks of 4 without windows, and with windows of 8 about 3 each. So nobody is
     preempted, unless a layer sees all."""

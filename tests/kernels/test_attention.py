@@ -90,7 +90,9 @@ def test_layers_of_one_step_may_have_different_windows() -> None:
         assert (out.double() - case.expected).abs().max() < 1e-5
 
 
-@one_is_fast((33, 16), [1, 8, 33, 64, 100], [16, 256])
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("window", [1, 8, 33, 64, 100])
 def test_triton_decode_windows(triton_backend: AttentionBackend, window: int, block_size: int) -> None:
     """Tiles before a window are in no piece; one tile is cut by it; and some contexts are shorter than the window."""
     lengths = [(1, 200), (1, 1), (1, 16), (1, 130), (1, 97)]

@@ -12,17 +12,18 @@ from nanovllm.kernels import FusedKernels
 from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
 from nanovllm.kernels.fused.norm_rope_write import norm_rope_write
 from nanovllm.kernels.fused.sample import sample_rows
-from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+from nanovllm.kernels.fused.silu_and_mul import gelu_and_mul, silu_and_mul
 from nanovllm.kernels.moe.grouped_mlp import grouped_mlp
 from nanovllm.kernels.moe.route import route
 from nanovllm.sampling import sampler
-from tests.weights import lively_qwen3, random_qwen2, random_qwen2_moe
+from tests.weights import lively_gemma3, lively_qwen3, random_qwen2, random_qwen2_moe
 
 OF_EXPERTS = {"route": route, "grouped_mlp": grouped_mlp}
 KERNELS = {
     "add_rms_norm": add_rms_norm,
     "norm_rope_write": norm_rope_write,
     "silu_and_mul": silu_and_mul,
+    "gelu_and_mul": gelu_and_mul,
     "sample_rows": sample_rows,
     **OF_EXPERTS,
 }
@@ -43,12 +44,13 @@ def tokens(path: Path) -> list[list[int]]:
         pytest.param(lively_qwen3, 24, id="Qwen3, heads of 24", marks=pytest.mark.slow),
         pytest.param(random_qwen2, 32, id="Qwen2, heads of 32", marks=pytest.mark.slow),
         pytest.param(random_qwen2_moe, 16, id="Qwen2-MoE", marks=pytest.mark.slow),
+        pytest.param(lively_gemma3, 32, id="Gemma 3", marks=pytest.mark.slow),
     ],
 )
 def test_the_kernels_change_no_token(
     build: object, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"head_dim": head_dim} if build is lively_qwen3 else {"hidden_size": 4 * head_dim}
+    sizes = {"hidden_size": 4 * head_dim} if build in (random_qwen2, random_qwen2_moe) else {"head_dim": head_dim}
     path = build(tmp_path, **sizes)  # type: ignore[operator]
     expected = tokens(path)
     used = set()
@@ -70,4 +72,5 @@ def test_the_kernels_change_no_token(
     assert tokens(path) == expected
     unused = {"norm_rope_write"} if head_dim == 24 else set()
     unused |= set() if build is random_qwen2_moe else OF_EXPERTS.keys()
+    unused.add("silu_and_mul" if build is lively_gemma3 else "gelu_and_mul")
     assert used == KERNELS.keys() - unused
