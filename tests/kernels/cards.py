@@ -46,7 +46,6 @@ MODELS = {
     "Qwen3-0.6B": QWEN3,
     "Qwen2.5-0.5B": shape(896, 4864, 14, 2, 64, model_type="qwen2"),
     "Qwen2.5-7B": shape(3584, 18944, 28, 4, 128, model_type="qwen2"),
-    "head_dim 256": shape(2048, 8192, 8, 4, 256),
     "Gemma-3-1B": shape(1152, 6912, 4, 1, 256, model_type="gemma3_text", sliding_window=512, sliding_window_pattern=2),
     "Qwen3-8B-FP8": json.loads((SHAPES / "Qwen3-8B/config.json").read_text()) | {"quantization_config": BLOCK},
     "Qwen3-30B-A3B": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text()),
