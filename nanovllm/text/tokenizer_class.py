@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import Any
 
 # By the `model_type` of config.json: the class that Hugging Face has for this family, where it has one.
-OF_FAMILY = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "gemma3_text": "GemmaTokenizer"}
+OF_FAMILY = {
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "gemma3_text": "GemmaTokenizer",
+    "mistral": "TokenizersBackend",
+    "mixtral": "TokenizersBackend",
+}
 # Families whose class reads all their checkpoints, whatever these say: many say something wrong.
-ALWAYS_OF_FAMILY = {"qwen2"}
+ALWAYS_OF_FAMILY = {"qwen2", "mistral", "mixtral"}
 PLAIN = {"TokenizersBackend", "PreTrainedTokenizer", "PythonBackend"}  # what tokenizer.json says, and nothing else
 
 
