@@ -4,7 +4,7 @@ A weight is its stored value, an e4m3 number of 8 bits (Micikevicius et al., "FP
 times a scale in float32. A scale is for one output channel, or for some rows by 128 columns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import gcd
 
 import torch
@@ -64,9 +64,9 @@ class Fp8Linear(Linear):
         self.bias, self.group = layer.bias, layer.group
 
     def product(self, x: Tensor, bias: Tensor | None = None, *, partial: bool = False) -> Tensor:
-        fused = kernels.fused_kernels(x.device).fp8_linear
-        if fused is not None:
-            return fused(x, self.weight, self.scale, bias, partial=partial)
+        kernel = fp8_kernel(x)
+        if kernel is not None:
+            return kernel(x, self.weight, self.scale, bias, partial=partial)
         return F.linear(x, widen(self.weight, self.scale).to(x.dtype), bias)
 
 
@@ -84,7 +84,11 @@ class Fp8MergedLinear(Fp8Linear, MergedLinear):
             yield from ((f"{name}.{kind}", part) for name, part in zip(self.parts, rows, strict=True))
 
     def gated(self, x: Tensor) -> Tensor:
-        fused = kernels.fused_kernels(x.device).fp8_linear
-        if fused is None or self.bias is not None:
-            return silu_and_mul(self(x))
-        return fused(x, self.weight, self.scale, gated=True)
+        kernel = fp8_kernel(x) if self.bias is None else None
+        return silu_and_mul(self(x)) if kernel is None else kernel(x, self.weight, self.scale, gated=True)
+
+
+def fp8_kernel(x: Tensor) -> Callable[..., Tensor] | None:
+    """Our kernel for x [T, in]; None where it cannot run, or x is in float32: there the library is used, as for others,
+    on weights that are widened each time."""
+    return None if x.dtype == torch.float32 else kernels.fused_kernels(x.device).fp8_linear

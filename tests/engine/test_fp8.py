@@ -161,7 +161,7 @@ def on_gpu(path: Path, dtype: torch.dtype, **config: Any) -> Any:
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_hf_s_on_a_gpu(engine_checkpoints: Path, layout: Layout, eager: bool) -> None:
-    """By the kernels, in fp32, in a pool that is too small and with the prefix cache warm."""
+    """In fp32, in a pool that is too small and with the prefix cache warm. Linear layers are the library's there."""
     path, widened = in_fp8(wide_qwen3(engine_checkpoints), layout)
     config = {"device": "cuda", "dtype": torch.float32, "attention_backend": "triton", "gpu_memory_utilization": 0.3}
     subject = EngineSubject(config | {"enforce_eager": eager, "async_scheduling": True})

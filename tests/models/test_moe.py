@@ -244,7 +244,7 @@ REFUSED: list[tuple[Build, dict[str, Any], str]] = [
     (lively_qwen3_moe, {"mlp_only_layers": [0.5]}, r"mlp_only_layers must be a list of layers; got \[0.5\]"),
     (lively_qwen3_moe, {"mlp_only_layers": 1}, "mlp_only_layers must be a list of layers; got 1"),
     (lively_qwen3_moe, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    (lively_qwen3_moe, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    (lively_qwen3_moe, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config.quant_method=.gptq."),
     (random_qwen2_moe, {"shared_expert_intermediate_size": 0}, "number for shared_expert_intermediate_size"),
     (random_qwen2_moe, {"qkv_bias": False}, "qkv_bias=False is not supported"),
     (random_mixtral, {"num_local_experts": None}, "lacks a positive number for num_experts"),

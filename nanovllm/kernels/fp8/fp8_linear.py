@@ -3,7 +3,7 @@
 For few tokens `widening_linear`: what it costs is reading the weights, and the input stays exact. For more, tensor
 cores multiply in FP8, and the input is quantised by token (`quantise_tokens`). With a scale per output channel that
 product is the library's. It knows no scales of blocks, so there it is `block_linear`. The library's products in FP8
-give bf16, so with other dtypes every step is one of few tokens.
+give bf16, so in fp16 every step is one of few tokens.
 """
 
 from functools import cache
@@ -29,7 +29,8 @@ def choose_tile(device: torch.device, num_tokens: int, layer: str, num_bytes: in
 def fp8_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, gated: bool = False, partial: bool = False
 ) -> Tensor:
-    """x [T, in], contiguous; weight [out, in] in FP8; scale [out, 1], or [out / R, in / 128] float32 -> [T, out].
+    """x [T, in] in 16 bits, contiguous; weight [out, in] in FP8; scale [out, 1], or [out / R, in / 128] float32
+    -> [T, out].
 
     in is a multiple of 128, out (each half, if gated) and R of 64. gated: without bias, [T, out / 2], silu(gate) * up.
     partial: without bias; the result may be [S, T, out] float32, to be summed over S.
