@@ -45,6 +45,7 @@ def checkpoint_facts(path: Path) -> list[Fact]:
             str(config.dtype).removeprefix("torch."),
             dtype_place(path, said("dtype", "torch_dtype")),
         ),
+        *quantization_fact(config),
         ("vocabulary of the model", f"{config.vocab_size} rows", "config.json: vocab_size"),
         ("positions", str(config.max_position_embeddings), said(*positions)),
         ("RoPE theta", thetas(config), theta_place(raw)),
@@ -85,6 +86,14 @@ def head_fact(path: Path, config: ModelConfig, source: str) -> Fact:
     if has_weights and has_own_head(path, weight_files(path), config.dtype):
         return "tied embeddings", "no", f"the weights: {HEAD}"
     return "tied embeddings", "yes" if config.tie_word_embeddings else "no", source
+
+
+def quantization_fact(config: ModelConfig) -> list[Fact]:
+    if config.quantization is None:
+        return []
+    block = config.quantization.block
+    scales = "output channel" if block is None else "block of {} x {}".format(*block)
+    return [("quantised weights", f"FP8, a scale per {scales}", "config.json: quantization_config")]
 
 
 def window_facts(config: ModelConfig, said: Callable[..., str]) -> list[Fact]:

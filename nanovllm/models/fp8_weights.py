@@ -119,7 +119,7 @@ def fp8_transformer(
         parent, _, name = path.rpartition(".")
         fp8 = Fp8MergedLinear(layer, block) if isinstance(layer, MergedLinear) else Fp8Linear(layer, block)
         setattr(layers.get_submodule(parent), name, fp8)
-    logger.info("%d of %d linear layers stay in FP8, the others are widened to %s", len(stay), len(linears), c.dtype)
+    logger.info("%d of %d linear layers stay in FP8, the others are in %s", len(stay), len(linears), c.dtype)
     model.layers, model.config = layers.to_empty(device=device), c
     return model
 

@@ -89,6 +89,10 @@ def read_architecture(path: Path) -> tuple[Architecture, int]:
         raise ValueError(
             f"{path / 'config.json'}: model_type {raw.get('model_type')!r} is not supported; choose a model of {known}"
         )
+    if raw.get("quantization_config") is not None:
+        raise ValueError(
+            f"{path / 'config.json'}: quantization_config is not supported; choose the same model in 16 bits"
+        )
     try:
         hidden, heads, kind = raw["hidden_size"], raw["num_attention_heads"], raw["model_type"]
         bias = bool(raw.get("attention_bias", False))

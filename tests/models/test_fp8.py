@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.facts import checkpoint_facts
 from nanovllm.layers.fp8_linear import FP8, Fp8Linear, quantise, widen
 from nanovllm.models import loader
 from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model
 from nanovllm.models.transformer import Transformer
+from nanovllm.simulate.needs import read_architecture
 from tests import oracle
 from tests.fp8_checkpoints import BLOCK, CHANNEL, Layout, in_fp8, wide_qwen2, wide_qwen3
 from tests.models.plain_attention import DictAttention
@@ -130,7 +132,7 @@ def test_layers_whose_sizes_do_not_fit_are_widened(
     kept = in_layers(model)
     assert "layers.0.self_attn.qkv_proj" not in kept and "layers.1.self_attn.qkv_proj" in kept
     assert not any("down_proj" in name for name in kept)
-    assert "8 of 12 linear layers stay in FP8, the others are widened to torch.float32" in caplog.text
+    assert "8 of 12 linear layers stay in FP8, the others are in torch.float32" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -217,6 +219,15 @@ def test_quantise_and_widen() -> None:
 def test_experts_are_not_quantised_here(checkpoints: Path) -> None:
     with pytest.raises(ValueError, match=r"quantization='fp8': experts .* take a checkpoint in FP8"):
         load_model(lively_qwen3_moe(checkpoints), quantization="fp8")
+
+
+def test_facts_and_simulations(checkpoints: Path) -> None:
+    for layout, scales in ("block", "block of 128 x 128"), ("channel", "output channel"):
+        path, _ = in_fp8(wide_qwen3(checkpoints), layout)  # type: ignore[arg-type]
+        fact = "quantised weights", f"FP8, a scale per {scales}", "config.json: quantization_config"
+        assert fact in checkpoint_facts(path)
+        with pytest.raises(ValueError, match="quantization_config is not supported; choose the same model in 16 bits"):
+            read_architecture(path)
 
 
 # --- refused ---

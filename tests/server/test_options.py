@@ -38,7 +38,8 @@ def test_every_option_may_come_from_everywhere(tmp_path: Path) -> None:
     """With the same value as on the command line."""
     given: dict[str, Any] = {
         "model": "a/b", "device": "cpu", "dtype": "float32", "quantization": "fp8",
-        "attention_backend": "torch_ref", "max_model_len": 5, "max_num_seqs": 6, "max_num_batched_tokens": 7, "num_kv_blocks": 8, "gpu_memory_utilization": 0.5,
+        "attention_backend": "torch_ref", "max_model_len": 5, "max_num_seqs": 6, "max_num_batched_tokens": 7,
+        "num_kv_blocks": 8, "gpu_memory_utilization": 0.5,
         "kv_cache_gib": 0.25, "tensor_parallel_size": 2, "speculative": {"method": "ngram", "k": 2},
         "generation_config": "vllm", "max_queue": 9, "served_model_name": "m", "host": "::1", "port": 10,
         "chat_template": "t", "root_path": "/llm", "api_servers": 3,
