@@ -88,7 +88,7 @@ def in_fp8(
 
 def wide_qwen3(directory: Path, **over: Any) -> Path:
     """Of sizes with which the kernels can keep weights in FP8, on two ranks all but down_proj."""
-    sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 64}
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
     return lively_qwen3(directory, **sizes | over)
 
 
