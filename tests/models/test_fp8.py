@@ -168,8 +168,8 @@ def test_ranks_have_the_scales_of_their_share(
     for shares, num_kept in Threads.run(size, task):
         found = torch.cat(list(shares), dim=-1)[:, : config.vocab_size]
         oracle.check_logits(found, hf_logits(widened))
-        expected = {wide_qwen3: 3 * 3, wide_qwen2: 3 * 4}.get(build, 0)
-        assert num_kept == (expected if kept else 0)
+        of_layer = {(wide_qwen3, 2): 3, (wide_qwen2, 2): 4, (wide_qwen2, 4): 3}.get((build, size), 0)
+        assert num_kept == (3 * of_layer if kept else 0)
 
 
 @pytest.mark.slow
