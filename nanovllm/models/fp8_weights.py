@@ -40,7 +40,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """A weight [out, in] in FP8 with its scales, read like a tensor of safetensors (`get_slice`): widened to float32.
+    """A weight [out, in] in FP8 with its scales, read like a tensor of safetensors (`get_slice`).
+
+    What is read is widened to float32, on the device of the scales.
 
     values: read like such a tensor, too. scale: [ceil(out / rows), ceil(in / columns)] float32.
     """
@@ -66,7 +68,7 @@ class Fp8Weight:
         return self
 
     def __getitem__(self, index: Index) -> Tensor:
-        part = torch.as_tensor(self.values[index])
+        part = torch.as_tensor(self.values[index]).to(self.scale.device)
         return part.float() * self.scales(index, 1, 1)
 
     def scales(self, index: Index, rows: int, columns: int) -> Tensor:
@@ -119,7 +121,8 @@ def fp8_transformer(
         parent, _, name = path.rpartition(".")
         fp8 = Fp8MergedLinear(layer, block) if isinstance(layer, MergedLinear) else Fp8Linear(layer, block)
         setattr(layers.get_submodule(parent), name, fp8)
-    logger.info("%d of %d linear layers stay in FP8, the others are in %s", len(stay), len(linears), c.dtype)
+    others = "the others" if c.moe is None else "the others and all experts"
+    logger.info("%d of %d linear layers stay in FP8, %s are in %s", len(stay), len(linears), others, c.dtype)
     model.layers, model.config = layers.to_empty(device=device), c
     return model
 
@@ -141,9 +144,9 @@ def is_projection(name: str) -> bool:
 # --- weights with their scales ----------------------------------------------------------------------------------------
 
 
-def with_scales(found: dict[str, Any], said: Fp8Format) -> tuple[dict[str, Any], list[str]]:
+def with_scales(found: dict[str, Any], said: Fp8Format, device: torch.device) -> tuple[dict[str, Any], list[str]]:
     """`found` (name to `loader.Stored`) with an `Fp8Weight` for each weight in FP8 and its scales; and what is wrong
-    with scales."""
+    with scales. device: of the model."""
     found, complaints = dict(found), list[str]()
     in_fp8 = [name for name, stored in found.items() if is_fp8_matrix(name, stored.header())]
     for name in in_fp8:
@@ -159,7 +162,7 @@ def with_scales(found: dict[str, Any], said: Fp8Format) -> tuple[dict[str, Any],
         elif header.get_dtype() not in FLOATS:
             complaints.append(f"wrong dtype: {place} is {header.get_dtype()}")
         else:
-            found[name] = Fp8Weight(values, stored.tensor().float(), rows, columns)
+            found[name] = Fp8Weight(values, stored.tensor().to(device).float(), rows, columns)
     return found, complaints
 
 

@@ -184,7 +184,7 @@ def fill_from_files(
         }
         complaints: list[str] = []
         if config.quantization is not None:
-            found, complaints = with_scales(found, config.quantization)
+            found, complaints = with_scales(found, config.quantization, model.embed_tokens.weight.device)
         experts_apart = not any(name.endswith(".experts.gate_up_proj") for name in found)
         views = dict(checkpoint_views(model, experts_apart=experts_apart))
         with torch.device("meta"):
