@@ -22,11 +22,11 @@ class Content:
 
     digest: bytes
     parent: Content | None  # of the block before; None for the first
-    token_ids: tuple[int, ...]
+    tokens: bytes  # `packed`: one object, which is compared at once
     cache_salt: str | None
 
-    def matches(self, parent: Content | None, token_ids: tuple[int, ...], cache_salt: str | None) -> bool:
-        return self.parent is parent and self.token_ids == token_ids and self.cache_salt == cache_salt
+    def matches(self, parent: Content | None, tokens: bytes, cache_salt: str | None) -> bool:
+        return self.parent is parent and self.tokens == tokens and self.cache_salt == cache_salt
 
 
 class SequenceStatus(Enum):

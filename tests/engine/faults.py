@@ -53,7 +53,7 @@ FAULTS: dict[str, list[Edit]] = {
     ],
     "a collision of digests is believed": [
         Edit(block_manager, "chained_digest", "xxhash.xxh3_128_digest(", "len("),
-        Edit(Content, "matches", "self.parent is parent and self.token_ids == token_ids and ", ""),
+        Edit(Content, "matches", "self.parent is parent and self.tokens == tokens and ", ""),
     ],
     "the salt is ignored": [
         Edit(block_manager, "root_digest", "cache_salt is None", "True"),
