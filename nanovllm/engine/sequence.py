@@ -66,6 +66,7 @@ class Sequence:
     row: int = -1  # from 0 while running
     num_known: int = 0  # len(token_ids), and one more while a step in flight samples the next token
     num_computed: int = 0  # tokens whose KV exists once all submitted steps have run
+    num_planned: int = 0  # tokens that the plan in the making computes of it
     num_in_flight: int = 0  # submitted steps that contain it and are not committed
     num_blocks_sent: int = 0  # leading blocks of the table that the data plane has been told of
     num_preemptions: int = 0

@@ -92,7 +92,7 @@ FAULTS: dict[str, list[Edit]] = {
         Edit(Scheduler, "_start", "seq.num_computed = len(cached) * self.block_size", "pass"),
     ],
     "a preempted sequence stays in the plan": [
-        Edit(Scheduler, "_preempt", "self._budget += self._planned.pop(seq, 0)", "pass")
+        Edit(Scheduler, "_preempt", "if seq.num_planned:", "if False:")
     ],
     "a preempted sequence queues up at the back": [
         Edit(Scheduler, "_preempt", "insort(self.waiting, seq", "seq.arrival += 1000; insort(self.waiting, seq")
