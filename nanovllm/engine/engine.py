@@ -216,12 +216,12 @@ class LLMEngine:
         now = self.trace.clock()
         changed: dict[str, Request] = {}
         for seq, token_ids, _ in committed:
-            if seq.finish_reason is None and seq.num_output_tokens > len(token_ids):
+            if seq.finish_reason is None and seq.first_token_time is not None:
                 continue  # neither its first token nor its last: nothing changes for its request
             # Two choices may end in one step, and the first of them has taken the request from those that are not over.
             request = changed[seq.request_id] = changed.get(seq.request_id) or self._requests[seq.request_id]
-            if request.first_token_time is None and token_ids:
-                request.first_token_time = now
+            if seq.first_token_time is None and token_ids:
+                seq.first_token_time = now
             if request.held:  # the first choice has computed the prompt, or failed
                 for other in request.held:
                     self._start(other)

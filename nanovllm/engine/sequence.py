@@ -74,7 +74,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of committed steps
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    first_scheduled_time: float | None = None  # seconds of the engine's clock
+    first_scheduled_time: float | None = None  # seconds of the engine's clock, as is the next
+    first_token_time: float | None = None  # set by the engine
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
