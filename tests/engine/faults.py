@@ -91,9 +91,7 @@ FAULTS: dict[str, list[Edit]] = {
         Edit(Scheduler, "_release", "seq.num_computed = seq.num_blocks_sent = 0", "seq.num_blocks_sent = 0"),
         Edit(Scheduler, "_start", "seq.num_computed = len(cached) * self.block_size", "pass"),
     ],
-    "a preempted sequence stays in the plan": [
-        Edit(Scheduler, "_preempt", "if seq.num_planned:", "if False:")
-    ],
+    "a preempted sequence stays in the plan": [Edit(Scheduler, "_preempt", "if seq.num_planned:", "if False:")],
     "a preempted sequence queues up at the back": [
         Edit(Scheduler, "_preempt", "insort(self.waiting, seq", "seq.arrival += 1000; insort(self.waiting, seq")
     ],
