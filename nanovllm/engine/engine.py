@@ -218,7 +218,7 @@ class LLMEngine:
         for seq, token_ids, _ in committed:
             if seq.finish_reason is None and seq.first_token_time is not None:
                 continue  # neither its first token nor its last: nothing changes for its request
-            # Two choices may end in one step, and the first of them has taken the request from those that are not over.
+            # Two choices may end in one step: after the first of them, the request is not in `_requests` any more.
             request = changed[seq.request_id] = changed.get(seq.request_id) or self._requests[seq.request_id]
             if seq.first_token_time is None and token_ids:
                 seq.first_token_time = now

@@ -251,7 +251,7 @@ class Scheduler:
                 new_blocks = tuple(seq.block_table[seq.num_blocks_sent :])
                 seq.num_blocks_sent = len(seq.block_table)
             num_tokens += len(guesses)
-            # A third of the constructor's time, which is a good part of what a decode costs the host.
+            # Little more than half of the constructor's time, which is a good part of what a decode costs the host.
             item = tuple.__new__(Scheduled, (seq.key, seq.row, start, num_tokens, sample, new_blocks, guesses))
             scheduled.append(item)
             if self.trace.on_event is not None:
