@@ -147,12 +147,13 @@ def measure_engine(waves: list[list[list[Any]]], model: str, config: dict[str, A
             if not core.has_unfinished():
                 clock.skip_to(coming[sent].time)
                 continue
-            news = core.advance()
+            committed, _ = core.advance()
             now = clock()
-            for request, (seq, token_ids, _) in news:
-                answer = answers[int(request.request_id)]
+            for seq, token_ids, _ in committed:
+                number = int(seq.request_id)
+                answer = answers[number]
                 if answer["first"] is None:
-                    answer["first"] = now - coming[int(request.request_id)].time
+                    answer["first"] = now - coming[number].time
                 else:
                     gaps.append(now - answer["end"])
                 answer["tokens"] += len(token_ids)

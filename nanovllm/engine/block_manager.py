@@ -5,15 +5,21 @@ PagedAttention (Kwon et al. 2023) for the block table; hashing full blocks for r
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
 
 import xxhash
 
 from nanovllm.engine.sequence import Content, Sequence
 
 
-def chained_digest(parent: bytes, token_ids: list[int]) -> bytes:
-    """Digest of a block of tokens that follows the text of digest `parent`. 8 bytes per token: no id is cut short."""
-    return bytes(xxhash.xxh3_128_digest(parent + array("q", token_ids).tobytes()))
+def packed(token_ids: SequenceOf[int]) -> bytes:
+    """Token ids as bytes, 8 for each, so that no id is cut short."""
+    return array("q", token_ids).tobytes()
+
+
+def chained_digest(parent: bytes, tokens: bytes) -> bytes:
+    """Digest of a block of packed tokens that follows the text of digest `parent`."""
+    return bytes(xxhash.xxh3_128_digest(parent + tokens))
 
 
 def root_digest(cache_salt: str | None) -> bytes:
@@ -57,9 +63,10 @@ class BlockManager:
         # At least one token is always computed, or there would be no logits to sample from: hence the - 1.
         longest = seq.num_scored if seq.num_scored < seq.num_to_score else len(seq.token_ids) - 1
         for i in range(longest // self.block_size):
-            block = self.block_by_digest.get(self._digest(seq, i))
+            tokens = self._tokens(seq, i)
+            block = self.block_by_digest.get(self._digest(seq, i, tokens))
             content = None if block is None else self.contents[block]
-            if block is None or content is None or not content.matches(parent, self._tokens(seq, i), seq.cache_salt):
+            if block is None or content is None or not content.matches(parent, tokens, seq.cache_salt):
                 break
             blocks.append(block)
             parent = content
@@ -96,13 +103,14 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return new
         for i in range(seq.num_published, num_computed // self.block_size):
-            digest, token_ids = self._digest(seq, i), self._tokens(seq, i)
+            tokens = self._tokens(seq, i)
+            digest = self._digest(seq, i, tokens)
             twin = self.block_by_digest.get(digest)
             content = None if twin is None else self.contents[twin]
-            if content is None or not content.matches(seq.content, token_ids, seq.cache_salt):
+            if content is None or not content.matches(seq.content, tokens, seq.cache_salt):
                 if twin is not None:  # other tokens by a collision, or the same ones after a beginning that is gone
                     self._forget(twin)
-                content = Content(digest, seq.content, token_ids, seq.cache_salt)
+                content = Content(digest, seq.content, tokens, seq.cache_salt)
                 self.contents[seq.block_table[i]] = content
                 self.block_by_digest[digest] = seq.block_table[i]
                 new.append(i)
@@ -146,7 +154,8 @@ class BlockManager:
             if not self.ref_counts[block]:
                 freed.append(block)
                 self.free[block] = None
-                self.free.move_to_end(block, last=self.contents[block] is not None)
+                if self.contents[block] is None:  # nothing is lost with it
+                    self.free.move_to_end(block, last=False)
         return freed
 
     def _take(self) -> int:
@@ -162,12 +171,12 @@ class BlockManager:
             del self.block_by_digest[content.digest]
             self.contents[block] = None
 
-    def _tokens(self, seq: Sequence, i: int) -> tuple[int, ...]:
-        return tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
+    def _tokens(self, seq: Sequence, i: int) -> bytes:
+        return packed(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
 
-    def _digest(self, seq: Sequence, i: int) -> bytes:
-        """The digest of block `i`; the digests of all blocks before it exist."""
+    def _digest(self, seq: Sequence, i: int, tokens: bytes) -> bytes:
+        """The digest of block `i`, which holds `tokens`; the digests of all blocks before it exist."""
         if i == len(seq.digests):
             parent = seq.digests[-1] if seq.digests else root_digest(seq.cache_salt)
-            seq.digests.append(chained_digest(parent, seq.token_ids[i * self.block_size : (i + 1) * self.block_size]))
+            seq.digests.append(chained_digest(parent, tokens))
         return seq.digests[i]

@@ -195,15 +195,16 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Submit the next step, and take in the oldest step that should be finished: the same one, or with asynchronous
         scheduling the step before. Returns an output for every request that got something new."""
-        return self._report(self._advance())
+        return self._report(*self._advance())
 
     @one_at_a_time(wait=False)
-    def advance(self) -> list[tuple[Request, Committed]]:
+    def advance(self) -> tuple[list[Committed], dict[str, Request]]:
         """As `step`, but returns what the step brought instead of outputs made of all that there is so far: for each
-        sequence its request, and its new tokens. Nobody is shown text or log-probabilities here."""
+        sequence its new tokens; and by id the requests of those sequences that got their first token, or are over.
+        Nobody is shown text or log-probabilities here."""
         return self._advance()
 
-    def _advance(self) -> list[tuple[Request, Committed]]:
+    def _advance(self) -> tuple[list[Committed], dict[str, Request]]:
         plan = self.scheduler.schedule()
         self._someone_waits = len(self.scheduler.waiting) > 0
         handle = self.executor.submit(plan) if plan.scheduled else None
@@ -215,10 +216,14 @@ class LLMEngine:
             if not self.config.async_scheduling:
                 committed = self._commit_oldest()
         now = self.trace.clock()
-        news = [(self._requests[one[0].request_id], one) for one in committed]
-        for request, (seq, token_ids, _) in news:
-            if request.first_token_time is None and token_ids:
-                request.first_token_time = now
+        changed: dict[str, Request] = {}
+        for seq, token_ids, _ in committed:
+            if seq.finish_reason is None and seq.first_token_time is not None:
+                continue  # neither its first token nor its last: nothing changes for its request
+            # Two choices may end in one step: after the first of them, the request is not in `_requests` any more.
+            request = changed[seq.request_id] = changed.get(seq.request_id) or self._requests[seq.request_id]
+            if seq.first_token_time is None and token_ids:
+                seq.first_token_time = now
             if request.held:  # the first choice has computed the prompt, or failed
                 for other in request.held:
                     self._start(other)
@@ -226,7 +231,7 @@ class LLMEngine:
                 request.held = []
             if seq.finish_reason is not None:
                 self._choice_is_over(request, seq, now)
-        return news
+        return committed, changed
 
     def _commit_oldest(self) -> list[Committed]:
         plan, handle = self._in_flight.popleft()
@@ -250,18 +255,19 @@ class LLMEngine:
             request.finished_time = now
             self._requests.pop(request.request_id, None)  # two choices may end in one step
 
-    def _report(self, news: list[tuple[Request, Committed]]) -> list[RequestOutput]:
+    def _report(self, committed: list[Committed], changed: dict[str, Request]) -> list[RequestOutput]:
         cumulative = RequestOutputKind.CUMULATIVE
-        changed: dict[str, Request] = {}
-        for request, (seq, token_ids, logprobs) in news:
+        shown: dict[str, Request] = {}
+        for seq, token_ids, logprobs in committed:
+            request = changed.get(seq.request_id) or self._requests[seq.request_id]
             choice = request.choices[seq.choice]
             if choice.logprobs is not None and logprobs is not None:
                 choice.logprobs.add(token_ids, logprobs)
             if seq.finish_reason is not None and choice.detokenizer is not None:
                 choice.detokenizer.finish()
             if seq.finish_reason is not None or request.params.output_kind is cumulative:
-                changed[request.request_id] = request
-        return [r.output() for r in changed.values() if r.finished or r.params.output_kind is cumulative]
+                shown[request.request_id] = request
+        return [r.output() for r in shown.values() if r.finished or r.params.output_kind is cumulative]
 
     @one_at_a_time(wait=False)
     def abort_all(self) -> None:

@@ -56,7 +56,6 @@ class Request:
     arrival_time: float
     choices: list[Choice] = field(default_factory=list)
     held: list[Sequence] = field(default_factory=list)  # choices that wait for the first one to compute the prompt
-    first_token_time: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # once all are known
     finished_time: float | None = None
 
@@ -66,10 +65,11 @@ class Request:
 
     def metrics(self) -> RequestMetrics:
         first = self.choices[0].seq
+        first_tokens = [t for choice in self.choices if (t := choice.seq.first_token_time) is not None]
         return RequestMetrics(
             arrival_time=self.arrival_time,
             first_scheduled_time=first.first_scheduled_time,
-            first_token_time=self.first_token_time,
+            first_token_time=min(first_tokens, default=None),
             finished_time=self.finished_time,
             num_cached_tokens=first.num_cached_tokens,
             num_preemptions=sum(choice.seq.num_preemptions for choice in self.choices),

@@ -65,15 +65,15 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._free_rows = list(range(self.config.max_num_seqs))  # a heap: low rows first
         self._freed_rows = list(self._free_rows)  # not yet told to the data plane; of what it holds nothing is known
-        # The plan in the making: tokens to compute for each sequence, and what is left of the token budget.
-        self._planned: dict[Sequence, int] = {}
+        # The plan in the making: its sequences (`num_planned` says how much of each), and what is left of the budget.
+        self._planned: list[Sequence] = []
         self._budget = 0
         # The waiting sequence that was looked up last in the prefix cache, and the free blocks that it needed; kept
         # until the sequence starts, or more of its text can be found. Until then it has no more hits, and needs no
         # fewer free blocks: only the start of another sequence takes free hits into use, and it was looked up later.
         self._looked_up: Sequence | None = None
         self._num_needed = 0
-        self._guesses: dict[Sequence, list[int | None]] = {}
+        self._guesses: dict[Sequence, tuple[int | None, ...]] = {}
         self._scoring: dict[Sequence, None] = {}  # admitted with tokens to score, in this order
 
     def add(self, seq: Sequence) -> None:
@@ -96,7 +96,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step. With nothing in `scheduled` it need not run (and `freed_rows` waits for the next plan)."""
         self.trace.step = self._num_steps
-        self._planned, self._budget, self._guesses = {}, self.config.max_num_batched_tokens, {}
+        self._planned, self._budget, self._guesses = [], self.config.max_num_batched_tokens, {}
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self.running:
@@ -109,10 +109,12 @@ class Scheduler:
             num_tokens = seq.num_known - seq.num_computed
             if num_tokens > self._budget:
                 num_tokens = self._budget
-            if seq.num_computed + num_tokens > len(seq.block_table) * self.block_size:
+            # Between two plans, all blocks of a running sequence have been sent.
+            if seq.num_computed + num_tokens > seq.num_blocks_sent * self.block_size:
                 self._make_room(seq, seq.num_computed + num_tokens)
             if seq.row >= 0:  # else it was preempted, just now or for one before it
-                self._planned[seq] = num_tokens
+                seq.num_planned = num_tokens
+                self._planned.append(seq)
                 self._budget -= num_tokens
         self._admit()
         if self.proposer is not None:
@@ -151,7 +153,8 @@ class Scheduler:
             self._start(seq, cached)
             num_tokens = min(seq.num_known - seq.num_computed, self._budget)
             self.trace.blocks(seq, shared=cached, taken=self.blocks.grow(seq, seq.num_computed + num_tokens))
-            self._planned[seq] = num_tokens
+            seq.num_planned = num_tokens
+            self._planned.append(seq)
             self._budget -= num_tokens
 
     def _may_fit(self, seq: Sequence) -> bool:
@@ -163,13 +166,13 @@ class Scheduler:
     def _speculate(self, proposer: Proposer) -> None:
         """Spend on guesses what is left of the token budget, and blocks that nobody needs now. A step full of prompts
         has no guesses, and nobody is preempted for one."""
-        for seq, num_tokens in self._planned.items():
-            end = seq.num_computed + num_tokens
+        for seq in self._planned:
+            end = seq.num_computed + seq.num_planned
             room = (len(seq.block_table) + self.blocks.num_free) * self.block_size - end
             # One token will come without any guess, and nothing is scheduled past the last one.
             k = min(self.max_guesses, seq.limit - seq.num_known - 1, self._budget, room)
             if end == seq.num_known and k > 0 and (guesses := proposer.propose(seq, k)):
-                self._guesses[seq] = guesses
+                self._guesses[seq] = tuple(guesses)
                 self._budget -= len(guesses)
                 self.trace.blocks(seq, taken=self.blocks.grow(seq, end + len(guesses)))
 
@@ -217,7 +220,10 @@ class Scheduler:
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
-        self._budget += self._planned.pop(seq, 0)
+        if seq.num_planned:
+            self._planned.remove(seq)
+            self._budget += seq.num_planned
+            seq.num_planned = 0
         insort(self.waiting, seq, key=_order)
         self.trace.emit("preempted", seq, by=[by.request_id, by.choice], needs=needs, free=free)
 
@@ -235,21 +241,23 @@ class Scheduler:
         if not self._planned:
             return StepPlan(self._num_steps, [])
         scheduled = []
-        for seq, num_tokens in self._planned.items():
+        for seq in self._planned:
             start = seq.num_computed
+            num_tokens, seq.num_planned = seq.num_planned, 0
             seq.num_computed = end = start + num_tokens
-            guesses = tuple(self._guesses.get(seq, ()))
+            guesses = self._guesses.get(seq, ())
             seq.num_in_flight += 1
             sample = end == seq.num_known
             if sample:
                 seq.num_known += 1  # the next token: known by its length only, until the commit
             new_blocks: tuple[int, ...] = ()
-            if seq.num_blocks_sent < len(seq.block_table):
+            if end + len(guesses) > seq.num_blocks_sent * self.block_size:
                 new_blocks = tuple(seq.block_table[seq.num_blocks_sent :])
                 seq.num_blocks_sent = len(seq.block_table)
             num_tokens += len(guesses)
-            # `_make` takes half the time of the constructor, which is a good part of what a decode costs the host.
-            scheduled.append(Scheduled._make((seq.key, seq.row, start, num_tokens, sample, new_blocks, guesses)))
+            # Little more than half of the constructor's time, which is a good part of what a decode costs the host.
+            item = tuple.__new__(Scheduled, (seq.key, seq.row, start, num_tokens, sample, new_blocks, guesses))
+            scheduled.append(item)
             if self.trace.on_event is not None:
                 self.trace.emit("scheduled", seq, tokens=num_tokens, cached=start)
         masked: list[int] = []

@@ -22,11 +22,11 @@ class Content:
 
     digest: bytes
     parent: Content | None  # of the block before; None for the first
-    token_ids: tuple[int, ...]
+    tokens: bytes  # `packed`: one object, which is compared at once
     cache_salt: str | None
 
-    def matches(self, parent: Content | None, token_ids: tuple[int, ...], cache_salt: str | None) -> bool:
-        return self.parent is parent and self.token_ids == token_ids and self.cache_salt == cache_salt
+    def matches(self, parent: Content | None, tokens: bytes, cache_salt: str | None) -> bool:
+        return self.parent is parent and self.tokens == tokens and self.cache_salt == cache_salt
 
 
 class SequenceStatus(Enum):
@@ -66,6 +66,7 @@ class Sequence:
     row: int = -1  # from 0 while running
     num_known: int = 0  # len(token_ids), and one more while a step in flight samples the next token
     num_computed: int = 0  # tokens whose KV exists once all submitted steps have run
+    num_planned: int = 0  # tokens that the plan in the making computes of it
     num_in_flight: int = 0  # submitted steps that contain it and are not committed
     num_blocks_sent: int = 0  # leading blocks of the table that the data plane has been told of
     num_preemptions: int = 0
@@ -73,7 +74,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of committed steps
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    first_scheduled_time: float | None = None  # seconds of the engine's clock
+    first_scheduled_time: float | None = None  # seconds of the engine's clock, as is the next
+    first_token_time: float | None = None  # set by the engine
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

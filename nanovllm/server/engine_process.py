@@ -164,24 +164,24 @@ class EngineServer:
                 self._inbox.poll()  # an idle engine sleeps here
             self._take_in()
             if engine.has_unfinished():
-                self._hand_out(engine.advance())
+                self._hand_out(*engine.advance())
             for outbox in self._outboxes.values():
                 outbox.flush()
 
-    def _hand_out(self, news: list[tuple[Request, Committed]]) -> None:
+    def _hand_out(self, committed: list[Committed], changed: dict[str, Request]) -> None:
         now = time.perf_counter()
         over: dict[str, Served] = {}
         # How many streams have the same time of their token before, and the same number of new tokens
         gaps: dict[tuple[float, int], int] = {}
-        for request, (seq, token_ids, logprobs) in news:
-            served = self._served[request.request_id]
+        for seq, token_ids, logprobs in committed:
+            served = self._served[seq.request_id]
             if not served.has_stops:
                 if last := served.last_token_times[seq.choice]:
                     gap = last, len(token_ids)
                     gaps[gap] = gaps.get(gap, 0) + 1
                 served.last_token_times[seq.choice] = now
             if served.request is None:
-                served.request = request
+                served.request = request = changed[seq.request_id]
                 served.outbox.metrics[served.key] = request.metrics()
                 if request.params.prompt_logprobs is not None:  # complete: the first choice is ahead of the others
                     served.outbox.prompt_logprobs[served.key] = request.choices[0].seq.prompt_logprobs
@@ -197,8 +197,8 @@ class EngineServer:
                 served.outbox.ends.append(End(stream, seq.finish_reason, seq.stop_reason))
                 if seq.finish_reason == "error":
                     served.count()
-                if request.finished:  # several of its choices may end in this step
-                    over[request.request_id] = served
+                if served.request.finished:  # several of its choices may end in this step
+                    over[seq.request_id] = served
         for request_id, served in over.items():
             assert served.request is not None
             served.outbox.metrics[served.key] = served.request.metrics()

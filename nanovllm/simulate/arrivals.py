@@ -115,7 +115,8 @@ class Texts:
     def _numbered(self, number: int, length: int) -> list[int]:
         """Eight tokens that say the number, and a slice."""
         start = number * 7919 % self.SIZE
-        found = [*number.to_bytes(8, "little"), *self._text[start : start + max(0, length - 8)]][:length]
+        found = self._text[start : start + max(0, length - 8)]
+        found[:0] = number.to_bytes(8, "little")[:length]
         while len(found) < length:
             found += self._text[: length - len(found)]
         return found

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from nanovllm.engine.block_manager import chained_digest, root_digest
+from nanovllm.engine.block_manager import chained_digest, packed, root_digest
 from nanovllm.simulate.arrivals import Query
 from nanovllm.simulate.replica import Replica
 
@@ -48,7 +48,7 @@ class Router(ABC):
         if not query.digests:
             parent, size = root_digest(None), self.block_size
             for start in range(0, len(query.prompt) - size + 1, size):
-                parent = chained_digest(parent, query.prompt[start : start + size])
+                parent = chained_digest(parent, packed(query.prompt[start : start + size]))
                 query.digests.append(parent)
         return query.digests
 

@@ -20,13 +20,14 @@ class StepShape(NamedTuple):
 
 def shape_of(plan: StepPlan) -> StepShape:
     """The counts of a plan. A last chunk of one token counts as a decode: it computes the same."""
-    decodes = decode_keys = prompts = prompt_tokens = prompt_pairs = samples = guesses = 0
-    for _, _, start, num_tokens, sample, _, guessed in plan.scheduled:
+    # Nearly all are plain decodes: no guesses, and a pair for each key. So these are counted together.
+    starts = [s[2] for s in plan.scheduled if s[3] == 1 and s[4]]
+    decodes = samples = len(starts)
+    decode_keys = sum(starts) + decodes
+    prompts = prompt_tokens = prompt_pairs = guesses = 0
+    others = [s for s in plan.scheduled if s.num_tokens > 1 or not s.sample] if decodes < len(plan.scheduled) else []
+    for _, _, start, num_tokens, sample, _, guessed in others:
         samples += sample
-        if num_tokens == 1 and sample:  # as nearly all: no guesses, and a pair for each key
-            decodes += 1
-            decode_keys += start + 1
-            continue
         known = num_tokens
         if guessed:
             known -= len(guessed)

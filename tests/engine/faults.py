@@ -53,7 +53,7 @@ FAULTS: dict[str, list[Edit]] = {
     ],
     "a collision of digests is believed": [
         Edit(block_manager, "chained_digest", "xxhash.xxh3_128_digest(", "len("),
-        Edit(Content, "matches", "self.parent is parent and self.token_ids == token_ids and ", ""),
+        Edit(Content, "matches", "self.parent is parent and self.tokens == tokens and ", ""),
     ],
     "the salt is ignored": [
         Edit(block_manager, "root_digest", "cache_salt is None", "True"),
@@ -91,9 +91,7 @@ FAULTS: dict[str, list[Edit]] = {
         Edit(Scheduler, "_release", "seq.num_computed = seq.num_blocks_sent = 0", "seq.num_blocks_sent = 0"),
         Edit(Scheduler, "_start", "seq.num_computed = len(cached) * self.block_size", "pass"),
     ],
-    "a preempted sequence stays in the plan": [
-        Edit(Scheduler, "_preempt", "self._budget += self._planned.pop(seq, 0)", "pass")
-    ],
+    "a preempted sequence stays in the plan": [Edit(Scheduler, "_preempt", "if seq.num_planned:", "if False:")],
     "a preempted sequence queues up at the back": [
         Edit(Scheduler, "_preempt", "insort(self.waiting, seq", "seq.arrival += 1000; insort(self.waiting, seq")
     ],

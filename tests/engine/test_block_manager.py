@@ -85,7 +85,8 @@ def test_p5_ids_that_agree_in_their_low_byte_are_told_apart() -> None:
     assert visit(blocks, [1, 2, 3]) == 0
     assert visit(blocks, [257, 2, 3]) == 0
     assert visit(blocks, [1 + 2**16, 2, 3]) == 0
-    assert block_manager.chained_digest(b"", [1, 2]) != block_manager.chained_digest(b"", [1 + 2**32, 2])
+    low, high = (block_manager.packed([first, 2]) for first in (1, 1 + 2**32))
+    assert block_manager.chained_digest(b"", low) != block_manager.chained_digest(b"", high)
 
 
 def test_p5_equal_blocks_after_different_beginnings_are_told_apart() -> None:
@@ -97,7 +98,7 @@ def test_p5_equal_blocks_after_different_beginnings_are_told_apart() -> None:
 
 
 def test_p5_a_digest_that_always_collides_gives_no_false_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_manager, "chained_digest", lambda parent, token_ids: b"same")
+    monkeypatch.setattr(block_manager, "chained_digest", lambda parent, tokens: b"same")
     blocks = BlockManager(num_blocks=8, block_size=2)
     assert visit(blocks, [1, 2, 3]) == 0
     assert visit(blocks, [3, 4, 5]) == 0  # other tokens
@@ -228,12 +229,12 @@ def test_without_prefix_caching_nothing_is_hashed_or_found(monkeypatch: pytest.M
 
 
 def test_a_sequence_is_hashed_once_however_often_it_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[list[int]] = []
+    hashed: list[bytes] = []
     digest = block_manager.chained_digest
 
-    def spy(parent: bytes, token_ids: list[int]) -> bytes:
-        hashed.append(token_ids)
-        return digest(parent, token_ids)
+    def spy(parent: bytes, tokens: bytes) -> bytes:
+        hashed.append(tokens)
+        return digest(parent, tokens)
 
     monkeypatch.setattr(block_manager, "chained_digest", spy)
     blocks = BlockManager(num_blocks=8, block_size=2)
@@ -242,7 +243,7 @@ def test_a_sequence_is_hashed_once_however_often_it_is_looked_up(monkeypatch: py
         enter(blocks, seq)
         blocks.find_prefix(seq)
         blocks.release(seq)
-    assert hashed == [[1, 2], [3, 4], [5, 6]]
+    assert hashed == [block_manager.packed(token_ids) for token_ids in ([1, 2], [3, 4], [5, 6])]
 
 
 def in_windows(blocks: BlockManager, num_tokens: int) -> Sequence:

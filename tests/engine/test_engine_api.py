@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -139,6 +140,18 @@ def test_metrics() -> None:
     assert None not in times and list(times) == sorted(times)  # type: ignore[type-var]
     assert metrics.time_in_queue is not None and metrics.time_to_first_token is not None
     assert 0 <= metrics.time_in_queue <= metrics.time_to_first_token
+
+
+def test_the_first_token_of_a_request_is_that_of_its_first_choice() -> None:
+    """The second choice waits for the first one's prompt, and so has its own first token later."""
+    executor = ShadowExecutor(config())
+    executor.engine = engine = LLMEngine(executor, config(), vocab_size=VOCAB_SIZE, clock=count(1.0).__next__)
+    engine.add_request("a", [1, 2, 3, 4, 5], SamplingParams(n=2, ignore_eos=True, max_tokens=3))
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert [len(choice.token_ids) for choice in outputs[0].outputs] == [1, 0]
+    assert len(outputs) > 2 and len({output.metrics.first_token_time for output in outputs}) == 1
 
 
 # --- events ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """An engine over the shadow executor that checks itself at every step, and random histories of it."""
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -223,7 +224,7 @@ class World:
         if content not in self._held:
             prefix = self._slots_of(content.parent)[-1] if content.parent else root(content.cache_salt)
             slots = []
-            for token in content.token_ids:
+            for token in array("q", content.tokens):
                 prefix = extend(prefix, token)
                 slots.append(prefix)
             self._held[content] = tuple(slots)
