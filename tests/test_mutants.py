@@ -3,7 +3,7 @@
 import pytest
 
 from stages.manifest import Chapter, load_chapter, load_electives, load_stages
-from tests.stage_jobs import Job, run_jobs
+from tests.stage_jobs import Job, StageJobs
 from tools.exercises import mutants
 from tools.exercises.exercises import solution
 from tools.exercises.mutants import Mutant, Verdict, load_mutants
@@ -44,14 +44,14 @@ def test_a_mutant_that_fits_nowhere_or_twice_is_refused(source: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_mutant_of_each_stage_is_caught() -> None:
+def test_one_mutant_of_each_stage_is_caught(stage_jobs: StageJobs) -> None:
     jobs = [Job("unchanged", "2", solution(STAGES[1]), f"tests/stages/test_{STAGES[1].module_name}.py")]
     for stage in STAGES:
         for m in load_mutants(stage):
             if m.name == SAMPLE.get(stage.number):
                 own = f"tests/stages/test_{stage.module_name}.py"
                 jobs.append(Job(m.name, stage.name, m.apply(solution(stage)), own))
-    results = run_jobs(jobs, timeout=240)
+    results = stage_jobs.run(jobs, timeout=240)
     assert results.pop("unchanged").test is None
     assert results.keys() == set(SAMPLE.values())
     assert [name for name, result in results.items() if result.test is None] == []
@@ -60,9 +60,9 @@ def test_one_mutant_of_each_stage_is_caught() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @by_slug
-def test_every_mutant_is_caught(stage: Chapter) -> None:
+def test_every_mutant_is_caught(stage: Chapter, stage_jobs: StageJobs) -> None:
     jobs = [Job(m.name, stage.name, m.apply(solution(stage))) for m in load_mutants(stage)]
-    survivors = [name for name, result in run_jobs(jobs, timeout=1100).items() if result.test is None]
+    survivors = [name for name, result in stage_jobs.run(jobs, timeout=1100).items() if result.test is None]
     assert not survivors, "no test notices these"
 
 
