@@ -19,12 +19,13 @@ SETUP = "$(PYTHON)" tools/setup_env.py --torch "$(TORCH)" $(if $(SYSTEM_SITE),--
 EXTRAS := $(RUN) tools/setup_env.py --extras
 # Processes that share the tests, where pytest-xdist is installed.
 SHARE = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf %s '-n $(JOBS)')
-# Plugins that take seconds to start, and that the tests of a stage do not need.
+# Plugins that take seconds to start, and that no test of ours needs in its own process.
 QUICK_START := -p no:nbval -p no:schemathesis
 ENGINE_BENCHMARKS := throughput sampling latency startup prefix mixed idle ablations
 LINTED = $(wildcard stages nanovllm tools training benchmarks tests notebooks examples lectures example.py)
 
-unexport VIRTUAL_ENV PYTHONHOME
+# Images of containers set the last; then each of the many processes that tests start would compile what it imports.
+unexport VIRTUAL_ENV PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-clients test-gpu models pyodide ladder bench bench-cpu bench-check tune report docs slides scheduler doctor progress notebooks race record replay lint format clean FORCE
@@ -47,10 +48,10 @@ demo: $(STAMP) ## the main job on the embedded model: text from stages 1 to 5, w
 	$(RUN) -m tools.race.demo $(ARGS)
 
 test: $(STAMP) ## the fast tests: a few minutes on two cores, no network, no GPU
-	$(RUN) -m pytest $(SHARE) -m "not slow and not gpu" $(ARGS)
+	$(RUN) -m pytest $(SHARE) -m "not slow and not gpu" $(QUICK_START) $(ARGS)
 
 test-slow: models pyodide ## the slow tests: a real model, long random runs, every notebook
-	$(RUN) -m pytest $(SHARE) -m "slow and not gpu" $(ARGS)
+	$(RUN) -m pytest $(SHARE) -m "slow and not gpu" $(QUICK_START) $(ARGS)
 
 test-clients: models ## every call of the public clients, in environments of their own (2 GB from PyPI); writes docs/clients.md
 	$(RUN) -m tests.clients.matrix $(ARGS)

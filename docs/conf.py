@@ -18,6 +18,7 @@ html_domain_indices = html_use_index = False
 html_show_sphinx = False
 html_theme_options = {
     "show_toc_level": 2,
+    "max_navbar_depth": 1,  # the 250 source files would be in it on each of as many pages; source/index lists them
     "use_download_button": False,
     "use_fullscreen_button": False,
     "navigation_with_keys": False,

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.stage_jobs import StageJobs
+
 if "GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     # The processes that share the tests share the cards, one each. CUDA is not started yet.
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
@@ -74,6 +76,14 @@ def smollm2() -> Path:
     if not (directory / "config.json").exists():
         pytest.fail(f"{directory} is missing: run `make models` once (it needs the network)", pytrace=False)
     return directory
+
+
+@pytest.fixture(scope="session")
+def stage_jobs() -> Iterator[StageJobs]:
+    """A process that runs tests of stages (see tests/stage_jobs.py)."""
+    jobs = StageJobs()
+    yield jobs
+    jobs.close()
 
 
 # --- no network ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,12 @@ import pytest
 from tests.imports import Sources, inside
 
 ROOT = Path(__file__).resolve().parent.parent
-REPOSITORY = Sources.read(ROOT, "stages", "nanovllm", "benchmarks", "tools", "training")
+
+
+@cache
+def repository() -> Sources:
+    return Sources.read(ROOT, "stages", "nanovllm", "benchmarks", "tools", "training")
+
 
 # What offers the engine to users: requests, text and their outputs.
 FRONT = tuple(f"nanovllm.{name}" for name in ("llm", "async_llm", "cli", "server", "outputs", "text"))
@@ -183,13 +189,13 @@ RULES: list[Rule] = [
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_repository_obeys(rule: Rule) -> None:
-    assert rule(REPOSITORY) == []
+    assert rule(repository()) == []
 
 
 def test_the_repository_was_read() -> None:
     for module in ("stages.core", "nanovllm.engine.scheduler", "nanovllm.runner.model_runner", "nanovllm.models"):
-        assert module in REPOSITORY.trees
-    assert REPOSITORY.imports["stages.core"], "a module without a single import would obey any rule"
+        assert module in repository().trees
+    assert repository().imports["stages.core"], "a module without a single import would obey any rule"
 
 
 OUTSIDE = stages_and_engine_are_strangers
@@ -319,13 +325,13 @@ def import_all(modules: list[str], hidden: str) -> subprocess.CompletedProcess[s
 
 
 def test_the_control_plane_imports_without_torch() -> None:
-    modules = [name for name in REPOSITORY.trees if inside(name, "nanovllm.engine")]
+    modules = [name for name in repository().trees if inside(name, "nanovllm.engine")]
     done = import_all(modules, hidden="torch")
     assert done.returncode == 0, done.stderr
 
 
 def test_all_but_the_kernels_imports_without_triton() -> None:
-    ours = [name for name in REPOSITORY.trees if inside(name, "stages", "nanovllm")]
+    ours = [name for name in repository().trees if inside(name, "stages", "nanovllm")]
     modules = [name for name in ours if not is_kernels(name) and name not in BACKENDS_ON_TRITON]
     done = import_all(modules, hidden="triton")
     assert done.returncode == 0, done.stderr

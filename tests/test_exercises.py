@@ -11,7 +11,7 @@ import pytest
 
 from stages.core import SamplingParams
 from stages.manifest import Chapter, Elective, load_electives, load_stages
-from tests.stage_jobs import Job, run_jobs
+from tests.stage_jobs import Job, StageJobs
 from tests.weights import lively_qwen3, lively_qwen3_moe
 from tools.exercises import exercises
 from tools.exercises.exercises import (
@@ -161,11 +161,11 @@ def test_with_no_hole_open_an_exercise_is_the_stage(stage: Chapter, checkpoint: 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @by_slug
-def test_the_stage_s_tests_notice_every_hole_and_pass_without(stage: Chapter) -> None:
+def test_the_stage_s_tests_notice_every_hole_and_pass_without(stage: Chapter, stage_jobs: StageJobs) -> None:
     names = [hole.name for hole in find_holes(solution(stage))]
     jobs = [Job(name, stage.name, exercise_source(stage, {name})) for name in names]
     jobs += [Job("all", stage.name, exercise_source(stage)), Job("none", stage.name, exercise_source(stage, set()))]
-    results = run_jobs(jobs, timeout=800)
+    results = stage_jobs.run(jobs, timeout=800)
     nothing_open = results.pop("none")
     assert nothing_open.test is None and nothing_open.passed > 10, nothing_open
     assert results.pop("all").test is not None

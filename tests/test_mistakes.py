@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stages.manifest import Stage, load_stage, load_stages
-from tests.stage_jobs import ROOT, Job, run_jobs
+from tests.stage_jobs import ROOT, Job, StageJobs
 from tests.stages import endless
 from tests.stages.endless import EndlessLoop, Watch
 from tests.stages.likely import check, in_short
@@ -78,7 +78,7 @@ def test_an_exercise_that_needs_a_wrong_one_waits_for_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_first_failure_names_the_exercise_and_the_likely_mistake() -> None:
+def test_the_first_failure_names_the_exercise_and_the_likely_mistake(stage_jobs: StageJobs) -> None:
     found = {
         f"{s.number} {mistake.name}": (s, mistake, says) for s in load_stages() for mistake, says in mistakes_of(s)
     }
@@ -86,7 +86,7 @@ def test_the_first_failure_names_the_exercise_and_the_likely_mistake() -> None:
         Job(name, stage.name, mistake.apply(solution(stage)), f"tests/stages/test_{stage.module_name}.py")
         for name, (stage, mistake, _) in found.items()
     ]
-    results, misses = run_jobs(jobs, timeout=850), []
+    results, misses = stage_jobs.run(jobs, timeout=850), []
     for name, (stage, mistake, says) in found.items():
         told = results[name].message
         if says not in told or not told.startswith(f"exercise {hole_of(stage, mistake)}\n"):

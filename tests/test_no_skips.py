@@ -32,6 +32,8 @@ def test_whatever_is_skipped_is_named_and_fails_the_run(share: list[str], tmp_pa
         str(tmp_path),
         "-p",
         "no:nbval",
+        "-p",
+        "no:schemathesis",
         *share,
     ]
     done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)

@@ -66,7 +66,8 @@ def test_a_chapter_says_how_long_it_takes_and_what_it_needs(stage: Chapter) -> N
 
 
 def run_nbval(notebook: Path, junit: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:schemathesis", "--nbval-lax", "--nbval-current-env"]
+    command = [sys.executable, "-m", "pytest", "--disable-plugin-autoload", "-p", "nbval.plugin"]
+    command += ["--nbval-lax", "--nbval-current-env"]
     command += [f"--nbval-cell-timeout={CELL_TIMEOUT}", "-p", "no:cacheprovider", f"--junit-xml={junit}", str(notebook)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

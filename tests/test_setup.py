@@ -28,7 +28,9 @@ def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subproces
 
 # --- the Makefile ----------------------------------------------------------------------------------------------------
 
-QUICK = " -p no:nbval -p no:schemathesis"  # plugins that take seconds to start, and that a stage's tests do not need
+QUICK = (
+    " -p no:nbval -p no:schemathesis"  # plugins that take seconds to start, and that no test needs in its own process
+)
 
 
 @needs_make
@@ -54,8 +56,8 @@ def test_make_alone_is_help() -> None:
 @pytest.mark.parametrize(
     ("target", "command"),
     [
-        (["test", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "not slow and not gpu"'),
-        (["test-slow", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "slow and not gpu"'),
+        (["test", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "not slow and not gpu"{QUICK}'),
+        (["test-slow", "JOBS=3"], f'.venv/bin/python -m pytest {SHARED}-m "slow and not gpu"{QUICK}'),
         (["test-slow"], ".venv/bin/python -m tools.make_models"),
         (["test-slow"], ".venv/bin/python -m tools.scheduler_page.pyodide"),
         (["demo"], ".venv/bin/python -m tools.race.demo"),

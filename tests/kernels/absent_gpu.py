@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
 from nanovllm.graphs.cuda_graph import Recorder, Step
-from nanovllm.kernels import has_bfloat16, has_fp8
+from nanovllm.kernels import has_bfloat16, has_fp8, precompile
 from nanovllm.models.config import parse_config
 from nanovllm.models.fp8_weights import fp8_transformer, is_projection
 from nanovllm.models.loader import LoadedModel
@@ -138,6 +138,9 @@ class AbsentGpu:
             return SimpleNamespace(launch_metadata=lambda *_: None, run=run, function=None, packed_metadata=None)
 
         triton.compiler.compile = note
+        if not compiles:  # a start asks other processes for all that it will launch; they would take most of the time
+            precompile.is_cached = lambda *_: False
+            precompile.Compilers.ask = lambda *_: None  # type: ignore[method-assign]
         properties = SimpleNamespace(
             multi_processor_count=132,
             shared_memory_per_block_optin=SHARED[capability] * KIB,

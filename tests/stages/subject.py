@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -46,7 +47,7 @@ class Subject:
         return self.stage.number
 
     @property
-    def options(self) -> set[str]:
+    def options(self) -> frozenset[str]:
         return arguments(self.number)
 
     @property
@@ -91,6 +92,7 @@ def solution(number: int) -> ModuleType:
     return importlib.import_module(f"stages.{load_stage(number).module_name}")
 
 
-def arguments(number: int) -> set[str]:
+@cache  # asked for every test, and each time the manifest would be read
+def arguments(number: int) -> frozenset[str]:
     """The arguments that the engine of a stage takes."""
-    return set(inspect.signature(load_stage(number).engine_class()).parameters)
+    return frozenset(inspect.signature(load_stage(number).engine_class()).parameters)

@@ -249,6 +249,7 @@ def run_check(exercise: LectureExercise, directory: Path) -> int:
     import pytest  # here, so that slides can be built without it
 
     alone = ["-c", os.devnull, f"--rootdir={CHECKS}", f"--confcutdir={CHECKS}", "-p", "no:cacheprovider"]
+    alone += ["--disable-plugin-autoload"]  # they take seconds to start
     shown = ["-q", "--tb=short", "--import-mode=importlib"]
     return int(pytest.main([str(exercise.check), f"--answers={directory}", *alone, *shown]))
 

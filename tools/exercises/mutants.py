@@ -94,8 +94,9 @@ def run_tests(stage: Chapter, source: str, target: str | None = None) -> Verdict
         importlib.invalidate_caches()
         search_path = shlex.join([directory, str(ROOT)])  # before a real exercises/ of the learner
         command = [target or TESTS[stage.kind], f"--{stage.kind}={stage.name}", "--impl=exercises", "-x", "-q"]
-        # Not needed, and slow: the last collects all garbage of this process several times in each run
-        command += [f"-pno:{plugin}" for plugin in ("cacheprovider", "nbval", "schemathesis", "unraisableexception")]
+        # Not needed, and slow: to look for plugins takes longer than many a run, and the last collects all garbage of
+        # this process several times
+        command += ["--disable-plugin-autoload", "-ppytest_timeout", "-pno:cacheprovider", "-pno:unraisableexception"]
         command += ["-o", f"pythonpath={search_path}", f"--timeout={SECONDS_PER_TEST}"]
         with contextlib.chdir(ROOT), contextlib.redirect_stdout(output):
             code = pytest.main(command, plugins=[verdict])
