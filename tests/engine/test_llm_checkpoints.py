@@ -47,7 +47,7 @@ def cut(path: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "model type": (
         config(model_type="gpt2"),
-        ("config.json", "model_type='gpt2'", "supported are llama, qwen2, qwen3"),
+        ("config.json", "model_type='gpt2'", "supported are llama, mistral, qwen2, qwen3"),
     ),
     "missing keys": (config(vocab_size=None, hidden_size=None), ("config.json", "vocab_size", "hidden_size")),
     "heads": (config(num_key_value_heads=3), ("num_attention_heads=4", "num_key_value_heads=3")),
