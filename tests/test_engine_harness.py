@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from benchmarks.engine import ours, speed
 from benchmarks.engine.__main__ import parse
 from benchmarks.lib import harness
 from benchmarks.lib.harness import Comparison, Contender, Figure, Showcase, metric
-from benchmarks.lib.process import Engine
+from benchmarks.lib.process import Engine, Parts
 from nanovllm import __version__
 
 
@@ -153,3 +154,22 @@ def test_wrong_numbers_of_tokens_are_no_result() -> None:
     with pytest.raises(RuntimeError, match="wrong number of tokens"):
         engine.generate([[1]], [3])
     assert engine.generate([[1]], [2]) == [output]
+
+
+def test_the_parts_of_a_start_are_told_by_its_log() -> None:
+    """Each from a line at its end; what lies between two lines has a name, too."""
+    parts = Parts(imported=100.0)
+    for name, seconds, created in [
+        ("weights", 2.0, 103.0),
+        ("measuring memory", 1.0, 104.25),
+        ("compilation", 5.0, 110.0),
+        ("rehearsal", 0.5, 110.5),
+        ("recording", 1.0, 111.625),
+    ]:
+        record = logging.LogRecord("nanovllm.startup", logging.INFO, "", 0, "%s %f", (name, seconds), None)
+        record.created = created
+        parts.handle(record)
+    assert parts.seconds == {
+        "configuration": 1.0, "weights": 2.0, "rest of the kernels' imports": 0.25, "measuring memory": 1.0,
+        "KV cache": 0.875, "compilation": 5.0, "the rest": 0.0, "rehearsal": 0.5, "recording": 1.0,
+    }  # fmt: skip

@@ -45,7 +45,10 @@ KINDS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
 STARTS = (("cold", "empty"), ("warm", "warm"))  # scenario, and its compile caches
 # Parts of a start, in order: what nanovllm's log tells (see `process.Parts`), after imports and before a request
-LOGGED = "configuration", "weights", "measuring memory", "KV cache", "compilation", "rehearsal", "recording"
+LOGGED = (
+    *("configuration", "weights", "rest of the kernels' imports", "measuring memory", "KV cache"),
+    *("compilation", "rehearsal", "recording"),
+)
 PARTS = "imports", *LOGGED, "first token"
 ON_GPU = "compilation", "rehearsal"
 SHORT = (  # benchmark, key of its figure, what the README calls the figure
