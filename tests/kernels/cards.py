@@ -25,7 +25,6 @@ from benchmarks.kernels.contest import Call
 from benchmarks.kernels.trials import CONTESTS
 from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan
 from nanovllm.graphs.cuda_graph import Step
-from nanovllm.kernels import precompile
 from nanovllm.kernels.attention.paged_decode import decode_config
 from nanovllm.kernels.cards import user_file
 from nanovllm.runner import warm_up
@@ -71,12 +70,11 @@ def one_of_each(noted: Sequence[Variant], names: Sequence[str] | None = None) ->
 
 def compiled(gpu: AbsentGpu) -> dict[str, Any]:
     """Usage by model and kernel. For all models but the first, of attention and experts alone."""
-    precompile.num_processes = lambda num_ranks: 1  # no start asks for its variants before it launches them
     found: dict[str, Any] = {}
     for model, raw in MODELS.items():
         before = len(gpu.noted)
         with OnMeta():
-            start(raw, max_num_seqs=64)
+            start(raw, recorder=lambda step: step, max_num_seqs=64)  # nothing is recorded that was not rehearsed
         of_model = one_of_each(gpu.noted[before:], (*ATTENTION, *IN_FP8, *OF_EXPERTS) if found else None)
         for i, variant in enumerate(of_model):
             config = decode_config(GPU, raw["head_dim"], 2)
