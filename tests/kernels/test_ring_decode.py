@@ -57,14 +57,15 @@ def test_what_gets_it() -> None:
 
 
 def test_the_plan_of_a_step_is_for_the_kernel_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers use one kernel and its plan, and the first is not launched with overlap."""
+    """All layers use one kernel and its plan, and the first is not launched with overlap. Layers with a window have
+    another kernel and another plan."""
     if torch.cuda.is_available():
         pytest.skip("Triton compiles for the GPU here")
     calls: list[tuple[Any, ...]] = []
 
-    def stand_in(*arguments: Any, overlap: bool = False) -> None:
+    def stand_in(*arguments: Any, overlap: bool = False, window: int = 0) -> None:
         inputs, workspace, plan, layout = arguments
-        calls.append((workspace.m.shape, plan, layout, inputs.context_len, overlap))
+        calls.append((workspace.m.shape, plan, layout, inputs.context_len, overlap, window))
 
     monkeypatch.setattr(triton_backend, "hopper_kernels", lambda device: HopperKernels(ring_decode=kernels))
     monkeypatch.setattr(kernels, "ring_decode", stand_in)
@@ -89,6 +90,15 @@ def test_the_plan_of_a_step_is_for_the_kernel_that_it_uses(monkeypatch: pytest.M
         contexts = calls[0][3]
         assert len(contexts) == sum(n == 1 or len(lengths) == 16 for n, _ in lengths)
         assert calls[0][1][-1, 1] == sum(-(-int(n) // keys) for n in contexts)
+        for window in (64, 0, 64):
+            backend.attend(case.q, case.kv, case.meta, case.scale, shared, window)
+        first, unlimited, second = calls[3:]
+        assert (first[4], unlimited[4], second[4]) == (False, True, True)
+        assert first[1] is second[1] is not calls[0][1] and unlimited[1] is calls[0][1]
+        assert not isinstance(first[2], RingLayout) and (first[5], unlimited[5]) == (64, 0)
+        queries, keys = first[0][2], first[2].keys
+        tiles = [-(-int(n) // keys) - max(0, int(n) - queries + 1 - 64) // keys for n in contexts]
+        assert first[1][-1, 1] == sum(tiles)
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------
