@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model
-from tests.models.test_model_twins import FULL, OTHERS, SLIDING, THETA, check, few_are_fast, variant
+from tests.models.plain_attention import DictAttention
+from tests.models.test_model_twins import FULL, IDS, OTHERS, SLIDING, THETA, check, few_are_fast, truth, variant
+from tests.weights import lively_gemma3
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ...}
 LISTED = {"layer_types": [FULL, SLIDING, FULL]}
@@ -112,3 +116,17 @@ def test_other_words_of_gemma(config: dict[str, Any], checkpoints: Path) -> None
 def test_what_gemma_3_has_not_is_refused_by_name(config: dict[str, Any], told: str, checkpoints: Path) -> None:
     with pytest.raises(ValueError, match=told):
         read_config(variant(checkpoints, "gemma3_text", config))
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_gemma_in_half_precision_is_as_close_to_the_truth_as_hugging_face(checkpoints: Path) -> None:
+    """Norms are 1 + what the checkpoint has, which bf16 cannot hold; and the embedding's factor is rounded."""
+    path = lively_gemma3(checkpoints, hidden_size=96)
+    expected, ids = truth(path), IDS[None]
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)(ids).logits[0].float()
+    loaded = load_model(path, dtype=torch.bfloat16)
+    ours = loaded.model.logits(loaded.model(IDS, torch.arange(len(IDS)), DictAttention(loaded.config))).float()
+    assert loaded.model.embed_tokens.scale == 9.8125  # of 9.798
+    errors = [(logits - expected).square().mean().sqrt() for logits in (ours, theirs)]
+    assert 0 < errors[0] <= 1.5 * errors[1]
