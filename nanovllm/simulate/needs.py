@@ -10,7 +10,8 @@ from typing import Self
 from nanovllm.models.checkpoint import read_json
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Those of models/config.py that have no experts; it imports torch, and a test compares the two
+# Those of models/config.py that have no experts, and no sliding window unless it is switched on; it imports torch, and
+# a test compares the two
 KINDS = "llama", "qwen2", "qwen3"
 
 
@@ -81,7 +82,8 @@ def read_architecture(path: Path) -> tuple[Architecture, int]:
     """From the config.json in the directory `path`; and the bytes of a number, by the dtype that config.json names.
 
     Raises ValueError for a file without the numbers, and for a model_type that is not counted here. Mixtures of experts
-    are not: which of their weights a step reads depends on its tokens.
+    are not: which of their weights a step reads depends on its tokens. Nor are sliding windows: a decode is counted as
+    if every layer read the whole context.
     """
     raw = read_json(path / "config.json")
     if raw.get("model_type") not in KINDS:
@@ -93,6 +95,8 @@ def read_architecture(path: Path) -> tuple[Architecture, int]:
         raise ValueError(
             f"{path / 'config.json'}: quantization_config is not supported; choose the same model in 16 bits"
         )
+    if raw.get("use_sliding_window"):
+        raise ValueError(f"{path / 'config.json'}: use_sliding_window is not supported; choose a model without windows")
     try:
         hidden, heads, kind = raw["hidden_size"], raw["num_attention_heads"], raw["model_type"]
         bias = bool(raw.get("attention_bias", False))
