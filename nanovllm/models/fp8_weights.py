@@ -105,7 +105,7 @@ def fp8_transformer(
     """`Transformer` on `device`, with `Fp8Linear` for each linear layer of which all weights are in FP8.
 
     is_fp8: whether the weight of this name is, by the names of checkpoints. The weights of no layer are ever on the
-    device in 16 bits: such a model may be too large for it.
+    device in 16 bits: such a model may be too large for it. (Layers hold parameters alone, so none is lost on "meta".)
     """
     with device:
         model = Transformer(replace(c, num_hidden_layers=0), max_model_len, group)
