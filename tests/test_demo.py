@@ -138,7 +138,7 @@ def test_the_view_follows_the_engine(tokenizer: Any) -> None:
     assert view.generated == sum(map(len, outputs))
 
 
-@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow), 5])
 def test_one_stage_live(number: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal the picture moves; into a file one is printed while requests still run."""
     monkeypatch.setattr(demo, "LIVE_LENGTHS", (4, 9, 3, 2))
