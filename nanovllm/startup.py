@@ -1,4 +1,4 @@
-"""What a start is made of: how long each part takes, in the log; and imports that cost less."""
+"""What a start is made of: how long each part takes, in the log at level DEBUG; and imports that cost less."""
 
 import gc
 import logging
@@ -15,7 +15,7 @@ def part_of_start(name: str) -> Iterator[None]:
     """Log how many seconds the body takes (`python -m benchmarks.engine startup` makes a table of these lines)."""
     began = time.perf_counter()
     yield
-    logger.info("start: %s took %.2f s", name, time.perf_counter() - began)
+    logger.debug("start: %s took %.2f s", name, time.perf_counter() - began)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Engine:
         parts = Parts(imported := time.time())
         logger = logging.getLogger("nanovllm.startup")
         logger.addHandler(parts)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.DEBUG)
         self.llm = make_llm(model, **{"skip_tokenizer_init": True} | options)
         self.ready_seconds = time.time() - started
         self.parts = {"imports": imported - started, **parts.seconds}

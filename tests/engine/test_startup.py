@@ -13,7 +13,7 @@ from nanovllm.startup import large_imports, part_of_start
 
 def test_a_start_logs_its_parts(caplog: pytest.LogCaptureFixture) -> None:
     """Each once, in order. What has to do with kernels is logged on a GPU alone."""
-    caplog.set_level(logging.INFO, "nanovllm.startup")
+    caplog.set_level(logging.DEBUG, "nanovllm.startup")
     with LLM(device="cpu", num_kv_blocks=10, skip_tokenizer_init=True):
         pass
     told = [record.getMessage() for record in caplog.records if record.name == "nanovllm.startup"]
@@ -22,7 +22,7 @@ def test_a_start_logs_its_parts(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_part_that_fails_is_no_part(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "nanovllm.startup")
+    caplog.set_level(logging.DEBUG, "nanovllm.startup")
     with pytest.raises(ZeroDivisionError), part_of_start("nothing"):
         _ = 1 / 0
     assert not caplog.records
