@@ -101,6 +101,7 @@ def make_card(
     cpu = machine["device"] == "cpu"
     card = "cpu" if cpu else harness.card_slug(machine["device"])
     recordings = Recordings() if cpu else RECORDINGS.for_model(architecture)
+    points = [with_its_launches(p, recordings) for p in points]
     observations = [Observation(p["name"], [StepShape(*p["shape"])], p["device"]) for p in points]
     least = {} if cpu else least_factors(Needs(architecture, itemsize), rates)  # a CPU may have it all in its caches
     time, missed = fit_device(observations, recordings, least)
@@ -124,6 +125,15 @@ def make_card(
         commit=harness.commit(),
         points=[{**p, "fitted": time.device_seconds(StepShape(*p["shape"]))} for p in points],
     )
+
+
+def with_its_launches(point: dict[str, Any], recordings: Recordings) -> dict[str, Any]:
+    """A step that is launched kernel by kernel keeps host and device busy at the same time. So the result of the step
+    before is only read when this one is launched, and what seems the host's time belongs to this step."""
+    launched = recordings.decodes and recordings.run(StepShape(*point["shape"]))[1]
+    if not launched or point["host"] is None:
+        return point
+    return {**point, "device": point["device"] + point["host"], "host": None}
 
 
 def least_factors(needs: Needs, rates: dict[str, float]) -> dict[str, float]:

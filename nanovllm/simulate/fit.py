@@ -16,6 +16,8 @@ from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Recordings, St
 
 KNEES = (32, 64, 96, 128, 160, 192, 256, 384, 512, 1024)  # tokens; the best is taken
 MOST_TURNS = 20
+PAIRS, KEYS = (list(DEVICE_TERMS).index(name) for name in ("prompt_pair", "prompt_key"))
+FEW_QUERIES = 512  # a guess to begin with: a chunk of so few tokens takes as long as walking through its context
 # Weight of keeping factors small: it decides only between explanations that the steps cannot tell apart.
 RIDGE = 0.03
 
@@ -91,30 +93,42 @@ def fit_device(
 
 
 def _fit_with_knee(observations: Sequence[Observation], start: StepTime) -> tuple[StepTime, Residuals]:
-    """Steps that are launched kernel by kernel take the longer of launching and computing. Which of the two follows
-    from the factors, so both are found in turns."""
+    """Steps that are launched kernel by kernel take the longer of launching and computing, and attention of prompts
+    the longer of all pairs and of walking through the longest context. Which of the two follows from the factors, so
+    both are found in turns."""
     counts = [np.array([start.counts(shape) for shape in o.shapes]) for o in observations]  # [steps, terms] of each
     launched = [np.array([start.recordings.run(shape)[1] for shape in o.shapes]) for o in observations]
     tokens = [rows[:, 1] for rows in counts]
-    small = [eager & (n < 4 * start.knee) for eager, n in zip(launched, tokens, strict=True)]
+    shortest = min((n[eager].min() for eager, n in zip(launched, tokens, strict=True) if eager.any()), default=0)
+    small = [eager & (n < 2 * shortest) for eager, n in zip(launched, tokens, strict=True)]
+    walks = [rows[:, PAIRS] < FEW_QUERIES * rows[:, KEYS] for rows in counts]
     least = np.array([start.device.get(name, 0.0) for name in DEVICE_TERMS] + [0.0])
     found = start
     for _ in range(MOST_TURNS):
         rows = np.array(
             [
-                np.append(c[~s].sum(axis=0), s.sum()) / o.seconds
-                for c, s, o in zip(counts, small, observations, strict=True)
+                np.append(longer_alone(c, w)[~s].sum(axis=0), s.sum()) / o.seconds
+                for c, s, w, o in zip(counts, small, walks, observations, strict=True)
             ]
         )
         factors = least + non_negative_least_squares(rows, 1.0 - rows @ least, RIDGE)
         device = dict(zip(DEVICE_TERMS, map(float, factors[:-1]), strict=True))
         found = replace(start, device=device, launch=float(factors[-1]))
-        computing = [c @ factors[:-1] for c in counts]
+        now_walks = [c[:, KEYS] * factors[KEYS] > c[:, PAIRS] * factors[PAIRS] for c in counts]
+        computing = [longer_alone(c, w) @ factors[:-1] for c, w in zip(counts, now_walks, strict=True)]
         now = [eager & (n < factors[-1]) for eager, n in zip(launched, computing, strict=True)]
-        if all(np.array_equal(a, b) for a, b in zip(now, small, strict=True)):
+        if all(np.array_equal(a, b) for a, b in zip([*now, *now_walks], [*small, *walks], strict=True)):
             break
-        small = now
+        small, walks = now, now_walks
     return found, residuals(observations, found)
+
+
+def longer_alone(counts: Array, walks: npt.NDArray[np.bool_]) -> Array:
+    """The counts [steps, terms] of which only one of pairs and keys is left: the keys of steps that are walks."""
+    found = counts.copy()
+    found[walks, PAIRS] = 0
+    found[~walks, KEYS] = 0
+    return found
 
 
 def _squares(observations: Sequence[Observation], found: StepTime) -> float:

@@ -16,6 +16,7 @@ class StepShape(NamedTuple):
     samples: int = 0  # sequences that draw a token
     guesses: int = 0  # guessed tokens that are verified
     masked: int = 0  # sequences with structured outputs among those that draw
+    prompt_keys: int = 0  # the longest context of those chunks: its keys are walked through one tile after the other
 
 
 def shape_of(plan: StepPlan) -> StepShape:
@@ -24,7 +25,7 @@ def shape_of(plan: StepPlan) -> StepShape:
     starts = [s[2] for s in plan.scheduled if s[3] == 1 and s[4]]
     decodes = samples = len(starts)
     decode_keys = sum(starts) + decodes
-    prompts = prompt_tokens = prompt_pairs = guesses = 0
+    prompts = prompt_tokens = prompt_pairs = prompt_keys = guesses = 0
     others = [s for s in plan.scheduled if s.num_tokens > 1 or not s.sample] if decodes < len(plan.scheduled) else []
     for _, _, start, num_tokens, sample, _, guessed in others:
         samples += sample
@@ -40,5 +41,7 @@ def shape_of(plan: StepPlan) -> StepShape:
             prompts += 1
             prompt_tokens += known
             prompt_pairs += pairs
-    masked = len(plan.masked)
-    return StepShape(decodes, decode_keys, prompts, prompt_tokens, prompt_pairs, samples, guesses, masked)
+            prompt_keys = max(prompt_keys, start + num_tokens)
+    return StepShape(
+        decodes, decode_keys, prompts, prompt_tokens, prompt_pairs, samples, guesses, len(plan.masked), prompt_keys
+    )

@@ -1,8 +1,9 @@
 """The time of a step from its counts: a sum of terms, each with a physical cause, and a floor.
 
 The device reads the weights once per step, and the keys of each decode. The layers' matrix products cost little per
-token as long as reading their weights takes longer, and more beyond that *knee*. Attention of prompts costs per pair of
-a query and a key. Drawing, verifying and masking cost per sequence. A step that was recorded as a CUDA graph is padded
+token as long as reading their weights takes longer, and more beyond that *knee*. Attention of prompts takes as
+long as all pairs of a query and a key, or as walking through the keys of the longest context, whichever takes longer.
+Drawing, verifying and masking cost per sequence. A step that was recorded as a CUDA graph is padded
 to the next recorded size. A step with prompts that has no recording is launched kernel by kernel, and takes no less
 than the launches do. All factors are at least 0 and all counts only grow with the work. So more work never takes less
 time.
@@ -32,6 +33,7 @@ DEVICE_TERMS = {
     "guess": "head",
     "masked_step": "layers",  # once, if there is any mask: the step is two recordings, and waits for the masks between
     "masked": "vocabulary",
+    "prompt_key": "layers",  # of the longest context of a chunk: few programs walk through all of its keys
 }
 HOST_TERMS = ("step", "sequence", "prompt_token", "sample")
 
@@ -106,7 +108,8 @@ class StepTime:
         if tokens > self.knee:
             seconds += factors[2] * (tokens - self.knee)
         if shape.prompts:
-            seconds += factors[5] + factors[6] * shape.prompts + factors[7] * shape.prompt_pairs
+            seconds += factors[5] + factors[6] * shape.prompts
+            seconds += max(factors[7] * shape.prompt_pairs, factors[13] * shape.prompt_keys)
         if shape.guesses:
             seconds += factors[9] + factors[10] * shape.guesses
         if shape.masked:
@@ -125,7 +128,7 @@ class StepTime:
         some = [float(n > 0) for n in (shape.prompts, shape.guesses, shape.masked)]
         beyond = max(0, tokens - self.knee)
         common = [1.0, tokens, beyond, shape.decodes, shape.decode_keys, some[0], shape.prompts, shape.prompt_pairs]
-        return [*common, shape.samples, some[1], shape.guesses, some[2], shape.masked]
+        return [*common, shape.samples, some[1], shape.guesses, some[2], shape.masked, shape.prompt_keys]
 
     def for_model(self, old: Architecture, new: Architecture, itemsizes: tuple[int, int], rate: float) -> "StepTime":
         """The same card with another model: each factor grows with the bytes or operations behind it.

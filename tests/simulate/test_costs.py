@@ -74,11 +74,11 @@ class Guesser:
 
 
 def test_chunks_and_decodes_of_one_prompt() -> None:
-    chunk = StepShape(prompts=1, prompt_tokens=8, prompt_pairs=36)
+    chunk = StepShape(prompts=1, prompt_tokens=8, prompt_pairs=36, prompt_keys=8)
     assert shapes_of([20], 3, max_num_batched_tokens=8) == [
         chunk,
-        chunk._replace(prompt_pairs=8 * 8 + 36),
-        StepShape(prompts=1, prompt_tokens=4, prompt_pairs=16 * 4 + 10, samples=1),
+        chunk._replace(prompt_pairs=8 * 8 + 36, prompt_keys=16),
+        StepShape(prompts=1, prompt_tokens=4, prompt_pairs=16 * 4 + 10, samples=1, prompt_keys=20),
         StepShape(decodes=1, decode_keys=21, samples=1),
         StepShape(decodes=1, decode_keys=22, samples=1),
     ]
@@ -86,9 +86,9 @@ def test_chunks_and_decodes_of_one_prompt() -> None:
 
 def test_a_chunk_beside_decodes() -> None:
     found = shapes_of([2, 9], 4, max_num_batched_tokens=4)
-    assert found[0] == StepShape(prompts=2, prompt_tokens=4, prompt_pairs=3 + 3, samples=1)
+    assert found[0] == StepShape(prompts=2, prompt_tokens=4, prompt_pairs=3 + 3, samples=1, prompt_keys=2)
     beside = 3 * 2 + 6  # three tokens, each of which sees the two before the chunk
-    assert found[1] == StepShape(1, 3, prompts=1, prompt_tokens=3, prompt_pairs=beside, samples=1)
+    assert found[1] == StepShape(1, 3, prompts=1, prompt_tokens=3, prompt_pairs=beside, samples=1, prompt_keys=5)
 
 
 def test_what_is_computed_anew_after_a_preemption_counts_as_a_prompt() -> None:
@@ -99,7 +99,7 @@ def test_what_is_computed_anew_after_a_preemption_counts_as_a_prompt() -> None:
 
 def test_guesses_and_the_keys_that_each_of_them_reads() -> None:
     found = shapes_of([5], 9, proposes=2)
-    assert found[0] == StepShape(prompts=1, prompt_tokens=5, prompt_pairs=28, samples=1, guesses=2)
+    assert found[0] == StepShape(prompts=1, prompt_tokens=5, prompt_pairs=28, samples=1, guesses=2, prompt_keys=7)
     assert found[1] == StepShape(decodes=1, decode_keys=8 + 9 + 10, samples=1, guesses=2)
 
 
@@ -113,7 +113,7 @@ def test_rows_with_masks() -> None:
 RECORDINGS = Recordings((1, 2, 4, *range(8, 257, 8)), (64, 128, 256, 512), 64, 1e6, 1e3)
 factor = st.floats(0, 1e-3)
 numbers = st.integers(0, 2000)
-shapes = st.builds(StepShape, *[numbers] * 8)
+shapes = st.builds(StepShape, *[numbers] * 9)
 times = st.builds(
     StepTime,
     st.fixed_dictionaries(dict.fromkeys(DEVICE_TERMS, factor)),
@@ -150,7 +150,8 @@ def test_launching_is_a_floor_and_no_addition() -> None:
 
 KNOWN = StepTime(
     {"step": 7e-4, "token": 2e-7, "token_beyond_knee": 1.2e-6, "decode": 1e-6, "decode_key": 2.6e-8}
-    | {"prompt_step": 3e-4, "prompt": 4e-6, "prompt_pair": 2e-10, "guess_step": 1e-4, "masked": 5e-5},
+    | {"prompt_step": 3e-4, "prompt": 4e-6, "prompt_pair": 2e-10, "guess_step": 1e-4, "masked": 5e-5}
+    | {"prompt_key": 4e-7},
     {"step": 5e-5, "sequence": 2e-6, "prompt_token": 0.0, "sample": 1e-6},
     160,
     0.009,
@@ -164,9 +165,11 @@ def drawn(count: int) -> list[StepShape]:
     for _ in range(count):
         decodes, prompts = draw.choice([0, 1, 4, 16, 64, 200]), draw.choice([0, 0, 1, 3])
         tokens = draw.choice([20, 100, 400, 3000]) * prompts
-        keys, pairs = decodes * draw.randint(50, 4000), tokens * draw.randint(50, 4000)
+        keys, context = decodes * draw.randint(50, 4000), draw.randint(50, 4000)
         guesses, masked = (draw.choice([0, 0, n]) for n in (2 * decodes, decodes))
-        found.append(StepShape(decodes, keys, prompts, tokens, pairs, decodes + prompts, guesses, masked))
+        of_prompts = prompts, tokens, tokens * context
+        longest = context * (prompts > 0)
+        found.append(StepShape(decodes, keys, *of_prompts, decodes + prompts, guesses, masked, longest))
     return [shape for shape in found if shape.samples]
 
 
@@ -178,7 +181,8 @@ def test_the_fit_finds_a_known_cost_in_noisy_points() -> None:
     for shape in drawn(60):
         assert found.device_seconds(shape) == pytest.approx(KNOWN.device_seconds(shape), rel=0.03)
     assert found.launch == pytest.approx(KNOWN.launch, rel=0.02)
-    assert found.device["decode_key"] == pytest.approx(KNOWN.device["decode_key"], rel=0.05)
+    for name in "decode_key", "prompt_key":
+        assert found.device[name] == pytest.approx(KNOWN.device[name], rel=0.05)
 
 
 def test_the_fit_finds_it_in_sums_over_whole_runs() -> None:

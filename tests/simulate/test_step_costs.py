@@ -10,6 +10,7 @@ from benchmarks.engine import step_costs, step_scenes
 from benchmarks.lib.process import Engine
 from benchmarks.serving import drive, mock, simulated
 from nanovllm.simulate.costs import Card, StepShape, load_costs
+from nanovllm.simulate.step_time import Recordings
 from tests.test_engine_benchmarks import run_here
 from tests.weights import lively_qwen3
 
@@ -109,6 +110,16 @@ def test_a_card_is_measured_and_simulated(model: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
+def test_launching_belongs_to_the_step_that_is_launched() -> None:
+    """While a step is launched kernel by kernel, nobody reads the result of the step before."""
+    recordings = Recordings(decodes=(8,), prompts=(64,), max_sequences=9, max_operations=64.0, layer_operations=1.0)
+    recorded = {"name": "a", "shape": [0, 0, 1, 64, 2080, 1, 0, 0, 64], "device": 0.001, "host": 0.002}
+    launched = {**recorded, "shape": [0, 0, 1, 65, 2145, 1, 0, 0, 65]}
+    assert step_costs.with_its_launches(recorded, recordings) == recorded
+    assert step_costs.with_its_launches(launched, recordings) == {**launched, "device": 0.003, "host": None}
+    assert step_costs.with_its_launches(launched, Recordings()) == launched  # nothing is recorded: as on a CPU
+
+
 def test_what_http_costs_is_measured() -> None:
     found = mock.server_time(seconds=1)
     assert 0 < found["api_token"] < 0.01 and 0 < found["engine_token"] < 0.01 and 0 <= found["request"] < 0.1
