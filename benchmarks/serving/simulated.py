@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engine import SHAPE, step_costs
+from benchmarks.engine import step_costs
 from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Contender, Measure
 from benchmarks.lib.process import facts
@@ -126,8 +126,7 @@ def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.device != "cpu":
-        weights = "auto" if any(options.model.glob("*.safetensors")) else "dummy"
-        return {"device": options.device, "max_model_len": 4096, "load_format": weights}
+        return {"device": options.device, "max_model_len": 4096}
     return {"device": "cpu", "num_kv_blocks": 4096}
 
 
@@ -173,9 +172,8 @@ def table(results: dict[str, Result]) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     parser = harness.make_parser("serving.simulated", __doc__)
     parser.add_argument("--card", help="a name or a file (default: measured now)")
-    parser.add_argument(
-        "--model", type=Path, help="default: the story model; on a GPU a shape, which no server can serve"
-    )
+    parser.add_argument("--model", type=Path, help="default: the story model; on a GPU that of serving.speed")
+    parser.add_argument("--tokenizer", type=Path, default=speed.TOKENIZER, help="of that model (default %(default)s)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rates", type=float, nargs="+", default=[2, 6, 12], help="requests a second")
     parser.add_argument("--ray-rates", type=float, nargs="*", default=[8], help="the same of two Ray replicas")
@@ -187,7 +185,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a low rate for three seconds, and no Ray: for tests")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     options = parser.parse_args(arguments)
-    options.model = options.model or (harness.EMBEDDED_MODEL if options.device == "cpu" else SHAPE)
+    if options.model is None:
+        cpu = options.device == "cpu"
+        options.model = harness.EMBEDDED_MODEL if cpu else speed.checkpoint(options.tokenizer)
     options.threads = 1 if options.device == "cpu" else None
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = "1"  # of the servers

@@ -35,6 +35,7 @@ from benchmarks.serving.load import percentile
 CLIENTS = 8  # processes
 MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 200, 190, 0.6  # tokens; sigma of the logarithm of a length
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
+TOKENIZER = Path.home() / ".cache" / "nanovllm" / "SmolLM2-135M-Instruct"  # `make models`
 FIGURE = harness.ROOT / "docs" / "figures" / "serving_speed.png"
 README_RATE = 128  # requests a second; more than vLLM keeps up with
 COLUMNS = ("server", "requests/s", "tokens/s", "gap p50 (ms)", "p99", "first token p50 (ms)", "p99", "commit")
@@ -252,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = harness.make_parser("serving.speed", __doc__)
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--model", type=Path, help="a checkpoint (default: made, see above)")
-    parser.add_argument("--tokenizer", type=Path, default=Path.home() / ".cache" / "nanovllm" / "SmolLM2-135M-Instruct")
+    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rates", type=float, nargs="+", default=[8, 32, 64, 96], help="requests a second")
     parser.add_argument("--seconds", type=float, default=20, help="how long each rate is kept up (default 20)")
