@@ -9,9 +9,9 @@ import torch
 from benchmarks.engine import SHAPE, steps
 from benchmarks.lib import roofline, workloads
 from nanovllm.engine.plan import Scheduled
-from nanovllm.models.config import FAMILIES, read_config
+from nanovllm.models.config import read_config
 from nanovllm.models.transformer import Transformer
-from nanovllm.simulate.needs import read_architecture
+from nanovllm.simulate.needs import KINDS, read_architecture
 
 # --- the workload and its limit --------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ def test_the_kinds_of_decode_steps() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [kind for kind, family in FAMILIES.items() if family.experts is None])
+@pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("switch", [False, True])
 def test_parameters_are_counted_as_the_model_has_them(family: str, switch: bool, tmp_path: Path) -> None:
     raw = json.loads((SHAPE / "config.json").read_text())
