@@ -72,7 +72,7 @@ def load_model(
     """Load a directory or a hub id onto `device`, ready for inference.
 
     dtype:          None: the checkpoint's on a GPU, and float32 on a CPU, where half precision is slow. A GPU without
-                    bfloat16 (before Ampere) uses such a checkpoint in float16.
+                    bfloat16 (before Ampere) uses such a checkpoint in float16, or Gemma's in float32.
     max_model_len:  positions to prepare for; None: all that the model has.
     load_format:    "dummy" reads config.json alone and draws the weights at random, always the same ones.
     quantization:   "fp8" quantises the weights of linear layers by output channel, but for head and routers. What the
@@ -86,7 +86,7 @@ def load_model(
         raise ValueError(f"device={str(device)!r}: no usable CUDA GPU here; use device='cpu'")
     path = find_checkpoint(model, weights=load_format != "dummy")
     config = read_config(path)
-    dtype = dtype_in_use(dtype, config.dtype, device)
+    dtype = dtype_in_use(dtype, config.dtype, device, exceeds_float16=config.gemma is not None)
     max_model_len = max_model_len or config.max_position_embeddings
     config = replace(config, dtype=dtype, windows=within(config.windows, max_model_len))
     files = {} if load_format == "dummy" else weight_files(path)
@@ -109,23 +109,36 @@ def load_model(
     return LoadedModel(transformer.eval(), config, read_eos_token_ids(path), path)
 
 
-def dtype_in_use(asked: torch.dtype | None, stored: torch.dtype, device: torch.device) -> torch.dtype:
+def dtype_in_use(
+    asked: torch.dtype | None, stored: torch.dtype, device: torch.device, *, exceeds_float16: bool = False
+) -> torch.dtype:
     """The dtype of the weights on `device`: what is asked for, or what `load_model` says of None.
 
-    Raises ValueError if bfloat16 is asked for and the GPU has none.
+    exceeds_float16: whether activations do, as Gemma 3's: they are infinite in float16.
+
+    Raises ValueError if bfloat16 is asked for and the GPU has none, or float16 and activations exceed it.
     """
+    narrow = torch.float32 if exceeds_float16 else torch.float16  # in the place of bfloat16, where there is none
     if asked == torch.bfloat16 and not has_bfloat16(device):
         raise ValueError(
-            f"dtype='bfloat16': {str(device)!r} has no bfloat16 (from compute capability 8.0); use 'float16'"
+            f"dtype='bfloat16': {str(device)!r} has no bfloat16 (from compute capability 8.0); use {name_of(narrow)!r}"
         )
+    if asked == torch.float16 and exceeds_float16:
+        raise ValueError("dtype='float16': Gemma's activations exceed its range; use 'bfloat16' or 'float32'")
     if asked is not None:
         return asked
     if device.type == "cpu":
         return torch.float32
+    if stored == torch.float16 and exceeds_float16:
+        stored = torch.bfloat16
     if stored == torch.bfloat16 and not has_bfloat16(device):
-        logger.info("%s has no bfloat16: the checkpoint's weights are used in float16", device)
-        return torch.float16
+        logger.info("%s has no bfloat16: the checkpoint's weights are used in %s", device, name_of(narrow))
+        return narrow
     return stored
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def checkpoint_views(model: Transformer, *, experts_apart: bool) -> Iterator[tuple[str, Tensor]]:

@@ -107,10 +107,12 @@ def compile_kernels(rehearsal: Callable[[], None], device: torch.device, num_ran
 def shortened(model: Transformer) -> Iterator[None]:
     """Within this context the model has two layers of each kind, or one where there are no more. A step then launches
     the same kernels, on the same shapes, as with all layers. Only the first layers differ from the others of their
-    kind: the very first has no residual, and the first of each window has the plan of attention just before it.
+    kind: the very first has no residual, and the first of each window has the plan of attention just before it. A
+    checkpoint may leave some layers out when it is quantised, so a kind is told by all that a layer consists of.
     """
     layers = model.layers
-    kinds = [(type(layer.mlp), window) for layer, window in zip(layers, model.config.windows, strict=True)]
+    parts = ([type(module) for module in layer.modules()] for layer in layers)
+    kinds = list(zip(parts, model.config.windows, strict=True))
     model.layers = ModuleList(layer for i, layer in enumerate(layers) if kinds[:i].count(kinds[i]) < 2)
     try:
         yield

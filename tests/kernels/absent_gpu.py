@@ -11,6 +11,7 @@ not.
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -162,9 +163,13 @@ def launched_and_recorded(step: Step) -> Step:
 
 
 def start(
-    raw: dict[str, Any], layers: int = 2, recorder: Recorder = launched_and_recorded, **options: Any
-) -> ModelRunner:
-    """A model of this config.json with so many layers, which rehearses and records all of its steps. In `OnMeta`."""
+    raw: dict[str, Any], layers: int = 2, recorder: Recorder = launched_and_recorded, left: Sequence[str] = (),
+    **options: Any,
+) -> ModelRunner:  # fmt: skip
+    """A model of this config.json with so many layers, which rehearses and records all of its steps. In `OnMeta`.
+
+    left: parts of names of weights that are not in FP8, if others are.
+    """
     dtype = torch.bfloat16 if has_bfloat16(GPU) else torch.float16
     config = replace(parse_config(raw | {"num_hidden_layers": layers}, "bfloat16"), dtype=dtype)
     length = config.max_position_embeddings
@@ -172,7 +177,11 @@ def start(
     assert resolved.max_model_len is not None
     said = config.quantization or (PER_CHANNEL if resolved.quantization else None)
     if said is not None and has_fp8(GPU):
-        model = fp8_transformer(config, resolved.max_model_len, None, GPU, said.block, is_projection)
+
+        def is_fp8(name: str) -> bool:
+            return is_projection(name) and not any(part in name for part in left)
+
+        model = fp8_transformer(config, resolved.max_model_len, None, GPU, said.block, is_fp8)
     else:
         model = Transformer(config, resolved.max_model_len).to(GPU)
     loaded = LoadedModel(model.eval(), config, frozenset({1}), Path())

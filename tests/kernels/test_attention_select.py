@@ -91,6 +91,21 @@ def test_bfloat16_before_ampere(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert dtype_in_use(None, torch.bfloat16, CUDA) == torch.bfloat16
 
 
+@pytest.mark.parametrize(("capability", "found"), [((7, 5), "float32"), ((8, 0), "bfloat16")])
+def test_gemma_is_never_in_float16(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capability: tuple[int, int], found: str
+) -> None:
+    """Its activations would be infinite, and every request would fail."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    caplog.set_level("INFO", logger="nanovllm")
+    for stored in torch.bfloat16, torch.float16:
+        assert str(dtype_in_use(None, stored, CUDA, exceeds_float16=True)) == f"torch.{found}"
+    assert ("are used in float32" in caplog.text) == (found == "float32")
+    if found == "float32":
+        with pytest.raises(ValueError, match=r"dtype='bfloat16': 'cuda' has no bfloat16 .*use 'float32'"):
+            dtype_in_use(torch.bfloat16, torch.bfloat16, CUDA, exceeds_float16=True)
+
+
 @pytest.mark.usefixtures("hopper")
 def test_flash_attn_without_the_library() -> None:
     with pytest.raises(ValueError, match=r"flash-attn-4 cannot be imported.*flash-attn 2 .*multiple of 256.*install"):

@@ -122,8 +122,9 @@ def test_no_request_waits_for_a_compiler_on_a_tuned_card(tmp_path: Path) -> None
         {"model": "Qwen3-30B-A3B", "raw": {"mlp_only_layers": [0, 1, 4]}, "max_num_seqs": 8, "max_model_len": 300},
         {"model": "Gemma-3-1B", "max_num_seqs": 8, "max_model_len": 1003},
         {"model": "Qwen3-8B-FP8", "max_num_seqs": 8, "max_model_len": 300},
+        {"model": "Qwen3-8B-FP8", "left": ["layers.4.mlp.down"], "max_num_seqs": 8, "max_model_len": 300},
     ],
-    ids=["dense", "guesses", "some layers with experts", "some layers with windows", "FP8"],
+    ids=["dense", "guesses", "some layers with experts", "some layers with windows", "FP8", "FP8 in some layers"],
 )
 def test_nothing_is_recorded_that_was_not_rehearsed(options: dict[str, Any]) -> None:
     """Kernels would be loaded in a recording, and libraries set up, which no recording survives. A rehearsal with few

@@ -92,6 +92,16 @@ def test_widening_linear(where: Where, num_tokens: int, tile: Tile, scales: str,
     assert error_of(found, expected) < ROUNDING[found.dtype]
 
 
+@pytest.mark.parametrize("kind", ["bias", pytest.param("gated", marks=pytest.mark.slow)])
+def test_a_layer_of_128_inputs_has_one_scale_for_many_rows(where: Where, kind: str) -> None:
+    """Blocks then have as many columns of scales as channels have: one."""
+    x, (weight, scale) = normal(where, 3, 128), weights(where[0], 256, 128, 64)
+    assert scale.shape == (4, 1)
+    bias = normal(where, 256, seed=3) if kind == "bias" else None
+    found = widening_linear(x, weight, scale, bias, tile=TILES[1], gated=kind == "gated")
+    assert error_of(found, truth(x, weight, scale, kind, bias)) < ROUNDING[found.dtype]
+
+
 @pytest.mark.parametrize("grouped", [True, False])
 def test_quantise_tokens(where: Where, grouped: bool) -> None:
     """To the nearest number, by the largest of a token or of 128 of its numbers. Zeros stay zeros."""
@@ -145,10 +155,11 @@ def test_block_linear(where: Where, num_tokens: int, rows: int, with_bias: bool)
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scales", ROWS)
+@pytest.mark.parametrize("inputs", [128, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fp8_linear(dtype: torch.dtype, scales: str, kind: str) -> None:
+def test_fp8_linear(dtype: torch.dtype, inputs: int, scales: str, kind: str) -> None:
     """Whatever computes it. For few tokens only sums are rounded; for more, in bf16, so is the input, to four bits."""
-    inputs, outputs = 1024, 768
+    outputs = 768
     weight, scale = weights("cuda", outputs, inputs, ROWS[scales])
     for num_tokens in (1, 16, 33, FEW_TOKENS, FEW_TOKENS + 1, 200, 700):
         x = normal(("cuda", dtype), num_tokens, inputs)

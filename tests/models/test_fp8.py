@@ -20,6 +20,7 @@ from nanovllm.models import loader
 from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model
 from nanovllm.models.transformer import Transformer
+from nanovllm.runner.warm_up import shortened
 from nanovllm.simulate.needs import read_architecture
 from tests import oracle
 from tests.fp8_checkpoints import BLOCK, CHANNEL, Layout, in_fp8, wide_qwen2, wide_qwen3
@@ -170,6 +171,19 @@ def test_ranks_have_the_scales_of_their_share(
         oracle.check_logits(found, hf_logits(widened))
         of_layer = {(wide_qwen3, 2): 3, (wide_qwen2, 2): 4, (wide_qwen2, 4): 3}.get((build, size), 0)
         assert num_kept == (3 * of_layer if kept else 0)
+
+
+def test_a_layer_that_is_left_out_is_rehearsed_as_well(has_fp8: None, checkpoints: Path) -> None:
+    """Its kernels are others, and a recording must not be the first to launch them."""
+    path, _ = in_fp8(wide_qwen3(checkpoints), "block", left=("layers.2.mlp.down_proj",))
+    model = load_model(path).model
+    with shortened(model):
+        assert len(model.layers) == 3
+    path, _ = in_fp8(wide_qwen3(checkpoints), "block")
+    model = load_model(path).model
+    with shortened(model):
+        assert len(model.layers) == 2
+    assert len(model.layers) == 3
 
 
 @pytest.mark.slow

@@ -118,6 +118,11 @@ def test_what_gemma_3_has_not_is_refused_by_name(config: dict[str, Any], told: s
         read_config(variant(checkpoints, "gemma3_text", config))
 
 
+def test_gemma_in_float16_is_refused(checkpoints: Path) -> None:
+    with pytest.raises(ValueError, match=r"dtype='float16': Gemma's activations exceed .* use 'bfloat16' or 'float32'"):
+        load_model(lively_gemma3(checkpoints), dtype=torch.float16)
+
+
 @pytest.mark.slow
 @torch.inference_mode()
 def test_gemma_in_half_precision_is_as_close_to_the_truth_as_hugging_face(checkpoints: Path) -> None:

@@ -39,7 +39,7 @@ def fp8_linear(
         layer = "gated" if gated else "partial" if partial else "plain"
         tile = choose_tile(x.device, min(len(x), FEW_TOKENS), layer, weight.numel())
         return widening_linear(x, weight, scale, bias, tile=tile, gated=gated, partial=partial)
-    grouped = scale.shape[1] > 1
+    grouped = len(scale) < len(weight)  # a scale for each block, and not for each channel
     small, x_scale = quantise_tokens(x, grouped=grouped)
     if grouped:
         y = block_linear(small, x_scale, weight, scale, bias, x.new_empty(len(x), len(weight)))

@@ -21,7 +21,7 @@ from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches, prefetch_l2, 
 MAX_TILE = 64  # tokens
 MAX_SPLITS = 4  # parts of a result; each is written and read in float32
 AHEAD = 2048  # bytes, of each column, that are asked for before the predecessor has finished
-GROUP = 128  # inputs of a scale, if a row has more than one
+GROUP = 128  # inputs of a scale, if scales are those of blocks
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def widening_linear(
     """
     num_tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    grouped = scale.shape[1] > 1
     rows = weight.shape[0] // scale.shape[0]
+    grouped = rows > 1  # by the rows: of 128 inputs, blocks have one column of scales as well
     tokens = min(MAX_TILE, max(16, triton.next_power_of_2(num_tokens)))
     grid = outputs // tile.columns, triton.cdiv(num_tokens, tokens)
     inner = GROUP if grouped else min(tile.inner, inputs & -inputs)
