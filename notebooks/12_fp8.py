@@ -423,7 +423,7 @@ for engine in (ContinuousBatchingEngine, FP8Engine):
 # That is what a kernel is for. It loads bytes, widens them in registers, and multiplies. Or it rounds the activations
 # too, and lets tensor cores multiply bytes by bytes, which they do at twice the rate of bf16. The engine has
 # [both kinds](../docs/kernels.md), in `nanovllm/kernels/fp8`. How much time a step gains with them depends on how many
-# sequences share it: see [what was measured](../docs/results.md#weights-in-fp8), and [how to use it](../docs/howto.md).
+# sequences share it: see [what was measured](../docs/results.md), and [how to use it](../docs/howto.md).
 #
 # And eight bits are not the least. With four bits a weight has 16 numbers. Such formats have a scale for each 16 or 32
 # weights, and the scales are bytes themselves.
