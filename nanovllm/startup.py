@@ -1,4 +1,4 @@
-"""What a start is made of: how long each part takes, in the log at level DEBUG; and imports that cost less."""
+"""Measures what a start is made of: the log says how long each part takes. And makes large imports cost less."""
 
 import gc
 import logging
@@ -20,16 +20,16 @@ def part_of_start(name: str) -> Iterator[None]:
 
 @contextmanager
 def large_imports() -> Iterator[None]:
-    """Within this context no garbage is collected, and later collections pass over what is there when it ends.
+    """Within this context no garbage is collected. Later collections pass over all objects that exist when it ends.
 
-    An import leaves next to no garbage. Yet while torch is imported, collections visit all that it has made so far,
-    again and again, for a tenth of the time; later, each full collection visits all of it. Nothing happens if torch has
-    been imported already, or if garbage is not collected anyway.
+    An import leaves next to no garbage. Yet while torch is imported, collections visit all objects made so far, again
+    and again, and this takes a tenth of the time. Later each full collection visits all of them. This context does
+    nothing if torch has been imported already, or if garbage collection is switched off.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
-    gc.collect()  # nobody would look for it later
+    gc.collect()  # for `freeze` would keep what is garbage now
     gc.disable()
     try:
         yield

@@ -1,15 +1,15 @@
 # %% [markdown]
 # # 12. FP8: what eight bits lose and gain
 #
-# A decode step takes as long as reading the weights takes, and the cache. Every number in them has two bytes. If each
-# had one, the step would be twice as fast, and the model would need half the memory.
+# On a GPU, a decode step takes at least as long as reading the weights and the KV cache takes. In bf16 every number in
+# them has two bytes. If each had one byte, half as much would be read, and the model would need half the memory.
 #
-# But one byte is 256 numbers, where bf16 has 65,536. Are they enough? You will see which 256 they are, what a **scale**
+# But one byte has 256 values, where bf16 has 65,536. Are they enough? You will see which 256 they are, what a **scale**
 # is for, who should share one, what a model loses, and what it gains. Real checkpoints of this kind have names such as
 # `Qwen3-8B-FP8`.
 #
 # This chapter is an *elective*: it stands on stage 5, and no other chapter stands on it. Its model is the one that you
-# know. Its weights are rounded when they are loaded.
+# know, with weights that are rounded while they are loaded. Rounding them like this is called **quantising** them.
 #
 # Beside this notebook open `stages/electives/fp8.py`; it holds the solutions of the exercises, so close it while you
 # write your own.
@@ -74,12 +74,12 @@ run = record(FP8Engine, **SMALL)
 swimlane(run.events, names=NAMES, title="FP8: who runs when")
 
 # %% [markdown]
-# The picture of stage 5. A linear layer has another linear layer in its place; scheduler, blocks and attention never
-# notice.
+# This is the picture of stage 5. Every linear layer has been replaced by one in FP8. Scheduler, blocks and attention do
+# not notice.
 #
 # ## What hurt
 #
-# What a decode step must read of the weights, in bf16 and with linear layers in FP8:
+# So much of the weights must be read in a decode step, in bf16 and with linear layers in FP8:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -90,14 +90,14 @@ print(f"bf16: {stored_bytes(half):10,} bytes, of which {in_layers / stored_bytes
 print(f"FP8:  {stored_bytes(eight):10,} bytes, {stored_bytes(eight) / stored_bytes(half):.0%} of it")
 
 # %% [markdown]
-# The head stays in bf16, here and in published checkpoints: it chooses the token, and no later layer smooths its
-# errors. For so small a model this one has a large vocabulary, and so a large head. Of 8 billion weights a head is a
-# small part.
+# The head stays in bf16, here and in published checkpoints: it chooses the token, and no later layer can smooth its
+# errors. A small model with a vocabulary as large as this one has a large head. Of 8 billion weights a head is a small
+# part.
 #
 # ## Guess first
 #
-# Each weight in the layers is replaced by one of 253 numbers, times a scale. By how many percent does the loss on
-# stories grow that the model has not seen?
+# Each weight in the layers is replaced by one of 253 numbers, times a scale. By how many percent does the loss change,
+# on stories that the model has not seen?
 
 # %%
 my_guess = None  # percent
@@ -111,11 +111,12 @@ found = judge(exact, {"exact": exact, "FP8": FP8Engine(STORY_MODEL, **POOL)}, te
 compare(my_guess, 100 * abs(found["FP8"].loss / found["exact"].loss - 1), "percent, up or down")
 
 # %% [markdown]
-# It is too little to be seen without care. How can that be?
+# That is next to nothing. How can that be?
 #
 # ## A byte by hand
 #
-# A byte of the format **e4m3** is a sign, 4 bits of exponent and 3 bits of mantissa:
+# A byte of the format **e4m3** has a sign, 4 bits of exponent and 3 bits of mantissa. It stands for
+# (1 + mantissa / 8) x 2^(exponent - 7), with the sign, unless the exponent is 0. Check a few of these bytes by hand:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -127,9 +128,12 @@ for byte in (0, 1, 7, 8, 9, 55, 56, 57, 126, 127, 184):
 print(len(set(values[~values.isnan()].tolist())), "different numbers, up to", values.nan_to_num(0).max().item())
 
 # %% [markdown]
-# A larger exponent by one is twice the number. Exponent 0 is a special case, as in every floating-point format: it
-# leaves the leading one out, so that there is a zero. Here are all the numbers on a line, and below them the weights
-# of a layer. Their scale was chosen so that the largest of them becomes 448:
+# If the exponent is larger by one, the number is twice as large. Exponent 0 is a special case, as in every
+# floating-point format: the one before the mantissa is left out, so that there is a zero. 256 bytes make 253 numbers,
+# because two bytes are zero and two are NaN.
+#
+# Here are all the numbers on a line, and below them the weights of a layer, divided by a scale. The scale was chosen so
+# that the largest weight becomes 448:
 
 # %%
 weight = exact.model.layers[3].mlp.up_proj.weight
@@ -137,8 +141,8 @@ scale = quantize(weight, block_of("tensor", weight))[1]
 numbers_picture(weight / scale, "All numbers of e4m3, and weights that will be rounded to them")
 
 # %% [markdown]
-# Most numbers lie near zero, and there most weights lie as well. Now the same by octaves: how many numbers are there
-# from each power of two to the next?
+# Most numbers lie near zero, and so do most weights. Now the same by octaves. An **octave** goes from a power of two to
+# the next: how many numbers does each have?
 
 # %%
 octaves_picture(
@@ -146,15 +150,15 @@ octaves_picture(
 )
 
 # %% [markdown]
-# Eight numbers per octave, in 15 octaves, and then they thin out. So the *relative* error is the same whether a weight
-# is large or small: at most a sixteenth. That is what floating point means. And so the scale does not make weights more
-# exact. It moves them into the range.
+# There are eight numbers per octave, in 15 octaves. Below these, they thin out. So the *relative* error of a weight is
+# at most a sixteenth, whether the weight is large or small. That is what floating point means. And that is why a scale
+# does not make weights more exact: it moves them into the range.
 #
 # ## Guess again
 #
 # Round all weights in the layers. What is the RMS error, as a share of the weights' own RMS? Guess it for e4m3 with a
-# scale for each tensor. And is it smaller for `int8`: 255 whole numbers, equally far from each other, with the same
-# scales?
+# scale for each tensor. Guess also whether it is smaller for `int8`: 255 whole numbers, equally far from each other,
+# with the same kinds of scales.
 
 # %%
 my_guess = None  # percent
@@ -170,13 +174,13 @@ for kind, (e4m3, int8) in errors.items():
     print(f"{kind:10} {e4m3:7.2%} {'' if int8 != int8 else f'{int8:7.2%}'}")
 
 # %% [markdown]
-# Two surprises. First, `int8` is *better*: these weights have about one size, so most of the octaves of e4m3 are never
-# used. And second, e4m3 does not care who shares a scale. Even without any it is nearly as good: these weights happen
-# to lie within its range. The steps of `int8` are as wide as the largest weight says, so each weight is better off with
-# a scale that few others share.
+# Two surprises. First, `int8` is *better*: most of these weights lie in a few octaves, so the other octaves of e4m3 are
+# of no use. Second, for e4m3 it hardly matters who shares a scale. Even without a scale it is nearly as good, because
+# these weights happen to lie within its range. For `int8` it matters: the largest weight decides how wide all steps
+# are, so a scale that few weights share is better.
 #
-# Why FP8, then? Round what the layers *see*, with a scale for each token. *Largest* is how much larger than a token's
-# RMS its largest number is:
+# Why FP8, then? Because of the *inputs* of the layers. Round them, with a scale for each token. The column "largest"
+# says how many times larger than the RMS of a token its largest number is:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -185,15 +189,20 @@ for kind, (largest, e4m3, int8) in activation_errors(exact, texts[:4]).items():
     print(f"{kind:10} {largest:8.1f} {e4m3:7.2%} {int8:7.2%}")
 
 # %% [markdown]
-# `down_proj` sees the product of two vectors, and that has outliers. There the sides change: the steps of `int8` are
-# too wide for all the small numbers. In large models the inputs of other layers look like that, too. So whoever rounds
-# activations as well as weights needs octaves. And NVIDIA's tensor cores have multiplied e4m3 by e4m3 since 2022.
+# The input of `down_proj` is a product of two vectors, and has outliers. Here e4m3 is better: the steps of `int8` are
+# too wide for all the small numbers. In large models the inputs of other layers have outliers too (Dettmers et al.,
+# below). So whoever rounds activations as well as weights needs many octaves. And NVIDIA's tensor cores have multiplied
+# e4m3 by e4m3 since 2022.
 #
 # ## Who shares a scale
 #
-# Three layouts are in use. A scale for the whole **tensor**. One for each output **channel**, which is a row of the
-# weight; compressed-tensors calls them `weight_scale`. Or one for each **block** of 128 x 128, as DeepSeek's and Qwen's
-# own checkpoints have them; there they are called `weight_scale_inv`, and are multiplied by all the same:
+# Three layouts are in use:
+#
+# - one scale for the whole **tensor**;
+# - one for each output **channel**, which is a row of the weight. Checkpoints of the library compressed-tensors call
+#   these scales `weight_scale`;
+# - one for each **block** of 128 x 128 weights. DeepSeek's and Qwen's own checkpoints have these. They call them
+#   `weight_scale_inv`, and yet the weights are multiplied by them.
 
 # %%
 scales_picture(weight, KINDS, "The scales of one weight")
@@ -214,15 +223,16 @@ for kind in KINDS:
 source(e4m3_values)
 
 # %% [markdown]
-# The scales. All three layouts are blocks: one of the whole tensor, some of one row, or some of 128 x 128.
+# The scales. All three layouts are blocks: one block that is the whole tensor, blocks of one row each, or blocks of
+# 128 x 128.
 
 # %%
 # NBVAL_CHECK_OUTPUT
 source(quantize)
 
 # %% [markdown]
-# And the layer. It can round its inputs as well, which is called W8A8: each token gets a scale of its own, at each
-# step. So no token is rounded by what another one looks like.
+# And the layer. It can round its inputs as well, which is called W8A8 (weights of 8 bits, activations of 8 bits). Then
+# each token gets scales of its own, at each step. So what the other tokens look like does not matter to a token.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -231,8 +241,8 @@ source(FP8Linear.forward)
 # %% [markdown]
 # ## Is it right?
 #
-# The outputs need not be those of the model in bf16. They must be those of a model that *has* the rounded weights. So
-# save these in float32, and let transformers load them:
+# The outputs need not be those of the exact model. They must be those of a model that *has* the rounded weights. So
+# save the rounded weights in float32, and let transformers load them:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -245,8 +255,9 @@ for name, ours, theirs in zip(NAMES, run.outputs, expected, strict=True):
 # %% [markdown]
 # ## What is lost
 #
-# Twelve beginnings of stories, read by each model. *Error* is that of the logits, as a share of their standard
-# deviation. *Same token* is how often the most likely token is that of the exact model.
+# Each model reads twelve beginnings of stories. "Error" is the RMS error of the logits, as a share of their standard
+# deviation. "Same token" is how often the most likely token is that of the exact model. The last two rows add to blocks
+# first rounded inputs, then a rounded KV cache.
 
 # %%
 options = {f"weights, by {kind}": {"scales": kind} for kind in KINDS}
@@ -262,8 +273,8 @@ for name, j in losses.items():
 # The logits are off by a few percent, and the loss hardly moves: the errors of 6 million weights point in all
 # directions, and mostly cancel.
 #
-# The cache has no scale at all, which is also what vLLM does unless it is given one. Keys and values are rounded as
-# they come. That is good as long as they lie within the range:
+# The cache has no scale at all. (vLLM's has none either, unless it is given one.) Keys and values are rounded as they
+# come, which is good as long as they lie within the range:
 
 # %%
 full = ContinuousBatchingEngine(STORY_MODEL, **POOL)
@@ -279,8 +290,8 @@ source(FP8KVCache.attend)
 # %% [markdown]
 # ## Does it tell the same stories?
 #
-# At 99 of 100 positions both models would choose the same token. Let both continue twelve stories by 100 tokens. How
-# many of these texts are the same to their last token?
+# At 99 of 100 positions both models would choose the same token. Let both continue twelve stories by 100 tokens each.
+# How many of the twelve texts are the same to their last token?
 
 # %%
 my_guess = None  # texts
@@ -302,16 +313,16 @@ print("exact:", tokenizer.decode(ours[at : at + 25]))
 print("FP8:  ", tokenizer.decode(theirs[at : at + 25]))
 
 # %% [markdown]
-# One different token is enough for another story, and each of a hundred tokens is a chance. Neither story need be
+# One different token is enough for another story, and each of a hundred tokens can be the one. Neither story need be
 # worse. So do not judge a quantised model by whether its greedy texts are the same. Judge it by its loss, and by its
 # errors beside the exact model on the *same* text.
 #
 # ## An outlier
 #
 # Large models have outliers: a few channels that are many times larger than the others. Plant one, without changing
-# what the model computes: in each layer, make one row of `up_proj` larger by a factor, and the column of `down_proj`
-# that it meets smaller by as much. If the whole tensor shares a scale, all other weights now become small. `int8` has
-# nothing left for them when the factor is about 2⁷. And e4m3?
+# what the model computes. In each layer, make one row of `up_proj` larger by a factor, and the column of `down_proj`
+# that it meets smaller by the same factor. If the whole tensor shares a scale, all other weights become small. `int8`
+# has nothing left for them when the factor is about 2⁷. At which factor does that happen to e4m3?
 
 # %%
 my_guess = None  # the power of two at which a scale per tensor fails
@@ -342,10 +353,10 @@ picture
 
 # %% [markdown]
 # e4m3 has 15 octaves, and three rough ones below. So it bears what `int8` does not. But at 2²⁰ a scale per tensor
-# rounds all other weights to zero. A scale per channel never notices, since the outlier has one to itself.
+# rounds all other weights to zero. With a scale per channel nothing is lost, since the outlier has a scale to itself.
 #
-# And if the outlier is a channel of the *input*? It is in every row then. The same is planted into the projections
-# before attention, and the norm before them undoes it:
+# And if the outlier is a channel of the *input*? Then a part of it is in every row. This is a column of the projections
+# before attention that is larger by a factor, and the norm before them undoes it:
 
 # %%
 for where, power in (("row", 16), ("row", 20), ("column", 16), ("column", 20)):
@@ -356,15 +367,15 @@ for where, power in (("row", 16), ("row", 20), ("column", 16), ("column", 20)):
     print(f"an outlier of 2^{power} in a {where + ':':7}  loss", ", ".join(found.values()))
 
 # %% [markdown]
-# Against a column blocks are best: the weight has two of them side by side, and only one has the outlier. Against a row
-# channels are. No kind is always best. But outliers of real weights are nowhere near as large. So with e4m3 all three
-# are good, and speed may choose: a scale per channel can wait until after the product (why?), and a scale per block
-# cannot.
+# Against a row, channels are best. Against a column, blocks lose least: the weight has two of them side by side, and
+# only one has the outlier. So no kind is always best. But it takes an outlier of more than 2¹⁶ to tell the three apart.
+# Short of that all are good with e4m3, and speed may choose: a scale per channel can wait until after the product
+# (why?), and a scale per block cannot.
 #
 # ## What is gained
 #
-# Bytes. So how long does a decode step take that must read them? Take the numbers of Qwen3-8B, and the rate at which a
-# plain read kernel was measured to read on an H200:
+# Bytes. How long does a decode step take at least, if it must read them? Take the sizes of Qwen3-8B, and the rate at
+# which a plain read kernel was measured to read on an H200:
 
 # %%
 big = read_config(ROOT / "benchmarks" / "shapes" / "Qwen3-8B")
@@ -389,11 +400,11 @@ for (sequences, context), name in zip(loads, names, strict=True):
     print(f"{name:17}", ", ".join(f"{n / 1e9 / sequences:6.3f} GB" for n in numbers), "read per token")
 
 # %% [markdown]
-# For one user the weights are nearly all, so FP8 weights gain nearly a factor of two. For many users the cache is
-# nearly all, and FP8 weights gain little; then the cache must shrink. And its other gain is room: the same memory
-# holds twice as many tokens, so more sequences share a step.
+# For one user nearly all bytes are weights, so FP8 weights save nearly half of the reading. For 64 users most bytes are
+# cache, and FP8 weights save little: then the cache must shrink. A cache in FP8 also has room for twice as many tokens
+# in the same memory, so more sequences can share a step.
 #
-# That is what *must* be read. Does this engine, on this machine, gain it?
+# That is what *must* be read. Does this engine, on this machine, gain the time?
 
 # %%
 for engine in (ContinuousBatchingEngine, FP8Engine):
@@ -409,12 +420,13 @@ for engine in (ContinuousBatchingEngine, FP8Engine):
 #
 # ## What still hurts
 #
-# That is what a kernel is for. It loads bytes, widens them in registers, and multiplies; or it rounds the activations,
-# too, and lets tensor cores multiply bytes by bytes, at twice the rate of bf16. The engine's are in
-# `nanovllm/kernels/fp8`.
+# That is what a kernel is for. It loads bytes, widens them in registers, and multiplies. Or it rounds the activations
+# too, and lets tensor cores multiply bytes by bytes, which they do at twice the rate of bf16. The engine has
+# [both kinds](../docs/kernels.md), in `nanovllm/kernels/fp8`. How much time a step gains with them depends on how many
+# sequences share it: see [what was measured](../docs/results.md), and [how to use it](../docs/howto.md).
 #
-# And eight bits are not the least. With four bits a weight has 16 numbers, and there it matters very much who shares a
-# scale: formats of four bits have one for each 16 or 32 weights, and the scales are bytes themselves.
+# And eight bits are not the least. With four bits a weight has 16 numbers. Such formats have a scale for each 16 or 32
+# weights, and the scales are bytes themselves.
 #
 # ## Your turn
 #
@@ -440,10 +452,10 @@ list_exercises("fp8")
 #
 # `make elective-fp8-mutants` shows what goes wrong when one of these is *almost* right.
 #
-# **To think about.** (a) With a scale per channel, `F.linear(x, bytes) * scale` is what you wrote. Why is it not with
-# blocks? What would it save? (b) Why is the scale of a token's activations found at each step, and that of a weight
-# once? (c) A head has keys up to 600. What does this cache make of them, and what would you add to it? (d) Load the
-# rounded model of "Is it right?", and round it again. What changes?
+# **To think about.** (a) With a scale per channel, `F.linear(x, bytes) * scale` gives what your layer gives. Why does
+# it not with a scale per block? What would it save? (b) Why are the scales of activations found at each step, and those
+# of a weight once? (c) A head has keys up to 600. What does this cache make of them, and what would you add to it? (d)
+# Load the rounded model of "Is it right?", and round it again. What changes?
 #
 # ## Further reading
 #
@@ -451,8 +463,8 @@ list_exercises("fp8")
 #   has no infinity.
 # - Dettmers et al., [LLM.int8()](https://arxiv.org/abs/2208.07339), 2022. Which outliers large models have, and that
 #   they are in few channels of the activations.
-# - Xiao et al., [SmoothQuant](https://arxiv.org/abs/2211.10438), 2022. The trick of this chapter's planted outliers,
-#   backwards: it moves them from activations into weights.
+# - Xiao et al., [SmoothQuant](https://arxiv.org/abs/2211.10438), 2022. It moves outliers from activations into weights,
+#   by the same trick that plants them in this chapter.
 # - DeepSeek-AI, [DeepSeek-V3 Technical Report](https://arxiv.org/abs/2412.19437), 2024. Section 3.3: blocks of
 #   128 x 128, and activations by token and 128 columns.
 # - In vLLM: `vllm/model_executor/layers/quantization/fp8.py`, and `compressed_tensors/` beside it.

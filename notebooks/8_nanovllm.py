@@ -146,7 +146,7 @@ compare(my_guess, len(files), "files")
 print(" -> ".join(files))
 
 # %% [markdown]
-# [An afternoon in the engine](../docs/afternoon.md) leads through fifteen of the files, each with the question that it
+# [An afternoon in the engine](../docs/afternoon.md) leads through fourteen of the files, each with the question that it
 # answers. This chapter follows one request along the same path and stops at six of them: `engine/engine.py` and
 # `engine/scheduler.py`, `workers/executor.py`, `runner/model_runner.py`, `runner/batch.py` and `sampling/sampler.py`.
 # What lies below, the model and the attention, has the same two calls as in the stages,

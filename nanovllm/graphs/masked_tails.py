@@ -1,9 +1,9 @@
 """The tail of a decode step with masks, recorded apart from its model.
 
 Where grammars say which tokens may come next, the host knows the masks only when the model of the step runs already. So
-such a step is two recordings. One is of `decode_steps.py`, and leaves logits. The other draws from these logits anew,
-once the masks are there. It reads rows, positions and logits where the model's recording of the same size has them, and
-is padded as that was.
+such a step is two recordings. The first is one of `decode_steps.py`, and leaves logits. The second draws from these
+logits again, once the masks are there. It reads rows, positions and logits where the first recording of the same size
+has them, and has the same padding.
 """
 
 from bisect import bisect_left
@@ -23,21 +23,23 @@ from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled
 
 # What is recorded: from the rows and positions [2, B] of a recorded decode step, the rows [B] that get masks, and their
-# masks [B, W], all int32 on the device, to what the step sampled. If fewer rows get masks, the scratch row is the rest.
+# masks [B, W], all int32 on the device, to what the step sampled. If fewer than B rows get masks, the others of these B
+# are the scratch row.
 MaskedTail = Callable[[Tensor, Tensor, Tensor], Sampled]
 
-COPIES = 2  # masks follow from the tokens of the step before, so only a step that was given up may still be under way
+COPIES = 2  # masks need the tokens of the step before, so no other step but one that was given up can be under way
 
 
 class MaskedTails:
-    """A recording for each size of `decodes` that a step with one token per sequence can need.
+    """Recordings of `tail`, one for each size of `decodes` that a step with one token per sequence can need.
 
-    width: W, the words of a mask.
+    width: W, the words of 32 bits in a mask.
     """
 
     def __init__(self, decodes: DecodeSteps, tail: MaskedTail, width: int, recorder: Recorder) -> None:
         self.scratch_row, self.width = decodes.scratch_row, width
-        self.sizes = [size for size in decodes.sizes if size <= self.scratch_row]  # so many rows are no scratch
+        # No step has more sequences than there are rows before the scratch row.
+        self.sizes = [size for size in decodes.sizes if size <= self.scratch_row]
         length, device = self.sizes[-1] * (1 + width), decodes.token_ids.device
         self._words = torch.zeros(length, dtype=torch.int32, device=device)  # of any size: rows [B], then masks [B, W]
         self._host = host_buffers(length, COPIES, device)
@@ -53,14 +55,16 @@ class MaskedTails:
         return all(s.sample and s.num_tokens == 1 for s in scheduled)
 
     def replay(self, num_tokens: int, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> Sampled:
-        """Draw the tokens of the decode recording that was replayed last. masks [M, W] of the sequences in `rows`; the
-        sequences in other rows draw the same tokens as before."""
+        """Draw again the `num_tokens` tokens of the decode recording that was replayed last.
+
+        masks [M, W]: of the sequences in `rows`. The sequences in other rows draw the same tokens as before.
+        """
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         self._load(size, rows, masks)
         return self._replays[size]().at(slice(num_tokens))
 
     def _load(self, size: int, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
-        """Send rows and masks to the device, in one copy. Masks behind them are left over, and the scratch row's."""
+        """Send rows and masks to the device, in one copy. Masks of an earlier step may follow: for the scratch row."""
         length = size + masks.size
         host = next(self._host)[:length]
         array: npt.NDArray[Any] = host.numpy()

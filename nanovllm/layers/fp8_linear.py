@@ -1,7 +1,7 @@
-"""Linear layers whose weights are in FP8: half the bytes of bf16, and so up to half the time of a step of few tokens.
+"""Linear layers whose weights are in FP8, which has half the bytes of bf16.
 
 A weight is its stored value, an e4m3 number of 8 bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022),
-times a scale in float32. A scale is for one output channel, or for some rows by 128 columns.
+times a scale in float32. An output channel shares a scale, or a block of R x C weights does.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from nanovllm.layers.linear import Linear, MergedLinear, silu_and_mul
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-GRAIN = 128, 64  # what the inputs of a layer, and the outputs of each part, are a multiple of, or kernels cannot run
+GRAIN = 128, 64  # for the kernels, a layer's inputs are a multiple of the first, each part's outputs of the second
 
 
 def widen(weight: Tensor, scale: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_stay(layer: Linear) -> bool:
-    """Whether the kernels can read such a layer's weights in FP8."""
+    """Whether the kernels can read the weights of `layer` in FP8, by its sizes."""
     return layer.weight.shape[1] % GRAIN[0] == 0 and all(rows % GRAIN[1] == 0 for rows in parts_of(layer))
 
 
@@ -46,14 +46,15 @@ def parts_of(layer: Linear) -> list[int]:
 
 
 class Fp8Linear(Linear):
-    """weight [out, in] in FP8, scale [out / R, in / C] float32, uninitialised: the loader fills them.
+    """A linear layer with its weight in FP8: weight [out, in], scale [out / R, in / C] float32. The loader fills both.
 
-    block: rows and columns of a scale in the checkpoint; None: R = 1 and C = in. A part of a layer, and a rank's share,
-    may begin within a block. So R and C are the largest sizes that divide all of them, and no scale is rounded.
+    block: the rows and columns that share a scale in the checkpoint; None: R = 1 and C = in. A part of a layer, and a
+    rank's share, may begin within a block. So R is the largest size that divides the block's rows and the outputs of
+    all parts, and C is the same for the columns. Each cell of R x C then has one scale, the checkpoint's own.
     """
 
     def __init__(self, layer: Linear, block: tuple[int, int] | None) -> None:
-        """In the place of `layer`, on its device. That layer's weights are not looked at."""
+        """Make what takes the place of `layer`, on its device. The values of its weights do not matter."""
         nn.Module.__init__(self)
         outputs, inputs = layer.weight.shape
         rows, columns = (1, inputs) if block is None else (gcd(block[0], *parts_of(layer)), gcd(block[1], inputs))
@@ -76,8 +77,8 @@ class Fp8MergedLinear(Fp8Linear, MergedLinear):
         self.parts = layer.parts
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """The name of each tensor of the checkpoint ("q_proj.weight", and "q_proj.scale" for its scales, whatever the
-        checkpoint calls them), and the rows of our parameter that it fills."""
+        """The name of each tensor of the checkpoint, and the rows of our parameter that it fills. The scales of
+        "q_proj.weight" are called "q_proj.scale" here, whatever the checkpoint calls them."""
         for kind, parameter in self.named_parameters():
             share = len(self.weight) // len(parameter)
             rows = parameter.split([outputs // share for outputs in self.parts.values()])
@@ -89,6 +90,6 @@ class Fp8MergedLinear(Fp8Linear, MergedLinear):
 
 
 def fp8_kernel(x: Tensor) -> Callable[..., Tensor] | None:
-    """Our kernel for x [T, in]; None where it cannot run, or x is in float32: there the library is used, as for others,
-    on weights that are widened each time."""
+    """Our kernel for x [T, in], or None where it cannot run or x is in float32. Without it the library multiplies, by
+    weights that are widened at each step."""
     return None if x.dtype == torch.float32 else kernels.fused_kernels(x.device).fp8_linear

@@ -1,7 +1,7 @@
-"""Weights in FP8 on their way from a checkpoint into a model: kept as they are, or widened.
+"""Weights in FP8 on their way from a checkpoint into a model: they stay in FP8, or are widened.
 
-What is read is a part of a weight, a rank's share, and the scales that belong to it. A part may begin anywhere in a
-block: each row and column has the scale of the block that it lies in.
+A rank reads its share of a weight, and the scales of that share. A share may begin anywhere in a block, so the scale of
+a row and a column is looked up by the block in which they lie.
 """
 
 import logging
@@ -40,11 +40,11 @@ class Whole:
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """A weight [out, in] in FP8 with its scales, read like a tensor of safetensors (`get_slice`).
+    """A weight [out, in] in FP8 with its scales. An index reads a part of it, widened to float32, on the device of the
+    scales. The interface is that of a slice of safetensors (`get_slice`).
 
-    What is read is widened to float32, on the device of the scales.
-
-    values: read like such a tensor, too. scale: [ceil(out / rows), ceil(in / columns)] float32.
+    values: the stored values [out, in], with the same interface. scale: [ceil(out / rows), ceil(in / columns)] float32.
+    rows, columns: how many of each share a scale.
     """
 
     values: Any
@@ -54,7 +54,7 @@ class Fp8Weight:
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
-        """Quantised here, by output channel."""
+        """Quantise a weight [out, in], with a scale per output channel."""
         values, scale = quantise(weight)
         return cls(Whole(values), scale, 1, weight.shape[1])
 
@@ -72,7 +72,8 @@ class Fp8Weight:
         return part.float() * self.scales(index, 1, 1)
 
     def scales(self, index: Index, rows: int, columns: int) -> Tensor:
-        """The scales of a part, one for so many of its rows and columns: where each of these cells begins."""
+        """The scales of a part of the weight, which is cut into cells of `rows` x `columns`: for each cell the scale of
+        the block in which it begins."""
         by_row, by_column = ((*index, slice(None)) if isinstance(index, tuple) else (index, slice(None)))[:2]
         outputs, inputs = self.get_shape()
         row = torch.arange(outputs)[by_row][::rows] // self.rows
@@ -82,7 +83,7 @@ class Fp8Weight:
 
 @dataclass(frozen=True)
 class ScalesOf:
-    """The scales of a weight, read by the same index as the weight."""
+    """The scales of a weight, in cells of `rows` x `columns`, read by the same index as the weight."""
 
     weight: Fp8Weight
     rows: int
@@ -102,10 +103,12 @@ def fp8_transformer(
     c: ModelConfig, max_model_len: int, group: Group | None, device: torch.device,
     block: tuple[int, int] | None, is_fp8: Callable[[str], bool],
 ) -> Transformer:  # fmt: skip
-    """`Transformer` on `device`, with `Fp8Linear` for each linear layer of which all weights are in FP8.
+    """`Transformer` on `device`, with an `Fp8Linear` for each linear layer that can stay in FP8. No weight is filled.
 
-    is_fp8: whether the weight of this name is, by the names of checkpoints. The weights of no layer are ever on the
-    device in 16 bits: such a model may be too large for it. (Layers hold parameters alone, so none is lost on "meta".)
+    block: as in `Fp8Format`. is_fp8: whether the weight of this name (as checkpoints have it) is in FP8.
+
+    The device never holds such a layer in 16 bits: the model may be too large for that. So layers are first made on
+    "meta", where nothing is lost, because they hold parameters alone.
     """
     with device:
         model = Transformer(replace(c, num_hidden_layers=0), max_model_len, group)
@@ -128,7 +131,7 @@ def fp8_transformer(
 
 
 def names_of(path: str, layer: Linear) -> Iterator[str]:
-    """What checkpoints call a layer, or its parts."""
+    """The names that checkpoints have for a layer, or for the parts of a merged one."""
     if not isinstance(layer, MergedLinear):
         yield path
         return
@@ -137,7 +140,7 @@ def names_of(path: str, layer: Linear) -> Iterator[str]:
 
 
 def is_projection(name: str) -> bool:
-    """Whether a weight is one of those that are quantised here: neither head nor embedding, norm or router."""
+    """Whether `quantization="fp8"` quantises a weight: it is not of the head, the embedding, a norm or a router."""
     return name.endswith("_proj.weight")
 
 
@@ -145,8 +148,8 @@ def is_projection(name: str) -> bool:
 
 
 def with_scales(found: dict[str, Any], said: Fp8Format, device: torch.device) -> tuple[dict[str, Any], list[str]]:
-    """`found` (name to `loader.Stored`) with an `Fp8Weight` for each weight in FP8 and its scales; and what is wrong
-    with scales. device: of the model."""
+    """`found` (name to `loader.Stored`), where an `Fp8Weight` takes the place of each weight in FP8 and its scales; and
+    complaints about scales. device: of the model."""
     found, complaints = dict(found), list[str]()
     in_fp8 = [name for name, stored in found.items() if is_fp8_matrix(name, stored.header())]
     for name in in_fp8:
@@ -171,7 +174,7 @@ def is_fp8_matrix(name: str, header: Any) -> bool:
 
 
 def fill(views: dict[str, Tensor], name: str, weight: Fp8Weight, read: Callable[[Any], Tensor]) -> None:
-    """Copy a weight, or the part of it that `read` gives, to its place. If that is in FP8, the scales as well."""
+    """Copy the part of a weight that `read` gives to its place in `views`; if that is in FP8, copy the scales too."""
     place = views[name]
     if place.dtype != FP8:
         place.copy_(read(weight))

@@ -1,14 +1,14 @@
-"""What config.json says of quantised weights. Read are weights in FP8 (e4m3), each with the scales that widen it.
+"""What config.json says of quantised weights: which layout of FP8 (e4m3) they have, if it is one that can be read.
 
-Two layouts are understood. Both have, beside the `weight` [out, in] of a linear layer, a tensor of scales in floating
-point, and a weight is its stored value times its scale.
+There are two such layouts. In both, a linear layer has a tensor of scales beside its `weight` [out, in], and a weight
+is its stored value times its scale.
 
 - Qwen's and DeepSeek's own, quant_method "fp8" ("DeepSeek-V3 Technical Report", 2024): `weight_scale_inv` has a scale
-  for each block of 128 x 128. (The "inverse" is that of the factor by which the weights were multiplied.)
+  for each block of 128 x 128. (The scale is the inverse of the factor by which the weights were multiplied.)
 - compressed-tensors, format "float-quantized": `weight_scale` [out, 1] has a scale for each output channel.
 
-Which layers are in FP8, the dtypes in the files say. Activations are quantised by what they are at the moment
-("dynamic"), if at all. Everything else is refused by name.
+The dtypes in the files say which layers are in FP8. Activations may be quantised with scales that are found at each
+step ("dynamic"). Everything else is refused, and the error names the key.
 """
 
 from collections.abc import Mapping
@@ -24,18 +24,25 @@ REMEDY = "use an unquantised checkpoint, which quantization='fp8' quantises"
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """scale: name of the scales, in the place of "weight". block: rows and columns of a scale; None: a row each."""
+    """A layout of weights in FP8.
+
+    scale: the name that the scales have, in the place of "weight". block: the rows and columns that share a scale;
+    None: each row has a scale.
+    """
 
     scale: str
     block: tuple[int, int] | None
 
 
-PER_CHANNEL = Fp8Format("weight_scale", None)  # also that of what is quantised here
+PER_CHANNEL = Fp8Format("weight_scale", None)  # also of weights that are quantised while they are loaded
 PER_BLOCK = Fp8Format("weight_scale_inv", (BLOCK, BLOCK))
 
 
 def parse_quantization(raw: Mapping[str, Any]) -> Fp8Format | None:
-    """None: the weights are not quantised. Raises ValueError for what is not understood, with key, value and remedy."""
+    """The layout of the weights; None: they are not quantised.
+
+    Raises ValueError for any other layout, with the key, its value and a remedy.
+    """
     said = raw.get("quantization_config")
     if said is None:
         return None
@@ -59,13 +66,14 @@ def parse_quantization(raw: Mapping[str, Any]) -> Fp8Format | None:
 
 
 def expect(said: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> None:
+    """Raise ValueError if a key of `wanted` has another value in `said`. where: what leads to `said`, for the error."""
     for key, value in wanted.items():
         if said.get(key) != value:
             raise refusal(f"{where}{key}", said.get(key), repr(value))
 
 
 def refuse_transforms(said: Mapping[str, Any]) -> None:
-    """compressed-tensors can say that weights are sparse, or rotated. Empty objects say that they are not."""
+    """Raise ValueError if weights are sparse or rotated, as compressed-tensors can say. Empty objects say neither."""
     if said.get("transform_config"):
         raise refusal("transform_config", said["transform_config"], "none")
     sparsity = said.get("sparsity_config") or {}

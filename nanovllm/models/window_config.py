@@ -1,8 +1,8 @@
 """What config.json says of sliding windows: how far back each layer looks (Beltagy et al., "Longformer", 2020; Jiang et
 al., "Mistral 7B", 2023).
 
-The families differ in which layers have the window, in the key that switches it on, and in its default. All that is
-data, in `models/config.py`. What is decided here is what Hugging Face's classes decide.
+The families differ in which layers have a window, in whether config.json has to switch it on, and in its default. All
+that is data, in `models/config.py`. The functions here decide what Hugging Face's classes decide.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,18 +20,21 @@ LIMITED, FULL = "sliding_attention", "full_attention"  # in `layer_types`
 class WindowKeys(NamedTuple):
     """What a family makes of the keys in config.json."""
 
-    # Layers with the window. "always": every one, whatever `layer_types` says. The others are for where there is no
-    # such list. "all": every one. "upper": those from `max_window_layers` on. "alternate": every other one of those
-    # below that, from the first on. "pattern": all but every `sliding_window_pattern`-th
+    # Which layers have a window. "always": every layer, whatever `layer_types` says. The other rules hold where
+    # config.json has no `layer_types`. "all": every layer. "upper": layers from `max_window_layers` on. "alternate":
+    # every other layer below `max_window_layers`, from the first on. "pattern": all but every
+    # `sliding_window_pattern`-th layer
     layers: Literal["always", "all", "upper", "alternate", "pattern"] = "upper"
-    has_switch: bool = True  # whether the window counts only with `use_sliding_window`
-    default: int | None = 4096  # where the key is absent; null is no window
+    has_switch: bool = True  # whether windows count only with `use_sliding_window`
+    default: int | None = 4096  # of `sliding_window`, where the key is absent; null is no window
 
 
 def parse_windows(raw: Mapping[str, Any], keys: WindowKeys | None, max_positions: int) -> tuple[int, ...]:
-    """For each layer how many keys a query sees at most, its own included; 0 is all that a text can have.
+    """The window of each layer: how many keys a query sees at most, its own included. 0 is no limit.
 
-    Raises ValueError for kinds of layers that are not known, and for windows that are no positive number.
+    keys: of the family; None: its layers have no windows. max_positions: tokens of the longest text.
+
+    Raises ValueError for kinds of layers that are not known, and for a window that is no positive number.
     """
     window = sliding_window(raw, keys)
     limited = [kind == LIMITED for kind in layer_types(raw, keys)]
@@ -44,7 +47,7 @@ def parse_windows(raw: Mapping[str, Any], keys: WindowKeys | None, max_positions
 
 
 def sliding_window(raw: Mapping[str, Any], keys: WindowKeys | None) -> int | None:
-    """What the layers have that have a window. None: it is not switched on, or null."""
+    """The window of those layers that have one. None: windows are not switched on, or the window is null."""
     if keys is None or (keys.has_switch and not raw.get("use_sliding_window")):
         return None
     window: int | None = raw.get("sliding_window", keys.default)
@@ -52,7 +55,7 @@ def sliding_window(raw: Mapping[str, Any], keys: WindowKeys | None) -> int | Non
 
 
 def layer_types(raw: Mapping[str, Any], keys: WindowKeys | None) -> list[str]:
-    """The kind of each layer: "full_attention", or "sliding_attention"."""
+    """The kind of each layer: "full_attention" or "sliding_attention". Raises ValueError as `parse_windows`."""
     layers, listed, window = raw["num_hidden_layers"], raw.get("layer_types"), sliding_window(raw, keys)
     if listed is not None and len(listed) != layers:
         raise ValueError(f"layer_types names {len(listed)} layers, and num_hidden_layers={layers}; mend one of them")
@@ -77,10 +80,10 @@ def layer_types(raw: Mapping[str, Any], keys: WindowKeys | None) -> list[str]:
 
 
 def within(windows: Sequence[int], max_len: int) -> tuple[int, ...]:
-    """The same windows for texts of up to `max_len` tokens: a window that is as long is no limit."""
+    """The same windows for texts of up to `max_len` tokens: a window of `max_len` or more is no limit, so it is 0."""
     return tuple(0 if window >= max_len else window for window in windows)
 
 
 def reach(windows: Sequence[int]) -> int:
-    """How many keys some layer still looks at, a query's own included; 0 if a layer looks at all of them."""
+    """How many keys a query sees at most in any layer, its own included; 0 if some layer has no window."""
     return 0 if 0 in windows else max(windows)

@@ -1,8 +1,8 @@
 """Before the first request: a rehearsal. Kernels are compiled, by many processes at once, and each is launched.
 
-A kernel is compiled and loaded, and a library sets itself up, at the first launch. No request should wait for that, and
-no recording survives it. So all that a runner is about to record is launched, and so is one step of each kind that is
-not recorded. Everything is done in the scratch row, and with as few layers as will do.
+At its first launch a kernel is compiled and loaded, and a library sets itself up. No request should wait for that, and
+no recording survives it. So the rehearsal launches every step that a runner is about to record, and one step of each
+kind that is not recorded. All these steps are computed in the scratch row, with few layers.
 """
 
 import threading
@@ -41,14 +41,14 @@ def launch_unrecorded(compute: Callable[[Batch], object], rows: Rows, max_num_to
 
 
 def import_beside(device: torch.device) -> None:
-    """Import Triton and our kernels in a thread of their own, where `device` can run them. A start has time for that
-    while the driver makes a context and weights are read, and a second later it needs them."""
+    """Import Triton and our kernels in a thread of their own, if `device` can run them. Meanwhile the start goes on:
+    the driver makes a context, and weights are read."""
     if why_no_kernels(device) is None:
         threading.Thread(target=_import_kernels, args=(device,), name="nanovllm-import").start()
 
 
 def _import_kernels(device: torch.device) -> None:
-    with suppress(Exception):  # what is wrong is wrong again where the kernels are used
+    with suppress(Exception):  # the same error comes again where the kernels are used
         fused_kernels(device)
         from nanovllm.attention import triton_backend
         from nanovllm.kernels import precompile
@@ -65,8 +65,8 @@ def rehearse(
 ) -> None:
     """Have all kernels compiled and launched that are needed later.
 
-    recording: records all steps by a recorder that launches; the guesses that it returns are let go. unrecorded:
-    launches the other kinds of steps. models: what both compute with. group: of this rank.
+    recording: prepares all recordings with a recorder that only launches; the guesses that it returns are let go.
+    unrecorded: launches the other kinds of steps. models: what both of these compute with. group: of this rank.
     """
 
     def rehearsal() -> None:
@@ -85,11 +85,11 @@ def rehearse(
 
 
 def compile_kernels(rehearsal: Callable[[], None], device: torch.device, num_ranks: int) -> bool:
-    """Have the kernels compiled that `rehearsal` would launch, if Triton's cache lacks them. Returns whether it lacked
-    none, and `rehearsal` has launched them all.
+    """Have the kernels compiled that `rehearsal` would launch, if Triton's cache lacks them. Returns whether the cache
+    lacked none and `rehearsal` has launched them all.
 
-    num_ranks: how many ranks start on this host. Of several none launches: their kernels wait for each other, and one
-        rank may find in the cache what another has just missed.
+    num_ranks: how many ranks start on this host. If there are several, none launches: their kernels wait for each
+        other, and one rank may find in the cache what another has just missed.
     """
     if why_no_kernels(device) is not None:
         return False
@@ -105,10 +105,12 @@ def compile_kernels(rehearsal: Callable[[], None], device: torch.device, num_ran
 
 @contextmanager
 def shortened(model: Transformer) -> Iterator[None]:
-    """Within this context the model has two layers of each kind, or one where there are no more. A step then launches
-    the same kernels, on the same shapes, as with all layers. Only the first layers differ from the others of their
-    kind: the very first has no residual, and the first of each window has the plan of attention just before it. A
-    checkpoint may leave some layers out when it is quantised, so a kind is told by all that a layer consists of.
+    """Within this context the model has two layers of each kind, or one if the kind has no more.
+
+    A step then launches the same kernels, on the same shapes, as with all layers. Two are needed, because the first
+    layer of a kind can differ from the others: the model's first layer has no residual, and the plan of attention is
+    launched just before the first layer with each window. A checkpoint in FP8 may leave some layers out, so a kind is
+    told by all the modules that a layer consists of.
     """
     layers = model.layers
     parts = ([type(module) for module in layer.modules()] for layer in layers)

@@ -1,9 +1,9 @@
 """A linear layer for many tokens whose weights have a scale for each block, by products in FP8.
 
 Tensor cores multiply numbers in FP8 at twice the rate of bf16. The input is quantised by groups of 128 ("DeepSeek-V3
-Technical Report", 2024, section 3.3.2): an outlier then costs its own group precision, and no other. After each group
-the sum is scaled and added to the result in float32. So the tensor cores, whose own sums are less exact in FP8, never
-add more than 128 products.
+Technical Report", 2024, section 3.3.2), so that an outlier costs precision in its own group alone. After each group the
+sum is scaled and added to the result in float32. The own sums of tensor cores are less exact in FP8, and this way they
+never have more than 128 products.
 """
 
 import triton
@@ -13,7 +13,7 @@ from torch import Tensor
 from nanovllm.kernels.launch import shared_memory
 
 GROUP = 128
-FEW_TOKENS = 256  # with more the tiles are larger: then arithmetic is the limit, and no longer the number of programs
+FEW_TOKENS = 256  # with more tokens the tiles are larger: there are enough programs then, and arithmetic is the limit
 BAND = 16  # tiles of outputs that are computed next to each other, so that their weights stay in the L2 cache
 
 
@@ -43,7 +43,7 @@ def _block_linear_kernel(  # type: ignore[no-untyped-def]
     for group in range(0, groups):
         x = tl.load(x_ptr + group * GROUP, mask=is_token[:, None], other=0.0)  # [TOKENS, GROUP]
         w = tl.load(weight_ptr + group * GROUP)  # [COLUMNS, GROUP]
-        # The next group's scales are asked for now. After the last there are none: its own are read again.
+        # The next group's scales are asked for now. After the last group there are none: its own are read again.
         following = tl.minimum(group + 1, groups - 1)
         next_x_scale = tl.load(x_scale_ptr + following * num_tokens, mask=is_token, other=0.0)
         next_scale = tl.load(scale_ptr + following)
@@ -56,8 +56,8 @@ def _block_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def block_linear(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """x [T, in] and its scales [in / 128, T] by `quantise_tokens`; weight [out, in] in FP8, scale [out / R, in / 128],
-    R 64 or 128 -> out [T, out]. in is a multiple of 128, out of R."""
+    """x [T, in] and its scales [in / 128, T], by `quantise_tokens`; weight [out, in] in FP8; scale [out / R, in / 128]
+    -> out [T, out]. R is 64 or 128; in is a multiple of 128, and out is one of R."""
     num_tokens, inputs = x.shape
     outputs = weight.shape[0]
     rows = outputs // scale.shape[0]

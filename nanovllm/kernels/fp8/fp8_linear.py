@@ -1,9 +1,9 @@
 """Which kernel computes a linear layer with weights in FP8.
 
-For few tokens `widening_linear`: what it costs is reading the weights, and the input stays exact. For more, tensor
-cores multiply in FP8, and the input is quantised by token (`quantise_tokens`). With a scale per output channel that
-product is the library's. It knows no scales of blocks, so there it is `block_linear`. The library's products in FP8
-give bf16, so in fp16 every step is one of few tokens.
+For few tokens it is `widening_linear`, with which the input stays exact. For more tokens the input is quantised as well
+(`quantise_tokens`), and tensor cores multiply in FP8. With a scale per output channel this product is the library's.
+The library knows no scales of blocks, so with those the product is `block_linear`. In FP8 the library gives bf16 alone,
+so in fp16 every step counts as one of few tokens.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ FEW_TOKENS = 64
 
 @cache  # a step asks for every layer
 def choose_tile(device: torch.device, num_tokens: int, layer: str, num_bytes: int) -> Tile:
-    """By the table of cards. layer: as in `linear/choice.py`. num_bytes: of the weights."""
+    """The tile for a layer, by the table of cards. layer: as in `linear/choice.py`. num_bytes: of the weights."""
     return Tile(**choose(device, "fp8", layer, tokens=num_tokens, kib=num_bytes / 1024))
 
 
@@ -32,8 +32,8 @@ def fp8_linear(
     """x [T, in] in 16 bits, contiguous; weight [out, in] in FP8; scale [out, 1], or [out / R, in / 128] float32
     -> [T, out].
 
-    in is a multiple of 128, out (each half, if gated) and R of 64. gated: without bias, [T, out / 2], silu(gate) * up.
-    partial: without bias; the result may be [S, T, out] float32, to be summed over S.
+    in is a multiple of 128; out (if gated, each half of it) and R are multiples of 64. gated: without bias; the result
+    is silu(gate) * up [T, out / 2]. partial: without bias; the result may be [S, T, out] float32, to be summed over S.
     """
     if len(x) <= FEW_TOKENS or x.dtype != torch.bfloat16:
         layer = "gated" if gated else "partial" if partial else "plain"
@@ -44,7 +44,7 @@ def fp8_linear(
     if grouped:
         y = block_linear(small, x_scale, weight, scale, bias, x.new_empty(len(x), len(weight)))
     else:
-        # Sums of many products without detours to float32, as other engines have it too
+        # Tensor cores then sum many products before they add them in float32, as in other engines
         y = torch._scaled_mm(
             small, weight.t(), x_scale.view(-1, 1), scale.view(1, -1), bias, out_dtype=x.dtype, use_fast_accum=True
         )

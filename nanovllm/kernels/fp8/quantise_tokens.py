@@ -1,4 +1,4 @@
-"""The input of a product in FP8: each token, or each 128 of its numbers, with a scale by its largest number."""
+"""Quantise the input of a product in FP8: each token, or each 128 numbers of a token, get a scale by the largest."""
 
 import torch
 import triton
@@ -29,7 +29,7 @@ def _quantise_tokens_kernel(  # type: ignore[no-untyped-def]
     if not GROUPED:
         largest = tl.max(largest, 0) + tl.zeros_like(largest)
     scale = tl.where(largest > 0, largest / MAX, 1.0)
-    # The conversion rounds to nearest. What is not a number stays so, and spoils this token alone.
+    # The conversion rounds to nearest. NaN stays NaN, and spoils this token alone.
     tl.store(
         out_ptr + token * (GROUPS * GROUP) + place,
         (x / scale[:, None]).to(out_ptr.dtype.element_ty),
@@ -42,8 +42,8 @@ def _quantise_tokens_kernel(  # type: ignore[no-untyped-def]
 
 
 def quantise_tokens(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
-    """x [T, in], contiguous, in a multiple of 128 -> x in FP8 [T, in], and the scales [in / 128, T] float32; if not
-    grouped [1, T]. A number is its value in FP8 times its scale."""
+    """x [T, in], contiguous, in a multiple of 128 -> x in FP8 [T, in], and scales [in / 128, T] float32, or [1, T] if
+    not grouped. A number is its value in FP8 times its scale."""
     num_tokens, inputs = x.shape
     groups = inputs // GROUP
     out = torch.empty_like(x, dtype=FP8)

@@ -1,11 +1,11 @@
 """A linear layer for few tokens that reads its weights in FP8 and multiplies them in the dtype of its input.
 
-With few tokens the time is that of reading the weights, and FP8 has half the bytes of bf16. So nothing is gained by
-products in FP8, for which the input would have to be rounded. The weights are widened in registers, which is exact:
-bf16 and fp16 have every number of e4m3. The scales are applied to sums in float32: those of a channel once, at the end,
-and those of blocks after each block.
+With few tokens the products are not what takes the time. So faster products in FP8, for which the input would have to
+be rounded, would gain nothing. The weights are widened in registers, which is exact: bf16 and fp16 have every number of
+e4m3. The scales are applied to sums in float32: a scale per channel once, at the end, and scales of blocks after each
+block.
 
-The rest is `tiled_linear`, whose docstring explains it.
+Everything else is as in `tiled_linear`, whose docstring explains it.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,12 @@ GROUP = 128  # inputs of a scale, if scales are those of blocks
 
 @dataclass(frozen=True)
 class Tile:
-    """columns: outputs of a program, if gated of each half. inner: inputs of a step. num_stages: steps under way.
-    swapped: whether the product is W x^T. programs: with partial, inputs are cut until there are more than half."""
+    """How a program computes its part.
+
+    columns: outputs of a program (if gated, of each half). inner: inputs of a step of its loop. num_stages: steps under
+    way. swapped: whether the product is W x^T. programs: with `partial`, how many programs there may be at most after
+    the inputs were cut.
+    """
 
     columns: int
     inner: int
@@ -126,7 +130,7 @@ def _widening_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def num_splits(inputs: int, tiles: int, inner: int, programs: int) -> int:
-    """Into how many parts to cut the inputs of a layer that has so many tiles of output. A power of two; each part is a
+    """Into how many parts the inputs of a layer with `tiles` tiles of output are cut: a power of two. Each part is a
     multiple of `inner`."""
     splits = 1
     while splits < MAX_SPLITS and 2 * splits * tiles <= programs and inputs % (2 * splits * inner) == 0:
