@@ -1,10 +1,10 @@
-"""Weights in FP8 beside those in bf16: small batches, where reading the weights decides, and the headline workload.
+"""Weights in FP8 beside those in bf16: small batches, which read little besides weights, and the headline workload.
 
 - "bf16": the model as it is.
 - "FP8 by channel": the same, quantised while it is loaded, with a scale for each output channel.
 - "FP8 in blocks": the layout of Qwen's own checkpoints in FP8, with a scale for each 128 x 128 weights.
 
-vLLM has the first and the last. The weights are random, which costs the same.
+vLLM is measured with the first and the last. The weights are random, which costs the same.
 """
 
 from argparse import Namespace

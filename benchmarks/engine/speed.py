@@ -10,7 +10,7 @@
 - `startup`: from starting Python to the first token, with empty compile caches, and once more with what that left in
   them. Imports, loading, compilation, capture of CUDA graphs: all of it counts. The weights are random, so that nothing
   is read from a disk for them; Python's own files are in the page cache, because each library is imported once
-  beforehand. It also says what the parts of the start take (`PARTS`): the rest is what nobody claims.
+  beforehand. It also says what each part of the start takes (`PARTS`); "the rest" is the time between them.
 """
 
 import subprocess

@@ -30,7 +30,7 @@ def root_digest(cache_salt: str | None) -> bytes:
 class BlockManager:
     """Hands out the blocks 0 .. num_blocks - 1 of the KV pool. An operation takes time only for what it changes.
 
-    window: keys that a query sees at most, its own included, if that is so in all layers; 0: some layer sees all.
+    window: keys that a query sees at most in any layer, its own included; 0: some layer sees the whole text.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0) -> None:
@@ -133,10 +133,10 @@ class BlockManager:
         return freed
 
     def release_unseen(self, seq: Sequence) -> list[int]:
-        """Give back the leading blocks of `seq` that no window reaches any more; returns those that are free now. They
-        keep their places in the table, where nobody looks at them, and their content stays findable as ever.
+        """Give back the leading blocks of `seq` that no window reaches any more; returns those that are free now.
 
-        A block that is not published yet has to wait: once it were taken, it could not be published any more.
+        They keep their places in the block table, where nobody looks at them, and can be found until they are taken. A
+        block that is not published yet has to wait: if another sequence took it, it could not be published any more.
         """
         first_seen = seq.num_computed + 1 - self.window  # by the next token to compute
         num_unseen = max(seq.num_unseen, first_seen // self.block_size)

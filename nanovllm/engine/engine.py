@@ -199,8 +199,8 @@ class LLMEngine:
 
     @one_at_a_time(wait=False)
     def advance(self) -> tuple[list[Committed], dict[str, Request]]:
-        """As `step`, but returns what the step brought instead of outputs made of all that there is so far: for each
-        sequence its new tokens; and by id the requests of those sequences that got their first token, or are over.
+        """As `step`, but returns what the step brought, and not outputs made of all that there is so far: for each
+        sequence its new tokens, and by id the requests of those sequences that got their first token or have ended.
         Nobody is shown text or log-probabilities here."""
         return self._advance()
 
@@ -219,7 +219,7 @@ class LLMEngine:
         changed: dict[str, Request] = {}
         for seq, token_ids, _ in committed:
             if seq.finish_reason is None and seq.first_token_time is not None:
-                continue  # neither its first token nor its last: nothing changes for its request
+                continue  # neither the first token nor the last: nothing changes for the request
             # Two choices may end in one step: after the first of them, the request is not in `_requests` any more.
             request = changed[seq.request_id] = changed.get(seq.request_id) or self._requests[seq.request_id]
             if seq.first_token_time is None and token_ids:

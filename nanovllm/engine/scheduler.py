@@ -123,7 +123,7 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> None:
         """Grow the block table of a running sequence to `num_tokens`. If need be, preempt whoever is last in order,
-        which may be `seq` itself. Where windows are, its blocks that no layer will look at again come free first."""
+        which may be `seq` itself. If all layers have windows, `seq` first gives back blocks that none reads again."""
         if self.window:
             self.trace.blocks(seq, freed=self.blocks.release_unseen(seq))
         needed = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
@@ -255,7 +255,7 @@ class Scheduler:
                 new_blocks = tuple(seq.block_table[seq.num_blocks_sent :])
                 seq.num_blocks_sent = len(seq.block_table)
             num_tokens += len(guesses)
-            # Little more than half of the constructor's time, which is a good part of what a decode costs the host.
+            # This takes little more than half of the constructor's time, a good part of what a decode costs the host.
             item = tuple.__new__(Scheduled, (seq.key, seq.row, start, num_tokens, sample, new_blocks, guesses))
             scheduled.append(item)
             if self.trace.on_event is not None:

@@ -69,8 +69,8 @@ class Variant(NamedTuple):
     def compile(self, with_launcher: bool) -> None:
         """Compile down to machine code, which goes into Triton's cache.
 
-        with_launcher: what launches kernels with arguments of these types, too, where that is compiled: Triton 3.6 has
-            a C compiler do it, in a third of a second.
+        with_launcher: compile the launcher as well, a C program for all kernels with arguments of these types. Triton
+            3.6 has such launchers; compiling one takes a third of a second.
         """
         target = self.target
         # All that a compilation asks of a driver. Triton's own driver would occupy memory of the GPU.
@@ -168,9 +168,9 @@ def without_launches() -> Iterator[None]:
 
 @contextmanager
 def compiled_together(num_processes: int, launching: bool = False) -> Iterator[set[Any]]:
-    """Within this context this thread launches no kernel of ours; if `launching`, none from the first one on that
-    Triton's cache lacks. When the context ends, `num_processes` processes have compiled the variants that its launches
-    needed and the cache lacked. Gives a set, which stays empty if the cache has all of them.
+    """Within this context this thread launches no kernel of ours. With `launching` it does, until Triton's cache lacks
+    one. When the context ends, `num_processes` processes have compiled the variants that the launches needed and the
+    cache lacked. Gives a set, which stays empty if the cache has all of them.
 
     Nothing that goes wrong in those processes is an error: what they have not compiled is compiled when it is launched.
     """

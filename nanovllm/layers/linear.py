@@ -57,7 +57,8 @@ class Linear(nn.Module):
         return y if group is None else PendingAllReduce(y, group)
 
     def product(self, x: Tensor, bias: Tensor | None = None, *, partial: bool = False) -> Tensor:
-        """x W^T + b of this rank's inputs: x [T, in] -> [T, out]. partial: or [S, T, out] float32, as in `partial`."""
+        """x W^T + b for this rank's inputs: x [T, in] -> [T, out]. With partial=True the result may be [S, T, out]
+        float32, to be summed over S."""
         kernel = linear_kernel(x, self.weight, partial=partial)
         return F.linear(x, self.weight, bias) if kernel is None else kernel(x, self.weight, bias)
 
@@ -108,7 +109,7 @@ class Embedding(nn.Module):
 
 
 class ScaledEmbedding(Embedding):
-    """The embedding of Gemma: every vector is multiplied with `scale`, rounded to the dtype of the weights."""
+    """The embedding of Gemma: every vector is multiplied by `scale`, which is rounded to the dtype of the weights."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, scale: float, *, dtype: torch.dtype, group: Group | None = None

@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """The norm of Gemma: a checkpoint has its weight less 1. The loader adds the 1, in float32, as Gemma does."""
+    """The norm of Gemma. Its checkpoints have the weight minus 1. The loader adds the 1, in float32, as Gemma does."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps, dtype=torch.float32)

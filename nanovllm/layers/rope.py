@@ -117,7 +117,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
     def rotation(self, positions: Tensor) -> "Rotation":
-        """What turns the heads of a step's tokens, in all layers; positions [T]."""
+        """What turns the heads of a step's tokens at `positions` [T], in all layers."""
         return Rotation(self, positions)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,14 +155,14 @@ class Rotation:
 
 
 class Rotations(NamedTuple):
-    """Those of a step in a model with two kinds of layers."""
+    """The rotations of a step, for layers that see the whole text and for layers with a window."""
 
     full: Rotation
     local: Rotation
 
 
 class TwoRotaryEmbeddings(nn.Module):
-    """One for layers that see all of a text, and one for layers with a window (Gemma 3)."""
+    """RoPE with two bases (Gemma 3): one for layers that see the whole text, and one for layers with a window."""
 
     def __init__(self, full: RotaryEmbedding, local: RotaryEmbedding) -> None:
         super().__init__()

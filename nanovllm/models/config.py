@@ -118,14 +118,15 @@ FAMILIES = {  # by the `model_type` of config.json
 
 @dataclass(frozen=True)
 class GemmaConfig:
-    """What Gemma 3 does in its own way, beside the numbers below.
+    """The numbers of what Gemma 3 alone does.
 
-    The weight of every norm is 1 + what the checkpoint has, attention and the MLP have a norm behind them as well, the
-    MLP is gated by GELU, and RoPE turns more slowly in layers that see all of a text than in those with a window.
+    It also does what needs no number. The weight of every norm is 1 plus what the checkpoint has. Attention and the MLP
+    have a norm behind them as well. The MLP is gated by GELU. And RoPE turns more slowly in layers that see the whole
+    text than in layers with a window.
     """
 
-    embedding_scale: float  # what the embedding is multiplied with, rounded to its dtype
-    local_layers: frozenset[int]  # those with a window, even if no text is longer than it
+    embedding_scale: float  # what the embedding is multiplied by, rounded to its dtype
+    local_layers: frozenset[int]  # layers with a window, even if no text is longer than the window
     local_rope_theta: float
     local_rope_scaling: RopeScaling | None
 
@@ -152,7 +153,7 @@ class ModelConfig:
     mlp_bias: bool
     moe: MoEConfig | None  # None: every layer has an MLP
     windows: tuple[int, ...]  # of each layer: keys that a query sees at most, its own included; 0 is no limit
-    attention_scale: float  # what scores of attention are multiplied with
+    attention_scale: float  # what scores of attention are multiplied by
     gemma: GemmaConfig | None  # None: another family
     dtype: torch.dtype
     quantization: Fp8Format | None = None  # of the weights in the files; None: they are not quantised
@@ -241,7 +242,7 @@ def refuse_unsupported(raw: Raw) -> None:
 
 
 def refuse_gemma(raw: Raw) -> None:
-    """Refuse what Gemma 2, embedding models and unknown variants have, and this decoder has not."""
+    """Raise ValueError for what Gemma 2, embedding models and unknown variants have and Gemma 3 has not."""
     if raw.get("hidden_activation", GELU) != GELU:
         raise ValueError(f"hidden_activation={raw['hidden_activation']!r} is not supported; supported is {GELU!r}")
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
@@ -265,7 +266,7 @@ def parse_gemma(raw: Raw, family: Family, max_positions: int) -> GemmaConfig:
 
 
 def ropes_by_kind(raw: Raw) -> Raw:
-    """The parameters of RoPE for each kind of layer, as transformers 5 writes them for Gemma; empty in older files."""
+    """The parameters of RoPE for each kind of layer, as transformers 5 writes them for Gemma; empty for older files."""
     ropes: Raw = raw.get("rope_parameters") or {}
     if not all(kind in (FULL, LIMITED) and isinstance(rope, dict | type(None)) for kind, rope in ropes.items()):
         raise ValueError(f"rope_parameters must have one dict for {FULL} and one for {LIMITED}; got {ropes!r}")

@@ -75,8 +75,8 @@ def load_model(
                     bfloat16 (before Ampere) uses such a checkpoint in float16, or Gemma's in float32.
     max_model_len:  positions to prepare for; None: all that the model has.
     load_format:    "dummy" reads config.json alone and draws the weights at random, always the same ones.
-    quantization:   "fp8" quantises the weights of linear layers by output channel, but for head and routers. What the
-                    checkpoint has in FP8 stays so. Where `device` cannot read FP8, such weights are widened to `dtype`.
+    quantization:   "fp8" quantises the weights of linear layers by output channel, except head and routers. Weights
+                    that the checkpoint has in FP8 stay so. If `device` cannot read FP8, they are widened to `dtype`.
     group:          of several ranks each loads its own share, and reads nothing else.
 
     Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
@@ -161,7 +161,10 @@ def checkpoint_views(model: Transformer, *, experts_apart: bool) -> Iterator[tup
 def quantised_transformer(
     share: ModelConfig, length: int, group: Group | None, device: torch.device, path: Path, files: Files
 ) -> Transformer:
-    """`Transformer`, with what is to stay in FP8: what `files` have so, or all that is quantised here."""
+    """`Transformer` for weights in FP8: those that `files` have so, or those that are quantised while they are loaded.
+
+    Raises ValueError for a mixture of experts that is to be quantised.
+    """
     if share.moe is not None and share.quantization is None:
         raise ValueError(
             "quantization='fp8': experts are not quantised while they are loaded; take a checkpoint in FP8 without it"
@@ -185,7 +188,7 @@ def fill_from_files(
 ) -> None:  # fmt: skip
     """Copy every tensor of `files` (see `weight_files`), or a rank's share of it, to its place.
 
-    quantise: linear layers of a checkpoint that is not quantised.
+    quantise: whether to quantise the linear layers, of a checkpoint that is not quantised.
 
     Raises ValueError unless the tensors fit `config`, that of the whole model, exactly.
     """

@@ -25,7 +25,7 @@ class MLP(nn.Module):
 
 
 class GeluMLP(MLP):
-    """The MLP of Gemma. A norm follows it, before the addition, so that its sums cannot be left to the addition."""
+    """The MLP of Gemma. A norm follows before the addition, so that no sum over ranks can be left to the addition."""
 
     def forward(self, x: Tensor) -> Tensor:
         down: Tensor = self.down_proj(gelu_and_mul(self.gate_up_proj(x)))

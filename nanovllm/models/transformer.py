@@ -86,7 +86,7 @@ class Layer(nn.Module):
 
 
 class GemmaLayer(nn.Module):
-    """Attention, then an MLP, each between two norms. Otherwise as `Layer`."""
+    """A layer of Gemma 3: attention, then an MLP, each between two norms. Otherwise as `Layer`."""
 
     def __init__(self, c: ModelConfig, layer: int, group: Group | None) -> None:
         super().__init__()

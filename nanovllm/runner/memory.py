@@ -31,8 +31,8 @@ def block_bytes(model: ModelConfig, block_size: int) -> int:
 
 
 def graph_bytes(sizes: StepSizes, model: ModelConfig) -> int:
-    """What recorded steps may take: logits, activations and the matrix library's workspace, which all steps share; the
-    masks that tails read; and the launches themselves, about 10 KB each, a tail's as many as a layer's."""
+    """Bytes that recorded steps may take: logits, activations and the matrix library's workspace, which all share; the
+    masks that tails read; and the launches themselves, about 10 KB each. A tail has as many launches as a layer."""
     logits = sizes.decodes[-1] * model.vocab_size * model.dtype.itemsize
     masks = sizes.decodes[-1] * (1 + -(-model.vocab_size // 32)) * 4
     with_layers = len(sizes.decodes) + len(sizes.with_prompts)

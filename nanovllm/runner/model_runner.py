@@ -46,7 +46,7 @@ class Computed(NamedTuple):
     needs: Needs | None  # of the rows that sample
     q: Tensor | None  # see `Guesses.propose`
     prompts: PromptLogprobs | None = None  # what was asked of prompts
-    tails: MaskedTails | None = None  # if its masks come, and a tail is recorded that draws by them
+    tails: MaskedTails | None = None  # if the step gets masks, and a recorded tail can draw by them
 
 
 class ModelRunner:
@@ -103,7 +103,7 @@ class ModelRunner:
         # With guesses, each token of a sequence has a mask of its own.
         self.records_tails = with_masks and in_kernels and not self.speculates
 
-        # Recorded steps, and the source of guesses. On a GPU all that they launch is launched before
+        # Recorded steps, and the source of guesses. On a GPU a rehearsal first launches all that they launch
         if device.type == "cuda":
             recording = partial(self._prepare, config, draft, None if recorder is None else launch_once)
             unrecorded = partial(self.warm_up, config.max_num_batched_tokens)

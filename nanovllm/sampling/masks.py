@@ -1,4 +1,4 @@
-"""The masks of a step's grammars, with `allowed_token_ids` put in, on the host. Masks have W = ceil(V / 32) words."""
+"""Gathers the masks of a step's grammars on the host, with `allowed_token_ids`. A mask has W = ceil(V / 32) words."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def masks_of_rows(
 def masks_of_tokens(
     masks: StepMasks, sampling: Sequence[Scheduled], special: npt.NDArray[np.bool_], state: SamplingState
 ) -> npt.NDArray[np.int32]:
-    """A mask for each of the N tokens of a step that is `special` [N]."""
+    """The masks [M, W] of those tokens of a step for which `special` [N] is true. N counts a token after each guess."""
     keys = set(masks.keys)
     places = [s for s in sampling for _ in range(len(s.guesses) + 1)]  # [N]
     masked = np.array([s.key in keys for s in places])
@@ -41,5 +41,5 @@ def masks_of_tokens(
 
 
 def words_of(masks: StepMasks, number: int, state: SamplingState) -> npt.NDArray[np.int32]:
-    """All masks [number, W]. A tokenizer may have more tokens than the model."""
+    """All masks [number, W], cut to W words: a tokenizer may have more tokens than the model."""
     return np.frombuffer(masks.words, dtype=np.int32).reshape(number, -1)[:, : state.mask.shape[1]]

@@ -89,7 +89,7 @@ class Sampler:
         return token_ids
 
     def sample_masked(self, logits: Tensor, rows: Tensor, positions: Tensor, masked: Tensor, masks: Tensor) -> Tensor:
-        """Run the plain tail again, after rows `masked` [B] got masks [B, W]: the rest as for `sample`, in kernels."""
+        """Give rows `masked` [B] masks [B, W], then run the plain tail again, in kernels. Otherwise as `sample`."""
         self.state.allow(masked, masks)
         return self._sample_in_kernels(logits, rows, positions)
 

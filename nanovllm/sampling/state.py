@@ -52,7 +52,7 @@ class Needs:
 
 class SamplingState:
     """Sampling parameters of R rows, the last of which is scratch. `install` writes them when a sequence moves into a
-    row. After that, nothing changes but the masks that `allow` writes.
+    row. After that only the masks change, which `allow` writes.
 
     All tensors keep their addresses and widths, so that recorded steps may read them. A list has room for as many
     entries as `SamplingParams` allows. Its length is in a tensor of its own; entries behind the length are left over
@@ -145,8 +145,10 @@ class SamplingState:
         return SamplingMetadata(self.temperature[rows], self.seed[rows], indices, all_greedy)
 
     def allow(self, rows: Tensor, masks: Tensor) -> None:
-        """Give rows [B] masks [B, ceil(V / 32)]: only what these allow is drawn from now on. The scratch row may be
-        among the rows, even several times, and gets no mask."""
+        """Give rows [B] masks [B, ceil(V / 32)]: from now on only tokens that the masks allow are drawn.
+
+        The scratch row may be among the rows, even several times, and gets no mask.
+        """
         index = rows.long()
         self.mask.index_copy_(0, index, masks)
         self.masked.index_fill_(0, index, 1)

@@ -1,6 +1,6 @@
 """Elective: FP8.
 
-What hurts:   a decode step takes as long as it takes to read weights and cache, whose numbers have two bytes each.
+What hurts:   a decode step takes at least as long as reading weights and cache takes, which have two bytes per number.
 The idea:     give a number one byte: a sign, four bits of exponent, three of mantissa (e4m3; Micikevicius et al., "FP8
               Formats for Deep Learning", 2022). There are 253 such numbers, up to 448, and the small ones lie dense. So
               weights that are neighbours share a scale, which makes the largest of them 448. They are read as bytes,

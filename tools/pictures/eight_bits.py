@@ -53,7 +53,7 @@ def through_fp8(weight: Tensor, block: Block) -> Tensor:
 
 
 def through_int8(weight: Tensor, block: Block) -> Tensor:
-    """What 255 integers leave of a weight: steps of one size, and a scale that makes the largest magnitude 127."""
+    """A weight rounded to 255 integers: steps of one size, and a scale that makes the largest magnitude 127."""
     blocks = in_blocks(weight, block)
     step = blocks.abs().amax(dim=(1, 3), keepdim=True) / LARGEST_INT8
     return out_of_blocks((blocks / step).round() * step, weight.shape)
@@ -78,8 +78,8 @@ def weight_errors(model: Transformer) -> dict[str, tuple[float, float]]:
 
 
 def activation_errors(engine: Any, texts: Iterable[list[int]]) -> dict[str, tuple[float, float, float]]:
-    """Of what each kind of linear layer sees: how much larger than its RMS the largest magnitude of a token is, and the
-    RMS errors of e4m3 and int8 with a scale per token. All are medians over layers and tokens."""
+    """For each kind of linear layer, of its inputs: how many times larger than a token's RMS its largest magnitude is,
+    and the RMS errors of e4m3 and int8 with a scale per token. All are medians over layers and tokens."""
     found: dict[str, list[Tensor]] = {}
 
     def hear(_: nn.Module, inputs: tuple[Tensor], kind: str) -> None:
@@ -102,14 +102,14 @@ def activation_errors(engine: Any, texts: Iterable[list[int]]) -> dict[str, tupl
 
 
 def use_int8(engine: Any, kind: Scales) -> Any:
-    """The same engine with weights that int8 has left, in full precision."""
+    """The same engine with its weights rounded to int8, stored in full precision."""
     for _, linear in linears(engine.model):
         linear.weight.data = through_int8(linear.weight, block_of(kind, linear.weight))
     return engine
 
 
 def save_widened(engine: Any, model: str, directory: Path) -> str:
-    """A checkpoint in float32 that has what FP8 has left of the weights, for any other program. Returns its path."""
+    """Save a checkpoint in float32 that has the rounded weights of an engine in FP8. Returns its path."""
     shutil.copytree(model, directory, dirs_exist_ok=True)
     tensors = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
     for name, linear in linears(engine.model):
@@ -119,7 +119,7 @@ def save_widened(engine: Any, model: str, directory: Path) -> str:
 
 
 def plant_outlier(model: str, directory: Path, factor: float, where: Literal["row", "column"]) -> str:
-    """A copy of a checkpoint with an outlier in every layer, which computes what it computed. Returns its path.
+    """Save a copy of a checkpoint with an outlier in every layer, which computes the same. Returns its path.
 
     "row": an output channel of `up_proj` is larger by `factor`, and the column of `down_proj` that reads it smaller.
     "column": an input channel of the projections before attention is larger, and the norm's weight for it smaller. With

@@ -18,7 +18,7 @@ each KV head, are adjacent in the grid. They walk the same tokens at the same pa
 A key is read once for all of them. The few queries of a sequence that verifies guesses are rows of that tile too.
 
 *Windows.* In a layer with a sliding window the line has only the tiles in which some query may still see a key. The
-window is a constant of the compiled kernel. Without one nothing of it is left in the kernel's code.
+window is a constant of the compiled kernel. A kernel without a window has none of this in its code.
 """
 
 from dataclasses import dataclass
@@ -263,8 +263,8 @@ def plan_decode(
 ) -> Tensor:
     """Cut the key tiles of S sequences into equal pieces; context_len [S] int32, at least 1 each.
 
-    window: keys that a query sees at most, 0 for no limit. Then tiles before the window of a sequence's oldest query
-    are not counted, if the sequence has `max_queries`.
+    window: keys that a query sees at most, its own included; 0 is no limit. Tiles before the window of a sequence's
+    oldest query are left out. The sequence is taken to have `max_queries` queries, so that none is left out too many.
 
     Returns [pieces, 4] int32. When the tiles of all sequences are laid end to end, a piece has those from its first
     number up to its second. The third number is the sequence that the piece begins in, the fourth is that sequence's
