@@ -61,7 +61,9 @@ class LLM:
     batch: `AsyncLLM` runs what many threads ask together. A call from inside a call, by `on_event` or a progress bar,
     raises RuntimeError.
 
-    From then on Python collects garbage less often in this process (see `workers/executor.py`).
+    From then on Python collects garbage less often in this process (see `workers/executor.py`). If PyTorch came with
+    the import of `LLM`, garbage among what was there by then is never collected, unless `gc.unfreeze()` is called (see
+    `startup.py`).
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class EngineState:
     `freed` in an event names the blocks that nobody holds any more. A sequence that ends or is preempted lets go of all
     its blocks, also of those that others still hold. The engine tells `freed` before that (and nothing if others hold
     all of the blocks); a stage tells it afterwards. A sequence that goes on loses only what is named: blocks that were
-    taken for wrong guesses.
+    taken for wrong guesses, or that no window reaches any more.
     """
 
     def __init__(self) -> None:
