@@ -181,7 +181,8 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
     refuse_unsupported(raw)
     family = FAMILIES[raw["model_type"]]
     for key, kinds in (KINDS if family.windows is None else KINDS | KINDS_FOR_WINDOWS).items():
-        if key in raw and not isinstance(raw[key], kinds):
+        is_number = not isinstance(raw.get(key), bool)  # true is an int to Python, and a window of 1 would be wrong
+        if key in raw and not (isinstance(raw[key], kinds) and (is_number or bool in kinds)):
             expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
             raise ValueError(f"{key} must be {expected}; got {raw[key]!r}; mend it, or leave it out")
     given = [key for key in POSITIVE if key in NEEDED or raw.get(key) is not None]
@@ -248,9 +249,10 @@ def refuse_gemma(raw: Raw) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if raw.get(key):
             raise ValueError(f"{key}={raw[key]!r} is not supported; Gemma 3 is supported without it")
-    scalar = raw.get("query_pre_attn_scalar", 256)
-    if not isinstance(scalar, int | float) or not scalar > 0:
-        raise ValueError(f"query_pre_attn_scalar must be a positive number; got {scalar!r}; mend it, or leave it out")
+    for key in ("query_pre_attn_scalar", "rope_local_base_freq"):
+        number = raw.get(key, 1)
+        if not isinstance(number, int | float) or not number > 0:
+            raise ValueError(f"{key} must be a positive number; got {number!r}; mend it, or leave it out")
 
 
 def parse_gemma(raw: Raw, family: Family, max_positions: int) -> GemmaConfig:

@@ -59,8 +59,9 @@ def parse_quantization(raw: Mapping[str, Any]) -> Fp8Format | None:
         for name, group in groups.items() if isinstance(groups, Mapping) and groups else [("group_0", None)]:
             group, where = group if isinstance(group, Mapping) else {}, f"config_groups.{name}."
             expect(group, {"targets": ["Linear"], "output_activations": None}, where)
-            expect(group.get("weights") or {}, WEIGHTS, f"{where}weights.")
-            expect(group.get("input_activations") or {}, ACTIVATIONS, f"{where}input_activations.")
+            for key, wanted in ("weights", WEIGHTS), ("input_activations", ACTIVATIONS):
+                part = group.get(key)
+                expect(part if isinstance(part, Mapping) else {}, wanted, f"{where}{key}.")
         return PER_CHANNEL
     raise refusal("quant_method", method, "'fp8' and 'compressed-tensors'")
 
@@ -77,6 +78,8 @@ def refuse_transforms(said: Mapping[str, Any]) -> None:
     if said.get("transform_config"):
         raise refusal("transform_config", said["transform_config"], "none")
     sparsity = said.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping):
+        raise refusal("sparsity_config", sparsity, "an object")
     if sparsity.get("format", "dense") != "dense":
         raise refusal("sparsity_config.format", sparsity["format"], "'dense'")
 

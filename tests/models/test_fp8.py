@@ -275,11 +275,16 @@ REFUSED: list[tuple[Any, str]] = [
     (with_change(CHANNEL, f"{GROUP}/targets", ["re:.*q_proj"]), r"group_0.targets=\['re:"),
     (with_change(CHANNEL, f"{GROUP}/weights/strategy", "tensor"), "weights.strategy='tensor' .* is 'channel'"),
     (with_change(CHANNEL, f"{GROUP}/weights/num_bits", 4), "weights.num_bits=4"),
+    (with_change(CHANNEL, f"{GROUP}/weights", "FP8"), "weights.num_bits=None"),
     (with_change(CHANNEL, f"{GROUP}/weights/symmetric", False), "weights.symmetric=False"),
     (with_change(CHANNEL, f"{GROUP}/input_activations/dynamic", False), "input_activations.dynamic=False"),
     (with_change(CHANNEL, f"{GROUP}/input_activations", None), "input_activations.num_bits=None"),
     (with_change(CHANNEL, f"{GROUP}/output_activations", {"num_bits": 8}), "output_activations={'num_bits': 8}"),
     (with_change(CHANNEL, "sparsity_config", {"format": "sparse-24-bitmask"}), "sparsity_config.format='sparse"),
+    (
+        with_change(CHANNEL, "sparsity_config", "dense"),
+        "sparsity_config='dense' is not .* is an object",
+    ),
     (with_change(CHANNEL, "transform_config", {"R1": {}}), "transform_config={'R1': {}}"),
 ]
 

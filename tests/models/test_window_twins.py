@@ -109,7 +109,9 @@ def test_other_words_of_gemma(config: dict[str, Any], checkpoints: Path) -> None
         ({"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported; supported is 'gelu_pytorch_tanh'"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number; got 0"),
         ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be a positive number"),
+        ({"rope_local_base_freq": 0}, "rope_local_base_freq must be a positive number; got 0"),
         ({"sliding_window": 0}, "need a positive sliding_window; got 0"),
+        ({"sliding_window": True}, "sliding_window must be int; got True"),
         ({"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
     ],
 )
