@@ -28,10 +28,10 @@ from triton.backends.compiler import GPUTarget
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group
 from nanovllm.graphs.cuda_graph import Recorder, Step
-from nanovllm.kernels import has_bfloat16, has_fp8, precompile
+from nanovllm.kernels import has_fp8, precompile
 from nanovllm.models.config import parse_config
 from nanovllm.models.fp8_weights import fp8_transformer, is_projection
-from nanovllm.models.loader import LoadedModel
+from nanovllm.models.loader import LoadedModel, dtype_in_use
 from nanovllm.models.quantization import PER_CHANNEL
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.model_runner import ModelRunner
@@ -170,8 +170,9 @@ def start(
 
     left: parts of names of weights that are not in FP8, if others are.
     """
-    dtype = torch.bfloat16 if has_bfloat16(GPU) else torch.float16
-    config = replace(parse_config(raw | {"num_hidden_layers": layers}, "bfloat16"), dtype=dtype)
+    config = parse_config(raw | {"num_hidden_layers": layers}, "bfloat16")
+    dtype = dtype_in_use(None, torch.bfloat16, GPU, exceeds_float16=config.gemma is not None)
+    config = replace(config, dtype=dtype)
     length = config.max_position_embeddings
     resolved = EngineConfig(num_kv_blocks=1000, **options).resolve(on_gpu=True, model_max_len=length)
     assert resolved.max_model_len is not None
