@@ -78,24 +78,25 @@ def rehearse(
         let_go(guesses)
 
     with part_of_start("compilation"):
-        is_done = compile_kernels(rehearsal, group.device, group.size)
+        is_done = compile_kernels(rehearsal, group)
     with part_of_start("rehearsal"):
         if not is_done:
             rehearsal()
 
 
-def compile_kernels(rehearsal: Callable[[], None], device: torch.device, num_ranks: int) -> bool:
+def compile_kernels(rehearsal: Callable[[], None], group: Group) -> bool:
     """Have the kernels compiled that `rehearsal` would launch, if Triton's cache lacks them. Returns whether the cache
     lacked none and `rehearsal` has launched them all.
 
-    num_ranks: how many ranks start on this host. If there are several, none launches: their kernels wait for each
-        other, and one rank may find in the cache what another has just missed.
+    group: of this rank. Of several ranks none launches: their kernels wait for each other, and one rank may find in the
+        cache what another has just missed. All of them rehearse, or none, since a rehearsal has collectives.
     """
-    if why_no_kernels(device) is not None:
+    if why_no_kernels(group.device) is not None:
         return False
     from nanovllm.kernels.precompile import compiled_together, num_processes
 
-    processes, launching = num_processes(num_ranks), num_ranks == 1
+    # The smallest of all ranks: each may be bound to other cores
+    processes, launching = group.smallest(num_processes(group.size)), group.size == 1
     if processes < 2:
         return False
     with compiled_together(processes, launching) as missing:

@@ -4,10 +4,15 @@ import gc
 import logging
 import re
 import sys
+from contextlib import nullcontext
 
 import pytest
+import torch
 
 from nanovllm import LLM
+from nanovllm.distributed.group import Group
+from nanovllm.runner import warm_up
+from nanovllm.runner.draft import NoGuesses
 from nanovllm.startup import large_imports, part_of_start
 
 
@@ -56,3 +61,16 @@ def test_imports_of_what_is_there_are_no_large_ones() -> None:
     assert "torch" in sys.modules
     with large_imports():
         assert gc.isenabled()
+
+
+@pytest.mark.parametrize("others", [1, 8])
+def test_ranks_rehearse_as_often_as_each_other(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal has collectives. So a rank with many cores does without the first where another has a single core."""
+    precompile = pytest.importorskip("nanovllm.kernels.precompile")
+    group, rehearsals = Group(0, 2, torch.device("cpu")), list[int]()
+    monkeypatch.setattr(group, "smallest", lambda value: min(value, others))
+    monkeypatch.setattr(warm_up, "why_no_kernels", lambda device: None)
+    monkeypatch.setattr(precompile, "num_processes", lambda num_ranks: 16 // num_ranks)
+    monkeypatch.setattr(precompile, "compiled_together", lambda *how: nullcontext(set()))
+    warm_up.rehearse(lambda: (None, NoGuesses()), lambda: rehearsals.append(1), [], group)
+    assert len(rehearsals) == (1 if others == 1 else 2)
