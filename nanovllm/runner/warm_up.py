@@ -25,13 +25,18 @@ from nanovllm.startup import part_of_start
 # and compiled variants that such steps can need.
 UNRECORDED = [
     (1,), (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (2,) * 16, (2,) * 33, (17,), (65,), (129,),
-    (700, 700),
 ]  # fmt: skip
+# The last kind has as many tokens as the configuration allows, up to the first number, and sequences as long, up to the
+# second: a large step for every kernel
+LARGE_STEP, LONG_SEQUENCE = 1400, 700
 
 
 def launch_unrecorded(compute: Callable[[Batch], object], rows: Rows, max_num_tokens: int) -> None:
-    """Compute one step of each kind in `UNRECORDED`, except those that the configuration does not allow."""
-    for lengths in UNRECORDED:
+    """Compute one step of each kind in `UNRECORDED`, except those that the configuration does not allow, and a large
+    one."""
+    length, num_tokens = min(LONG_SEQUENCE, rows.max_context_len), min(LARGE_STEP, max_num_tokens)
+    large = tuple(min(length, num_tokens - start) for start in range(0, num_tokens, length))
+    for lengths in (*UNRECORDED, large[: rows.scratch_row]):
         work = [
             Scheduled(-1, rows.scratch_row, 0, min(n, rows.max_context_len), sample=True, new_blocks=())
             for n in lengths

@@ -78,6 +78,7 @@ def test_every_kernel_fits(capability: int) -> None:
         (90, {"speculative": {"method": "ngram", "k": 3}, "max_num_seqs": 50}),
         (100, {"model": "Qwen2.5-0.5B", "max_num_seqs": 24, "max_model_len": 1003}),
         (86, {"enforce_eager": True, "max_num_seqs": 33, "max_num_batched_tokens": 300}),
+        (90, {"enforce_eager": True, "max_num_seqs": 4, "max_num_batched_tokens": 300, "max_model_len": 300}),
         (75, {"max_num_seqs": 16}),
         (90, {"model": "Qwen3-30B-A3B", "enforce_eager": True, "max_num_seqs": 70}),
         (90, {"model": "Qwen3-8B-FP8", "max_num_seqs": 70}),
