@@ -97,7 +97,7 @@ def quantization_fact(config: ModelConfig) -> list[Fact]:
 
 
 def window_facts(config: ModelConfig, said: Callable[..., str]) -> list[Fact]:
-    """None where every layer sees all that a text can have."""
+    """The fact on sliding windows; nothing if every layer sees the whole text."""
     limited = [window for window in config.windows if window]
     if not limited:
         return []

@@ -4,7 +4,7 @@ Sequences with the same number of queries and contexts of similar length form a 
 into one padded [B, L] tensor of keys and one of values, and a single call attends for all of them. A decode batch is a
 few rectangles with one query a row. There is no loop over tokens, and what does not depend on the layer (which blocks,
 which masks) is worked out once per step and kept for the step's other layers. Blocks that no query's window reaches are
-not gathered: a context then begins with the first block that is.
+not gathered, so that here a context begins with the first block that is gathered.
 """
 
 from dataclasses import dataclass

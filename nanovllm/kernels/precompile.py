@@ -3,8 +3,9 @@
 Triton compiles a variant of a kernel when it is first launched: one after the other, on one core. A model needs some
 fifty. So a start is gone through twice. The first time, within `compiled_together`, no kernel is launched. Triton finds
 out which variant a launch needs, and the variants that its cache on disk lacks are compiled by other processes. The
-second time, everything is found in the cache. (Where the cache lacks nothing, once is enough, with launches.) A variant
-that could not be compiled beforehand, for whatever reason, is compiled when it is launched.
+second time, everything is found in the cache. (On one GPU the first time launches as long as the cache lacks nothing.
+If it lacks nothing to the end, there is no second time.) A variant that could not be compiled beforehand, for whatever
+reason, is compiled when it is launched.
 
 Threads would gain nothing: most of Triton's compiler holds Python's lock. Nor can this process be forked, since it has
 threads and uses a GPU. So a new process imports Triton, and forks the processes that compile, as PyTorch's Inductor

@@ -1,12 +1,11 @@
 """The time of a step from its counts: a sum of terms, each with a physical cause, and a floor.
 
 The device reads the weights once per step, and the keys of each decode. The layers' matrix products cost little per
-token as long as reading their weights takes longer, and more beyond that *knee*. Attention of prompts takes as
-long as all pairs of a query and a key, or as walking through the keys of the longest context, whichever takes longer.
-Drawing, verifying and masking cost per sequence. A step that was recorded as a CUDA graph is padded
-to the next recorded size. A step with prompts that has no recording is launched kernel by kernel, and takes no less
-than the launches do. All factors are at least 0 and all counts only grow with the work. So more work never takes less
-time.
+token as long as reading their weights takes longer, and more beyond that *knee*. Attention of prompts takes as long as
+all pairs of a query and a key, or as walking through the keys of the longest context, whichever takes longer. Drawing,
+verifying and masking cost per sequence. A step that was recorded as a CUDA graph is padded to the next recorded size. A
+step with prompts that has no recording is launched kernel by kernel, and takes no less than the launches do. All
+factors are at least 0 and all counts only grow with the work. So more work never takes less time.
 """
 
 from bisect import bisect_left
