@@ -270,7 +270,7 @@ NOT_EVEN_THERE: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": "500"}
     },
     r"RoPE scaling None is not supported": {"rope_parameters": {"rope_type": None, **THETA}},
-    r"quantization_config: quantised": {"quantization_config": {}},
+    r"quantization_config.quant_method=None is not supported": {"quantization_config": {}},
     r"tie_word_embeddings must be bool; got None": {"tie_word_embeddings": None},
     r"attention_bias must be bool; got 'no'": {"attention_bias": "no"},
     r"use_sliding_window must be bool": {"use_sliding_window": "yes"},

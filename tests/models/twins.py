@@ -204,7 +204,8 @@ def make_tokenizer(path: Path, kind: Kind) -> Path:
         write_template(path, kind, config, begin + TEMPLATES[kind.template])
     if kind.flags is not None:
         write(path / "tokenizer_config.json", config)
-    write(path / "config.json", SHAPE | {"model_type": kind.family})
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind.family == "mixtral" else {}
+    write(path / "config.json", SHAPE | experts | {"model_type": kind.family})
     return path
 
 
