@@ -20,6 +20,34 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+class Writes:
+    """Single elements of tensors on one device that get new values: gathered on the host, sent in one copy.
+
+    A new sequence changes a few numbers in several tensors. One after the other, copies and kernels as small as that
+    would keep the host busy for longer than the device needs for a step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._parts: list[tuple[Tensor, npt.NDArray[Any], npt.NDArray[Any]]] = []
+
+    def add(self, tensor: Tensor, places: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """tensor: int32 of any shape, contiguous. places: which of its elements, counted through all rows. values: as
+        many. No element may be written twice before `send`."""
+        self._parts.append((tensor, places.ravel(), values.ravel()))
+
+    def send(self) -> None:
+        if not self._parts:
+            return
+        arrays = [places for _, places, _ in self._parts] + [values for *_, values in self._parts]
+        places, values = to_device(np.concatenate(arrays, dtype=np.int64), self.device).chunk(2)
+        lengths = [len(numbers) for _, numbers, _ in self._parts]
+        parts = zip(self._parts, places.split(lengths), values.int().split(lengths), strict=True)
+        for (tensor, *_), some_places, some_values in parts:
+            tensor.view(-1)[some_places] = some_values
+        self._parts.clear()
+
+
 def host_buffers(length: int, copies: int, device: torch.device) -> Iterator[Tensor]:
     """Buffers [length] int32 on the host, in turns for ever: what is sent from a buffer must not change on its way."""
     pinned = device.type == "cuda"

@@ -144,9 +144,11 @@ class ModelRunner:
             known = [sequences[s.key] for s in moving]
             self.rows.install(moving, known)
             num_prompt_tokens = [k.num_prompt_tokens for k in known]
-            self.state.install([s.row for s in moving], [k.params for k in known], num_prompt_tokens)
+            params = [k.params for k in known]
+            self.state.install([s.row for s in moving], params, num_prompt_tokens, self.rows.writes)
         if growing := [s for s in plan.scheduled if s.new_blocks]:
             self.rows.append_blocks(growing)
+        self.rows.writes.send()
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
         """Compute and sample by a recorded step; None if there is no recording for this work."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from nanovllm.engine.plan import Scheduled
-from nanovllm.pinned import to_device
+from nanovllm.pinned import Writes, to_device
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -45,26 +45,26 @@ class Rows:
         self.token_ids = torch.zeros(num_rows + 1, max_model_len + 1, dtype=torch.int32, device=device)
         self.block_table = torch.full((num_rows + 1, max_blocks), scratch_block, dtype=torch.int32, device=device)
         self.owner = [-1] * (num_rows + 1)
+        self.writes = Writes(device)  # what the next step needs to find here, and in the sampling parameters
 
     def install(self, scheduled: list[Scheduled], known: Sequence[Known]) -> None:
-        """Move all new sequences of a step into their rows, with the tokens known so far."""
-        rows = [s.row for s in scheduled]
+        """Move all new sequences of a step into their rows, with the tokens known so far. See `writes`."""
         lengths = np.array([len(k.token_ids) for k in known])
-        ids = np.concatenate([k.token_ids for k in known])
-        flat = np.stack((np.repeat(rows, lengths), ragged_arange(lengths), ids))
-        row_of_token, column, token_ids = to_device(flat.astype(np.int32), self.device)
-        self.token_ids[row_of_token, column] = token_ids
+        first = np.array([s.row for s in scheduled]) * self.token_ids.shape[1]
+        places = np.repeat(first, lengths) + ragged_arange(lengths)
+        self.writes.add(self.token_ids, places, np.concatenate([k.token_ids for k in known]))
         for s in scheduled:
             self.owner[s.row] = s.key
 
     def append_blocks(self, scheduled: list[Scheduled]) -> None:
-        """Append the new blocks of each row to its block table, which is then as long as the step needs."""
+        """Append the new blocks of each row to its block table, which is then as long as the step needs. See
+        `writes`."""
         flat = []
         for s in scheduled:
-            first = -(-(s.start + s.num_tokens) // self.block_size) - len(s.new_blocks)
-            flat += [(s.row, first + i, block) for i, block in enumerate(s.new_blocks)]
-        row, column, block_ids = to_device(np.array(flat, dtype=np.int32).T.copy(), self.device)
-        self.block_table[row, column] = block_ids
+            end = s.row * self.block_table.shape[1] - (-(s.start + s.num_tokens) // self.block_size)
+            flat += list(enumerate(s.new_blocks, start=end - len(s.new_blocks)))
+        places, block_ids = np.array(flat).T
+        self.writes.add(self.block_table, places, block_ids)
 
     def write_guesses(self, scheduled: list[Scheduled]) -> None:
         """Put the guesses of a plan after the last known token of their rows."""

@@ -11,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.pinned import to_device
+from nanovllm.pinned import Writes, to_device
 from nanovllm.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+
+LONGS, INTS, FLOATS = 8, 1, 6  # how many numbers of each kind a row has
 
 
 @dataclass(frozen=True)
@@ -71,20 +73,17 @@ class SamplingState:
         self.vocab_size = vocab_size
         self.eos_token_ids = set(eos_token_ids)
         self.in_kernels = in_kernels
-        # What every step reads
-        self.num_prompt_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)  # [R]
-        self.temperature = torch.zeros(num_rows, device=device)  # [R] float32
-        self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [R]
-        # What only special rows need. There is one tensor per dtype, so that a new row takes two transfers. The names
-        # below are rows of these tensors.
-        self._floats = torch.zeros(5, num_rows, device=device)
-        self._ints = torch.zeros(7, num_rows, dtype=torch.int64, device=device)
-        self.top_p, self.log_min_p = self._floats[:2]  # [R] each; log_min_p of a row without one is -inf
-        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = self._floats[2:]  # [R] each
-        self.top_k, self.min_tokens = self._ints[:2]  # [R] each; top_k of a row without one is V
+        # All numbers that a row has: in one tensor, so that `install` is one write. The names are parts of it.
+        self._numbers = torch.zeros(2 * LONGS + INTS + FLOATS, num_rows, dtype=torch.int32, device=device)
+        longs = self._numbers[: 2 * LONGS].view(-1).view(torch.int64).view(LONGS, num_rows)
+        self.num_prompt_tokens = self._numbers[2 * LONGS]  # [R] int32
+        floats = self._numbers[2 * LONGS + INTS :].view(torch.float32)
+        self.seed, self.top_k, self.min_tokens = longs[:3]  # [R] each; top_k of a row without one is V
         # [R] each, about the edits of single tokens: the number of entries in each list, whether the mask counts, and
         # whether there is any edit at all, penalties included
-        self.num_stop_ids, self.num_biased, self.num_bad_words, self.masked, self.edited = self._ints[2:]
+        self.num_stop_ids, self.num_biased, self.num_bad_words, self.masked, self.edited = longs[3:]
+        self.temperature, self.top_p, self.log_min_p = floats[:3]  # [R] each; log_min_p of a row without one is -inf
+        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = floats[3:]  # [R] each
 
         def ids(width: int) -> Tensor:
             return torch.zeros(num_rows, width, dtype=torch.int32, device=device)
@@ -99,24 +98,38 @@ class SamplingState:
         self.params = [SamplingParams()] * num_rows
         self.special: dict[int, SamplingParams] = {}  # the rows for which temperature and seed are not enough
 
-    def install(self, rows: Sequence[int], params: Sequence[SamplingParams], num_prompt_tokens: Sequence[int]) -> None:
-        """Write the parameters of the sequences that now stand in `rows`."""
-        floats, ints = [], []
+    def install(
+        self,
+        rows: Sequence[int],
+        params: Sequence[SamplingParams],
+        num_prompt_tokens: Sequence[int],
+        writes: Writes | None = None,
+    ) -> None:
+        """Write the parameters of the sequences that now stand in `rows`, lists at once and numbers with `writes`, if
+        there are other things to be sent with them."""
+        longs, floats = [], []
         for row, p in zip(rows, params, strict=True):
             self.params[row] = p
             self.special.pop(row, None)
             if self._is_special(p):
                 self.special[row] = p
             log_min_p = math.log(p.min_p) if p.min_p else -math.inf
-            floats.append((p.top_p, log_min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty))
+            penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+            floats.append((p.temperature, p.top_p, log_min_p, *penalties))
             lengths = self._install_lists(row, p) if self._is_edited(p) else (0,) * 5
-            ints.append((self._top_k(p), p.min_tokens, *lengths))
-        index = to_device(np.array(rows, dtype=np.int64), self.device)
-        self.num_prompt_tokens[index] = to_device(np.array(num_prompt_tokens, dtype=np.int32), self.device)
-        self.temperature[index] = to_device(np.array([p.temperature for p in params], dtype=np.float32), self.device)
-        self.seed[index] = to_device(np.array([p.seed for p in params], dtype=np.int64), self.device)
-        self._floats[:, index] = to_device(np.array(floats, dtype=np.float32), self.device).T
-        self._ints[:, index] = to_device(np.array(ints, dtype=np.int64), self.device).T
+            longs.append((p.seed, self._top_k(p), p.min_tokens, *lengths))
+        num_rows, row = self._numbers.shape[1], np.array(rows)[:, None]
+        first = 2 * (np.arange(LONGS) * num_rows + row)[:, :, None]  # [N, LONGS, 1]: each has two words of 32 bits
+        places = (
+            (first + np.arange(2)).reshape(len(rows), -1),
+            np.arange(2 * LONGS, len(self._numbers)) * num_rows + row,
+        )
+        prompts = np.array(num_prompt_tokens, dtype=np.int32)[:, None]
+        values = np.array(longs, dtype=np.int64), prompts, np.array(floats, dtype=np.float32)
+        told = writes or Writes(self.device)
+        told.add(self._numbers, np.hstack(places), np.hstack([part.view(np.int32) for part in values]))
+        if writes is None:
+            told.send()
 
     def needs(self, rows: Iterable[int]) -> Needs | None:
         """What these rows ask for beyond temperature and seed; None if none of them asks for anything."""
@@ -179,7 +192,7 @@ class SamplingState:
         return [i for i in ids if 0 <= i < self.vocab_size]  # config.json may name -1, or more than there are
 
     def _install_lists(self, row: int, p: SamplingParams) -> tuple[int, int, int, int, int]:
-        """Write the lists of an edited row. Returns the values of its `_ints` from `num_stop_ids` on."""
+        """Write the lists of an edited row. Returns its numbers from `num_stop_ids` on."""
 
         def write(tensor: Tensor, values: Sequence[float] | NDArray[Any]) -> int:
             array = np.asarray(values, dtype=np.float32 if tensor.is_floating_point() else np.int32)
