@@ -62,12 +62,14 @@ class DecodeSteps:
         if all(behind):
             return self.run(tokens)
         # A recording samples after every token. Where that was not asked for, the token that stood there is put back.
-        array, chosen = np.array(tokens, dtype=np.int32), np.array(behind)
-        row, before = to_device(array[~chosen].T.copy(), self.token_ids.device)
-        known = self.token_ids[row, before + 1]
+        array, chosen = np.array(tokens), np.flatnonzero(behind)
+        row, before = np.delete(array, chosen, axis=0).T
+        numbers = to_device(np.concatenate((row, before + 1, chosen)), self.token_ids.device)
+        row_kept, kept, sampled = numbers.split((len(row), len(row), len(chosen)))
+        known = self.token_ids[row_kept, kept]
         step = self.run(tokens)
-        self.token_ids[row, before + 1] = known
-        return step.at(to_device(np.flatnonzero(chosen), self.token_ids.device))
+        self.token_ids[row_kept, kept] = known
+        return step.at(sampled)
 
     def _tokens(self, scheduled: Sequence[Scheduled], several: list[Scheduled]) -> list[tuple[int, int]] | None:
         """Row and position of every token of the step, those of a row side by side and in order: `ring_decode` relies
