@@ -26,7 +26,7 @@ MIXED = {"batches": [8, 32, 60, 128, 255], "sizes": [64, 512, 2048, 8192], "cont
 GRID: dict[str, Any] = {
     "decodes": DECODES,
     "chunks": CHUNKS,
-    "prompts": [2, 8, 32, 128],  # in a step, of all `sizes` that they can share
+    "prompts": [1, 2, 8, 32, 128],  # in a step, of all `sizes` that they can share
     "mixed": MIXED,
     "masked": [1, 8, 64],
     "guesses": {"batches": [1, 8, 32, 64], "numbers": [1, 3, 7], "context": 512},
@@ -37,7 +37,7 @@ GRID: dict[str, Any] = {
 QUICK_GRID: dict[str, Any] = {
     "decodes": {"batches": [1, 2, 4, 8, 16, 32, 64], "contexts": [16, 128, 512]},
     "chunks": {"sizes": [16, 64, 128, 256, 512, 1024], "contexts": [0, 512]},
-    "prompts": [2, 8],
+    "prompts": [1, 2, 8],
     "mixed": {"batches": [2, 8, 16], "sizes": [16, 64, 256], "context": 64},
     "masked": [1, 4],
     "guesses": {"batches": [1, 4], "numbers": [1, 3], "context": 64},

@@ -60,7 +60,7 @@ async def ask(port: int, asked: list[Asked], start: float) -> tuple[list[dict[st
     gaps: list[float] = []
     tasks = []
     for one in asked:
-        await asyncio.sleep(max(0.0, start + one.time - time.perf_counter()))
+        await load.until(start + one.time)
         body = {"prompt": one.prompt, "max_tokens": one.max_tokens, "stream": True, "ignore_eos": True}
         body |= {"temperature": 0.6, "stream_options": {"include_usage": True}}
         tasks.append(asyncio.create_task(speed.request(port, body, start + one.time, gaps)))
@@ -109,7 +109,7 @@ async def in_process(waves: list[list[Asked]], model: str, config: dict[str, Any
 
             tasks = []
             for one in wave:
-                await asyncio.sleep(max(0.0, start + one.time - time.perf_counter()))
+                await load.until(start + one.time)
                 tasks.append(asyncio.create_task(read(one, start, gaps)))
             answers = list(await asyncio.gather(*tasks))
     return figures(answers, gaps)

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.lib import harness, tables, workloads
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
-from benchmarks.serving.load import percentile
+from benchmarks.serving.load import percentile, until
 
 CLIENTS = 8  # processes
 MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 200, 190, 0.6  # tokens; sigma of the logarithm of a length
@@ -73,7 +73,7 @@ async def client(port: int, rate: float, seconds: float, number: int, model: str
     tasks = []
     start, due, busy = time.perf_counter(), 0.0, time.process_time()
     while (due := due + draw.expovariate(rate)) < seconds:
-        await asyncio.sleep(max(0, start + due - time.perf_counter()))
+        await until(start + due)
         prompt = " ".join(draw.choice(WORDS) for _ in range(length(draw, MEAN_PROMPT, 1500)))
         body = {"model": model, "prompt": prompt, "max_tokens": length(draw, MEAN_OUTPUT, 1500), "stream": True}
         body |= {"ignore_eos": True, "temperature": 0.6, "stream_options": {"include_usage": True}}

@@ -144,7 +144,9 @@ def residuals(observations: Sequence[Observation], found: StepTime) -> Residuals
 
 def fit_host(steps: Sequence[tuple[StepShape, float, float]]) -> dict[str, float]:
     """The host's factors. steps: shape, seconds of the host, and of the whole step, to which the error is relative."""
-    rows = [[1.0, s.decodes + s.prompts, s.prompt_tokens, s.samples] for s, _, _ in steps]
+    rows = [
+        [1.0, s.decodes + s.prompts, s.prompt_tokens, s.samples, float(s.prompts > 0), s.prompts] for s, _, _ in steps
+    ]
     whole = np.array([seconds for _, _, seconds in steps])
     a, b = np.array(rows) / whole[:, None], np.array([seconds for _, seconds, _ in steps]) / whole
     return dict(zip(HOST_TERMS, map(float, non_negative_least_squares(a, b)), strict=True))

@@ -34,7 +34,8 @@ DEVICE_TERMS = {
     "masked": "vocabulary",
     "prompt_key": "layers",  # of the longest context of a chunk: few programs walk through all of its keys
 }
-HOST_TERMS = ("step", "sequence", "prompt_token", "sample")
+# Terms of the host: "prompt_step" once, if there is any chunk of a prompt; "prompt" for each chunk
+HOST_TERMS = ("step", "sequence", "prompt_token", "sample", "prompt_step", "prompt")
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,11 @@ class StepTime:
 
     def host_seconds(self, shape: StepShape) -> float:
         """How long the host is busy with a step while nothing else can happen: scheduling, sending, committing."""
-        step, sequence, prompt_token, sample = self._host  # type: ignore[attr-defined]
-        seconds: float = step + sequence * (shape.decodes + shape.prompts) + prompt_token * shape.prompt_tokens
-        return seconds + sample * shape.samples
+        step, sequence, prompt_token, sample, prompt_step, prompt = self._host  # type: ignore[attr-defined]
+        seconds: float = step + sequence * (shape.decodes + shape.prompts) + sample * shape.samples
+        if shape.prompts:
+            seconds += prompt_step + prompt * shape.prompts + prompt_token * shape.prompt_tokens
+        return seconds
 
     def counts(self, shape: StepShape) -> list[float]:
         """The counts of the device's terms, in the order of `DEVICE_TERMS`: what `fit` finds the factors of."""
