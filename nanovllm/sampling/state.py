@@ -118,12 +118,10 @@ class SamplingState:
             floats.append((p.temperature, p.top_p, log_min_p, *penalties))
             lengths = self._install_lists(row, p) if self._is_edited(p) else (0,) * 5
             longs.append((p.seed, self._top_k(p), p.min_tokens, *lengths))
-        num_rows, row = self._numbers.shape[1], np.array(rows)[:, None]
-        first = 2 * (np.arange(LONGS) * num_rows + row)[:, :, None]  # [N, LONGS, 1]: each has two words of 32 bits
-        places = (
-            (first + np.arange(2)).reshape(len(rows), -1),
-            np.arange(2 * LONGS, len(self._numbers)) * num_rows + row,
-        )
+        num_rows, place = self._numbers.shape[1], np.array(rows)[:, None]
+        first = 2 * (np.arange(LONGS) * num_rows + place)  # [N, LONGS]: each has two words of 32 bits
+        others = np.arange(2 * LONGS, len(self._numbers)) * num_rows + place
+        places = (first[:, :, None] + np.arange(2)).reshape(len(rows), -1), others
         prompts = np.array(num_prompt_tokens, dtype=np.int32)[:, None]
         values = np.array(longs, dtype=np.int64), prompts, np.array(floats, dtype=np.float32)
         told = writes or Writes(self.device)
