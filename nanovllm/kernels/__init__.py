@@ -33,6 +33,20 @@ def has_fp8(device: torch.device) -> bool:
     return why_no_kernels(device) is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+class PendingNorm(NamedTuple):
+    """A residual addition and a norm that are left to the kernel of the linear layer that follows.
+
+    parts: what is added, [T, H], or [S, T, H] float32, which is to be summed over S. residual [T, H]. weight [H].
+    total: [T, H], where the sum goes.
+    """
+
+    parts: Tensor
+    residual: Tensor
+    weight: Tensor
+    total: Tensor
+    eps: float
+
+
 class FusedKernels(NamedTuple):
     """Kernels that do several operations of a step in one pass. None: PyTorch does one after the other."""
 
@@ -41,6 +55,7 @@ class FusedKernels(NamedTuple):
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
     gelu_and_mul: Callable[[Tensor], Tensor] | None = None
     choose_linear: Callable[..., Callable[..., Tensor] | None] | None = None
+    choose_norm_linear: Callable[..., Callable[..., Tensor] | None] | None = None
     fp8_linear: Callable[..., Tensor] | None = None
     sample_rows: Callable[..., Tensor] | None = None
     edit_logits: Callable[..., Any] | None = None
@@ -64,7 +79,7 @@ def fused_kernels(device: torch.device) -> FusedKernels:
     from nanovllm.kernels.fused.sample import sample_rows
     from nanovllm.kernels.fused.silu_and_mul import gelu_and_mul, silu_and_mul
     from nanovllm.kernels.fused.top_logprobs import top_logprobs
-    from nanovllm.kernels.linear.choice import choose_linear
+    from nanovllm.kernels.linear.choice import choose_linear, choose_norm_linear
     from nanovllm.kernels.moe.grouped_mlp import grouped_mlp
     from nanovllm.kernels.moe.route import route
 
@@ -74,6 +89,7 @@ def fused_kernels(device: torch.device) -> FusedKernels:
         silu_and_mul=silu_and_mul,
         gelu_and_mul=gelu_and_mul,
         choose_linear=choose_linear,
+        choose_norm_linear=choose_norm_linear,
         fp8_linear=fp8_linear,
         sample_rows=sample_rows,
         edit_logits=edit_logits,

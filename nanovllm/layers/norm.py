@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.layers.linear import PendingAllReduce, SubLayerOutput
+from nanovllm.kernels import PendingNorm
+from nanovllm.layers.linear import MergedLinear, PendingAllReduce, SubLayerOutput
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,6 +48,24 @@ class RMSNorm(nn.Module):
         if residual is None:
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_then(
+        self, layer: MergedLinear, x: SubLayerOutput, residual: Tensor | None, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [T, H] as for `add` -> (layer(norm(x + residual)), x + residual), or `layer.gated` of the norm.
+
+        For few tokens one kernel may do both: then the norm takes no time of its own.
+        """
+        choose = kernels.fused_kernels(self.weight.device).choose_norm_linear
+        may_fuse = choose is not None and residual is not None and not isinstance(x, PendingAllReduce)
+        if choose is not None and may_fuse and not (gated and layer.bias is not None):
+            assert residual is not None and isinstance(x, Tensor)
+            kernel = choose(len(residual), layer.weight, gated=gated)
+            if kernel is not None:
+                total = torch.empty_like(residual)
+                return kernel(PendingNorm(x, residual, self.weight, total, self.eps), layer.weight, layer.bias), total
+        normed, residual = self.add(x, residual)
+        return layer.gated(normed) if gated else layer(normed), residual
 
 
 class OffsetRMSNorm(RMSNorm):

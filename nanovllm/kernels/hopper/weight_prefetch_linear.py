@@ -23,11 +23,18 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels import PendingNorm
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches, prefetch_l2
 from nanovllm.kernels.linear.tiled_linear import MAX_SPLITS, PROGRAMS, num_splits
 
@@ -36,6 +43,9 @@ LINES = 8  # cache lines of each row of the weights, behind the steps that have 
 WEIGHT_ROWS = 64  # rows of the weights of a program: as many output columns, half of them if gated
 SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiprocessor
 MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
+NORM_TOKENS = 8  # most tokens for which the norm is part of the kernel
+MAX_NORM_INPUTS = 2048
+MAX_NORM_STAGES = 8
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
 
@@ -65,21 +75,65 @@ def choose_tile(
     return PrefetchTile(tokens, inner, max(MIN_STAGES, min(MAX_STAGES, shared // (inner * input_bytes))), splits)
 
 
+@cache
+def choose_norm_tile(columns: int, inputs: int, gated: bool) -> PrefetchTile | None:
+    """The layout if the norm is part of the kernel; None if it cannot be. All of the input is in shared memory."""
+    if inputs > MAX_NORM_INPUTS or inputs & (inputs - 1):
+        return None
+    tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS)
+    shared = SHARED_BYTES // min(3, triton.cdiv(tiles, PROGRAMS)) - 2 * NORM_TOKENS * inputs
+    return PrefetchTile(NORM_TOKENS, 128, max(MIN_STAGES, min(MAX_NORM_STAGES, shared // (2 * 128 * WEIGHT_ROWS))), 1)
+
+
+@gluon.jit
+def _add_rms_norm(  # type: ignore[no-untyped-def]
+    parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens,
+    x, TOKENS: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """What the kernel `add_rms_norm` does, for ROWS tokens, into the shared memory x [TOKENS, SIZE]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [1, 1, gl.num_warps()], [2, 1, 0])
+    column = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    token = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    weight = gl.load(norm_ptr + column).to(gl.float32)
+    if PDL:
+        gdc_wait()
+    place = token * SIZE + column  # [1, ROWS, SIZE]
+    exists = (token < num_tokens) & (column < SIZE)
+    total = gl.load(parts_ptr + place, mask=exists, other=0.0).to(gl.float32)
+    for split in gl.static_range(1, SPLITS):
+        total += gl.load(parts_ptr + split * num_tokens * SIZE + place, mask=exists, other=0.0)
+    total += gl.load(residual_ptr + place, mask=exists, other=0.0).to(gl.float32)
+    rounded = total.to(total_ptr.dtype.element_ty)
+    total = rounded.to(gl.float32)
+    scale = gl.rsqrt(gl.sum(total * total, 2) / SIZE + eps)
+    normed = (total * gl.expand_dims(scale, 2) * weight).to(total_ptr.dtype.element_ty)
+    # Rows of x that are no tokens get copies of those that are.
+    copies = gl.zeros([TOKENS // ROWS, ROWS, SIZE], normed.dtype, layout)
+    x.store(gl.reshape(normed + copies, [TOKENS, SIZE]))
+    fence_async_shared()
+    if gl.program_id(1) == 0:
+        gl.store(total_ptr + place, rounded, mask=exists)
+
+
 @gluon.jit(do_not_specialize=["num_tokens", "steps"])
 def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
-    x_desc, weight_desc, weight_ptr, bias_ptr, out_ptr, num_tokens, inputs, outputs, steps,
+    x_desc, weight_desc, weight_ptr, bias_ptr, parts_ptr, residual_ptr, norm_ptr, total_ptr, out_ptr, eps, num_tokens,
+    inputs, outputs, steps,
     TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
     REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+    NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = HALVES * COLUMNS
-    BYTES: gl.constexpr = (ROWS + TOKENS) * INNER * 2
+    BYTES: gl.constexpr = (ROWS + (0 if NORMED else TOKENS)) * INNER * 2
+    X_TILES: gl.constexpr = SIZE // INNER if NORMED else STAGES
+    x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # The last tile ends with the last token: computing some twice is cheaper than copying rows that do not exist.
     first_token = gl.maximum(gl.minimum(gl.program_id(0) * TOKENS, num_tokens - TOKENS), 0)
     first_column = gl.program_id(1) * COLUMNS
     part = gl.program_id(2)
     begin = part * steps
-    w_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS // 8, HALVES, 8, INNER], weight_desc.layout)
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, INNER], x_desc.layout)
+    w_tiles = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, COLUMNS // 8, HALVES, 8, INNER], weight_desc.layout)
+    x_tiles = gl.allocate_shared_memory(weight_desc.dtype, [X_TILES, TOKENS, INNER], x_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -97,10 +151,19 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             for half in gl.static_range(HALVES):
                 ahead = weight_ptr + (half * outputs + row).to(gl.int64)[:, None] * inputs + line
                 prefetch_l2(ahead)
-        gdc_wait()
-    for i in gl.static_range(STAGES):
-        bar, start = full.index(i), (begin + i) * INNER
-        tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(i))
+    if NORMED:
+        # A row of x is as long as all its tiles, and tiles are as wide as the pattern in which rows are stored.
+        x = x_tiles._reinterpret(weight_desc.dtype, [TOKENS, SIZE], x_layout)
+        _add_rms_norm(
+            parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens, x, TOKENS, NORMED, SIZE, SPLITS, PDL
+        )
+        debug_barrier()
+    else:
+        if PDL:
+            gdc_wait()
+        for i in gl.static_range(STAGES):
+            bar, start = full.index(i), (begin + i) * INNER
+            tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(i))
 
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     acc = gl.zeros([ROWS, TOKENS], gl.float32, product)
@@ -108,7 +171,8 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         rows = w_tiles.index(stage).reshape([ROWS, INNER])
-        acc = warpgroup_mma(rows, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+        x_tile = x_tiles.index(step if NORMED else stage)
+        acc = warpgroup_mma(rows, x_tile.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, (acc,))
         if REFILLS:
             # The product before this one is done, in all warps: its tiles can be overwritten.
@@ -120,7 +184,8 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             tma.async_copy_global_to_shared(
                 weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(free), pred=refill
             )
-            tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
+            if not NORMED:
+                tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
     acc = warpgroup_mma_wait(0, (acc,))
     debug_barrier()
     for i in gl.static_range(STAGES):
@@ -140,7 +205,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def weight_prefetch_linear(
-    x: Tensor,
+    x: Tensor | PendingNorm,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -148,22 +213,33 @@ def weight_prefetch_linear(
     gated: bool = False,
     partial: bool = False,
 ) -> Tensor:
-    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64."""
-    num_tokens, inputs = x.shape
+    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64.
+
+    With a `PendingNorm` of at most `NORM_TOKENS` tokens, the norm is computed first, by each program for itself, and
+    one program writes its total. Then the result is not partial, and tile is of `choose_norm_tile`.
+    """
+    norm = x if isinstance(x, PendingNorm) else None
+    values = x.total if isinstance(x, PendingNorm) else x
+    num_tokens, inputs = values.shape
     halves, steps = 2 if gated else 1, inputs // (tile.splits * tile.inner)
     outputs, columns = weight.shape[0] // halves, WEIGHT_ROWS // halves
     shape = (tile.splits, num_tokens, outputs) if partial else (num_tokens, outputs)
-    out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
-    x_desc = TensorDescriptor(x, [num_tokens, inputs], [inputs, 1], [tile.tokens, tile.inner], X_LAYOUT)
+    out = values.new_empty(shape, dtype=torch.float32 if partial else values.dtype)
+    x_desc = None
+    if norm is None:
+        x_desc = TensorDescriptor(values, [num_tokens, inputs], [inputs, 1], [tile.tokens, tile.inner], X_LAYOUT)
     weight_desc = TensorDescriptor(
         weight, [outputs // 8, halves, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1],
         [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUT,
     )  # fmt: skip
     stages = min(tile.stages, steps)
-    pdl = overlaps_launches(x.device)
+    pdl = overlaps_launches(values.device)
+    parts, residual, norm_weight, total, eps = norm or (None, None, None, None, 0.0)
     _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), outputs // columns, tile.splits)](
-        x_desc, weight_desc, weight, bias, out, num_tokens, inputs, outputs, steps,
-        TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages, REFILLS=steps > stages,
-        LINES=LINES, LINE=CACHE_LINE // x.element_size(), BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        x_desc, weight_desc, weight, bias, parts, residual, norm_weight, total, out, eps, num_tokens, inputs, outputs,
+        steps, TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages,
+        REFILLS=steps > stages, LINES=LINES, LINE=CACHE_LINE // values.element_size(), BIAS=bias is not None, PDL=pdl,
+        NORMED=triton.next_power_of_2(num_tokens) if norm else 0, SIZE=inputs,
+        SPLITS=norm.parts.shape[0] if norm and norm.parts.dim() == 3 else 1, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -40,6 +40,22 @@ def hopper_linear(device: torch.device) -> ModuleType | None:
     return weight_prefetch_linear
 
 
+def choose_norm_linear(num_tokens: int, weight: Tensor, *, gated: bool = False) -> LinearKernel | None:
+    """The kernel that also computes the norm before the layer, called as f(pending_norm, weight, bias=None).
+
+    None: two kernels do it. gated: as in `tiled_linear`, and without a bias.
+    """
+    hopper = hopper_linear(weight.device)
+    if hopper is None or num_tokens > hopper.NORM_TOKENS:
+        return None
+    chosen = choose_linear(num_tokens, weight, gated=gated)
+    if not isinstance(chosen, bind) or chosen.func is not hopper.weight_prefetch_linear:
+        return None
+    outputs, inputs = weight.shape
+    tile = hopper.choose_norm_tile(outputs // 2 if gated else outputs, inputs, gated)
+    return None if tile is None else bind(hopper.weight_prefetch_linear, tile=tile, gated=gated)
+
+
 def choose_linear(
     num_tokens: int, weight: Tensor, *, gated: bool = False, partial: bool = False
 ) -> LinearKernel | None:
@@ -78,7 +94,7 @@ def _look_up(
 ) -> LinearKernel | None:
     outputs, inputs = shape
     columns = outputs // 2 if gated else outputs
-    if dtype == torch.float32 or inputs % 128 or columns % 32:
+    if dtype.itemsize != 2 or inputs % 128 or columns % 32:
         return None
     in_tiles = columns % 64 == 0
     gives = choose(
