@@ -15,6 +15,7 @@ itself.
 interpreter cannot run Gluon.
 """
 
+import os
 from functools import cache
 from typing import NamedTuple
 
@@ -43,9 +44,10 @@ LINES = 8  # cache lines of each row of the weights, behind the steps that have 
 WEIGHT_ROWS = 64  # rows of the weights of a program: as many output columns, half of them if gated
 SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiprocessor
 MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
-NORM_TOKENS = 8  # most tokens for which the norm is part of the kernel
+NORM_TOKENS = int(os.environ.get("NORM_TOKENS", "8"))  # most tokens for which the norm is part of the kernel
 MAX_NORM_INPUTS = 2048
-MAX_NORM_STAGES = 8
+MAX_NORM_STAGES = int(os.environ.get("NSTAGES", "8"))
+TAIL = int(os.environ.get("TAIL", "0"))
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
 
@@ -81,8 +83,8 @@ def choose_norm_tile(columns: int, inputs: int, gated: bool) -> PrefetchTile | N
     if inputs > MAX_NORM_INPUTS or inputs & (inputs - 1):
         return None
     tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS)
-    shared = SHARED_BYTES // min(3, triton.cdiv(tiles, PROGRAMS)) - 2 * NORM_TOKENS * inputs
-    return PrefetchTile(NORM_TOKENS, 128, max(MIN_STAGES, min(MAX_NORM_STAGES, shared // (2 * 128 * WEIGHT_ROWS))), 1)
+    shared = SHARED_BYTES // min(3, triton.cdiv(tiles, PROGRAMS)) - 16 * inputs
+    return PrefetchTile(8, 128, max(MIN_STAGES, min(MAX_NORM_STAGES, shared // (2 * 128 * WEIGHT_ROWS))), 1)
 
 
 @gluon.jit
@@ -121,7 +123,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     inputs, outputs, steps,
     TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
     REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
-    NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
+    NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = HALVES * COLUMNS
     BYTES: gl.constexpr = (ROWS + (0 if NORMED else TOKENS)) * INNER * 2
@@ -187,21 +189,27 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             if not NORMED:
                 tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
     acc = warpgroup_mma_wait(0, (acc,))
-    debug_barrier()
-    for i in gl.static_range(STAGES):
-        mbarrier.invalidate(full.index(i))
+    if TAIL == 0:
+        debug_barrier()
+        for i in gl.static_range(STAGES):
+            mbarrier.invalidate(full.index(i))
 
     if BIAS:
         acc += gl.load(bias_ptr + first_column + gl.arange(0, ROWS, gl.SliceLayout(1, product))).to(gl.float32)[:, None]
     if HALVES == 2:
         gate, up = gl.split(gl.permute(gl.reshape(acc, [COLUMNS // 8, 2, 8, TOKENS]), (0, 2, 3, 1)))
         acc = gl.reshape(gate / (1 + gl.exp(-gate)) * up, [COLUMNS, TOKENS])
-    written: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    result = gl.convert_layout(gl.permute(acc, (1, 0)).to(out_ptr.dtype.element_ty), written)
+    result = gl.permute(acc, (1, 0)).to(out_ptr.dtype.element_ty)
+    written: gl.constexpr = (
+        result.type.layout if TAIL == 2 else gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    )
+    result = gl.convert_layout(result, written)
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, written))
     column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, written))
     out = out_ptr + (part * num_tokens + token).to(gl.int64)[:, None] * outputs + column[None, :]
     gl.store(out, result, mask=(token < num_tokens)[:, None])
+    if TAIL:
+        full._keep_alive()
 
 
 def weight_prefetch_linear(
@@ -240,6 +248,7 @@ def weight_prefetch_linear(
         steps, TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages,
         REFILLS=steps > stages, LINES=LINES, LINE=CACHE_LINE // values.element_size(), BIAS=bias is not None, PDL=pdl,
         NORMED=triton.next_power_of_2(num_tokens) if norm else 0, SIZE=inputs,
-        SPLITS=norm.parts.shape[0] if norm and norm.parts.dim() == 3 else 1, num_warps=4, launch_pdl=pdl,
+        SPLITS=norm.parts.shape[0] if norm and norm.parts.dim() == 3 else 1, TAIL=TAIL, num_warps=4,
+        launch_pdl=pdl,
     )  # fmt: skip
     return out
