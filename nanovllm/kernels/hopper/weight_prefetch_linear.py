@@ -46,18 +46,24 @@ SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiproces
 MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
 NORM_TOKENS = int(os.environ.get("NORM_TOKENS", "8"))  # most tokens for which the norm is part of the kernel
 MAX_NORM_INPUTS = 2048
+CUT_TOKENS = int(os.environ.get("CUT_TOKENS", "8"))
+MAX_CUTS = int(os.environ.get("CUTS", "8"))
 MAX_NORM_STAGES = int(os.environ.get("NSTAGES", "8"))
 TAIL = int(os.environ.get("TAIL", "0"))
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
 
 class PrefetchTile(NamedTuple):
-    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into."""
+    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into.
+
+    cuts: parts of the inputs within a program.
+    """
 
     tokens: int
     inner: int
     stages: int
     splits: int
+    cuts: int = 1
 
 
 @cache
@@ -78,21 +84,27 @@ def choose_tile(
 
 
 @cache
-def choose_norm_tile(columns: int, inputs: int, gated: bool) -> PrefetchTile | None:
-    """The layout if the norm is part of the kernel; None if it cannot be. All of the input is in shared memory."""
-    if inputs > MAX_NORM_INPUTS or inputs & (inputs - 1):
+def choose_cut_tile(num_tokens: int, columns: int, inputs: int, gated: bool, norm: bool) -> PrefetchTile | None:
+    """The layout for few tokens."""
+    if norm and (inputs > MAX_NORM_INPUTS or inputs & (inputs - 1)):
         return None
-    tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS)
-    shared = SHARED_BYTES // min(3, triton.cdiv(tiles, PROGRAMS)) - 16 * inputs
-    return PrefetchTile(8, 128, max(MIN_STAGES, min(MAX_NORM_STAGES, shared // (2 * 128 * WEIGHT_ROWS))), 1)
+    cuts = 1
+    while not gated and cuts < MAX_CUTS and 2 * cuts * columns <= WEIGHT_ROWS * PROGRAMS and inputs % (256 * cuts) == 0:
+        cuts *= 2
+    tokens = max(8 // cuts, triton.next_power_of_2(num_tokens))
+    tiles = columns * cuts // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS)
+    shared = SHARED_BYTES // min(3, triton.cdiv(tiles, PROGRAMS)) - (2 * tokens * inputs if norm else 0)
+    step = 2 * 128 * (WEIGHT_ROWS + (0 if norm else tokens * cuts))
+    return PrefetchTile(tokens, 128, max(MIN_STAGES, min(MAX_NORM_STAGES, shared // step)), 1, cuts)
 
 
 @gluon.jit
 def _add_rms_norm(  # type: ignore[no-untyped-def]
     parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens,
-    x, TOKENS: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+    x, TOKENS: gl.constexpr, CUTS: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """What the kernel `add_rms_norm` does, for ROWS tokens, into the shared memory x [TOKENS, SIZE]."""
+    """What the kernel `add_rms_norm` does, for ROWS tokens, into the shared memory x [TOKENS * CUTS, SIZE / CUTS]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [1, 1, gl.num_warps()], [2, 1, 0])
     column = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     token = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -111,7 +123,7 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
     normed = (total * gl.expand_dims(scale, 2) * weight).to(total_ptr.dtype.element_ty)
     # Rows of x that are no tokens get copies of those that are.
     copies = gl.zeros([TOKENS // ROWS, ROWS, SIZE], normed.dtype, layout)
-    x.store(gl.reshape(normed + copies, [TOKENS, SIZE]))
+    x.store(gl.reshape(normed + copies, [TOKENS * CUTS, SIZE // CUTS]))
     fence_async_shared()
     if gl.program_id(1) == 0:
         gl.store(total_ptr + place, rounded, mask=exists)
@@ -123,11 +135,12 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     inputs, outputs, steps,
     TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
     REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
-    NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr, TAIL: gl.constexpr,
+    NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr, CUTS: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = HALVES * COLUMNS
-    BYTES: gl.constexpr = (ROWS + (0 if NORMED else TOKENS)) * INNER * 2
-    X_TILES: gl.constexpr = SIZE // INNER if NORMED else STAGES
+    X_ROWS: gl.constexpr = TOKENS * CUTS
+    BYTES: gl.constexpr = (ROWS + (0 if NORMED else X_ROWS)) * INNER * 2
+    X_TILES: gl.constexpr = SIZE // CUTS // INNER if NORMED else STAGES
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # The last tile ends with the last token: computing some twice is cheaper than copying rows that do not exist.
     first_token = gl.maximum(gl.minimum(gl.program_id(0) * TOKENS, num_tokens - TOKENS), 0)
@@ -135,7 +148,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     part = gl.program_id(2)
     begin = part * steps
     w_tiles = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, COLUMNS // 8, HALVES, 8, INNER], weight_desc.layout)
-    x_tiles = gl.allocate_shared_memory(weight_desc.dtype, [X_TILES, TOKENS, INNER], x_layout)
+    x_tiles = gl.allocate_shared_memory(weight_desc.dtype, [X_TILES, X_ROWS, INNER], x_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -155,9 +168,9 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
                 prefetch_l2(ahead)
     if NORMED:
         # A row of x is as long as all its tiles, and tiles are as wide as the pattern in which rows are stored.
-        x = x_tiles._reinterpret(weight_desc.dtype, [TOKENS, SIZE], x_layout)
+        x = x_tiles._reinterpret(weight_desc.dtype, [X_ROWS, SIZE // CUTS], x_layout)
         _add_rms_norm(
-            parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens, x, TOKENS, NORMED, SIZE, SPLITS, PDL
+            parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens, x, TOKENS, CUTS, NORMED, SIZE, SPLITS, PDL
         )
         debug_barrier()
     else:
@@ -167,8 +180,8 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             bar, start = full.index(i), (begin + i) * INNER
             tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(i))
 
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, product)
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, X_ROWS, 16])
+    acc = gl.zeros([ROWS, X_ROWS], gl.float32, product)
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -194,8 +207,15 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         for i in gl.static_range(STAGES):
             mbarrier.invalidate(full.index(i))
 
+    if CUTS > 1:
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, product))[:, None]
+        x_row = gl.arange(0, X_ROWS, gl.SliceLayout(0, product))[None, :]
+        acc = gl.where(row % CUTS == x_row % CUTS, acc, 0.0)
+        acc = gl.sum(gl.sum(gl.reshape(acc, [ROWS // CUTS, CUTS, TOKENS, CUTS]), 3), 1)
+        first_column = gl.program_id(1) * (COLUMNS // CUTS)
     if BIAS:
-        acc += gl.load(bias_ptr + first_column + gl.arange(0, ROWS, gl.SliceLayout(1, product))).to(gl.float32)[:, None]
+        column = first_column + gl.arange(0, ROWS // CUTS, gl.SliceLayout(1, acc.type.layout))
+        acc += gl.load(bias_ptr + column).to(gl.float32)[:, None]
     if HALVES == 2:
         gate, up = gl.split(gl.permute(gl.reshape(acc, [COLUMNS // 8, 2, 8, TOKENS]), (0, 2, 3, 1)))
         acc = gl.reshape(gate / (1 + gl.exp(-gate)) * up, [COLUMNS, TOKENS])
@@ -205,7 +225,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     )
     result = gl.convert_layout(result, written)
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, written))
-    column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, written))
+    column = first_column + gl.arange(0, COLUMNS // CUTS, gl.SliceLayout(0, written))
     out = out_ptr + (part * num_tokens + token).to(gl.int64)[:, None] * outputs + column[None, :]
     gl.store(out, result, mask=(token < num_tokens)[:, None])
     if TAIL:
@@ -229,26 +249,30 @@ def weight_prefetch_linear(
     norm = x if isinstance(x, PendingNorm) else None
     values = x.total if isinstance(x, PendingNorm) else x
     num_tokens, inputs = values.shape
-    halves, steps = 2 if gated else 1, inputs // (tile.splits * tile.inner)
+    halves, cuts = 2 if gated else 1, tile.cuts
     outputs, columns = weight.shape[0] // halves, WEIGHT_ROWS // halves
+    rows, depth = outputs * cuts, inputs // cuts  # of the weights, as the kernel sees them
+    steps = depth // (tile.splits * tile.inner)
     shape = (tile.splits, num_tokens, outputs) if partial else (num_tokens, outputs)
     out = values.new_empty(shape, dtype=torch.float32 if partial else values.dtype)
     x_desc = None
     if norm is None:
-        x_desc = TensorDescriptor(values, [num_tokens, inputs], [inputs, 1], [tile.tokens, tile.inner], X_LAYOUT)
+        x_desc = TensorDescriptor(
+            values, [num_tokens * cuts, depth], [depth, 1], [tile.tokens * cuts, tile.inner], X_LAYOUT
+        )
     weight_desc = TensorDescriptor(
-        weight, [outputs // 8, halves, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1],
+        weight, [rows // 8, halves, 8, depth], [8 * depth, rows * depth, depth, 1],
         [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUT,
     )  # fmt: skip
     stages = min(tile.stages, steps)
     pdl = overlaps_launches(values.device)
     parts, residual, norm_weight, total, eps = norm or (None, None, None, None, 0.0)
-    _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), outputs // columns, tile.splits)](
-        x_desc, weight_desc, weight, bias, parts, residual, norm_weight, total, out, eps, num_tokens, inputs, outputs,
+    _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), rows // columns, tile.splits)](
+        x_desc, weight_desc, weight, bias, parts, residual, norm_weight, total, out, eps, num_tokens, depth, outputs,
         steps, TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages,
         REFILLS=steps > stages, LINES=LINES, LINE=CACHE_LINE // values.element_size(), BIAS=bias is not None, PDL=pdl,
         NORMED=triton.next_power_of_2(num_tokens) if norm else 0, SIZE=inputs,
-        SPLITS=norm.parts.shape[0] if norm and norm.parts.dim() == 3 else 1, TAIL=TAIL, num_warps=4,
+        SPLITS=norm.parts.shape[0] if norm and norm.parts.dim() == 3 else 1, CUTS=cuts, TAIL=TAIL, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -52,7 +52,7 @@ def choose_norm_linear(num_tokens: int, weight: Tensor, *, gated: bool = False) 
     if not isinstance(chosen, bind) or chosen.func is not hopper.weight_prefetch_linear:
         return None
     outputs, inputs = weight.shape
-    tile = hopper.choose_norm_tile(outputs // 2 if gated else outputs, inputs, gated)
+    tile = hopper.choose_cut_tile(num_tokens, outputs // 2 if gated else outputs, inputs, gated, True)
     return None if tile is None else bind(hopper.weight_prefetch_linear, tile=tile, gated=gated)
 
 
@@ -64,7 +64,11 @@ def choose_linear(
     gated, partial: the kind of the layer, as in `tiled_linear`. None: the library is faster, or our kernels cannot take
     the shape or the dtype.
     """
-    return _choose(hopper_linear(weight.device), num_tokens, weight, gated, partial)
+    hopper = hopper_linear(weight.device)
+    if hopper is not None and partial and num_tokens <= hopper.CUT_TOKENS:
+        tile = hopper.choose_cut_tile(num_tokens, weight.shape[0], weight.shape[1], False, False)
+        return bind(hopper.weight_prefetch_linear, tile=tile, partial=True)
+    return _choose(hopper, num_tokens, weight, gated, partial)
 
 
 def choose_on_any_gpu(
