@@ -33,20 +33,6 @@ def has_fp8(device: torch.device) -> bool:
     return why_no_kernels(device) is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-class PendingNorm(NamedTuple):
-    """A residual addition and a norm that are left to the kernel of the linear layer that follows.
-
-    parts: what is added, [T, H], or [S, T, H] float32, which is to be summed over S. residual [T, H]. weight [H].
-    total: [T, H], where the sum goes.
-    """
-
-    parts: Tensor
-    residual: Tensor
-    weight: Tensor
-    total: Tensor
-    eps: float
-
-
 class FusedKernels(NamedTuple):
     """Kernels that do several operations of a step in one pass. None: PyTorch does one after the other."""
 
@@ -55,7 +41,7 @@ class FusedKernels(NamedTuple):
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
     gelu_and_mul: Callable[[Tensor], Tensor] | None = None
     choose_linear: Callable[..., Callable[..., Tensor] | None] | None = None
-    choose_norm_linear: Callable[..., Callable[..., Tensor] | None] | None = None
+    choose_norm_linear: Callable[..., Callable[..., tuple[Tensor, Tensor]] | None] | None = None
     fp8_linear: Callable[..., Tensor] | None = None
     sample_rows: Callable[..., Tensor] | None = None
     edit_logits: Callable[..., Any] | None = None

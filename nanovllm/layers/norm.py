@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.kernels import PendingNorm
 from nanovllm.layers.linear import MergedLinear, PendingAllReduce, SubLayerOutput
 
 
@@ -56,14 +55,10 @@ class RMSNorm(nn.Module):
 
         For few tokens one kernel may do both: then the norm takes no time of its own.
         """
-        choose = kernels.fused_kernels(self.weight.device).choose_norm_linear
-        may_fuse = choose is not None and residual is not None and not isinstance(x, PendingAllReduce)
-        if choose is not None and may_fuse and not (gated and layer.bias is not None):
-            assert residual is not None and isinstance(x, Tensor)
-            kernel = choose(len(residual), layer.weight, gated=gated)
+        if residual is not None and not isinstance(x, PendingAllReduce):
+            kernel = layer.norm_kernel(len(residual), gated=gated)
             if kernel is not None:
-                total = torch.empty_like(residual)
-                return kernel(PendingNorm(x, residual, self.weight, total, self.eps), layer.weight, layer.bias), total
+                return kernel(x, residual, self.weight, self.eps, layer.weight, layer.bias)
         normed, residual = self.add(x, residual)
         return layer.gated(normed) if gated else layer(normed), residual
 

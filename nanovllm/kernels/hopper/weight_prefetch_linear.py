@@ -35,7 +35,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels import PendingNorm
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches, prefetch_l2
 from nanovllm.kernels.linear.tiled_linear import MAX_SPLITS, PROGRAMS, num_splits
 
@@ -84,7 +83,7 @@ def choose_tile(
 
 
 @cache
-def choose_cut_tile(num_tokens: int, columns: int, inputs: int, gated: bool, norm: bool) -> PrefetchTile | None:
+def choose_few_tile(num_tokens: int, columns: int, inputs: int, gated: bool, norm: bool) -> PrefetchTile | None:
     """The layout for few tokens."""
     if norm and (inputs > MAX_NORM_INPUTS or inputs & (inputs - 1)):
         return None
@@ -233,7 +232,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def weight_prefetch_linear(
-    x: Tensor | PendingNorm,
+    x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -241,38 +240,60 @@ def weight_prefetch_linear(
     gated: bool = False,
     partial: bool = False,
 ) -> Tensor:
-    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64.
+    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64."""
+    return _launch(x, None, weight, bias, tile, gated, partial)
 
-    With a `PendingNorm` of at most `NORM_TOKENS` tokens, the norm is computed first, by each program for itself, and
-    one program writes its total. Then the result is not partial, and tile is of `choose_norm_tile`.
-    """
-    norm = x if isinstance(x, PendingNorm) else None
-    values = x.total if isinstance(x, PendingNorm) else x
-    num_tokens, inputs = values.shape
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tile: PrefetchTile,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm(x, residual, norm_weight, eps)` and the layer that follows, in one kernel: the layer's result
+    [T, out], or [T, out / 2] if gated, and the sum [T, in]. tile: of `choose_few_tile`, for a norm."""
+    total = torch.empty_like(residual)
+    return _launch(total, (x, residual, norm_weight, eps), weight, bias, tile, gated, False), total
+
+
+def _launch(
+    x: Tensor,
+    norm: tuple[Tensor, Tensor, Tensor, float] | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: PrefetchTile,
+    gated: bool,
+    partial: bool,
+) -> Tensor:
+    """x [T, in]: the input; with a norm, where its sum is written."""
+    num_tokens, inputs = x.shape
     halves, cuts = 2 if gated else 1, tile.cuts
     outputs, columns = weight.shape[0] // halves, WEIGHT_ROWS // halves
     rows, depth = outputs * cuts, inputs // cuts  # of the weights, as the kernel sees them
     steps = depth // (tile.splits * tile.inner)
     shape = (tile.splits, num_tokens, outputs) if partial else (num_tokens, outputs)
-    out = values.new_empty(shape, dtype=torch.float32 if partial else values.dtype)
+    out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
     x_desc = None
     if norm is None:
-        x_desc = TensorDescriptor(
-            values, [num_tokens * cuts, depth], [depth, 1], [tile.tokens * cuts, tile.inner], X_LAYOUT
-        )
+        x_desc = TensorDescriptor(x, [num_tokens * cuts, depth], [depth, 1], [tile.tokens * cuts, tile.inner], X_LAYOUT)
     weight_desc = TensorDescriptor(
         weight, [rows // 8, halves, 8, depth], [8 * depth, rows * depth, depth, 1],
         [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUT,
     )  # fmt: skip
     stages = min(tile.stages, steps)
-    pdl = overlaps_launches(values.device)
-    parts, residual, norm_weight, total, eps = norm or (None, None, None, None, 0.0)
+    pdl = overlaps_launches(x.device)
+    parts, residual, norm_weight, eps = norm or (None, None, None, 0.0)
     _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), rows // columns, tile.splits)](
-        x_desc, weight_desc, weight, bias, parts, residual, norm_weight, total, out, eps, num_tokens, depth, outputs,
-        steps, TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages,
-        REFILLS=steps > stages, LINES=LINES, LINE=CACHE_LINE // values.element_size(), BIAS=bias is not None, PDL=pdl,
+        x_desc, weight_desc, weight, bias, parts, residual, norm_weight, x if norm else None, out, eps, num_tokens,
+        depth, outputs, steps, TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages,
+        REFILLS=steps > stages, LINES=LINES, LINE=CACHE_LINE // x.element_size(), BIAS=bias is not None, PDL=pdl,
         NORMED=triton.next_power_of_2(num_tokens) if norm else 0, SIZE=inputs,
-        SPLITS=norm.parts.shape[0] if norm and norm.parts.dim() == 3 else 1, CUTS=cuts, TAIL=TAIL, num_warps=4,
+        SPLITS=parts.shape[0] if parts is not None and parts.dim() == 3 else 1, CUTS=cuts, TAIL=TAIL, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
     return out

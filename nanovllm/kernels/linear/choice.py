@@ -23,6 +23,7 @@ from nanovllm.kernels.linear.skinny_linear import skinny_linear
 from nanovllm.kernels.linear.tiled_linear import Tile, tiled_linear
 
 LinearKernel = Callable[..., Tensor]  # f(x [T, in], weight [out, in], bias=None)
+NormLinearKernel = Callable[..., tuple[Tensor, Tensor]]
 
 MAX_TOKENS = 256  # of a step that one of our kernels is asked for
 
@@ -40,10 +41,11 @@ def hopper_linear(device: torch.device) -> ModuleType | None:
     return weight_prefetch_linear
 
 
-def choose_norm_linear(num_tokens: int, weight: Tensor, *, gated: bool = False) -> LinearKernel | None:
-    """The kernel that also computes the norm before the layer, called as f(pending_norm, weight, bias=None).
+def choose_norm_linear(num_tokens: int, weight: Tensor, *, gated: bool = False) -> NormLinearKernel | None:
+    """The kernel that computes a layer together with the addition and the norm before it; None: two kernels do it.
 
-    None: two kernels do it. gated: as in `tiled_linear`, and without a bias.
+    gated: as in `tiled_linear`, and without a bias. Called as f(x, residual, norm_weight, eps, weight, bias=None): the
+    arguments of `add_rms_norm`, then those of the layer. Gives the layer's result, and the sum.
     """
     hopper = hopper_linear(weight.device)
     if hopper is None or num_tokens > hopper.NORM_TOKENS:
@@ -52,8 +54,8 @@ def choose_norm_linear(num_tokens: int, weight: Tensor, *, gated: bool = False) 
     if not isinstance(chosen, bind) or chosen.func is not hopper.weight_prefetch_linear:
         return None
     outputs, inputs = weight.shape
-    tile = hopper.choose_cut_tile(num_tokens, outputs // 2 if gated else outputs, inputs, gated, True)
-    return None if tile is None else bind(hopper.weight_prefetch_linear, tile=tile, gated=gated)
+    tile = hopper.choose_few_tile(num_tokens, outputs // 2 if gated else outputs, inputs, gated, True)
+    return None if tile is None else bind(hopper.norm_linear, tile=tile, gated=gated)
 
 
 def choose_linear(
@@ -66,7 +68,7 @@ def choose_linear(
     """
     hopper = hopper_linear(weight.device)
     if hopper is not None and partial and num_tokens <= hopper.CUT_TOKENS:
-        tile = hopper.choose_cut_tile(num_tokens, weight.shape[0], weight.shape[1], False, False)
+        tile = hopper.choose_few_tile(num_tokens, weight.shape[0], weight.shape[1], False, False)
         return bind(hopper.weight_prefetch_linear, tile=tile, partial=True)
     return _choose(hopper, num_tokens, weight, gated, partial)
 
