@@ -111,7 +111,7 @@ FUSED = {
     "add + RMSNorm not fused": ("add_rms_norm", "choose_norm_linear"),
     "norm + RoPE + KV write not fused": ("norm_rope_write",),
     "SiLU and multiply not fused": ("silu_and_mul",),
-    "linear layers for few tokens not fused": ("choose_linear", "choose_norm_linear"),
+    "linear layers for few tokens not fused": LINEAR,
     "look-up of inputs not fused": ("decode_inputs",),
 }
 

@@ -292,7 +292,7 @@ def _launch(
         x_desc, weight_desc, weight, bias, parts, residual, norm_weight, x if norm else None, out, eps, num_tokens,
         depth, outputs, steps, TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages,
         REFILLS=steps > stages, LINES=LINES, LINE=CACHE_LINE // x.element_size(), BIAS=bias is not None, PDL=pdl,
-        NORMED=triton.next_power_of_2(num_tokens) if norm else 0, SIZE=inputs,
+        NORMED=triton.next_power_of_2(num_tokens) if norm else 0, SIZE=inputs if norm else 0,
         SPLITS=parts.shape[0] if parts is not None and parts.dim() == 3 else 1, CUTS=cuts, TAIL=TAIL, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip

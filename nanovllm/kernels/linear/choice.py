@@ -67,9 +67,11 @@ def choose_linear(
     the shape or the dtype.
     """
     hopper = hopper_linear(weight.device)
-    if hopper is not None and partial and num_tokens <= hopper.CUT_TOKENS:
-        tile = hopper.choose_few_tile(num_tokens, weight.shape[0], weight.shape[1], False, False)
-        return bind(hopper.weight_prefetch_linear, tile=tile, partial=True)
+    if hopper is not None and num_tokens <= hopper.CUT_TOKENS:
+        tile = hopper.choose_few_tile(
+            num_tokens, weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1], gated, False
+        )
+        return bind(hopper.weight_prefetch_linear, tile=tile, gated=gated, partial=partial)
     return _choose(hopper, num_tokens, weight, gated, partial)
 
 
