@@ -48,6 +48,7 @@ MAX_NORM_INPUTS = 2048
 CUT_TOKENS = int(os.environ.get("CUT_TOKENS", "8"))
 MAX_CUTS = int(os.environ.get("CUTS", "8"))
 MAX_NORM_STAGES = int(os.environ.get("NSTAGES", "8"))
+DIRECT = int(os.environ.get("DIRECT", "0"))
 TAIL = int(os.environ.get("TAIL", "0"))
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
@@ -63,6 +64,7 @@ class PrefetchTile(NamedTuple):
     stages: int
     splits: int
     cuts: int = 1
+    direct: bool = False
 
 
 @cache
@@ -94,7 +96,9 @@ def choose_few_tile(num_tokens: int, columns: int, inputs: int, gated: bool, nor
     tiles = columns * cuts // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS)
     shared = SHARED_BYTES // min(3, triton.cdiv(tiles, PROGRAMS)) - (2 * tokens * inputs if norm else 0)
     step = 2 * 128 * (WEIGHT_ROWS + (0 if norm else tokens * cuts))
-    return PrefetchTile(tokens, 128, max(MIN_STAGES, min(MAX_NORM_STAGES, shared // step)), 1, cuts)
+    return PrefetchTile(
+        tokens, 128, max(MIN_STAGES, min(MAX_NORM_STAGES, shared // step)), 1, cuts, tokens * inputs <= DIRECT
+    )
 
 
 @gluon.jit
@@ -134,12 +138,12 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     inputs, outputs, steps,
     TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
     REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
-    NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr, CUTS: gl.constexpr, TAIL: gl.constexpr,
+    NORMED: gl.constexpr, DEPTH: gl.constexpr, SPLITS: gl.constexpr, CUTS: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = HALVES * COLUMNS
     X_ROWS: gl.constexpr = TOKENS * CUTS
-    BYTES: gl.constexpr = (ROWS + (0 if NORMED else X_ROWS)) * INNER * 2
-    X_TILES: gl.constexpr = SIZE // CUTS // INNER if NORMED else STAGES
+    BYTES: gl.constexpr = (ROWS + (0 if DEPTH else X_ROWS)) * INNER * 2
+    X_TILES: gl.constexpr = DEPTH // INNER if DEPTH else STAGES
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # The last tile ends with the last token: computing some twice is cheaper than copying rows that do not exist.
     first_token = gl.maximum(gl.minimum(gl.program_id(0) * TOKENS, num_tokens - TOKENS), 0)
@@ -165,12 +169,24 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             for half in gl.static_range(HALVES):
                 ahead = weight_ptr + (half * outputs + row).to(gl.int64)[:, None] * inputs + line
                 prefetch_l2(ahead)
-    if NORMED:
+    if DEPTH:
         # A row of x is as long as all its tiles, and tiles are as wide as the pattern in which rows are stored.
-        x = x_tiles._reinterpret(weight_desc.dtype, [X_ROWS, SIZE // CUTS], x_layout)
-        _add_rms_norm(
-            parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens, x, TOKENS, CUTS, NORMED, SIZE, SPLITS, PDL
-        )
+        x = x_tiles._reinterpret(weight_desc.dtype, [X_ROWS, DEPTH], x_layout)
+        if NORMED:
+            _add_rms_norm(
+                parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens,
+                x, TOKENS, CUTS, NORMED, DEPTH * CUTS, SPLITS, PDL,
+            )  # fmt: skip
+        else:
+            if PDL:
+                gdc_wait()
+            ACROSS: gl.constexpr = 32 if DEPTH >= 256 else DEPTH // 8
+            read: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
+            row = gl.arange(0, X_ROWS, gl.SliceLayout(1, read))[:, None]
+            inner = gl.arange(0, DEPTH, gl.SliceLayout(0, read))[None, :]
+            exists = (row < num_tokens * CUTS) & (inner < inputs)
+            x.store(gl.load(parts_ptr + row * inputs + inner, mask=exists, other=0.0))
+            fence_async_shared()
         debug_barrier()
     else:
         if PDL:
@@ -185,7 +201,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         rows = w_tiles.index(stage).reshape([ROWS, INNER])
-        x_tile = x_tiles.index(step if NORMED else stage)
+        x_tile = x_tiles.index(step if DEPTH else stage)
         acc = warpgroup_mma(rows, x_tile.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, (acc,))
         if REFILLS:
@@ -198,7 +214,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             tma.async_copy_global_to_shared(
                 weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(free), pred=refill
             )
-            if not NORMED:
+            if not DEPTH:
                 tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
     acc = warpgroup_mma_wait(0, (acc,))
     if TAIL == 0:
@@ -279,7 +295,7 @@ def _launch(
     shape = (tile.splits, num_tokens, outputs) if partial else (num_tokens, outputs)
     out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
     x_desc = None
-    if norm is None:
+    if norm is None and not tile.direct:
         x_desc = TensorDescriptor(x, [num_tokens * cuts, depth], [depth, 1], [tile.tokens * cuts, tile.inner], X_LAYOUT)
     weight_desc = TensorDescriptor(
         weight, [rows // 8, halves, 8, depth], [8 * depth, rows * depth, depth, 1],
@@ -287,13 +303,14 @@ def _launch(
     )  # fmt: skip
     stages = min(tile.stages, steps)
     pdl = overlaps_launches(x.device)
-    parts, residual, norm_weight, eps = norm or (None, None, None, 0.0)
+    parts, residual, norm_weight, eps = norm or (x if tile.direct else None, None, None, 0.0)
     _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), rows // columns, tile.splits)](
         x_desc, weight_desc, weight, bias, parts, residual, norm_weight, x if norm else None, out, eps, num_tokens,
         depth, outputs, steps, TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages,
         REFILLS=steps > stages, LINES=LINES, LINE=CACHE_LINE // x.element_size(), BIAS=bias is not None, PDL=pdl,
-        NORMED=triton.next_power_of_2(num_tokens) if norm else 0, SIZE=inputs if norm else 0,
-        SPLITS=parts.shape[0] if parts is not None and parts.dim() == 3 else 1, CUTS=cuts, TAIL=TAIL, num_warps=4,
+        NORMED=triton.next_power_of_2(num_tokens) if norm else 0,
+        DEPTH=triton.next_power_of_2(depth) if norm or tile.direct else 0,
+        SPLITS=parts.shape[0] if norm and parts.dim() == 3 else 1, CUTS=cuts, TAIL=TAIL, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
     return out
