@@ -16,10 +16,11 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon")
 
+from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
 from nanovllm.kernels.hopper import weight_prefetch_linear as kernels
 from nanovllm.kernels.hopper.weight_prefetch_linear import SHARED_BYTES, PrefetchTile, choose_tile
 from nanovllm.kernels.linear import choice
-from nanovllm.kernels.linear.choice import choose_linear, choose_on_any_gpu, hopper_linear
+from nanovllm.kernels.linear.choice import choose_linear, choose_norm_linear, choose_on_any_gpu, hopper_linear
 from tests.kernels.as_card import as_card
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,7 @@ def stand_in(*_: object, **__: object) -> Tensor:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "weight_prefetch_linear", stand_in)
+    monkeypatch.setattr(kernels, "norm_linear", stand_in)
     monkeypatch.setattr(choice, "hopper_linear", lambda device: kernels)
     with as_card((9, 0)):
         yield
@@ -68,11 +70,23 @@ def test_which_layers_get_it(hopper: None) -> None:
         asked = [[tile_of(n, *layer) is not None for layer in layers] for n in counts]
         found[model] = " ".join("".join(c for c, used in zip("qogd", row, strict=True) if used) or "-" for row in asked)
     assert found == {
-        "0.6B": "qg qogd qogd qogd qogd qogd qogd qogd qogd qogd -",
+        "0.6B": "qogd qogd qogd qogd qogd qogd qogd qogd qogd qogd -",
         "8B": "qod qod qogd qogd od od - - - - -",
         "8B on 2 ranks": "qod qod qogd qogd qod qod q q - - -",
         "8B on 4 ranks": "qogd qogd qogd qogd qogd qogd q q q q -",
     }
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_which_layers_have_the_norm_inside(gated: bool, hopper: None) -> None:
+    counts = {
+        inputs: [n for n in (1, 2, 3, 4, 5, 16) if choose_norm_linear(n, empty(4096, inputs), gated=gated)]
+        for inputs in (896, 1024, 2048)
+    }
+    assert counts == {896: [], 1024: [1, 2, 3, 4], 2048: []}
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        assert choose_norm_linear(1, empty(4096, 1024, dtype), gated=gated) is None
+    assert choose_norm_linear(1, empty(4096 + 32, 1024), gated=gated) is None, "no whole tiles"
 
 
 def test_a_shape_or_dtype_that_is_none_for_it(hopper: None) -> None:
@@ -102,27 +116,36 @@ def test_all_programs_run_at_once_if_they_can(kind: str, most: int) -> None:
             for inputs in (128, 384, 1024, 3072, 12288):
                 tile = choose_tile(num_tokens, columns, inputs, most, kind == "gated", kind == "partial")
                 assert inputs % (tile.splits * tile.inner) == 0 and (tile.splits == 1 or kind == "partial")
-                size = tile.stages * 2 * tile.inner * (64 + tile.tokens)
-                tiles = columns // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
+                assert inputs % (tile.cuts * tile.splits * tile.inner) == 0 and (tile.cuts == 1 or num_tokens <= 4)
+                size = tile.stages * 2 * tile.inner * (64 + tile.tokens * tile.cuts)
+                tiles = columns * tile.cuts // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
                 resident = min(3, -(-tiles * tile.splits // 128))
                 assert size * (resident if tile.stages > 3 else 1) <= SHARED_BYTES
-                assert 16 <= tile.tokens <= most and tile.tokens < 2 * max(9, num_tokens)
+                assert (16 if tile.cuts == 1 else 8) <= tile.tokens * tile.cuts
+                assert tile.tokens <= most and tile.tokens < 2 * max(9, num_tokens)
 
 
 # --- what it compiles to ---------------------------------------------------------------------------------------------
 
-CASES: list[tuple[str, PrefetchTile, int, bool]] = [  # kind, tile, steps, whether there is a bias
-    ("plain", PrefetchTile(32, 128, 6, 1), 32, True),
-    ("plain", PrefetchTile(64, 128, 6, 1), 8, False),
-    ("partial", PrefetchTile(64, 128, 6, 4), 4, False),
-    ("partial", PrefetchTile(64, 128, 3, 4), 4, False),
-    ("gated", PrefetchTile(32, 128, 3, 1), 32, False),
-    ("gated", PrefetchTile(128, 128, 4, 1), 8, False),
-    ("gated", PrefetchTile(128, 64, 4, 1), 16, False),
+# kind, tile, steps, whether there is a bias; tokens and inputs if the norm is inside
+CASES: list[tuple[str, PrefetchTile, int, bool, int, int]] = [
+    ("partial", PrefetchTile(1, 128, 6, 1, 8), 3, False, 0, 0),
+    ("partial", PrefetchTile(4, 128, 6, 1, 8), 2, False, 0, 0),
+    ("plain", PrefetchTile(4, 128, 8, 1, 2), 4, False, 1, 1024),
+    ("plain", PrefetchTile(4, 128, 3, 1, 2), 4, True, 4, 1024),
+    ("gated", PrefetchTile(8, 128, 8, 1), 8, False, 1, 1024),
+    ("gated", PrefetchTile(8, 128, 8, 1), 8, False, 4, 1024),
+    ("plain", PrefetchTile(32, 128, 6, 1), 32, True, 0, 0),
+    ("plain", PrefetchTile(64, 128, 6, 1), 8, False, 0, 0),
+    ("partial", PrefetchTile(64, 128, 6, 4), 4, False, 0, 0),
+    ("partial", PrefetchTile(64, 128, 3, 4), 4, False, 0, 0),
+    ("gated", PrefetchTile(32, 128, 3, 1), 32, False, 0, 0),
+    ("gated", PrefetchTile(128, 128, 4, 1), 8, False, 0, 0),
+    ("gated", PrefetchTile(128, 64, 4, 1), 16, False, 0, 0),
 ]
 
 
-def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, dtype: str = "bf16") -> dict[str, Any]:
+def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, normed: int, inputs: int) -> dict[str, Any]:
     """For a Hopper GPU that this machine need not have. Not in a process that has switched the interpreter on."""
     import triton
     from triton.backends import nvidia
@@ -131,18 +154,20 @@ def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, dtype: s
 
     kernel = kernels._weight_prefetch_linear_kernel
     halves, stages = 2 if kind == "gated" else 1, min(tile.stages, steps)
-    columns = 64 // halves
+    columns, dtype = 64 // halves, "bf16"
     constants = {
         "TOKENS": tile.tokens, "COLUMNS": columns, "INNER": tile.inner, "HALVES": halves, "STAGES": stages,
         "REFILLS": steps > stages, "LINES": kernels.LINES, "LINE": 64, "BIAS": bias, "PDL": True,
+        "CUTS": tile.cuts, "NORMED": normed, "SIZE": inputs, "SPLITS": 2,
     }  # fmt: skip
-    if not bias:
-        constants["bias_ptr"] = None  # type: ignore[assignment]
+    left_out = ["x_desc"] if normed else ["parts_ptr", "residual_ptr", "norm_ptr", "total_ptr"]
+    constants |= dict.fromkeys(left_out if bias else [*left_out, "bias_ptr"])
     weight_block = [columns // 8, halves, 8, tile.inner]
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
-        "x_desc": f"tensordesc<{dtype}{[tile.tokens, tile.inner]},{kernels.X_LAYOUT!r}>",
+        "x_desc": f"tensordesc<{dtype}{[tile.tokens * tile.cuts, tile.inner]},{kernels.X_LAYOUT!r}>",
         "weight_desc": f"tensordesc<{dtype}{weight_block},{kernels.WEIGHT_LAYOUT!r}>",
-        "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "out_ptr": "*fp32" if kind == "partial" else f"*{dtype}",
+        **{n: f"*{dtype}" for n in kernel.arg_names if n.endswith("_ptr")},
+        "parts_ptr": "*fp32", "out_ptr": "*fp32" if kind == "partial" else f"*{dtype}", "eps": "fp32",
     }  # fmt: skip
     signature |= dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -162,6 +187,8 @@ def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, dtype: s
         "weights before the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.4d", before)),
         "x before the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.2d", before)),
         "x after the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.2d", after)),
+        "inputs of the norm before the wait": len(re.findall(r"ld\.global", before)),
+        "inputs of the norm after the wait": len(re.findall(r"ld\.global", after)),
         "products": len(re.findall(r"wgmma\.mma_async", after)),
     }
 
@@ -171,15 +198,20 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
     command = [sys.executable, "-m", "tests.kernels.test_weight_prefetch_linear"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    for (kind, tile, steps, bias), found in zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        case = f"{kind}, {tile}, {bias}: {found}"
+    answers = json.loads(done.stdout.splitlines()[-1])
+    for (kind, tile, steps, bias, normed, inputs), found in zip(CASES, answers, strict=True):
+        case = f"{kind}, {tile}, {bias}, {normed}: {found}"
         assert found["spilled"] and not any(found["spilled"]), case
         stages = min(tile.stages, steps)
         assert found["weights before the wait"] == stages and found["x before the wait"] == 0, case
-        assert found["x after the wait"] == stages + (steps > stages), case
+        if normed:
+            assert found["inputs of the norm before the wait"] == 1, f"its weight, 8 elements for each thread, {case}"
+            assert found["inputs of the norm after the wait"] >= 5 * normed, case  # two for each part, and the residual
+        assert found["x after the wait"] == (0 if normed else stages + (steps > stages)), case
         assert found["products"] == tile.inner // 16, case
         programs = 227 * 1024 // (found["shared"] + 1024)
-        assert programs >= SHARED_BYTES // (tile.stages * 2 * tile.inner * (64 + tile.tokens)), case
+        size = tile.stages * 2 * tile.inner * (64 + (0 if normed else tile.tokens * tile.cuts))
+        assert programs >= min(3, SHARED_BYTES // (size + 2 * tile.tokens * inputs)), case
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------
@@ -187,7 +219,7 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("num_tokens", [1, 17, 64, 65, 100, 129, 256])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 17, 64, 65, 100, 129, 256])
 @pytest.mark.parametrize("kind", ["plain", "bias", "gated", "partial"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (384, 192), (1024, 320), (4096, 1024)])
 def test_weight_prefetch_linear(kind: str, num_tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
@@ -222,6 +254,32 @@ def test_weight_prefetch_linear(kind: str, num_tokens: int, inputs: int, outputs
         error = (ours.double() - truth).norm() / truth.norm()
         limit = 1e-5 if partial else 4e-3 if dtype == torch.bfloat16 else 1e-3
         assert error < limit, (tile, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("parts", "dtype"), [(3, torch.bfloat16), (1, torch.float16), (0, torch.bfloat16)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1024, 4096), (1024, 320), (128, 64)])
+def test_norm_linear(kind: str, num_tokens: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype) -> None:
+    """The sum is that of `add_rms_norm` bit for bit, and the result that of the same product. parts: 0 is no parts."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if hopper_linear(device) is None:
+        pytest.skip("no Hopper GPU")
+    torch.manual_seed(0)
+    shape = (parts, num_tokens, inputs) if parts else (num_tokens, inputs)
+    x = torch.randn(shape, device=device, dtype=torch.float32 if parts else dtype)
+    gated, halves = kind == "gated", 2 if kind == "gated" else 1
+    residual, norm_weight = torch.randn(num_tokens, inputs, device=device).to(dtype), torch.rand(inputs, device=device)
+    weight, norm_weight = torch.randn(halves * outputs, inputs, device=device).to(dtype) / 16, norm_weight.to(dtype)
+    bias = torch.randn(outputs, device=device).to(dtype) if kind == "bias" else None
+    tile = choose_tile(num_tokens, outputs, inputs, 64, gated, False)
+    normed, total = add_rms_norm(x, residual, norm_weight, 1e-6)
+    expected = kernels.weight_prefetch_linear(normed, weight, bias, tile=tile, gated=gated)
+    tile = choose_tile(num_tokens, outputs, inputs, 64, gated, False, norm=True)
+    ours, our_total = kernels.norm_linear(x, residual, norm_weight, 1e-6, weight, bias, tile=tile, gated=gated)
+    assert torch.equal(our_total, total)
+    assert (ours.double() - expected.double()).norm() < 1e-3 * expected.double().norm(), tile
 
 
 @pytest.mark.gpu

@@ -11,11 +11,19 @@ The product is W x^T, so that the 64 rows of Hopper's matrix instruction are out
 the gate and eight of the up projection alternate: a thread then has both numbers of a column, and multiplies them
 itself.
 
+*A handful of tokens.* Then most of the time kernels wait for each other, and for what lies in shared memory. Two things
+help:
+- Cuts. Programs with 64 columns each would be too few. So the 64 rows of a program are fewer columns, and each column
+  is cut into parts: row (c, p) has the inputs of part p. The rows of x are cut likewise. Of all products only those of
+  equal parts are wanted; they are summed. The others cost nothing, since reading the weights takes longer.
+- The norm inside. `norm_linear` does not wait for a kernel that computes the norm of all tokens: every program does so
+  by itself. But every program then reads the residual stream, and what is added to it, of all tokens. So this is slower
+  with more tokens, and the layer before should not leave its result in parts: it is cut within programs, too.
+
 `nanovllm/kernels/cards.toml` says for which layers and numbers of tokens this kernel is used. Triton's
 interpreter cannot run Gluon.
 """
 
-import os
 from functools import cache
 from typing import NamedTuple
 
@@ -42,21 +50,19 @@ X_LAYOUT, WEIGHT_LAYOUT = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout
 LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are brought to L2
 WEIGHT_ROWS = 64  # rows of the weights of a program: as many output columns, half of them if gated
 SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiprocessor
+MIN_TOKENS = 8  # columns of the matrix instruction, at least
 MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
-NORM_TOKENS = int(os.environ.get("NORM_TOKENS", "8"))  # most tokens for which the norm is part of the kernel
-MAX_NORM_INPUTS = 2048
-CUT_TOKENS = int(os.environ.get("CUT_TOKENS", "8"))
-MAX_CUTS = int(os.environ.get("CUTS", "8"))
-MAX_NORM_STAGES = int(os.environ.get("NSTAGES", "8"))
-DIRECT = int(os.environ.get("DIRECT", "0"))
-TAIL = int(os.environ.get("TAIL", "0"))
+HANDFUL = 4  # tokens. With more, inputs are not cut within programs, and the norm is not inside
+MAX_CUTS = 8  # then the matrix instruction has eight columns for each token, the fewest that there are
+MAX_NORM_INPUTS = 1024  # which are in registers: not measured with more
+MAX_NORM_STAGES = 8  # all weights of a program
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
 
 class PrefetchTile(NamedTuple):
     """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into.
 
-    cuts: parts of the inputs within a program.
+    cuts: parts that the inputs are cut into within a program.
     """
 
     tokens: int
@@ -64,57 +70,64 @@ class PrefetchTile(NamedTuple):
     stages: int
     splits: int
     cuts: int = 1
-    direct: bool = False
 
 
 @cache
 def choose_tile(
-    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool
+    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool, norm: bool = False
 ) -> PrefetchTile:
     """The layout with as many steps under way as still let all programs run at once.
 
-    A second wave of programs would wait for the first. columns: of the result. max_tile_tokens: of a program.
+    A second wave of programs would wait for the first. columns: of the result. max_tile_tokens: of a program. norm: it
+    is inside. Then all inputs are in shared memory.
     """
-    tokens = min(max_tile_tokens, max(16, triton.next_power_of_2(num_tokens)))
-    tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
-    splits = min(num_splits(inputs, tiles, 128), MAX_SPLITS if num_tokens <= FEW_TOKENS else 2) if partial else 1
+    cuts = num_cuts(columns, inputs) if num_tokens <= HANDFUL and not gated else 1
+    least = MIN_TOKENS // cuts if norm or cuts > 1 else 16
+    tokens = min(max_tile_tokens, max(least, triton.next_power_of_2(num_tokens)))
+    tiles = columns * cuts // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
+    splits = 1
+    if partial and cuts == 1:
+        splits = min(num_splits(inputs, tiles, 128), MAX_SPLITS if num_tokens <= FEW_TOKENS else 2)
     shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
-    input_bytes = 2 * (WEIGHT_ROWS + tokens)  # of a step, for each of its inputs
+    input_bytes = 2 * (WEIGHT_ROWS + tokens * cuts)  # of a step, for each of its inputs
+    most = MAX_STAGES
+    if norm:
+        shared, input_bytes, most = shared - 2 * tokens * inputs, 2 * WEIGHT_ROWS, MAX_NORM_STAGES
     inner = 128 if shared >= MIN_STAGES * 128 * input_bytes else 64
-    return PrefetchTile(tokens, inner, max(MIN_STAGES, min(MAX_STAGES, shared // (inner * input_bytes))), splits)
+    stages = max(MIN_STAGES, min(most, shared // (inner * input_bytes)))
+    return PrefetchTile(tokens, inner, stages, splits, cuts)
 
 
-@cache
-def choose_few_tile(num_tokens: int, columns: int, inputs: int, gated: bool, norm: bool) -> PrefetchTile | None:
-    """The layout for few tokens."""
-    if norm and (inputs > MAX_NORM_INPUTS or inputs & (inputs - 1)):
-        return None
+def num_cuts(columns: int, inputs: int) -> int:
+    """Into how many parts to cut the inputs within programs: until there is about one program for each multiprocessor.
+    A power of two; each part is a multiple of 128."""
     cuts = 1
-    while not gated and cuts < MAX_CUTS and 2 * cuts * columns <= WEIGHT_ROWS * PROGRAMS and inputs % (256 * cuts) == 0:
+    while cuts < MAX_CUTS and 2 * cuts * columns <= WEIGHT_ROWS * PROGRAMS and inputs % (256 * cuts) == 0:
         cuts *= 2
-    tokens = max(8 // cuts, triton.next_power_of_2(num_tokens))
-    tiles = columns * cuts // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS)
-    shared = SHARED_BYTES // min(3, triton.cdiv(tiles, PROGRAMS)) - (2 * tokens * inputs if norm else 0)
-    step = 2 * 128 * (WEIGHT_ROWS + (0 if norm else tokens * cuts))
-    return PrefetchTile(
-        tokens, 128, max(MIN_STAGES, min(MAX_NORM_STAGES, shared // step)), 1, cuts, tokens * inputs <= DIRECT
-    )
+    return cuts
+
+
+def can_have_norm(num_tokens: int, inputs: int) -> bool:
+    return num_tokens <= HANDFUL and inputs <= MAX_NORM_INPUTS and inputs & (inputs - 1) == 0
 
 
 @gluon.jit
 def _add_rms_norm(  # type: ignore[no-untyped-def]
     parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens,
-    x, TOKENS: gl.constexpr, CUTS: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
+    x, TOKENS: gl.constexpr, CUTS: gl.constexpr, NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """What the kernel `add_rms_norm` does, for ROWS tokens, into the shared memory x [TOKENS * CUTS, SIZE / CUTS]."""
+    """`add_rms_norm` into the shared memory x [TOKENS * CUTS, SIZE / CUTS], after the wait for the predecessor.
+
+    Of the TOKENS, NORMED are computed. The others are copies, whose products nobody reads.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [1, 1, gl.num_warps()], [2, 1, 0])
     column = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    token = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    token = gl.arange(0, NORMED, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     weight = gl.load(norm_ptr + column).to(gl.float32)
     if PDL:
         gdc_wait()
-    place = token * SIZE + column  # [1, ROWS, SIZE]
+    place = token * SIZE + column  # [1, NORMED, SIZE]
     exists = (token < num_tokens) & (column < SIZE)
     total = gl.load(parts_ptr + place, mask=exists, other=0.0).to(gl.float32)
     for split in gl.static_range(1, SPLITS):
@@ -124,8 +137,7 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
     total = rounded.to(gl.float32)
     scale = gl.rsqrt(gl.sum(total * total, 2) / SIZE + eps)
     normed = (total * gl.expand_dims(scale, 2) * weight).to(total_ptr.dtype.element_ty)
-    # Rows of x that are no tokens get copies of those that are.
-    copies = gl.zeros([TOKENS // ROWS, ROWS, SIZE], normed.dtype, layout)
+    copies = gl.zeros([TOKENS // NORMED, NORMED, SIZE], normed.dtype, layout)
     x.store(gl.reshape(normed + copies, [TOKENS * CUTS, SIZE // CUTS]))
     fence_async_shared()
     if gl.program_id(1) == 0:
@@ -138,12 +150,12 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     inputs, outputs, steps,
     TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
     REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
-    NORMED: gl.constexpr, DEPTH: gl.constexpr, SPLITS: gl.constexpr, CUTS: gl.constexpr, TAIL: gl.constexpr,
+    CUTS: gl.constexpr, NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = HALVES * COLUMNS
     X_ROWS: gl.constexpr = TOKENS * CUTS
-    BYTES: gl.constexpr = (ROWS + (0 if DEPTH else X_ROWS)) * INNER * 2
-    X_TILES: gl.constexpr = DEPTH // INNER if DEPTH else STAGES
+    BYTES: gl.constexpr = (ROWS + (0 if NORMED else X_ROWS)) * INNER * 2
+    X_TILES: gl.constexpr = SIZE // (CUTS * INNER) if NORMED else STAGES
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # The last tile ends with the last token: computing some twice is cheaper than copying rows that do not exist.
     first_token = gl.maximum(gl.minimum(gl.program_id(0) * TOKENS, num_tokens - TOKENS), 0)
@@ -169,24 +181,12 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             for half in gl.static_range(HALVES):
                 ahead = weight_ptr + (half * outputs + row).to(gl.int64)[:, None] * inputs + line
                 prefetch_l2(ahead)
-    if DEPTH:
-        # A row of x is as long as all its tiles, and tiles are as wide as the pattern in which rows are stored.
-        x = x_tiles._reinterpret(weight_desc.dtype, [X_ROWS, DEPTH], x_layout)
-        if NORMED:
-            _add_rms_norm(
-                parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens,
-                x, TOKENS, CUTS, NORMED, DEPTH * CUTS, SPLITS, PDL,
-            )  # fmt: skip
-        else:
-            if PDL:
-                gdc_wait()
-            ACROSS: gl.constexpr = 32 if DEPTH >= 256 else DEPTH // 8
-            read: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
-            row = gl.arange(0, X_ROWS, gl.SliceLayout(1, read))[:, None]
-            inner = gl.arange(0, DEPTH, gl.SliceLayout(0, read))[None, :]
-            exists = (row < num_tokens * CUTS) & (inner < inputs)
-            x.store(gl.load(parts_ptr + row * inputs + inner, mask=exists, other=0.0))
-            fence_async_shared()
+    if NORMED:
+        # The rows of the tiles are as wide as they are swizzled. So all tiles together are one wide tile, too.
+        x = x_tiles._reinterpret(weight_desc.dtype, [X_ROWS, SIZE // CUTS], x_layout)
+        _add_rms_norm(
+            parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens, x, TOKENS, CUTS, NORMED, SIZE, SPLITS, PDL
+        )
         debug_barrier()
     else:
         if PDL:
@@ -201,7 +201,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         rows = w_tiles.index(stage).reshape([ROWS, INNER])
-        x_tile = x_tiles.index(step if DEPTH else stage)
+        x_tile = x_tiles.index(step if NORMED else stage)
         acc = warpgroup_mma(rows, x_tile.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, (acc,))
         if REFILLS:
@@ -214,14 +214,9 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             tma.async_copy_global_to_shared(
                 weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(free), pred=refill
             )
-            if not DEPTH:
+            if not NORMED:
                 tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
     acc = warpgroup_mma_wait(0, (acc,))
-    if TAIL == 0:
-        debug_barrier()
-        for i in gl.static_range(STAGES):
-            mbarrier.invalidate(full.index(i))
-
     if CUTS > 1:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, product))[:, None]
         x_row = gl.arange(0, X_ROWS, gl.SliceLayout(0, product))[None, :]
@@ -235,16 +230,12 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         gate, up = gl.split(gl.permute(gl.reshape(acc, [COLUMNS // 8, 2, 8, TOKENS]), (0, 2, 3, 1)))
         acc = gl.reshape(gate / (1 + gl.exp(-gate)) * up, [COLUMNS, TOKENS])
     result = gl.permute(acc, (1, 0)).to(out_ptr.dtype.element_ty)
-    written: gl.constexpr = (
-        result.type.layout if TAIL == 2 else gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    )
-    result = gl.convert_layout(result, written)
+    written: gl.constexpr = result.type.layout
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, written))
     column = first_column + gl.arange(0, COLUMNS // CUTS, gl.SliceLayout(0, written))
     out = out_ptr + (part * num_tokens + token).to(gl.int64)[:, None] * outputs + column[None, :]
     gl.store(out, result, mask=(token < num_tokens)[:, None])
-    if TAIL:
-        full._keep_alive()
+    full._keep_alive()  # nothing else takes the place of the barriers, so they need not be made invalid
 
 
 def weight_prefetch_linear(
@@ -272,7 +263,7 @@ def norm_linear(
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`add_rms_norm(x, residual, norm_weight, eps)` and the layer that follows, in one kernel: the layer's result
-    [T, out], or [T, out / 2] if gated, and the sum [T, in]. tile: of `choose_few_tile`, for a norm."""
+    [T, out], or [T, out / 2] if gated, and the sum [T, in]. tile: of `choose_tile` with norm=True."""
     total = torch.empty_like(residual)
     return _launch(total, (x, residual, norm_weight, eps), weight, bias, tile, gated, False), total
 
@@ -295,7 +286,7 @@ def _launch(
     shape = (tile.splits, num_tokens, outputs) if partial else (num_tokens, outputs)
     out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
     x_desc = None
-    if norm is None and not tile.direct:
+    if norm is None:
         x_desc = TensorDescriptor(x, [num_tokens * cuts, depth], [depth, 1], [tile.tokens * cuts, tile.inner], X_LAYOUT)
     weight_desc = TensorDescriptor(
         weight, [rows // 8, halves, 8, depth], [8 * depth, rows * depth, depth, 1],
@@ -303,14 +294,12 @@ def _launch(
     )  # fmt: skip
     stages = min(tile.stages, steps)
     pdl = overlaps_launches(x.device)
-    parts, residual, norm_weight, eps = norm or (x if tile.direct else None, None, None, 0.0)
+    parts, residual, norm_weight, eps = norm or (None, None, None, 0.0)
     _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), rows // columns, tile.splits)](
         x_desc, weight_desc, weight, bias, parts, residual, norm_weight, x if norm else None, out, eps, num_tokens,
         depth, outputs, steps, TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages,
         REFILLS=steps > stages, LINES=LINES, LINE=CACHE_LINE // x.element_size(), BIAS=bias is not None, PDL=pdl,
-        NORMED=triton.next_power_of_2(num_tokens) if norm else 0,
-        DEPTH=triton.next_power_of_2(depth) if norm or tile.direct else 0,
-        SPLITS=parts.shape[0] if norm and parts.dim() == 3 else 1, CUTS=cuts, TAIL=TAIL, num_warps=4,
-        launch_pdl=pdl,
+        CUTS=cuts, NORMED=triton.next_power_of_2(num_tokens) if norm else 0, SIZE=inputs if norm else 0,
+        SPLITS=len(norm[0]) if norm and norm[0].dim() == 3 else 1, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -42,20 +42,22 @@ def hopper_linear(device: torch.device) -> ModuleType | None:
 
 
 def choose_norm_linear(num_tokens: int, weight: Tensor, *, gated: bool = False) -> NormLinearKernel | None:
-    """The kernel that computes a layer together with the addition and the norm before it; None: two kernels do it.
+    """The kernel for the layer together with the addition and norm before it. None: two kernels are faster, or it
+    cannot run.
 
-    gated: as in `tiled_linear`, and without a bias. Called as f(x, residual, norm_weight, eps, weight, bias=None): the
-    arguments of `add_rms_norm`, then those of the layer. Gives the layer's result, and the sum.
+    Called as f(x, residual, norm_weight, eps, weight, bias=None): first the arguments of `add_rms_norm`. Gives the
+    layer's result, and the sum x + residual. With a gate there is no bias.
     """
     hopper = hopper_linear(weight.device)
-    if hopper is None or num_tokens > hopper.NORM_TOKENS:
-        return None
     chosen = choose_linear(num_tokens, weight, gated=gated)
-    if not isinstance(chosen, bind) or chosen.func is not hopper.weight_prefetch_linear:
+    if hopper is None or not isinstance(chosen, bind) or chosen.func is not hopper.weight_prefetch_linear:
         return None
     outputs, inputs = weight.shape
-    tile = hopper.choose_few_tile(num_tokens, outputs // 2 if gated else outputs, inputs, gated, True)
-    return None if tile is None else bind(hopper.norm_linear, tile=tile, gated=gated)
+    if not hopper.can_have_norm(num_tokens, inputs):
+        return None
+    columns = outputs // 2 if gated else outputs
+    tile = hopper.choose_tile(num_tokens, columns, inputs, MAX_TOKENS, gated, False, norm=True)
+    return bind(hopper.norm_linear, tile=tile, gated=gated)
 
 
 def choose_linear(
@@ -66,13 +68,7 @@ def choose_linear(
     gated, partial: the kind of the layer, as in `tiled_linear`. None: the library is faster, or our kernels cannot take
     the shape or the dtype.
     """
-    hopper = hopper_linear(weight.device)
-    if hopper is not None and num_tokens <= hopper.CUT_TOKENS:
-        tile = hopper.choose_few_tile(
-            num_tokens, weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1], gated, False
-        )
-        return bind(hopper.weight_prefetch_linear, tile=tile, gated=gated, partial=partial)
-    return _choose(hopper, num_tokens, weight, gated, partial)
+    return _choose(hopper_linear(weight.device), num_tokens, weight, gated, partial)
 
 
 def choose_on_any_gpu(
