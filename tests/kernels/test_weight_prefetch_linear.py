@@ -111,18 +111,23 @@ def test_all_programs_run_at_once_if_they_can(kind: str, most: int) -> None:
 
 # --- what it compiles to ---------------------------------------------------------------------------------------------
 
-CASES: list[tuple[str, PrefetchTile, int, bool]] = [  # kind, tile, steps, whether there is a bias
-    ("plain", PrefetchTile(32, 128, 6, 1), 32, True),
-    ("plain", PrefetchTile(64, 128, 6, 1), 8, False),
-    ("partial", PrefetchTile(64, 128, 6, 4), 4, False),
-    ("partial", PrefetchTile(64, 128, 3, 4), 4, False),
-    ("gated", PrefetchTile(32, 128, 3, 1), 32, False),
-    ("gated", PrefetchTile(128, 128, 4, 1), 8, False),
-    ("gated", PrefetchTile(128, 64, 4, 1), 16, False),
+# Kind, tile, steps, whether there is a bias, and in FP8 how many rows share a scale (else 0)
+CASES: list[tuple[str, PrefetchTile, int, bool, int]] = [
+    ("plain", PrefetchTile(32, 128, 6, 1), 32, True, 0),
+    ("plain", PrefetchTile(64, 128, 6, 1), 8, False, 0),
+    ("partial", PrefetchTile(64, 128, 6, 4), 4, False, 0),
+    ("partial", PrefetchTile(64, 128, 3, 4), 4, False, 0),
+    ("gated", PrefetchTile(32, 128, 3, 1), 32, False, 0),
+    ("gated", PrefetchTile(128, 128, 4, 1), 8, False, 0),
+    ("gated", PrefetchTile(128, 64, 4, 1), 16, False, 0),
+    ("plain", PrefetchTile(16, 128, 12, 1), 32, True, 1),
+    ("gated", PrefetchTile(64, 128, 3, 1), 32, False, 1),
+    ("gated", PrefetchTile(64, 128, 3, 1), 32, False, 128),
+    ("partial", PrefetchTile(16, 128, 9, 4), 24, False, 64),
 ]
 
 
-def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, dtype: str = "bf16") -> dict[str, Any]:
+def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, scale_rows: int) -> dict[str, Any]:
     """For a Hopper GPU that this machine need not have. Not in a process that has switched the interpreter on."""
     import triton
     from triton.backends import nvidia
@@ -131,18 +136,21 @@ def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, dtype: s
 
     kernel = kernels._weight_prefetch_linear_kernel
     halves, stages = 2 if kind == "gated" else 1, min(tile.stages, steps)
-    columns = 64 // halves
+    columns, itemsize = 64 // halves, 1 if scale_rows else 2
+    dtype, weight_dtype = "bf16", "fp8e4nv" if scale_rows else "bf16"
     constants = {
         "TOKENS": tile.tokens, "COLUMNS": columns, "INNER": tile.inner, "HALVES": halves, "STAGES": stages,
-        "REFILLS": steps > stages, "LINES": kernels.LINES, "LINE": 64, "BIAS": bias, "PDL": True,
+        "REFILLS": steps > stages, "LINES": kernels.LINES, "LINE": 128 // itemsize, "SCALE_ROWS": scale_rows,
+        "BIAS": bias, "PDL": True,
     }  # fmt: skip
-    if not bias:
-        constants["bias_ptr"] = None  # type: ignore[assignment]
+    absent = [name for name, given in (("bias_ptr", bias), ("scale_ptr", scale_rows)) if not given]
+    constants |= dict.fromkeys(absent)  # type: ignore[arg-type]
     weight_block = [columns // 8, halves, 8, tile.inner]
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x_desc": f"tensordesc<{dtype}{[tile.tokens, tile.inner]},{kernels.X_LAYOUT!r}>",
-        "weight_desc": f"tensordesc<{dtype}{weight_block},{kernels.WEIGHT_LAYOUT!r}>",
-        "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "out_ptr": "*fp32" if kind == "partial" else f"*{dtype}",
+        "weight_desc": f"tensordesc<{weight_dtype}{weight_block},{kernels.WEIGHT_LAYOUTS[itemsize]!r}>",
+        "weight_ptr": f"*{weight_dtype}", "scale_ptr": "*fp32", "bias_ptr": f"*{dtype}",
+        "out_ptr": "*fp32" if kind == "partial" else f"*{dtype}",
     }  # fmt: skip
     signature |= dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -171,15 +179,18 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
     command = [sys.executable, "-m", "tests.kernels.test_weight_prefetch_linear"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    for (kind, tile, steps, bias), found in zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        case = f"{kind}, {tile}, {bias}: {found}"
+    for (kind, tile, steps, bias, scale_rows), found in zip(
+        CASES, json.loads(done.stdout.splitlines()[-1]), strict=True
+    ):
+        case = f"{kind}, {tile}, {bias}, {scale_rows}: {found}"
         assert found["spilled"] and not any(found["spilled"]), case
         stages = min(tile.stages, steps)
         assert found["weights before the wait"] == stages and found["x before the wait"] == 0, case
         assert found["x after the wait"] == stages + (steps > stages), case
         assert found["products"] == tile.inner // 16, case
         programs = 227 * 1024 // (found["shared"] + 1024)
-        assert programs >= SHARED_BYTES // (tile.stages * 2 * tile.inner * (64 + tile.tokens)), case
+        input_bytes = 64 * (1 if scale_rows else 2) + 2 * tile.tokens
+        assert programs >= SHARED_BYTES // (tile.stages * tile.inner * input_bytes), case
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------

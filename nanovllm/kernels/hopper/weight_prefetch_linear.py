@@ -31,7 +31,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches, prefetch_l2
 from nanovllm.kernels.linear.tiled_linear import MAX_SPLITS, PROGRAMS, num_splits
 
-X_LAYOUT, WEIGHT_LAYOUT = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
+X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
+WEIGHT_LAYOUTS = {size: gl.NVMMASharedLayout(128, 8 * size, 4) for size in (1, 2)}  # by bytes of a weight
 LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are brought to L2
 WEIGHT_ROWS = 64  # rows of the weights of a program: as many output columns, half of them if gated
 SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiprocessor
@@ -50,35 +51,47 @@ class PrefetchTile(NamedTuple):
 
 @cache
 def choose_tile(
-    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool
+    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool, itemsize: int = 2
 ) -> PrefetchTile:
     """The layout with as many steps under way as still let all programs run at once.
 
     A second wave of programs would wait for the first. columns: of the result. max_tile_tokens: of a program.
+    itemsize: bytes of a weight.
     """
     tokens = min(max_tile_tokens, max(16, triton.next_power_of_2(num_tokens)))
     tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
-    splits = min(num_splits(inputs, tiles, 128), MAX_SPLITS if num_tokens <= FEW_TOKENS else 2) if partial else 1
+    programs = PROGRAMS if itemsize == 2 else 2 * PROGRAMS  # one alone would widen more slowly than weights arrive
+    splits = num_splits(inputs, tiles, 128, programs) if partial else 1
+    splits = min(splits, MAX_SPLITS if num_tokens <= FEW_TOKENS else 2)
     shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
-    input_bytes = 2 * (WEIGHT_ROWS + tokens)  # of a step, for each of its inputs
-    inner = 128 if shared >= MIN_STAGES * 128 * input_bytes else 64
-    return PrefetchTile(tokens, inner, max(MIN_STAGES, min(MAX_STAGES, shared // (inner * input_bytes))), splits)
+    input_bytes = WEIGHT_ROWS * itemsize + 2 * tokens  # of a step, for each of its inputs
+    inner = 128 if itemsize == 1 or shared >= MIN_STAGES * 128 * input_bytes else 64
+    most = MAX_STAGES * 2 // itemsize
+    return PrefetchTile(tokens, inner, max(MIN_STAGES, min(most, shared // (inner * input_bytes))), splits)
+
+
+@gluon.jit
+def _widened(tile, product: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights in FP8, from shared memory to registers, in the dtype of the input. By way of fp16 and fp32: Hopper has
+    no instruction from FP8 to bf16, and a slow one from fp16 to bf16."""
+    return tile.load(gl.DotOperandLayout(0, product, 2)).to(gl.float16).to(gl.float32).to(dtype)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "steps"])
 def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
-    x_desc, weight_desc, weight_ptr, bias_ptr, out_ptr, num_tokens, inputs, outputs, steps,
+    x_desc, weight_desc, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, inputs, outputs, steps,
     TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+    REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, SCALE_ROWS: gl.constexpr, BIAS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = HALVES * COLUMNS
-    BYTES: gl.constexpr = (ROWS + TOKENS) * INNER * 2
+    BYTES: gl.constexpr = (ROWS * weight_desc.dtype.primitive_bitwidth // 8 + TOKENS * 2) * INNER
     # The last tile ends with the last token: computing some twice is cheaper than copying rows that do not exist.
     first_token = gl.maximum(gl.minimum(gl.program_id(0) * TOKENS, num_tokens - TOKENS), 0)
     first_column = gl.program_id(1) * COLUMNS
     part = gl.program_id(2)
     begin = part * steps
-    w_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS // 8, HALVES, 8, INNER], weight_desc.layout)
+    w_tiles = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, COLUMNS // 8, HALVES, 8, INNER], weight_desc.layout)
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, INNER], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -87,6 +100,14 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         bar, start = full.index(i), (begin + i) * INNER
         mbarrier.expect(bar, BYTES)
         tma.async_copy_global_to_shared(weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(i))
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
+    if SCALE_ROWS:
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, product))
+        if HALVES == 2:
+            row = row // 16 * 8 + row % 8 + row // 8 % 2 * outputs
+        groups = 1 if SCALE_ROWS == 1 else inputs // INNER
+        scale_ptr += (first_column + row) // SCALE_ROWS * groups + (0 if SCALE_ROWS == 1 else begin)
+        scale = gl.load(scale_ptr)
     if PDL:
         gdc_launch_dependents()
         if REFILLS:
@@ -102,26 +123,57 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         bar, start = full.index(i), (begin + i) * INNER
         tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(i))
 
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     acc = gl.zeros([ROWS, TOKENS], gl.float32, product)
-    for step in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        rows = w_tiles.index(stage).reshape([ROWS, INNER])
-        acc = warpgroup_mma(rows, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
-        if REFILLS:
-            # The product before this one is done, in all warps: its tiles can be overwritten.
-            debug_barrier()
-            free = (step + STAGES - 1) % STAGES
-            refill = (step > 0) & (step + STAGES - 1 < steps)
-            bar, start = full.index(free), (begin + step + STAGES - 1) * INNER
-            mbarrier.expect(bar, BYTES, pred=refill)
-            tma.async_copy_global_to_shared(
-                weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(free), pred=refill
+    if SCALE_ROWS:
+        mbarrier.wait(full.index(0), 0)
+        rows = _widened(w_tiles.index(0).reshape([ROWS, INNER]), product, x_desc.dtype)
+        for step in range(steps):
+            # While tensor cores multiply the weights of this step, the next ones are widened.
+            stage, following = step % STAGES, step + 1
+            more = following < steps
+            mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1, pred=more)
+            sums = warpgroup_mma(
+                rows, x_tiles.index(stage).permute((1, 0)), acc, use_acc=SCALE_ROWS == 1, is_async=True
             )
-            tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
-    acc = warpgroup_mma_wait(0, (acc,))
+            next_rows = _widened(w_tiles.index(following % STAGES).reshape([ROWS, INNER]), product, x_desc.dtype)
+            if SCALE_ROWS > 1:
+                next_scale = gl.load(scale_ptr + gl.where(more, following, step))
+                sums, rows, next_rows = warpgroup_mma_wait(0, (sums, rows, next_rows))
+                acc += sums * scale[:, None]
+                scale = next_scale
+            else:
+                acc, rows, next_rows = warpgroup_mma_wait(0, (sums, rows, next_rows))
+            rows = next_rows
+            if REFILLS:
+                debug_barrier()
+                refill = step + STAGES < steps
+                bar, start = full.index(stage), (begin + step + STAGES) * INNER
+                mbarrier.expect(bar, BYTES, pred=refill)
+                tma.async_copy_global_to_shared(
+                    weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(stage), pred=refill
+                )
+                tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(stage), pred=refill)
+        if SCALE_ROWS == 1:
+            acc *= scale[:, None]
+    else:
+        for step in range(steps):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            rows = w_tiles.index(stage).reshape([ROWS, INNER])
+            acc = warpgroup_mma(rows, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, (acc,))
+            if REFILLS:
+                # The product before this one is done, in all warps: its tiles can be overwritten.
+                debug_barrier()
+                free = (step + STAGES - 1) % STAGES
+                refill = (step > 0) & (step + STAGES - 1 < steps)
+                bar, start = full.index(free), (begin + step + STAGES - 1) * INNER
+                mbarrier.expect(bar, BYTES, pred=refill)
+                tma.async_copy_global_to_shared(
+                    weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(free), pred=refill
+                )
+                tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
+        acc = warpgroup_mma_wait(0, (acc,))
     debug_barrier()
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(full.index(i))
@@ -143,12 +195,17 @@ def weight_prefetch_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    scale: Tensor | None = None,
     *,
     tile: PrefetchTile,
     gated: bool = False,
     partial: bool = False,
 ) -> Tensor:
-    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64."""
+    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64.
+
+    scale: the weights are in FP8, and this belongs to them as in `widening_linear`; of scales of blocks,
+    tile.inner is 128.
+    """
     num_tokens, inputs = x.shape
     halves, steps = 2 if gated else 1, inputs // (tile.splits * tile.inner)
     outputs, columns = weight.shape[0] // halves, WEIGHT_ROWS // halves
@@ -157,13 +214,15 @@ def weight_prefetch_linear(
     x_desc = TensorDescriptor(x, [num_tokens, inputs], [inputs, 1], [tile.tokens, tile.inner], X_LAYOUT)
     weight_desc = TensorDescriptor(
         weight, [outputs // 8, halves, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1],
-        [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUT,
+        [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUTS[weight.element_size()],
     )  # fmt: skip
     stages = min(tile.stages, steps)
     pdl = overlaps_launches(x.device)
     _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), outputs // columns, tile.splits)](
-        x_desc, weight_desc, weight, bias, out, num_tokens, inputs, outputs, steps,
+        x_desc, weight_desc, weight, scale, bias, out, num_tokens, inputs, outputs, steps,
         TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages, REFILLS=steps > stages,
-        LINES=LINES, LINE=CACHE_LINE // x.element_size(), BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        LINES=LINES, LINE=CACHE_LINE // weight.element_size(),
+        SCALE_ROWS=0 if scale is None else len(weight) // len(scale), BIAS=bias is not None, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -94,11 +94,11 @@ def _tiled_linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_token)
 
 
-def num_splits(inputs: int, tiles: int, inner: int) -> int:
-    """Into how many parts to cut the inputs of a layer that has so many tiles of output. A power of two; each part is a
-    multiple of `inner`."""
+def num_splits(inputs: int, tiles: int, inner: int, programs: int = PROGRAMS) -> int:
+    """Into how many parts to cut the inputs of a layer that has so many tiles of output, for `programs` programs at
+    most. A power of two; each part is a multiple of `inner`."""
     splits = 1
-    while splits < MAX_SPLITS and 2 * splits * tiles <= PROGRAMS and inputs % (2 * splits * inner) == 0:
+    while splits < MAX_SPLITS and 2 * splits * tiles <= programs and inputs % (2 * splits * inner) == 0:
         splits *= 2
     return splits
 
