@@ -13,7 +13,8 @@ from nanovllm.kernels.fp8.block_linear import FEW_TOKENS as SMALL_TILES
 from nanovllm.kernels.fp8.block_linear import block_linear
 from nanovllm.kernels.fp8.fp8_linear import FEW_TOKENS, choose_tile, fp8_linear
 from nanovllm.kernels.fp8.quantise_tokens import quantise_tokens
-from nanovllm.kernels.fp8.widening_linear import Tile, num_splits, widening_linear
+from nanovllm.kernels.fp8.widening_linear import Tile, widening_linear
+from nanovllm.kernels.linear.tiled_linear import num_splits
 from tests.kernels.as_card import as_card
 from tests.kernels.test_fused import Where, normal
 
