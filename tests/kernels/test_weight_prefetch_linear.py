@@ -94,15 +94,15 @@ def test_where_it_cannot_run_it_is_as_before(monkeypatch: pytest.MonkeyPatch) ->
             assert (chosen and chosen.keywords) == (before and before.keywords)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("most", [16, 32, 64, 128])
+@pytest.mark.parametrize(("most", "itemsize"), [(16, 2), (32, 2), (64, 2), (128, 2), (16, 1), (64, 1)])
 @pytest.mark.parametrize("kind", HOW)
-def test_all_programs_run_at_once_if_they_can(kind: str, most: int) -> None:
+def test_all_programs_run_at_once_if_they_can(kind: str, most: int, itemsize: int) -> None:
     for num_tokens in (1, 17, 64, 65, 129, 256):
         for columns in (64, 1024, 1536, 4096, 12288, 25600):
             for inputs in (128, 384, 1024, 3072, 12288):
-                tile = choose_tile(num_tokens, columns, inputs, most, kind == "gated", kind == "partial")
+                tile = choose_tile(num_tokens, columns, inputs, most, kind == "gated", kind == "partial", itemsize)
                 assert inputs % (tile.splits * tile.inner) == 0 and (tile.splits == 1 or kind == "partial")
-                size = tile.stages * 2 * tile.inner * (64 + tile.tokens)
+                size = tile.stages * tile.inner * (64 * itemsize + 2 * tile.tokens)
                 tiles = columns // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
                 resident = min(3, -(-tiles * tile.splits // 128))
                 assert size * (resident if tile.stages > 3 else 1) <= SHARED_BYTES

@@ -35,18 +35,22 @@ X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 WEIGHT_LAYOUTS = {size: gl.NVMMASharedLayout(128, 8 * size, 4) for size in (1, 2)}  # by bytes of a weight
 LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are brought to L2
 WEIGHT_ROWS = 64  # rows of the weights of a program: as many output columns, half of them if gated
+ROWS_PER_WARP = 16
+PRODUCT_INNER = gl.constexpr(128)  # inputs of a product with weights in FP8: those that share a scale of blocks
 SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiprocessor
 MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
 
 class PrefetchTile(NamedTuple):
-    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into."""
+    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into, and rows
+    of the weights of a program: as many output columns, half of them if gated."""
 
     tokens: int
     inner: int
     stages: int
     splits: int
+    rows: int = WEIGHT_ROWS
 
 
 @cache
@@ -71,9 +75,10 @@ def choose_tile(
 
 
 @gluon.jit
-def _widened(tile, product: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+def _widened(tile, begin: gl.constexpr, product: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
     """Weights in FP8, from shared memory to registers, in the dtype of the input. By way of fp16 and fp32: Hopper has
     no instruction from FP8 to bf16, and a slow one from fp16 to bf16."""
+    tile = tile.slice(begin, PRODUCT_INNER, 1)
     return tile.load(gl.DotOperandLayout(0, product, 2)).to(gl.float16).to(gl.float32).to(dtype)
 
 
@@ -105,8 +110,9 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         row = gl.arange(0, ROWS, gl.SliceLayout(1, product))
         if HALVES == 2:
             row = row // 16 * 8 + row % 8 + row // 8 % 2 * outputs
-        groups = 1 if SCALE_ROWS == 1 else inputs // INNER
-        scale_ptr += (first_column + row) // SCALE_ROWS * groups + (0 if SCALE_ROWS == 1 else begin)
+        scale_ptr += (first_column + row) // SCALE_ROWS * (1 if SCALE_ROWS == 1 else inputs // PRODUCT_INNER)
+        if SCALE_ROWS > 1:
+            scale_ptr += begin * (INNER // PRODUCT_INNER)
         scale = gl.load(scale_ptr)
     if PDL:
         gdc_launch_dependents()
@@ -126,24 +132,28 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     acc = gl.zeros([ROWS, TOKENS], gl.float32, product)
     if SCALE_ROWS:
         mbarrier.wait(full.index(0), 0)
-        rows = _widened(w_tiles.index(0).reshape([ROWS, INNER]), product, x_desc.dtype)
+        rows = _widened(w_tiles.index(0).reshape([ROWS, INNER]), 0, product, x_desc.dtype)
         for step in range(steps):
-            # While tensor cores multiply the weights of this step, the next ones are widened.
             stage, following = step % STAGES, step + 1
-            more = following < steps
-            mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1, pred=more)
-            sums = warpgroup_mma(
-                rows, x_tiles.index(stage).permute((1, 0)), acc, use_acc=SCALE_ROWS == 1, is_async=True
-            )
-            next_rows = _widened(w_tiles.index(following % STAGES).reshape([ROWS, INNER]), product, x_desc.dtype)
-            if SCALE_ROWS > 1:
-                next_scale = gl.load(scale_ptr + gl.where(more, following, step))
-                sums, rows, next_rows = warpgroup_mma_wait(0, (sums, rows, next_rows))
-                acc += sums * scale[:, None]
-                scale = next_scale
-            else:
-                acc, rows, next_rows = warpgroup_mma_wait(0, (sums, rows, next_rows))
-            rows = next_rows
+            for begun in gl.static_range(0, INNER, PRODUCT_INNER):
+                # While tensor cores multiply these weights, the next ones are widened.
+                next_stage = stage
+                if begun + PRODUCT_INNER == INNER:
+                    next_stage = following % STAGES
+                    mbarrier.wait(full.index(next_stage), (following // STAGES) & 1, pred=following < steps)
+                x = x_tiles.index(stage).slice(begun, PRODUCT_INNER, 1).permute((1, 0))
+                sums = warpgroup_mma(rows, x, acc, use_acc=SCALE_ROWS == 1, is_async=True)
+                next_rows = w_tiles.index(next_stage).reshape([ROWS, INNER])
+                next_rows = _widened(next_rows, (begun + PRODUCT_INNER) % INNER, product, x_desc.dtype)
+                if SCALE_ROWS > 1:
+                    group = step * (INNER // PRODUCT_INNER) + begun // PRODUCT_INNER
+                    next_scale = gl.load(scale_ptr + gl.minimum(group + 1, steps * (INNER // PRODUCT_INNER) - 1))
+                    sums, rows, next_rows = warpgroup_mma_wait(0, (sums, rows, next_rows))
+                    acc += sums * scale[:, None]
+                    scale = next_scale
+                else:
+                    acc, rows, next_rows = warpgroup_mma_wait(0, (sums, rows, next_rows))
+                rows = next_rows
             if REFILLS:
                 debug_barrier()
                 refill = step + STAGES < steps
@@ -208,7 +218,7 @@ def weight_prefetch_linear(
     """
     num_tokens, inputs = x.shape
     halves, steps = 2 if gated else 1, inputs // (tile.splits * tile.inner)
-    outputs, columns = weight.shape[0] // halves, WEIGHT_ROWS // halves
+    outputs, columns = weight.shape[0] // halves, tile.rows // halves
     shape = (tile.splits, num_tokens, outputs) if partial else (num_tokens, outputs)
     out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
     x_desc = TensorDescriptor(x, [num_tokens, inputs], [inputs, 1], [tile.tokens, tile.inner], X_LAYOUT)
@@ -222,7 +232,7 @@ def weight_prefetch_linear(
         x_desc, weight_desc, weight, scale, bias, out, num_tokens, inputs, outputs, steps,
         TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages, REFILLS=steps > stages,
         LINES=LINES, LINE=CACHE_LINE // weight.element_size(),
-        SCALE_ROWS=0 if scale is None else len(weight) // len(scale), BIAS=bias is not None, PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
+        SCALE_ROWS=0 if scale is None else len(weight) // len(scale), BIAS=bias is not None, PDL=pdl,
+        num_warps=tile.rows // ROWS_PER_WARP, launch_pdl=pdl,
     )  # fmt: skip
     return out
