@@ -19,7 +19,6 @@ from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
 from nanovllm.kernels.linear.choice import hopper_linear
 
 FEW_TOKENS = 64
-MOST = 64  # tokens of a program of `weight_prefetch_linear`
 
 
 @cache  # a step asks for every layer
@@ -41,7 +40,7 @@ def fp8_linear(
         hopper = hopper_linear(x.device)
         if hopper is not None:
             columns = len(weight) // 2 if gated else len(weight)
-            prefetch = hopper.choose_tile(len(x), columns, x.shape[1], MOST, gated, partial, itemsize=1)
+            prefetch = hopper.choose_fp8_tile(len(x), columns, x.shape[1], gated, partial)
             return hopper.weight_prefetch_linear(x, weight, bias, scale, tile=prefetch, gated=gated, partial=partial)
         layer = "gated" if gated else "partial" if partial else "plain"
         tile = choose_tile(x.device, min(len(x), FEW_TOKENS), layer, weight.numel())
@@ -49,7 +48,7 @@ def fp8_linear(
     grouped = len(scale) < len(weight)  # a scale for each block, and not for each channel
     small, x_scale = quantise_tokens(x, grouped=grouped)
     if grouped:
-        y = block_linear(small, x_scale, weight, scale, bias, x.new_empty(len(x), len(weight)))
+        y = block_linear(small, x_scale, weight, scale, bias, dtype=x.dtype, partial=partial)
     else:
         # Tensor cores then sum many products before they add them in float32, as in other engines
         y = torch._scaled_mm(

@@ -33,9 +33,8 @@ from nanovllm.kernels.linear.tiled_linear import MAX_SPLITS, PROGRAMS, num_split
 
 X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 WEIGHT_LAYOUTS = {size: gl.NVMMASharedLayout(128, 8 * size, 4) for size in (1, 2)}  # by bytes of a weight
-LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are brought to L2
+LINES = {1: 2, 2: 8}  # by bytes of a weight: cache lines of each row, behind the steps that have room, brought to L2
 WEIGHT_ROWS = 64  # rows of the weights of a program: as many output columns, half of them if gated
-ROWS_PER_WARP = 16
 PRODUCT_INNER = gl.constexpr(128)  # inputs of a product with weights in FP8: those that share a scale of blocks
 SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiprocessor
 MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
@@ -43,35 +42,50 @@ FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads e
 
 
 class PrefetchTile(NamedTuple):
-    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into, and rows
-    of the weights of a program: as many output columns, half of them if gated."""
+    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into."""
 
     tokens: int
     inner: int
     stages: int
     splits: int
-    rows: int = WEIGHT_ROWS
 
 
 @cache
 def choose_tile(
-    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool, itemsize: int = 2
+    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool
 ) -> PrefetchTile:
     """The layout with as many steps under way as still let all programs run at once.
 
     A second wave of programs would wait for the first. columns: of the result. max_tile_tokens: of a program.
-    itemsize: bytes of a weight.
     """
     tokens = min(max_tile_tokens, max(16, triton.next_power_of_2(num_tokens)))
     tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
-    programs = PROGRAMS if itemsize == 2 else 2 * PROGRAMS  # one alone would widen more slowly than weights arrive
-    splits = num_splits(inputs, tiles, 128, programs) if partial else 1
-    splits = min(splits, MAX_SPLITS if num_tokens <= FEW_TOKENS else 2)
+    splits = min(num_splits(inputs, tiles, 128), MAX_SPLITS if num_tokens <= FEW_TOKENS else 2) if partial else 1
     shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
-    input_bytes = WEIGHT_ROWS * itemsize + 2 * tokens  # of a step, for each of its inputs
-    inner = 128 if itemsize == 1 or shared >= MIN_STAGES * 128 * input_bytes else 64
-    most = MAX_STAGES * 2 // itemsize
-    return PrefetchTile(tokens, inner, max(MIN_STAGES, min(most, shared // (inner * input_bytes))), splits)
+    input_bytes = 2 * (WEIGHT_ROWS + tokens)  # of a step, for each of its inputs
+    inner = 128 if shared >= MIN_STAGES * 128 * input_bytes else 64
+    return PrefetchTile(tokens, inner, max(MIN_STAGES, min(MAX_STAGES, shared // (inner * input_bytes))), splits)
+
+
+@cache
+def choose_fp8_tile(num_tokens: int, columns: int, inputs: int, gated: bool, partial: bool) -> PrefetchTile:
+    """`choose_tile` for weights in FP8: the longest steps of which three have room, and four of them at most.
+
+    To widen takes nearly as long as to read. So the barriers of a step have to be rare, and long parts of the inputs
+    have two programs on a multiprocessor.
+    """
+    tokens = min(64, max(8, triton.next_power_of_2(num_tokens)))
+    tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
+    splits = num_splits(inputs, tiles, 128) if partial else 1
+    if partial and splits < MAX_SPLITS and inputs // splits >= 4096 and num_tokens <= FEW_TOKENS:
+        splits *= 2
+    shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
+    depth, inner, input_bytes = inputs // splits, 512, WEIGHT_ROWS + 2 * tokens
+    while inner > 128 and (depth % inner or depth < 4 * inner or MIN_STAGES * inner * input_bytes > shared):
+        inner //= 2
+    return PrefetchTile(
+        tokens, inner, max(MIN_STAGES, min(max(4, 1024 // inner), shared // (inner * input_bytes))), splits
+    )
 
 
 @gluon.jit
@@ -218,7 +232,7 @@ def weight_prefetch_linear(
     """
     num_tokens, inputs = x.shape
     halves, steps = 2 if gated else 1, inputs // (tile.splits * tile.inner)
-    outputs, columns = weight.shape[0] // halves, tile.rows // halves
+    outputs, columns = weight.shape[0] // halves, WEIGHT_ROWS // halves
     shape = (tile.splits, num_tokens, outputs) if partial else (num_tokens, outputs)
     out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
     x_desc = TensorDescriptor(x, [num_tokens, inputs], [inputs, 1], [tile.tokens, tile.inner], X_LAYOUT)
@@ -231,8 +245,8 @@ def weight_prefetch_linear(
     _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), outputs // columns, tile.splits)](
         x_desc, weight_desc, weight, scale, bias, out, num_tokens, inputs, outputs, steps,
         TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages, REFILLS=steps > stages,
-        LINES=LINES, LINE=CACHE_LINE // weight.element_size(),
+        LINES=LINES[weight.element_size()], LINE=CACHE_LINE // weight.element_size(),
         SCALE_ROWS=0 if scale is None else len(weight) // len(scale), BIAS=bias is not None, PDL=pdl,
-        num_warps=tile.rows // ROWS_PER_WARP, launch_pdl=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
