@@ -18,7 +18,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
 from nanovllm.kernels.hopper import weight_prefetch_linear as kernels
-from nanovllm.kernels.hopper.weight_prefetch_linear import SHARED_BYTES, PrefetchTile, choose_tile
+from nanovllm.kernels.hopper.weight_prefetch_linear import SHARED_BYTES, PrefetchTile, choose_fp8_tile, choose_tile
 from nanovllm.kernels.linear import choice
 from nanovllm.kernels.linear.choice import choose_linear, choose_norm_linear, choose_on_any_gpu, hopper_linear
 from tests.kernels.as_card import as_card
@@ -116,25 +116,51 @@ def test_all_programs_run_at_once_if_they_can(kind: str, most: int) -> None:
             for inputs in (128, 384, 1024, 3072, 12288):
                 tile = choose_tile(num_tokens, columns, inputs, most, kind == "gated", kind == "partial")
                 assert inputs % (tile.splits * tile.inner) == 0 and (tile.splits == 1 or kind == "partial")
-                assert inputs % (tile.cuts * tile.splits * tile.inner) == 0 and (tile.cuts == 1 or num_tokens <= 4)
-                size = tile.stages * 2 * tile.inner * (64 + tile.tokens * tile.cuts)
-                tiles = columns * tile.cuts // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
+                size = tile.stages * 2 * tile.inner * (64 + tile.tokens)
+                tiles = columns // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
                 resident = min(3, -(-tiles * tile.splits // 128))
                 assert size * (resident if tile.stages > 3 else 1) <= SHARED_BYTES
-                assert (16 if tile.cuts == 1 else 8) <= tile.tokens * tile.cuts
-                assert tile.tokens <= most and tile.tokens < 2 * max(9, num_tokens)
+                assert 16 <= tile.tokens <= most and tile.tokens < 2 * max(9, num_tokens) and tile.cuts == 1
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("kind", HOW)
+def test_for_a_handful_of_tokens_programs_are_enough_and_run_at_once(kind: str, norm: bool) -> None:
+    for num_tokens in (1, 2, 3, 4):
+        for columns in (64, 1024, 1536, 4096, 12288):
+            for inputs in (128, 384, 1024, 3072)[: 3 if norm else 4]:
+                gated, partial = kind == "gated", kind == "partial" and not norm
+                tile = choose_tile(num_tokens, columns, inputs, 16, gated, partial, handful=True, norm=norm)
+                assert num_tokens <= tile.tokens and tile.tokens * tile.cuts >= 8 and tile.cuts <= 8
+                assert inputs % (tile.cuts * tile.splits * tile.inner) == 0
+                programs = columns * tile.cuts * tile.splits // (32 if gated else 64)
+                halved = inputs % (256 * tile.cuts) == 0 and tile.cuts < 8 and not gated
+                assert programs > 64 or not halved, "it could be cut once more"
+                size = tile.stages * 2 * tile.inner * (64 + (0 if norm else tile.tokens * tile.cuts))
+                size += 2 * tile.tokens * inputs if norm else 0
+                assert size * (min(3, -(-programs // 128)) if tile.stages > 3 else 1) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("kind", HOW)
+def test_in_fp8_all_programs_run_at_once(kind: str) -> None:
+    """Of steps of blocks of 128 inputs, as many under way as read memory in time."""
+    for num_tokens in (1, 8, 9, 17, 64, 65, 1000):
+        for columns in (64, 1024, 4096, 12288, 25600):
+            for inputs in (128, 384, 1024, 4096, 12288, 18944):
+                tile = choose_fp8_tile(num_tokens, columns, inputs, kind == "gated", kind == "partial")
+                depth = inputs // tile.splits
+                assert tile.inner % 128 == 0 and depth * tile.splits == inputs and depth % tile.inner == 0
+                assert tile.splits == 1 or (kind == "partial" and tile.splits <= 4)
+                tiles = columns // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
+                resident = min(3, -(-tiles * tile.splits // 128))
+                assert resident * tile.stages * tile.inner * (64 + 2 * tile.tokens) <= SHARED_BYTES
+                assert tile.stages * tile.inner >= min(384, depth) and tile.tokens >= min(num_tokens, 64)
 
 
 # --- what it compiles to ---------------------------------------------------------------------------------------------
 
-# kind, tile, steps, whether there is a bias; tokens and inputs if the norm is inside
+# Kind, tile, steps, whether there is a bias, in FP8 how many rows share a scale (else 0), tokens if the norm is inside
 CASES: list[tuple[str, PrefetchTile, int, bool, int, int]] = [
-    ("partial", PrefetchTile(1, 128, 6, 1, 8), 3, False, 0, 0),
-    ("partial", PrefetchTile(4, 128, 6, 1, 8), 2, False, 0, 0),
-    ("plain", PrefetchTile(4, 128, 8, 1, 2), 4, False, 1, 1024),
-    ("plain", PrefetchTile(4, 128, 3, 1, 2), 4, True, 4, 1024),
-    ("gated", PrefetchTile(8, 128, 8, 1), 8, False, 1, 1024),
-    ("gated", PrefetchTile(8, 128, 8, 1), 8, False, 4, 1024),
     ("plain", PrefetchTile(32, 128, 6, 1), 32, True, 0, 0),
     ("plain", PrefetchTile(64, 128, 6, 1), 8, False, 0, 0),
     ("partial", PrefetchTile(64, 128, 6, 4), 4, False, 0, 0),
@@ -142,10 +168,21 @@ CASES: list[tuple[str, PrefetchTile, int, bool, int, int]] = [
     ("gated", PrefetchTile(32, 128, 3, 1), 32, False, 0, 0),
     ("gated", PrefetchTile(128, 128, 4, 1), 8, False, 0, 0),
     ("gated", PrefetchTile(128, 64, 4, 1), 16, False, 0, 0),
+    ("plain", PrefetchTile(8, 512, 4, 1), 8, True, 1, 0),
+    ("plain", PrefetchTile(64, 256, 4, 1), 16, False, 128, 0),
+    ("gated", PrefetchTile(64, 128, 3, 1), 32, False, 1, 0),
+    ("gated", PrefetchTile(64, 128, 3, 1), 32, False, 128, 0),
+    ("partial", PrefetchTile(32, 256, 3, 4), 12, False, 64, 0),
+    ("partial", PrefetchTile(1, 128, 6, 1, 8), 3, False, 0, 0),
+    ("partial", PrefetchTile(4, 128, 6, 1, 8), 2, False, 0, 0),
+    ("plain", PrefetchTile(4, 128, 8, 1, 2), 4, False, 0, 1),
+    ("plain", PrefetchTile(4, 128, 3, 1, 2), 4, True, 0, 4),
+    ("gated", PrefetchTile(8, 128, 8, 1), 8, False, 0, 1),
+    ("gated", PrefetchTile(8, 128, 8, 1), 8, False, 0, 4),
 ]
 
 
-def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, normed: int, inputs: int) -> dict[str, Any]:
+def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, scale_rows: int, normed: int) -> dict[str, Any]:
     """For a Hopper GPU that this machine need not have. Not in a process that has switched the interpreter on."""
     import triton
     from triton.backends import nvidia
@@ -154,20 +191,24 @@ def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, normed: 
 
     kernel = kernels._weight_prefetch_linear_kernel
     halves, stages = 2 if kind == "gated" else 1, min(tile.stages, steps)
-    columns, dtype = 64 // halves, "bf16"
+    columns, itemsize = 64 // halves, 1 if scale_rows else 2
+    dtype, weight_dtype = "bf16", "fp8e4nv" if scale_rows else "bf16"
     constants = {
         "TOKENS": tile.tokens, "COLUMNS": columns, "INNER": tile.inner, "HALVES": halves, "STAGES": stages,
-        "REFILLS": steps > stages, "LINES": kernels.LINES, "LINE": 64, "BIAS": bias, "PDL": True,
-        "CUTS": tile.cuts, "NORMED": normed, "SIZE": inputs, "SPLITS": 2,
+        "REFILLS": steps > stages, "LINES": kernels.LINES[itemsize], "LINE": 128 // itemsize, "SCALE_ROWS": scale_rows,
+        "BIAS": bias, "PDL": True, "CUTS": tile.cuts, "NORMED": normed, "SPLITS": 2,
+        "SIZE": steps * tile.inner * tile.cuts if normed else 0,
     }  # fmt: skip
-    left_out = ["x_desc"] if normed else ["parts_ptr", "residual_ptr", "norm_ptr", "total_ptr"]
-    constants |= dict.fromkeys(left_out if bias else [*left_out, "bias_ptr"])
+    of_norm = "parts_ptr", "residual_ptr", "norm_ptr", "total_ptr"
+    given = {"bias_ptr": bias, "scale_ptr": scale_rows, "x_desc": not normed} | dict.fromkeys(of_norm, normed)
+    constants |= {name: None for name, is_given in given.items() if not is_given}  # type: ignore[misc]
     weight_block = [columns // 8, halves, 8, tile.inner]
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x_desc": f"tensordesc<{dtype}{[tile.tokens * tile.cuts, tile.inner]},{kernels.X_LAYOUT!r}>",
-        "weight_desc": f"tensordesc<{dtype}{weight_block},{kernels.WEIGHT_LAYOUT!r}>",
-        **{n: f"*{dtype}" for n in kernel.arg_names if n.endswith("_ptr")},
-        "parts_ptr": "*fp32", "out_ptr": "*fp32" if kind == "partial" else f"*{dtype}", "eps": "fp32",
+        "weight_desc": f"tensordesc<{weight_dtype}{weight_block},{kernels.WEIGHT_LAYOUTS[itemsize]!r}>",
+        "weight_ptr": f"*{weight_dtype}", "scale_ptr": "*fp32", "bias_ptr": f"*{dtype}", "parts_ptr": "*fp32",
+        "residual_ptr": f"*{dtype}", "norm_ptr": f"*{dtype}", "total_ptr": f"*{dtype}", "eps": "fp32",
+        "out_ptr": "*fp32" if kind == "partial" else f"*{dtype}",
     }  # fmt: skip
     signature |= dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -187,8 +228,8 @@ def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, normed: 
         "weights before the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.4d", before)),
         "x before the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.2d", before)),
         "x after the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.2d", after)),
-        "inputs of the norm before the wait": len(re.findall(r"ld\.global", before)),
-        "inputs of the norm after the wait": len(re.findall(r"ld\.global", after)),
+        "loads before the wait": len(re.findall(r"ld\.global", before)),
+        "loads after the wait": len(re.findall(r"ld\.global", after)),
         "products": len(re.findall(r"wgmma\.mma_async", after)),
     }
 
@@ -199,19 +240,21 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout.splitlines()[-1])
-    for (kind, tile, steps, bias, normed, inputs), found in zip(CASES, answers, strict=True):
-        case = f"{kind}, {tile}, {bias}, {normed}: {found}"
+    for (kind, tile, steps, bias, scale_rows, normed), found in zip(CASES, answers, strict=True):
+        case = f"{kind}, {tile}, {bias}, {scale_rows}, {normed}: {found}"
         assert found["spilled"] and not any(found["spilled"]), case
         stages = min(tile.stages, steps)
         assert found["weights before the wait"] == stages and found["x before the wait"] == 0, case
+        orders = max(1, tile.inner // 256)  # of a warp, for the input of a step: four warps, each 64 numbers at a time
+        assert found["x after the wait"] == (0 if normed else orders * (stages + (steps > stages))), case
         if normed:
-            assert found["inputs of the norm before the wait"] == 1, f"its weight, 8 elements for each thread, {case}"
-            assert found["inputs of the norm after the wait"] >= 5 * normed, case  # two for each part, and the residual
-        assert found["x after the wait"] == (0 if normed else stages + (steps > stages)), case
+            assert found["loads before the wait"] == 1, f"the norm's weight, 8 elements for each thread, {case}"
+            assert found["loads after the wait"] >= 5 * normed, case  # two for each part, and the residual
         assert found["products"] == tile.inner // 16, case
         programs = 227 * 1024 // (found["shared"] + 1024)
-        size = tile.stages * 2 * tile.inner * (64 + (0 if normed else tile.tokens * tile.cuts))
-        assert programs >= min(3, SHARED_BYTES // (size + 2 * tile.tokens * inputs)), case
+        input_bytes = 64 * (1 if scale_rows else 2) + 2 * tile.tokens * tile.cuts * (not normed)
+        size = tile.stages * tile.inner * input_bytes + 2 * tile.tokens * steps * tile.inner * tile.cuts * (normed > 0)
+        assert programs >= min(3, SHARED_BYTES // size), case
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------

@@ -46,13 +46,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches, prefetch_l2
 from nanovllm.kernels.linear.tiled_linear import MAX_SPLITS, PROGRAMS, num_splits
 
-X_LAYOUT, WEIGHT_LAYOUT = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
-LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are brought to L2
+X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
+WEIGHT_LAYOUTS = {size: gl.NVMMASharedLayout(128, 8 * size, 4) for size in (1, 2)}  # by bytes of a weight
+LINES = {1: 2, 2: 8}  # by bytes of a weight: cache lines of each row, behind the steps that have room, brought to L2
 WEIGHT_ROWS = 64  # rows of the weights of a program: as many output columns, half of them if gated
+PRODUCT_INNER = gl.constexpr(128)  # inputs of a product with weights in FP8: those that share a scale of blocks
 SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiprocessor
 MIN_TOKENS = 8  # columns of the matrix instruction, at least
 MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
-HANDFUL = 4  # tokens. With more, inputs are not cut within programs, and the norm is not inside
 MAX_CUTS = 8  # then the matrix instruction has eight columns for each token, the fewest that there are
 MAX_NORM_INPUTS = 1024  # which are in registers: not measured with more
 MAX_NORM_STAGES = 8  # all weights of a program
@@ -74,14 +75,15 @@ class PrefetchTile(NamedTuple):
 
 @cache
 def choose_tile(
-    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool, norm: bool = False
-) -> PrefetchTile:
+    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool,
+    *, handful: bool = False, norm: bool = False,
+) -> PrefetchTile:  # fmt: skip
     """The layout with as many steps under way as still let all programs run at once.
 
-    A second wave of programs would wait for the first. columns: of the result. max_tile_tokens: of a program. norm: it
-    is inside. Then all inputs are in shared memory.
+    A second wave of programs would wait for the first. columns: of the result. max_tile_tokens: of a program. handful:
+    inputs may be cut within programs. norm: the norm is inside; then all inputs are in shared memory.
     """
-    cuts = num_cuts(columns, inputs) if num_tokens <= HANDFUL and not gated else 1
+    cuts = num_cuts(columns, inputs) if handful and not gated else 1
     least = MIN_TOKENS // cuts if norm or cuts > 1 else 16
     tokens = min(max_tile_tokens, max(least, triton.next_power_of_2(num_tokens)))
     tiles = columns * cuts // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
@@ -107,8 +109,9 @@ def num_cuts(columns: int, inputs: int) -> int:
     return cuts
 
 
-def can_have_norm(num_tokens: int, inputs: int) -> bool:
-    return num_tokens <= HANDFUL and inputs <= MAX_NORM_INPUTS and inputs & (inputs - 1) == 0
+def can_have_norm(inputs: int) -> bool:
+    """Whether the norm of so many inputs can be inside."""
+    return inputs <= MAX_NORM_INPUTS and inputs & (inputs - 1) == 0
 
 
 @gluon.jit
@@ -144,18 +147,48 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
         gl.store(total_ptr + place, rounded, mask=exists)
 
 
+@cache
+def choose_fp8_tile(num_tokens: int, columns: int, inputs: int, gated: bool, partial: bool) -> PrefetchTile:
+    """`choose_tile` for weights in FP8: the longest steps of which three have room, and four of them at most.
+
+    To widen takes nearly as long as to read. So the barriers of a step have to be rare, and long parts of the inputs
+    have two programs on a multiprocessor.
+    """
+    tokens = min(64, max(8, triton.next_power_of_2(num_tokens)))
+    tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
+    splits = num_splits(inputs, tiles, 128) if partial else 1
+    if partial and splits < MAX_SPLITS and inputs // splits >= 4096 and num_tokens <= FEW_TOKENS:
+        splits *= 2
+    shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
+    depth, inner, input_bytes = inputs // splits, 512, WEIGHT_ROWS + 2 * tokens
+    while inner > 128 and (depth % inner or depth < 4 * inner or MIN_STAGES * inner * input_bytes > shared):
+        inner //= 2
+    return PrefetchTile(
+        tokens, inner, max(MIN_STAGES, min(max(4, 1024 // inner), shared // (inner * input_bytes))), splits
+    )
+
+
+@gluon.jit
+def _widened(tile, begin: gl.constexpr, product: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights in FP8, from shared memory to registers, in the dtype of the input. By way of fp16 and fp32: Hopper has
+    no instruction from FP8 to bf16, and a slow one from fp16 to bf16."""
+    tile = tile.slice(begin, PRODUCT_INNER, 1)
+    return tile.load(gl.DotOperandLayout(0, product, 2)).to(gl.float16).to(gl.float32).to(dtype)
+
+
 @gluon.jit(do_not_specialize=["num_tokens", "steps"])
 def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
-    x_desc, weight_desc, weight_ptr, bias_ptr, parts_ptr, residual_ptr, norm_ptr, total_ptr, out_ptr, eps, num_tokens,
-    inputs, outputs, steps,
+    x_desc, weight_desc, weight_ptr, scale_ptr, bias_ptr, parts_ptr, residual_ptr, norm_ptr, total_ptr, out_ptr, eps,
+    num_tokens, inputs, outputs, steps,
     TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
-    CUTS: gl.constexpr, NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
+    REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, SCALE_ROWS: gl.constexpr, BIAS: gl.constexpr,
+    PDL: gl.constexpr, CUTS: gl.constexpr, NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = HALVES * COLUMNS
     X_ROWS: gl.constexpr = TOKENS * CUTS
-    BYTES: gl.constexpr = (ROWS + (0 if NORMED else X_ROWS)) * INNER * 2
     X_TILES: gl.constexpr = SIZE // (CUTS * INNER) if NORMED else STAGES
+    BYTES: gl.constexpr = (ROWS * weight_desc.dtype.primitive_bitwidth // 8 + (0 if NORMED else X_ROWS * 2)) * INNER
+    x_type: gl.constexpr = weight_desc.dtype if NORMED else x_desc.dtype
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # The last tile ends with the last token: computing some twice is cheaper than copying rows that do not exist.
     first_token = gl.maximum(gl.minimum(gl.program_id(0) * TOKENS, num_tokens - TOKENS), 0)
@@ -163,7 +196,7 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
     part = gl.program_id(2)
     begin = part * steps
     w_tiles = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, COLUMNS // 8, HALVES, 8, INNER], weight_desc.layout)
-    x_tiles = gl.allocate_shared_memory(weight_desc.dtype, [X_TILES, X_ROWS, INNER], x_layout)
+    x_tiles = gl.allocate_shared_memory(x_type, [X_TILES, X_ROWS, INNER], x_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -171,6 +204,15 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         bar, start = full.index(i), (begin + i) * INNER
         mbarrier.expect(bar, BYTES)
         tma.async_copy_global_to_shared(weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(i))
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, X_ROWS, 16])
+    if SCALE_ROWS:
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, product))
+        if HALVES == 2:
+            row = row // 16 * 8 + row % 8 + row // 8 % 2 * outputs
+        scale_ptr += (first_column + row) // SCALE_ROWS * (1 if SCALE_ROWS == 1 else inputs // PRODUCT_INNER)
+        if SCALE_ROWS > 1:
+            scale_ptr += begin * (INNER // PRODUCT_INNER)
+        scale = gl.load(scale_ptr)
     if PDL:
         gdc_launch_dependents()
         if REFILLS:
@@ -183,10 +225,11 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
                 prefetch_l2(ahead)
     if NORMED:
         # The rows of the tiles are as wide as they are swizzled. So all tiles together are one wide tile, too.
-        x = x_tiles._reinterpret(weight_desc.dtype, [X_ROWS, SIZE // CUTS], x_layout)
+        whole_x = x_tiles._reinterpret(x_type, [X_ROWS, SIZE // CUTS], x_layout)
         _add_rms_norm(
-            parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens, x, TOKENS, CUTS, NORMED, SIZE, SPLITS, PDL
-        )
+            parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens,
+            whole_x, TOKENS, CUTS, NORMED, SIZE, SPLITS, PDL,
+        )  # fmt: skip
         debug_barrier()
     else:
         if PDL:
@@ -195,28 +238,63 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             bar, start = full.index(i), (begin + i) * INNER
             tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(i))
 
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, X_ROWS, 16])
     acc = gl.zeros([ROWS, X_ROWS], gl.float32, product)
-    for step in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        rows = w_tiles.index(stage).reshape([ROWS, INNER])
-        x_tile = x_tiles.index(step if NORMED else stage)
-        acc = warpgroup_mma(rows, x_tile.permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
-        if REFILLS:
-            # The product before this one is done, in all warps: its tiles can be overwritten.
-            debug_barrier()
-            free = (step + STAGES - 1) % STAGES
-            refill = (step > 0) & (step + STAGES - 1 < steps)
-            bar, start = full.index(free), (begin + step + STAGES - 1) * INNER
-            mbarrier.expect(bar, BYTES, pred=refill)
-            tma.async_copy_global_to_shared(
-                weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(free), pred=refill
-            )
-            if not NORMED:
-                tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
-    acc = warpgroup_mma_wait(0, (acc,))
+    if SCALE_ROWS:
+        mbarrier.wait(full.index(0), 0)
+        rows = _widened(w_tiles.index(0).reshape([ROWS, INNER]), 0, product, x_type)
+        for step in range(steps):
+            stage, following = step % STAGES, step + 1
+            for begun in gl.static_range(0, INNER, PRODUCT_INNER):
+                # While tensor cores multiply these weights, the next ones are widened.
+                next_stage = stage
+                if begun + PRODUCT_INNER == INNER:
+                    next_stage = following % STAGES
+                    mbarrier.wait(full.index(next_stage), (following // STAGES) & 1, pred=following < steps)
+                x = x_tiles.index(stage).slice(begun, PRODUCT_INNER, 1).permute((1, 0))
+                sums = warpgroup_mma(rows, x, acc, use_acc=SCALE_ROWS == 1, is_async=True)
+                next_rows = w_tiles.index(next_stage).reshape([ROWS, INNER])
+                next_rows = _widened(next_rows, (begun + PRODUCT_INNER) % INNER, product, x_type)
+                if SCALE_ROWS > 1:
+                    group = step * (INNER // PRODUCT_INNER) + begun // PRODUCT_INNER
+                    next_scale = gl.load(scale_ptr + gl.minimum(group + 1, steps * (INNER // PRODUCT_INNER) - 1))
+                    sums, rows, next_rows = warpgroup_mma_wait(0, (sums, rows, next_rows))
+                    acc += sums * scale[:, None]
+                    scale = next_scale
+                else:
+                    acc, rows, next_rows = warpgroup_mma_wait(0, (sums, rows, next_rows))
+                rows = next_rows
+            if REFILLS:
+                debug_barrier()
+                refill = step + STAGES < steps
+                bar, start = full.index(stage), (begin + step + STAGES) * INNER
+                mbarrier.expect(bar, BYTES, pred=refill)
+                tma.async_copy_global_to_shared(
+                    weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(stage), pred=refill
+                )
+                tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(stage), pred=refill)
+        if SCALE_ROWS == 1:
+            acc *= scale[:, None]
+    else:
+        for step in range(steps):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            rows = w_tiles.index(stage).reshape([ROWS, INNER])
+            x = x_tiles.index(step if NORMED else stage).permute((1, 0))
+            acc = warpgroup_mma(rows, x, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, (acc,))
+            if REFILLS:
+                # The product before this one is done, in all warps: its tiles can be overwritten.
+                debug_barrier()
+                free = (step + STAGES - 1) % STAGES
+                refill = (step > 0) & (step + STAGES - 1 < steps)
+                bar, start = full.index(free), (begin + step + STAGES - 1) * INNER
+                mbarrier.expect(bar, BYTES, pred=refill)
+                tma.async_copy_global_to_shared(
+                    weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(free), pred=refill
+                )
+                if not NORMED:
+                    tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
+        acc = warpgroup_mma_wait(0, (acc,))
     if CUTS > 1:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, product))[:, None]
         x_row = gl.arange(0, X_ROWS, gl.SliceLayout(0, product))[None, :]
@@ -242,13 +320,18 @@ def weight_prefetch_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    scale: Tensor | None = None,
     *,
     tile: PrefetchTile,
     gated: bool = False,
     partial: bool = False,
 ) -> Tensor:
-    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64."""
-    return _launch(x, None, weight, bias, tile, gated, partial)
+    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64.
+
+    scale: the weights are in FP8, and this belongs to them as in `widening_linear`; of scales of blocks,
+    tile.inner is 128.
+    """
+    return _launch(x, None, weight, bias, scale, tile, gated, partial)
 
 
 def norm_linear(
@@ -265,7 +348,7 @@ def norm_linear(
     """`add_rms_norm(x, residual, norm_weight, eps)` and the layer that follows, in one kernel: the layer's result
     [T, out], or [T, out / 2] if gated, and the sum [T, in]. tile: of `choose_tile` with norm=True."""
     total = torch.empty_like(residual)
-    return _launch(total, (x, residual, norm_weight, eps), weight, bias, tile, gated, False), total
+    return _launch(total, (x, residual, norm_weight, eps), weight, bias, None, tile, gated, False), total
 
 
 def _launch(
@@ -273,6 +356,7 @@ def _launch(
     norm: tuple[Tensor, Tensor, Tensor, float] | None,
     weight: Tensor,
     bias: Tensor | None,
+    scale: Tensor | None,
     tile: PrefetchTile,
     gated: bool,
     partial: bool,
@@ -290,15 +374,17 @@ def _launch(
         x_desc = TensorDescriptor(x, [num_tokens * cuts, depth], [depth, 1], [tile.tokens * cuts, tile.inner], X_LAYOUT)
     weight_desc = TensorDescriptor(
         weight, [rows // 8, halves, 8, depth], [8 * depth, rows * depth, depth, 1],
-        [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUT,
+        [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUTS[weight.element_size()],
     )  # fmt: skip
     stages = min(tile.stages, steps)
     pdl = overlaps_launches(x.device)
     parts, residual, norm_weight, eps = norm or (None, None, None, 0.0)
     _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), rows // columns, tile.splits)](
-        x_desc, weight_desc, weight, bias, parts, residual, norm_weight, x if norm else None, out, eps, num_tokens,
-        depth, outputs, steps, TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages,
-        REFILLS=steps > stages, LINES=LINES, LINE=CACHE_LINE // x.element_size(), BIAS=bias is not None, PDL=pdl,
+        x_desc, weight_desc, weight, scale, bias, parts, residual, norm_weight, x if norm else None, out, eps,
+        num_tokens, depth, outputs, steps,
+        TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages, REFILLS=steps > stages,
+        LINES=LINES[weight.element_size()], LINE=CACHE_LINE // weight.element_size(),
+        SCALE_ROWS=0 if scale is None else len(weight) // len(scale), BIAS=bias is not None, PDL=pdl,
         CUTS=cuts, NORMED=triton.next_power_of_2(num_tokens) if norm else 0, SIZE=inputs if norm else 0,
         SPLITS=len(norm[0]) if norm and norm[0].dim() == 3 else 1, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
