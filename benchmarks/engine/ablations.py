@@ -101,15 +101,16 @@ NO_WARP = without_attention_of_hopper("warp_specialized_prefill")
 NO_PREFETCH = replaced("kernels.linear.choice", "hopper_linear", lambda _: lambda device: None)
 NO_SKINNY = replaced("kernels.cards", "rows_of", without_skinny)
 NO_PROMPTS = replaced("graphs.sizes", "prompt_sizes", lambda _: lambda *_: [])
-BETWEEN_PRODUCTS = without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", "choose_linear")
+LINEAR = "choose_linear", "choose_norm_linear"
+BETWEEN_PRODUCTS = without_kernels("add_rms_norm", "norm_rope_write", "silu_and_mul", *LINEAR)
 
 # What is done in PyTorch instead when fused kernels are taken away
 FUSED = {
     "sampling not fused": ("sample_rows", "edit_logits", "restore_logits", "top_logprobs"),
-    "add + RMSNorm not fused": ("add_rms_norm",),
+    "add + RMSNorm not fused": ("add_rms_norm", "choose_norm_linear"),
     "norm + RoPE + KV write not fused": ("norm_rope_write",),
     "SiLU and multiply not fused": ("silu_and_mul",),
-    "linear layers for few tokens not fused": ("choose_linear",),
+    "linear layers for few tokens not fused": LINEAR,
     "look-up of inputs not fused": ("decode_inputs",),
 }
 

@@ -1,7 +1,8 @@
 """What `tune` tries: for each section of the table of cards, its contests over the shapes that matter.
 
 Borders between rows lie where the warm-up has a step on both sides (`UNRECORDED` in `runner/warm_up.py`), so that
-no request waits for a compiler: at 16, 32, 64, 128 and 256 tokens, and a factor of four apart for pairs of an expert.
+no request waits for a compiler: at 4, 16, 32, 64, 128 and 256 tokens, and a factor of four apart for pairs of an
+expert.
 """
 
 import json
@@ -29,7 +30,14 @@ PER_EXPERT: list[tuple[float, list[int], list[int]]] = [
 ROUTINGS = 8  # that take turns: with few tokens the weights of one could stay in the L2 cache
 
 LINEAR_SHAPES = [linears.SHAPES["0.6B"], (2048, 16, 8, 6144), linears.SHAPES["8B"], linears.SHAPES["8B on 4 ranks"]]
-TOKENS = {16: [1, 16], 32: [32], 64: [64], 128: [128], 256: [256]}  # the most of a row, and where it is measured
+TOKENS = {
+    4: [1, 4],
+    16: [16],
+    32: [32],
+    64: [64],
+    128: [128],
+    256: [256],
+}  # the most of a row, and where it is measured
 FP8_TOKENS = {16: [1, 16], 32: [32], 64: [64]}
 TILES = [  # columns, inputs, stages, swapped
     (64, 256, 3, True), (64, 128, 4, True), (64, 128, 2, True),
@@ -126,6 +134,8 @@ def linear_candidates(num_tokens: int, on_hopper: bool) -> list[Choice]:
         found += [choice_of(kernel="tiled", **dict(zip(names, tile, strict=True))) for tile in TILES]
     if on_hopper:
         found += [choice_of(kernel="weight_prefetch", most=most) for most in (16, 32, 64, 128) if most <= num_tokens]
+        if num_tokens <= 4:
+            found.append(choice_of(kernel="weight_prefetch", most=16, handful=True))
     return found
 
 

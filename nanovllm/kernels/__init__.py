@@ -41,6 +41,7 @@ class FusedKernels(NamedTuple):
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
     gelu_and_mul: Callable[[Tensor], Tensor] | None = None
     choose_linear: Callable[..., Callable[..., Tensor] | None] | None = None
+    choose_norm_linear: Callable[..., Callable[..., tuple[Tensor, Tensor]] | None] | None = None
     fp8_linear: Callable[..., Tensor] | None = None
     sample_rows: Callable[..., Tensor] | None = None
     edit_logits: Callable[..., Any] | None = None
@@ -64,7 +65,7 @@ def fused_kernels(device: torch.device) -> FusedKernels:
     from nanovllm.kernels.fused.sample import sample_rows
     from nanovllm.kernels.fused.silu_and_mul import gelu_and_mul, silu_and_mul
     from nanovllm.kernels.fused.top_logprobs import top_logprobs
-    from nanovllm.kernels.linear.choice import choose_linear
+    from nanovllm.kernels.linear.choice import choose_linear, choose_norm_linear
     from nanovllm.kernels.moe.grouped_mlp import grouped_mlp
     from nanovllm.kernels.moe.route import route
 
@@ -74,6 +75,7 @@ def fused_kernels(device: torch.device) -> FusedKernels:
         silu_and_mul=silu_and_mul,
         gelu_and_mul=gelu_and_mul,
         choose_linear=choose_linear,
+        choose_norm_linear=choose_norm_linear,
         fp8_linear=fp8_linear,
         sample_rows=sample_rows,
         edit_logits=edit_logits,

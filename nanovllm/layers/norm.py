@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.layers.linear import PendingAllReduce, SubLayerOutput
+from nanovllm.layers.linear import MergedLinear, PendingAllReduce, SubLayerOutput
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,6 +47,20 @@ class RMSNorm(nn.Module):
         if residual is None:
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_then(
+        self, layer: MergedLinear, x: SubLayerOutput, residual: Tensor | None, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [T, H] as for `add` -> (layer(norm(x + residual)), x + residual), or `layer.gated` of the norm.
+
+        For few tokens one kernel may do both: then the norm takes no time of its own.
+        """
+        if residual is not None and not isinstance(x, PendingAllReduce):
+            kernel = layer.norm_kernel(len(residual), gated=gated)
+            if kernel is not None:
+                return kernel(x, residual, self.weight, self.eps, layer.weight, layer.bias)
+        normed, residual = self.add(x, residual)
+        return layer.gated(normed) if gated else layer(normed), residual
 
 
 class OffsetRMSNorm(RMSNorm):

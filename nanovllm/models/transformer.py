@@ -44,9 +44,6 @@ class Attention(nn.Module):
         self.q_norm = make_norm(c, c.head_dim) if c.qk_norm else None
         self.k_norm = make_norm(c, c.head_dim) if c.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> SubLayerOutput:
-        return self.o_proj.partial(self.mix(self.qkv_proj(x), rotation, attend))
-
     def mix(self, qkv: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """What lies between the two projections: qkv [T, (Hq + 2 Hkv) D] -> [T, Hq D]"""
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
@@ -80,9 +77,14 @@ class Layer(nn.Module):
     def forward(
         self, x: SubLayerOutput, residual: Tensor | None, rotation: Rotation, attend: Attend
     ) -> tuple[SubLayerOutput, Tensor]:
-        normed, residual = self.input_layernorm.add(x, residual)
-        normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, rotation, attend), residual)
-        return self.mlp(normed), residual
+        attention, mlp = self.self_attn, self.mlp
+        qkv, residual = self.input_layernorm.add_then(attention.qkv_proj, x, residual)
+        x = attention.o_proj.partial(attention.mix(qkv, rotation, attend))
+        if isinstance(mlp, MLP):
+            inner, residual = self.post_attention_layernorm.add_then(mlp.gate_up_proj, x, residual, gated=True)
+            return mlp.down_proj.partial(inner), residual
+        normed, residual = self.post_attention_layernorm.add(x, residual)
+        return mlp(normed), residual
 
 
 class GemmaLayer(nn.Module):

@@ -16,10 +16,11 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon")
 
+from nanovllm.kernels.fused.add_rms_norm import add_rms_norm
 from nanovllm.kernels.hopper import weight_prefetch_linear as kernels
-from nanovllm.kernels.hopper.weight_prefetch_linear import SHARED_BYTES, PrefetchTile, choose_tile
+from nanovllm.kernels.hopper.weight_prefetch_linear import SHARED_BYTES, PrefetchTile, choose_fp8_tile, choose_tile
 from nanovllm.kernels.linear import choice
-from nanovllm.kernels.linear.choice import choose_linear, choose_on_any_gpu, hopper_linear
+from nanovllm.kernels.linear.choice import choose_linear, choose_norm_linear, choose_on_any_gpu, hopper_linear
 from tests.kernels.as_card import as_card
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,7 @@ def stand_in(*_: object, **__: object) -> Tensor:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "weight_prefetch_linear", stand_in)
+    monkeypatch.setattr(kernels, "norm_linear", stand_in)
     monkeypatch.setattr(choice, "hopper_linear", lambda device: kernels)
     with as_card((9, 0)):
         yield
@@ -68,11 +70,23 @@ def test_which_layers_get_it(hopper: None) -> None:
         asked = [[tile_of(n, *layer) is not None for layer in layers] for n in counts]
         found[model] = " ".join("".join(c for c, used in zip("qogd", row, strict=True) if used) or "-" for row in asked)
     assert found == {
-        "0.6B": "qg qogd qogd qogd qogd qogd qogd qogd qogd qogd -",
+        "0.6B": "qogd qogd qogd qogd qogd qogd qogd qogd qogd qogd -",
         "8B": "qod qod qogd qogd od od - - - - -",
         "8B on 2 ranks": "qod qod qogd qogd qod qod q q - - -",
         "8B on 4 ranks": "qogd qogd qogd qogd qogd qogd q q q q -",
     }
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_which_layers_have_the_norm_inside(gated: bool, hopper: None) -> None:
+    counts = {
+        inputs: [n for n in (1, 2, 3, 4, 5, 16) if choose_norm_linear(n, empty(4096, inputs), gated=gated)]
+        for inputs in (896, 1024, 2048)
+    }
+    assert counts == {896: [], 1024: [1, 2, 3, 4], 2048: []}
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        assert choose_norm_linear(1, empty(4096, 1024, dtype), gated=gated) is None
+    assert choose_norm_linear(1, empty(4096 + 32, 1024), gated=gated) is None, "no whole tiles"
 
 
 def test_a_shape_or_dtype_that_is_none_for_it(hopper: None) -> None:
@@ -106,23 +120,69 @@ def test_all_programs_run_at_once_if_they_can(kind: str, most: int) -> None:
                 tiles = columns // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
                 resident = min(3, -(-tiles * tile.splits // 128))
                 assert size * (resident if tile.stages > 3 else 1) <= SHARED_BYTES
-                assert 16 <= tile.tokens <= most and tile.tokens < 2 * max(9, num_tokens)
+                assert 16 <= tile.tokens <= most and tile.tokens < 2 * max(9, num_tokens) and tile.cuts == 1
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("kind", HOW)
+def test_for_a_handful_of_tokens_programs_are_enough_and_run_at_once(kind: str, norm: bool) -> None:
+    for num_tokens in (1, 2, 3, 4):
+        for columns in (64, 1024, 1536, 4096, 12288):
+            for inputs in (128, 384, 1024, 3072)[: 3 if norm else 4]:
+                gated, partial = kind == "gated", kind == "partial" and not norm
+                tile = choose_tile(num_tokens, columns, inputs, 16, gated, partial, handful=True, norm=norm)
+                assert num_tokens <= tile.tokens and tile.tokens * tile.cuts >= 8 and tile.cuts <= 8
+                assert inputs % (tile.cuts * tile.splits * tile.inner) == 0
+                programs = columns * tile.cuts * tile.splits // (32 if gated else 64)
+                halved = inputs % (256 * tile.cuts) == 0 and tile.cuts < 8 and not gated
+                assert programs > 64 or not halved, "it could be cut once more"
+                size = tile.stages * 2 * tile.inner * (64 + (0 if norm else tile.tokens * tile.cuts))
+                size += 2 * tile.tokens * inputs if norm else 0
+                assert size * (min(3, -(-programs // 128)) if tile.stages > 3 else 1) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("kind", HOW)
+def test_in_fp8_all_programs_run_at_once(kind: str) -> None:
+    """Of steps of blocks of 128 inputs, as many under way as read memory in time."""
+    for num_tokens in (1, 8, 9, 17, 64, 65, 1000):
+        for columns in (64, 1024, 4096, 12288, 25600):
+            for inputs in (128, 384, 1024, 4096, 12288, 18944):
+                tile = choose_fp8_tile(num_tokens, columns, inputs, kind == "gated", kind == "partial")
+                depth = inputs // tile.splits
+                assert tile.inner % 128 == 0 and depth * tile.splits == inputs and depth % tile.inner == 0
+                assert tile.splits == 1 or (kind == "partial" and tile.splits <= 4)
+                tiles = columns // (32 if kind == "gated" else 64) * -(-num_tokens // tile.tokens)
+                resident = min(3, -(-tiles * tile.splits // 128))
+                assert resident * tile.stages * tile.inner * (64 + 2 * tile.tokens) <= SHARED_BYTES
+                assert tile.stages * tile.inner >= min(384, depth) and tile.tokens >= min(num_tokens, 64)
 
 
 # --- what it compiles to ---------------------------------------------------------------------------------------------
 
-CASES: list[tuple[str, PrefetchTile, int, bool]] = [  # kind, tile, steps, whether there is a bias
-    ("plain", PrefetchTile(32, 128, 6, 1), 32, True),
-    ("plain", PrefetchTile(64, 128, 6, 1), 8, False),
-    ("partial", PrefetchTile(64, 128, 6, 4), 4, False),
-    ("partial", PrefetchTile(64, 128, 3, 4), 4, False),
-    ("gated", PrefetchTile(32, 128, 3, 1), 32, False),
-    ("gated", PrefetchTile(128, 128, 4, 1), 8, False),
-    ("gated", PrefetchTile(128, 64, 4, 1), 16, False),
+# Kind, tile, steps, whether there is a bias, in FP8 how many rows share a scale (else 0), tokens if the norm is inside
+CASES: list[tuple[str, PrefetchTile, int, bool, int, int]] = [
+    ("plain", PrefetchTile(32, 128, 6, 1), 32, True, 0, 0),
+    ("plain", PrefetchTile(64, 128, 6, 1), 8, False, 0, 0),
+    ("partial", PrefetchTile(64, 128, 6, 4), 4, False, 0, 0),
+    ("partial", PrefetchTile(64, 128, 3, 4), 4, False, 0, 0),
+    ("gated", PrefetchTile(32, 128, 3, 1), 32, False, 0, 0),
+    ("gated", PrefetchTile(128, 128, 4, 1), 8, False, 0, 0),
+    ("gated", PrefetchTile(128, 64, 4, 1), 16, False, 0, 0),
+    ("plain", PrefetchTile(8, 512, 4, 1), 8, True, 1, 0),
+    ("plain", PrefetchTile(64, 256, 4, 1), 16, False, 128, 0),
+    ("gated", PrefetchTile(64, 128, 3, 1), 32, False, 1, 0),
+    ("gated", PrefetchTile(64, 128, 3, 1), 32, False, 128, 0),
+    ("partial", PrefetchTile(32, 256, 3, 4), 12, False, 64, 0),
+    ("partial", PrefetchTile(1, 128, 6, 1, 8), 3, False, 0, 0),
+    ("partial", PrefetchTile(4, 128, 6, 1, 8), 2, False, 0, 0),
+    ("plain", PrefetchTile(4, 128, 8, 1, 2), 4, False, 0, 1),
+    ("plain", PrefetchTile(4, 128, 3, 1, 2), 4, True, 0, 4),
+    ("gated", PrefetchTile(8, 128, 8, 1), 8, False, 0, 1),
+    ("gated", PrefetchTile(8, 128, 8, 1), 8, False, 0, 4),
 ]
 
 
-def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, dtype: str = "bf16") -> dict[str, Any]:
+def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, scale_rows: int, normed: int) -> dict[str, Any]:
     """For a Hopper GPU that this machine need not have. Not in a process that has switched the interpreter on."""
     import triton
     from triton.backends import nvidia
@@ -131,18 +191,24 @@ def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, dtype: s
 
     kernel = kernels._weight_prefetch_linear_kernel
     halves, stages = 2 if kind == "gated" else 1, min(tile.stages, steps)
-    columns = 64 // halves
+    columns, itemsize = 64 // halves, 1 if scale_rows else 2
+    dtype, weight_dtype = "bf16", "fp8e4nv" if scale_rows else "bf16"
     constants = {
         "TOKENS": tile.tokens, "COLUMNS": columns, "INNER": tile.inner, "HALVES": halves, "STAGES": stages,
-        "REFILLS": steps > stages, "LINES": kernels.LINES, "LINE": 64, "BIAS": bias, "PDL": True,
+        "REFILLS": steps > stages, "LINES": kernels.LINES[itemsize], "LINE": 128 // itemsize, "SCALE_ROWS": scale_rows,
+        "BIAS": bias, "PDL": True, "CUTS": tile.cuts, "NORMED": normed, "SPLITS": 2,
+        "SIZE": steps * tile.inner * tile.cuts if normed else 0,
     }  # fmt: skip
-    if not bias:
-        constants["bias_ptr"] = None  # type: ignore[assignment]
+    of_norm = "parts_ptr", "residual_ptr", "norm_ptr", "total_ptr"
+    given = {"bias_ptr": bias, "scale_ptr": scale_rows, "x_desc": not normed} | dict.fromkeys(of_norm, normed)
+    constants |= {name: None for name, is_given in given.items() if not is_given}  # type: ignore[misc]
     weight_block = [columns // 8, halves, 8, tile.inner]
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
-        "x_desc": f"tensordesc<{dtype}{[tile.tokens, tile.inner]},{kernels.X_LAYOUT!r}>",
-        "weight_desc": f"tensordesc<{dtype}{weight_block},{kernels.WEIGHT_LAYOUT!r}>",
-        "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "out_ptr": "*fp32" if kind == "partial" else f"*{dtype}",
+        "x_desc": f"tensordesc<{dtype}{[tile.tokens * tile.cuts, tile.inner]},{kernels.X_LAYOUT!r}>",
+        "weight_desc": f"tensordesc<{weight_dtype}{weight_block},{kernels.WEIGHT_LAYOUTS[itemsize]!r}>",
+        "weight_ptr": f"*{weight_dtype}", "scale_ptr": "*fp32", "bias_ptr": f"*{dtype}", "parts_ptr": "*fp32",
+        "residual_ptr": f"*{dtype}", "norm_ptr": f"*{dtype}", "total_ptr": f"*{dtype}", "eps": "fp32",
+        "out_ptr": "*fp32" if kind == "partial" else f"*{dtype}",
     }  # fmt: skip
     signature |= dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -162,6 +228,8 @@ def compile_case(kind: str, tile: PrefetchTile, steps: int, bias: bool, dtype: s
         "weights before the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.4d", before)),
         "x before the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.2d", before)),
         "x after the wait": len(re.findall(r"cp\.async\.bulk\.tensor\.2d", after)),
+        "loads before the wait": len(re.findall(r"ld\.global", before)),
+        "loads after the wait": len(re.findall(r"ld\.global", after)),
         "products": len(re.findall(r"wgmma\.mma_async", after)),
     }
 
@@ -171,15 +239,22 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
     command = [sys.executable, "-m", "tests.kernels.test_weight_prefetch_linear"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    for (kind, tile, steps, bias), found in zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        case = f"{kind}, {tile}, {bias}: {found}"
+    answers = json.loads(done.stdout.splitlines()[-1])
+    for (kind, tile, steps, bias, scale_rows, normed), found in zip(CASES, answers, strict=True):
+        case = f"{kind}, {tile}, {bias}, {scale_rows}, {normed}: {found}"
         assert found["spilled"] and not any(found["spilled"]), case
         stages = min(tile.stages, steps)
         assert found["weights before the wait"] == stages and found["x before the wait"] == 0, case
-        assert found["x after the wait"] == stages + (steps > stages), case
+        orders = max(1, tile.inner // 256)  # of a warp, for the input of a step: four warps, each 64 numbers at a time
+        assert found["x after the wait"] == (0 if normed else orders * (stages + (steps > stages))), case
+        if normed:
+            assert found["loads before the wait"] == 1, f"the norm's weight, 8 elements for each thread, {case}"
+            assert found["loads after the wait"] >= 5 * normed, case  # two for each part, and the residual
         assert found["products"] == tile.inner // 16, case
         programs = 227 * 1024 // (found["shared"] + 1024)
-        assert programs >= SHARED_BYTES // (tile.stages * 2 * tile.inner * (64 + tile.tokens)), case
+        input_bytes = 64 * (1 if scale_rows else 2) + 2 * tile.tokens * tile.cuts * (not normed)
+        size = tile.stages * tile.inner * input_bytes + 2 * tile.tokens * steps * tile.inner * tile.cuts * (normed > 0)
+        assert programs >= min(3, SHARED_BYTES // size), case
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------
@@ -187,7 +262,7 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("num_tokens", [1, 17, 64, 65, 100, 129, 256])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 17, 64, 65, 100, 129, 256])
 @pytest.mark.parametrize("kind", ["plain", "bias", "gated", "partial"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (384, 192), (1024, 320), (4096, 1024)])
 def test_weight_prefetch_linear(kind: str, num_tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
@@ -222,6 +297,32 @@ def test_weight_prefetch_linear(kind: str, num_tokens: int, inputs: int, outputs
         error = (ours.double() - truth).norm() / truth.norm()
         limit = 1e-5 if partial else 4e-3 if dtype == torch.bfloat16 else 1e-3
         assert error < limit, (tile, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("parts", "dtype"), [(3, torch.bfloat16), (1, torch.float16), (0, torch.bfloat16)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1024, 4096), (1024, 320), (128, 64)])
+def test_norm_linear(kind: str, num_tokens: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype) -> None:
+    """The sum is that of `add_rms_norm` bit for bit, and the result that of the same product. parts: 0 is no parts."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if hopper_linear(device) is None:
+        pytest.skip("no Hopper GPU")
+    torch.manual_seed(0)
+    shape = (parts, num_tokens, inputs) if parts else (num_tokens, inputs)
+    x = torch.randn(shape, device=device, dtype=torch.float32 if parts else dtype)
+    gated, halves = kind == "gated", 2 if kind == "gated" else 1
+    residual, norm_weight = torch.randn(num_tokens, inputs, device=device).to(dtype), torch.rand(inputs, device=device)
+    weight, norm_weight = torch.randn(halves * outputs, inputs, device=device).to(dtype) / 16, norm_weight.to(dtype)
+    bias = torch.randn(outputs, device=device).to(dtype) if kind == "bias" else None
+    tile = choose_tile(num_tokens, outputs, inputs, 64, gated, False)
+    normed, total = add_rms_norm(x, residual, norm_weight, 1e-6)
+    expected = kernels.weight_prefetch_linear(normed, weight, bias, tile=tile, gated=gated)
+    tile = choose_tile(num_tokens, outputs, inputs, 64, gated, False, norm=True)
+    ours, our_total = kernels.norm_linear(x, residual, norm_weight, 1e-6, weight, bias, tile=tile, gated=gated)
+    assert torch.equal(our_total, total)
+    assert (ours.double() - expected.double()).norm() < 1e-3 * expected.double().norm(), tile
 
 
 @pytest.mark.gpu

@@ -6,11 +6,15 @@ sum is scaled and added to the result in float32. The own sums of tensor cores a
 never have more than 128 products.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.launch import shared_memory
+from nanovllm.kernels.launch import overlaps_launches, shared_memory
 
 GROUP = 128
 FEW_TOKENS = 256  # with more tokens the tiles are larger: there are enough programs then, and arithmetic is the limit
@@ -19,9 +23,9 @@ BAND = 16  # tiles of outputs that are computed next to each other, so that thei
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _block_linear_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, inputs, outputs,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, inputs, outputs, groups,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tiles, token_tiles = outputs // COLUMNS, tl.cdiv(num_tokens, TOKENS)
     first = tl.program_id(0) // (BAND * token_tiles) * BAND
@@ -32,13 +36,17 @@ def _block_linear_kernel(  # type: ignore[no-untyped-def]
     token = place // band * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
     inner = tl.arange(0, GROUP)
-    groups = inputs // GROUP
-    x_ptr += token[:, None].to(tl.int64) * inputs + inner[None, :]
-    weight_ptr += column[:, None].to(tl.int64) * inputs + inner[None, :]
-    x_scale_ptr += token
-    scale_ptr += tile * COLUMNS // ROWS * groups
-    x_scale = tl.load(x_scale_ptr, mask=is_token, other=0.0)
+    part = tl.program_id(1)
+    first_group = part * groups
+    x_ptr += token[:, None].to(tl.int64) * inputs + first_group * GROUP + inner[None, :]
+    weight_ptr += column[:, None].to(tl.int64) * inputs + first_group * GROUP + inner[None, :]
+    x_scale_ptr += first_group * num_tokens + token
+    scale_ptr += tile * COLUMNS // ROWS * (inputs // GROUP) + first_group
     scale = tl.load(scale_ptr)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x_scale = tl.load(x_scale_ptr, mask=is_token, other=0.0)
     acc = tl.zeros([TOKENS, COLUMNS], tl.float32)
     for group in range(0, groups):
         x = tl.load(x_ptr + group * GROUP, mask=is_token[:, None], other=0.0)  # [TOKENS, GROUP]
@@ -51,22 +59,43 @@ def _block_linear_kernel(  # type: ignore[no-untyped-def]
         x_scale, scale = next_x_scale, next_scale
     if BIAS:
         acc += tl.load(bias_ptr + column)[None, :]
-    out_ptr += token[:, None].to(tl.int64) * outputs + column[None, :]
+    out_ptr += (part * num_tokens + token)[:, None].to(tl.int64) * outputs + column[None, :]
     tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_token[:, None])
 
 
-def block_linear(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+class BlockTile(NamedTuple):
+    """Tokens and output columns of a program, its warps, and parts that the inputs are cut into."""
+
+    tokens: int
+    columns: int
+    num_warps: int
+    splits: int
+
+
+def choose_block_tile(num_tokens: int, outputs: int, inputs: int, rows: int, partial: bool) -> BlockTile:
+    small = num_tokens <= FEW_TOKENS
+    tokens, columns = (64, 64) if small else (128, min(128, rows))
+    return BlockTile(tokens, columns, 4 if small else 8, 1)
+
+
+def block_linear(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype,
+    partial: bool = False, tile: BlockTile | None = None,
+) -> Tensor:  # fmt: skip
     """x [T, in] and its scales [in / 128, T], by `quantise_tokens`; weight [out, in] in FP8; scale [out / R, in / 128]
-    -> out [T, out]. R is 64 or 128; in is a multiple of 128, and out is one of R."""
+    -> [T, out] in `dtype`; if partial, without bias, [S, T, out] float32, to be summed over S. R is 64 or 128; in is a
+    multiple of 128, and out is one of R."""
     num_tokens, inputs = x.shape
     outputs = weight.shape[0]
     rows = outputs // scale.shape[0]
-    small = num_tokens <= FEW_TOKENS
-    tokens, columns = (64, 64) if small else (128, min(128, rows))
+    tokens, columns, num_warps, splits = tile or choose_block_tile(num_tokens, outputs, inputs, rows, partial)
+    shape = (splits, num_tokens, outputs) if partial else (num_tokens, outputs)
+    out = x.new_empty(shape, dtype=torch.float32 if partial else dtype)
+    pdl = overlaps_launches(x.device)
     step_bytes = (tokens + columns) * GROUP
-    _block_linear_kernel[(outputs // columns * triton.cdiv(num_tokens, tokens),)](
-        x, x_scale, weight, scale, bias, out, num_tokens, inputs, outputs, TOKENS=tokens, COLUMNS=columns, GROUP=GROUP,
-        ROWS=rows, BAND=BAND, BIAS=bias is not None, num_warps=4 if small else 8,
-        num_stages=min(4, shared_memory(x.device) // step_bytes - 1),
+    _block_linear_kernel[(outputs // columns * triton.cdiv(num_tokens, tokens), splits)](
+        x, x_scale, weight, scale, bias, out, num_tokens, inputs, outputs, inputs // (GROUP * splits), TOKENS=tokens,
+        COLUMNS=columns, GROUP=GROUP, ROWS=rows, BAND=BAND, BIAS=bias is not None, PDL=pdl, num_warps=num_warps,
+        num_stages=min(4, shared_memory(x.device) // step_bytes - 1), launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -16,6 +16,7 @@ from nanovllm.kernels.fp8.block_linear import block_linear
 from nanovllm.kernels.fp8.quantise_tokens import quantise_tokens
 from nanovllm.kernels.fp8.widening_linear import Tile, widening_linear
 from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+from nanovllm.kernels.linear.choice import hopper_linear
 
 FEW_TOKENS = 64
 
@@ -36,13 +37,18 @@ def fp8_linear(
     is silu(gate) * up [T, out / 2]. partial: without bias; the result may be [S, T, out] float32, to be summed over S.
     """
     if len(x) <= FEW_TOKENS or x.dtype != torch.bfloat16:
+        hopper = hopper_linear(x.device)
+        if hopper is not None:
+            columns = len(weight) // 2 if gated else len(weight)
+            prefetch = hopper.choose_fp8_tile(len(x), columns, x.shape[1], gated, partial)
+            return hopper.weight_prefetch_linear(x, weight, bias, scale, tile=prefetch, gated=gated, partial=partial)
         layer = "gated" if gated else "partial" if partial else "plain"
         tile = choose_tile(x.device, min(len(x), FEW_TOKENS), layer, weight.numel())
         return widening_linear(x, weight, scale, bias, tile=tile, gated=gated, partial=partial)
     grouped = len(scale) < len(weight)  # a scale for each block, and not for each channel
     small, x_scale = quantise_tokens(x, grouped=grouped)
     if grouped:
-        y = block_linear(small, x_scale, weight, scale, bias, x.new_empty(len(x), len(weight)))
+        y = block_linear(small, x_scale, weight, scale, bias, dtype=x.dtype, partial=partial)
     else:
         # Tensor cores then sum many products before they add them in float32, as in other engines
         y = torch._scaled_mm(

@@ -14,12 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches, prefetch_l2, shared_memory
+from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches, shared_memory
+from nanovllm.kernels.linear.tiled_linear import MAX_TILE, num_splits, rows_of_weights
 
-MAX_TILE = 64  # tokens
-MAX_SPLITS = 4  # parts of a result; each is written and read in float32
 AHEAD = 2048  # bytes, of each column, that are asked for before the predecessor has finished
 GROUP = 128  # inputs of a scale, if scales are those of blocks
 
@@ -59,14 +58,7 @@ def _widening_linear_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < num_tokens)[:, None]
     inner = part * depth + tl.arange(0, INNER)
-    row = weight_ptr + column[:, None].to(tl.int64) * inputs
-    up_row = weight_ptr + (outputs + column[:, None]).to(tl.int64) * inputs
-    if PDL:
-        gdc_launch_dependents()
-        line = part * depth + (tl.arange(0, LINES) * LINE)[None, :]
-        prefetch_l2(row + line)
-        if GATED:
-            prefetch_l2(up_row + line)
+    row, up_row = rows_of_weights(weight_ptr, column, inputs, outputs, part * depth, LINES, LINE, GATED, PDL)
     if GROUPED:  # the columns of a program are in one block
         groups = inputs // INNER
         group_ptr = scale_ptr + tl.program_id(0) * COLUMNS // ROWS * groups + part * (depth // INNER)
@@ -75,7 +67,7 @@ def _widening_linear_kernel(  # type: ignore[no-untyped-def]
         up_scale = tl.load(up_group_ptr) if GATED else scale
     if PDL:
         gdc_wait()
-    x_ptr += token[:, None] * inputs + inner[None, :]
+    x_ptr += token[:, None].to(tl.int64) * inputs + inner[None, :]
     weight_ptr = row + inner[None, :]
     up_ptr = up_row + inner[None, :]
     if SWAPPED:
@@ -124,17 +116,8 @@ def _widening_linear_kernel(  # type: ignore[no-untyped-def]
         acc = acc * tl.sigmoid(acc) * acc_up
     if BIAS:
         acc += tl.load(bias_ptr + column)[None, :]
-    out_ptr += (part * num_tokens + token)[:, None] * outputs + column[None, :]
+    out_ptr += (part * num_tokens + token)[:, None].to(tl.int64) * outputs + column[None, :]
     tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_token)
-
-
-def num_splits(inputs: int, tiles: int, inner: int, programs: int) -> int:
-    """Into how many parts the inputs of a layer with `tiles` tiles of output are cut: a power of two. Each part is a
-    multiple of `inner`."""
-    splits = 1
-    while splits < MAX_SPLITS and 2 * splits * tiles <= programs and inputs % (2 * splits * inner) == 0:
-        splits *= 2
-    return splits
 
 
 def widening_linear(

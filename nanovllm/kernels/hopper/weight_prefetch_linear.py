@@ -11,6 +11,15 @@ The product is W x^T, so that the 64 rows of Hopper's matrix instruction are out
 the gate and eight of the up projection alternate: a thread then has both numbers of a column, and multiplies them
 itself.
 
+*A handful of tokens.* Then most of the time kernels wait for each other, and for what lies in shared memory. Two things
+help:
+- Cuts. Programs with 64 columns each would be too few. So the 64 rows of a program are fewer columns, and each column
+  is cut into parts: row (c, p) has the inputs of part p. The rows of x are cut likewise. Of all products only those of
+  equal parts are wanted; they are summed. The others cost nothing, since reading the weights takes longer.
+- The norm inside. `norm_linear` does not wait for a kernel that computes the norm of all tokens: every program does so
+  by itself. But every program then reads the residual stream, and what is added to it, of all tokens. So this is slower
+  with more tokens, and the layer before should not leave its result in parts: it is cut within programs, too.
+
 `nanovllm/kernels/cards.toml` says for which layers and numbers of tokens this kernel is used. Triton's
 interpreter cannot run Gluon.
 """
@@ -23,7 +32,13 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -31,55 +46,157 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import CACHE_LINE, overlaps_launches, prefetch_l2
 from nanovllm.kernels.linear.tiled_linear import MAX_SPLITS, PROGRAMS, num_splits
 
-X_LAYOUT, WEIGHT_LAYOUT = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
-LINES = 8  # cache lines of each row of the weights, behind the steps that have room, that are brought to L2
+X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
+WEIGHT_LAYOUTS = {size: gl.NVMMASharedLayout(128, 8 * size, 4) for size in (1, 2)}  # by bytes of a weight
+LINES = {1: 2, 2: 8}  # by bytes of a weight: cache lines of each row, behind the steps that have room, brought to L2
 WEIGHT_ROWS = 64  # rows of the weights of a program: as many output columns, half of them if gated
+PRODUCT_INNER = gl.constexpr(128)  # inputs of a product with weights in FP8: those that share a scale of blocks
 SHARED_BYTES = 224 * 1024  # of shared memory, for all programs on a multiprocessor
+MIN_TOKENS = 8  # columns of the matrix instruction, at least
 MIN_STAGES, MAX_STAGES = 3, 6  # steps under way: fewer leave the memory idle, more were no faster
+MAX_CUTS = 8  # then the matrix instruction has eight columns for each token, the fewest that there are
+MAX_NORM_INPUTS = 1024  # which are in registers: not measured with more
+MAX_NORM_STAGES = 8  # all weights of a program
 FEW_TOKENS = 64  # with more the inputs are cut in two at most: the norm reads every part of every token
 
 
 class PrefetchTile(NamedTuple):
-    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into."""
+    """Tokens of a program, inputs of a step of its loop, steps under way, parts that the inputs are cut into.
+
+    cuts: parts that the inputs are cut into within a program.
+    """
 
     tokens: int
     inner: int
     stages: int
     splits: int
+    cuts: int = 1
 
 
 @cache
 def choose_tile(
-    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool
-) -> PrefetchTile:
+    num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool,
+    *, handful: bool = False, norm: bool = False,
+) -> PrefetchTile:  # fmt: skip
     """The layout with as many steps under way as still let all programs run at once.
 
-    A second wave of programs would wait for the first. columns: of the result. max_tile_tokens: of a program.
+    A second wave of programs would wait for the first. columns: of the result. max_tile_tokens: of a program. handful:
+    inputs may be cut within programs. norm: the norm is inside; then all inputs are in shared memory.
     """
-    tokens = min(max_tile_tokens, max(16, triton.next_power_of_2(num_tokens)))
-    tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
-    splits = min(num_splits(inputs, tiles, 128), MAX_SPLITS if num_tokens <= FEW_TOKENS else 2) if partial else 1
+    cuts = num_cuts(columns, inputs) if handful and not gated else 1
+    least = MIN_TOKENS // cuts if norm or cuts > 1 else 16
+    tokens = min(max_tile_tokens, max(least, triton.next_power_of_2(num_tokens)))
+    tiles = columns * cuts // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
+    splits = 1
+    if partial and cuts == 1:
+        splits = min(num_splits(inputs, tiles, 128), MAX_SPLITS if num_tokens <= FEW_TOKENS else 2)
     shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
-    input_bytes = 2 * (WEIGHT_ROWS + tokens)  # of a step, for each of its inputs
+    input_bytes = 2 * (WEIGHT_ROWS + tokens * cuts)  # of a step, for each of its inputs
+    most = MAX_STAGES
+    if norm:
+        shared, input_bytes, most = shared - 2 * tokens * inputs, 2 * WEIGHT_ROWS, MAX_NORM_STAGES
     inner = 128 if shared >= MIN_STAGES * 128 * input_bytes else 64
-    return PrefetchTile(tokens, inner, max(MIN_STAGES, min(MAX_STAGES, shared // (inner * input_bytes))), splits)
+    stages = max(MIN_STAGES, min(most, shared // (inner * input_bytes)))
+    return PrefetchTile(tokens, inner, stages, splits, cuts)
+
+
+def num_cuts(columns: int, inputs: int) -> int:
+    """Into how many parts to cut the inputs within programs: until there is about one program for each multiprocessor.
+    A power of two; each part is a multiple of 128."""
+    cuts = 1
+    while cuts < MAX_CUTS and 2 * cuts * columns <= WEIGHT_ROWS * PROGRAMS and inputs % (256 * cuts) == 0:
+        cuts *= 2
+    return cuts
+
+
+def can_have_norm(inputs: int) -> bool:
+    """Whether the norm of so many inputs can be inside."""
+    return inputs <= MAX_NORM_INPUTS and inputs & (inputs - 1) == 0
+
+
+@gluon.jit
+def _add_rms_norm(  # type: ignore[no-untyped-def]
+    parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens,
+    x, TOKENS: gl.constexpr, CUTS: gl.constexpr, NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """`add_rms_norm` into the shared memory x [TOKENS * CUTS, SIZE / CUTS], after the wait for the predecessor.
+
+    Of the TOKENS, NORMED are computed. The others are copies, whose products nobody reads.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [1, 1, gl.num_warps()], [2, 1, 0])
+    column = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    token = gl.arange(0, NORMED, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    weight = gl.load(norm_ptr + column).to(gl.float32)
+    if PDL:
+        gdc_wait()
+    place = token * SIZE + column  # [1, NORMED, SIZE]
+    exists = (token < num_tokens) & (column < SIZE)
+    total = gl.load(parts_ptr + place, mask=exists, other=0.0).to(gl.float32)
+    for split in gl.static_range(1, SPLITS):
+        total += gl.load(parts_ptr + split * num_tokens * SIZE + place, mask=exists, other=0.0)
+    total += gl.load(residual_ptr + place, mask=exists, other=0.0).to(gl.float32)
+    rounded = total.to(total_ptr.dtype.element_ty)
+    total = rounded.to(gl.float32)
+    scale = gl.rsqrt(gl.sum(total * total, 2) / SIZE + eps)
+    normed = (total * gl.expand_dims(scale, 2) * weight).to(total_ptr.dtype.element_ty)
+    copies = gl.zeros([TOKENS // NORMED, NORMED, SIZE], normed.dtype, layout)
+    x.store(gl.reshape(normed + copies, [TOKENS * CUTS, SIZE // CUTS]))
+    fence_async_shared()
+    if gl.program_id(1) == 0:
+        gl.store(total_ptr + place, rounded, mask=exists)
+
+
+@cache
+def choose_fp8_tile(num_tokens: int, columns: int, inputs: int, gated: bool, partial: bool) -> PrefetchTile:
+    """`choose_tile` for weights in FP8: the longest steps of which three have room, and four of them at most.
+
+    To widen takes nearly as long as to read. So the barriers of a step have to be rare, and long parts of the inputs
+    have two programs on a multiprocessor.
+    """
+    tokens = min(64, max(8, triton.next_power_of_2(num_tokens)))
+    tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
+    splits = num_splits(inputs, tiles, 128) if partial else 1
+    if partial and splits < MAX_SPLITS and inputs // splits >= 4096 and num_tokens <= FEW_TOKENS:
+        splits *= 2
+    shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
+    depth, inner, input_bytes = inputs // splits, 512, WEIGHT_ROWS + 2 * tokens
+    while inner > 128 and (depth % inner or depth < 4 * inner or MIN_STAGES * inner * input_bytes > shared):
+        inner //= 2
+    return PrefetchTile(
+        tokens, inner, max(MIN_STAGES, min(max(4, 1024 // inner), shared // (inner * input_bytes))), splits
+    )
+
+
+@gluon.jit
+def _widened(tile, begin: gl.constexpr, product: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights in FP8, from shared memory to registers, in the dtype of the input. By way of fp16 and fp32: Hopper has
+    no instruction from FP8 to bf16, and a slow one from fp16 to bf16."""
+    tile = tile.slice(begin, PRODUCT_INNER, 1)
+    return tile.load(gl.DotOperandLayout(0, product, 2)).to(gl.float16).to(gl.float32).to(dtype)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "steps"])
 def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
-    x_desc, weight_desc, weight_ptr, bias_ptr, out_ptr, num_tokens, inputs, outputs, steps,
+    x_desc, weight_desc, weight_ptr, scale_ptr, bias_ptr, parts_ptr, residual_ptr, norm_ptr, total_ptr, out_ptr, eps,
+    num_tokens, inputs, outputs, steps,
     TOKENS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+    REFILLS: gl.constexpr, LINES: gl.constexpr, LINE: gl.constexpr, SCALE_ROWS: gl.constexpr, BIAS: gl.constexpr,
+    PDL: gl.constexpr, CUTS: gl.constexpr, NORMED: gl.constexpr, SIZE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = HALVES * COLUMNS
-    BYTES: gl.constexpr = (ROWS + TOKENS) * INNER * 2
+    X_ROWS: gl.constexpr = TOKENS * CUTS
+    X_TILES: gl.constexpr = SIZE // (CUTS * INNER) if NORMED else STAGES
+    BYTES: gl.constexpr = (ROWS * weight_desc.dtype.primitive_bitwidth // 8 + (0 if NORMED else X_ROWS * 2)) * INNER
+    x_type: gl.constexpr = weight_desc.dtype if NORMED else x_desc.dtype
+    x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # The last tile ends with the last token: computing some twice is cheaper than copying rows that do not exist.
     first_token = gl.maximum(gl.minimum(gl.program_id(0) * TOKENS, num_tokens - TOKENS), 0)
     first_column = gl.program_id(1) * COLUMNS
     part = gl.program_id(2)
     begin = part * steps
-    w_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS // 8, HALVES, 8, INNER], weight_desc.layout)
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, INNER], x_desc.layout)
+    w_tiles = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, COLUMNS // 8, HALVES, 8, INNER], weight_desc.layout)
+    x_tiles = gl.allocate_shared_memory(x_type, [X_TILES, X_ROWS, INNER], x_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -87,6 +204,15 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
         bar, start = full.index(i), (begin + i) * INNER
         mbarrier.expect(bar, BYTES)
         tma.async_copy_global_to_shared(weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(i))
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, X_ROWS, 16])
+    if SCALE_ROWS:
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, product))
+        if HALVES == 2:
+            row = row // 16 * 8 + row % 8 + row // 8 % 2 * outputs
+        scale_ptr += (first_column + row) // SCALE_ROWS * (1 if SCALE_ROWS == 1 else inputs // PRODUCT_INNER)
+        if SCALE_ROWS > 1:
+            scale_ptr += begin * (INNER // PRODUCT_INNER)
+        scale = gl.load(scale_ptr)
     if PDL:
         gdc_launch_dependents()
         if REFILLS:
@@ -97,73 +223,169 @@ def _weight_prefetch_linear_kernel(  # type: ignore[no-untyped-def]
             for half in gl.static_range(HALVES):
                 ahead = weight_ptr + (half * outputs + row).to(gl.int64)[:, None] * inputs + line
                 prefetch_l2(ahead)
-        gdc_wait()
-    for i in gl.static_range(STAGES):
-        bar, start = full.index(i), (begin + i) * INNER
-        tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(i))
+    if NORMED:
+        # The rows of the tiles are as wide as they are swizzled. So all tiles together are one wide tile, too.
+        whole_x = x_tiles._reinterpret(x_type, [X_ROWS, SIZE // CUTS], x_layout)
+        _add_rms_norm(
+            parts_ptr, residual_ptr, norm_ptr, total_ptr, eps, num_tokens,
+            whole_x, TOKENS, CUTS, NORMED, SIZE, SPLITS, PDL,
+        )  # fmt: skip
+        debug_barrier()
+    else:
+        if PDL:
+            gdc_wait()
+        for i in gl.static_range(STAGES):
+            bar, start = full.index(i), (begin + i) * INNER
+            tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(i))
 
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, product)
-    for step in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        rows = w_tiles.index(stage).reshape([ROWS, INNER])
-        acc = warpgroup_mma(rows, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
-        if REFILLS:
-            # The product before this one is done, in all warps: its tiles can be overwritten.
-            debug_barrier()
-            free = (step + STAGES - 1) % STAGES
-            refill = (step > 0) & (step + STAGES - 1 < steps)
-            bar, start = full.index(free), (begin + step + STAGES - 1) * INNER
-            mbarrier.expect(bar, BYTES, pred=refill)
-            tma.async_copy_global_to_shared(
-                weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(free), pred=refill
-            )
-            tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
-    acc = warpgroup_mma_wait(0, (acc,))
-    debug_barrier()
-    for i in gl.static_range(STAGES):
-        mbarrier.invalidate(full.index(i))
-
+    acc = gl.zeros([ROWS, X_ROWS], gl.float32, product)
+    if SCALE_ROWS:
+        mbarrier.wait(full.index(0), 0)
+        rows = _widened(w_tiles.index(0).reshape([ROWS, INNER]), 0, product, x_type)
+        for step in range(steps):
+            stage, following = step % STAGES, step + 1
+            for begun in gl.static_range(0, INNER, PRODUCT_INNER):
+                # While tensor cores multiply these weights, the next ones are widened.
+                next_stage = stage
+                if begun + PRODUCT_INNER == INNER:
+                    next_stage = following % STAGES
+                    mbarrier.wait(full.index(next_stage), (following // STAGES) & 1, pred=following < steps)
+                x = x_tiles.index(stage).slice(begun, PRODUCT_INNER, 1).permute((1, 0))
+                sums = warpgroup_mma(rows, x, acc, use_acc=SCALE_ROWS == 1, is_async=True)
+                next_rows = w_tiles.index(next_stage).reshape([ROWS, INNER])
+                next_rows = _widened(next_rows, (begun + PRODUCT_INNER) % INNER, product, x_type)
+                if SCALE_ROWS > 1:
+                    group = step * (INNER // PRODUCT_INNER) + begun // PRODUCT_INNER
+                    next_scale = gl.load(scale_ptr + gl.minimum(group + 1, steps * (INNER // PRODUCT_INNER) - 1))
+                    sums, rows, next_rows = warpgroup_mma_wait(0, (sums, rows, next_rows))
+                    acc += sums * scale[:, None]
+                    scale = next_scale
+                else:
+                    acc, rows, next_rows = warpgroup_mma_wait(0, (sums, rows, next_rows))
+                rows = next_rows
+            if REFILLS:
+                debug_barrier()
+                refill = step + STAGES < steps
+                bar, start = full.index(stage), (begin + step + STAGES) * INNER
+                mbarrier.expect(bar, BYTES, pred=refill)
+                tma.async_copy_global_to_shared(
+                    weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(stage), pred=refill
+                )
+                tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(stage), pred=refill)
+        if SCALE_ROWS == 1:
+            acc *= scale[:, None]
+    else:
+        for step in range(steps):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            rows = w_tiles.index(stage).reshape([ROWS, INNER])
+            x = x_tiles.index(step if NORMED else stage).permute((1, 0))
+            acc = warpgroup_mma(rows, x, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, (acc,))
+            if REFILLS:
+                # The product before this one is done, in all warps: its tiles can be overwritten.
+                debug_barrier()
+                free = (step + STAGES - 1) % STAGES
+                refill = (step > 0) & (step + STAGES - 1 < steps)
+                bar, start = full.index(free), (begin + step + STAGES - 1) * INNER
+                mbarrier.expect(bar, BYTES, pred=refill)
+                tma.async_copy_global_to_shared(
+                    weight_desc, [first_column // 8, 0, 0, start], bar, w_tiles.index(free), pred=refill
+                )
+                if not NORMED:
+                    tma.async_copy_global_to_shared(x_desc, [first_token, start], bar, x_tiles.index(free), pred=refill)
+        acc = warpgroup_mma_wait(0, (acc,))
+    if CUTS > 1:
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, product))[:, None]
+        x_row = gl.arange(0, X_ROWS, gl.SliceLayout(0, product))[None, :]
+        acc = gl.where(row % CUTS == x_row % CUTS, acc, 0.0)
+        acc = gl.sum(gl.sum(gl.reshape(acc, [ROWS // CUTS, CUTS, TOKENS, CUTS]), 3), 1)
+        first_column = gl.program_id(1) * (COLUMNS // CUTS)
     if BIAS:
-        acc += gl.load(bias_ptr + first_column + gl.arange(0, ROWS, gl.SliceLayout(1, product))).to(gl.float32)[:, None]
+        column = first_column + gl.arange(0, ROWS // CUTS, gl.SliceLayout(1, acc.type.layout))
+        acc += gl.load(bias_ptr + column).to(gl.float32)[:, None]
     if HALVES == 2:
         gate, up = gl.split(gl.permute(gl.reshape(acc, [COLUMNS // 8, 2, 8, TOKENS]), (0, 2, 3, 1)))
         acc = gl.reshape(gate / (1 + gl.exp(-gate)) * up, [COLUMNS, TOKENS])
-    written: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    result = gl.convert_layout(gl.permute(acc, (1, 0)).to(out_ptr.dtype.element_ty), written)
+    result = gl.permute(acc, (1, 0)).to(out_ptr.dtype.element_ty)
+    written: gl.constexpr = result.type.layout
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, written))
-    column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, written))
+    column = first_column + gl.arange(0, COLUMNS // CUTS, gl.SliceLayout(0, written))
     out = out_ptr + (part * num_tokens + token).to(gl.int64)[:, None] * outputs + column[None, :]
     gl.store(out, result, mask=(token < num_tokens)[:, None])
+    full._keep_alive()  # nothing else takes the place of the barriers, so they need not be made invalid
 
 
 def weight_prefetch_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    scale: Tensor | None = None,
     *,
     tile: PrefetchTile,
     gated: bool = False,
     partial: bool = False,
 ) -> Tensor:
-    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64."""
+    """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64.
+
+    scale: the weights are in FP8, and this belongs to them as in `widening_linear`; of scales of blocks,
+    tile.inner is 128.
+    """
+    return _launch(x, None, weight, bias, scale, tile, gated, partial)
+
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tile: PrefetchTile,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm(x, residual, norm_weight, eps)` and the layer that follows, in one kernel: the layer's result
+    [T, out], or [T, out / 2] if gated, and the sum [T, in]. tile: of `choose_tile` with norm=True."""
+    total = torch.empty_like(residual)
+    return _launch(total, (x, residual, norm_weight, eps), weight, bias, None, tile, gated, False), total
+
+
+def _launch(
+    x: Tensor,
+    norm: tuple[Tensor, Tensor, Tensor, float] | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    tile: PrefetchTile,
+    gated: bool,
+    partial: bool,
+) -> Tensor:
+    """x [T, in]: the input; with a norm, where its sum is written."""
     num_tokens, inputs = x.shape
-    halves, steps = 2 if gated else 1, inputs // (tile.splits * tile.inner)
+    halves, cuts = 2 if gated else 1, tile.cuts
     outputs, columns = weight.shape[0] // halves, WEIGHT_ROWS // halves
+    rows, depth = outputs * cuts, inputs // cuts  # of the weights, as the kernel sees them
+    steps = depth // (tile.splits * tile.inner)
     shape = (tile.splits, num_tokens, outputs) if partial else (num_tokens, outputs)
     out = x.new_empty(shape, dtype=torch.float32 if partial else x.dtype)
-    x_desc = TensorDescriptor(x, [num_tokens, inputs], [inputs, 1], [tile.tokens, tile.inner], X_LAYOUT)
+    x_desc = None
+    if norm is None:
+        x_desc = TensorDescriptor(x, [num_tokens * cuts, depth], [depth, 1], [tile.tokens * cuts, tile.inner], X_LAYOUT)
     weight_desc = TensorDescriptor(
-        weight, [outputs // 8, halves, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1],
-        [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUT,
+        weight, [rows // 8, halves, 8, depth], [8 * depth, rows * depth, depth, 1],
+        [columns // 8, halves, 8, tile.inner], WEIGHT_LAYOUTS[weight.element_size()],
     )  # fmt: skip
     stages = min(tile.stages, steps)
     pdl = overlaps_launches(x.device)
-    _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), outputs // columns, tile.splits)](
-        x_desc, weight_desc, weight, bias, out, num_tokens, inputs, outputs, steps,
+    parts, residual, norm_weight, eps = norm or (None, None, None, 0.0)
+    _weight_prefetch_linear_kernel[(triton.cdiv(num_tokens, tile.tokens), rows // columns, tile.splits)](
+        x_desc, weight_desc, weight, scale, bias, parts, residual, norm_weight, x if norm else None, out, eps,
+        num_tokens, depth, outputs, steps,
         TOKENS=tile.tokens, COLUMNS=columns, INNER=tile.inner, HALVES=halves, STAGES=stages, REFILLS=steps > stages,
-        LINES=LINES, LINE=CACHE_LINE // x.element_size(), BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        LINES=LINES[weight.element_size()], LINE=CACHE_LINE // weight.element_size(),
+        SCALE_ROWS=0 if scale is None else len(weight) // len(scale), BIAS=bias is not None, PDL=pdl,
+        CUTS=cuts, NORMED=triton.next_power_of_2(num_tokens) if norm else 0, SIZE=inputs if norm else 0,
+        SPLITS=len(norm[0]) if norm and norm[0].dim() == 3 else 1, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out

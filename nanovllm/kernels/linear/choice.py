@@ -5,6 +5,7 @@ result is silu(gate) * up. *partial*: the result may come in parts, which the no
 
 A row of the table names a kernel. *skinny*: `skinny_linear`. *tiled*: `tiled_linear` with this tile. *weight_prefetch*:
 `weight_prefetch_linear` with at most `most` tokens per program; where that kernel cannot run, its rows do not count.
+With `handful` it cuts inputs within programs, and can have the norm before a layer inside (`norm_linear`).
 *library*: none of ours.
 """
 
@@ -23,6 +24,7 @@ from nanovllm.kernels.linear.skinny_linear import skinny_linear
 from nanovllm.kernels.linear.tiled_linear import Tile, tiled_linear
 
 LinearKernel = Callable[..., Tensor]  # f(x [T, in], weight [out, in], bias=None)
+NormLinearKernel = Callable[..., tuple[Tensor, Tensor]]
 
 MAX_TOKENS = 256  # of a step that one of our kernels is asked for
 
@@ -38,6 +40,19 @@ def hopper_linear(device: torch.device) -> ModuleType | None:
     except (ImportError, AttributeError):
         return None
     return weight_prefetch_linear
+
+
+def choose_norm_linear(num_tokens: int, weight: Tensor, *, gated: bool = False) -> NormLinearKernel | None:
+    """The kernel for the layer together with the addition and norm before it. None: two kernels are faster, or it
+    cannot run.
+
+    Called as f(x, residual, norm_weight, eps, weight, bias=None): first the arguments of `add_rms_norm`. Gives the
+    layer's result, and the sum x + residual. With a gate there is no bias.
+    """
+    if num_tokens > MAX_TOKENS:
+        return None
+    hopper = hopper_linear(weight.device)
+    return _look_up_norm(hopper, num_tokens, weight.shape, weight.dtype, weight.device, gated)
 
 
 def choose_linear(
@@ -76,24 +91,51 @@ def _look_up(
     gated: bool,
     partial: bool,
 ) -> LinearKernel | None:
+    gives = _row_for(hopper, num_tokens, shape, dtype, device, gated, partial)
     outputs, inputs = shape
     columns = outputs // 2 if gated else outputs
-    if dtype == torch.float32 or inputs % 128 or columns % 32:
+    if gives is None or (gives["kernel"] == "tiled" and columns % 64):
         return None
-    in_tiles = columns % 64 == 0
-    gives = choose(
+    return kernel_of(gives, hopper, num_tokens, columns, inputs, gated=gated, partial=partial)
+
+
+@cache
+def _look_up_norm(
+    hopper: ModuleType | None, num_tokens: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, gated: bool
+) -> NormLinearKernel | None:
+    gives = _row_for(hopper, num_tokens, shape, dtype, device, gated, False)
+    outputs, inputs = shape
+    if hopper is None or gives is None or not gives.get("handful") or not hopper.can_have_norm(inputs):
+        return None
+    columns = outputs // 2 if gated else outputs
+    tile = hopper.choose_tile(num_tokens, columns, inputs, gives["most"], gated, False, handful=True, norm=True)
+    return bind(hopper.norm_linear, tile=tile, gated=gated)
+
+
+def _row_for(
+    hopper: ModuleType | None,
+    num_tokens: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    gated: bool,
+    partial: bool,
+) -> dict[str, Any] | None:
+    """What the table gives; None for a shape or dtype that no kernel of ours can take."""
+    outputs, inputs = shape
+    columns = outputs // 2 if gated else outputs
+    if dtype.itemsize != 2 or inputs % 128 or columns % 32:
+        return None
+    return choose(
         device,
         "linear",
         "gated" if gated else "partial" if partial else "plain",
-        without=None if hopper and in_tiles else "weight_prefetch",
+        without=None if hopper and columns % 64 == 0 else "weight_prefetch",
         tokens=num_tokens,
         kib=outputs * inputs * dtype.itemsize / 1024,
         hidden=outputs if partial else inputs,
         shared_kib=shared_memory(device) / 1024,
     )
-    if gives["kernel"] == "tiled" and not in_tiles:
-        return None
-    return kernel_of(gives, hopper, num_tokens, columns, inputs, gated=gated, partial=partial)
 
 
 def kernel_of(
@@ -109,5 +151,7 @@ def kernel_of(
     if kernel == "tiled":
         return bind(tiled_linear, tile=Tile(**tile), gated=gated, partial=partial)
     assert hopper is not None
-    prefetch = hopper.choose_tile(num_tokens, columns, inputs, tile["most"], gated, partial)
+    prefetch = hopper.choose_tile(
+        num_tokens, columns, inputs, tile["most"], gated, partial, handful=tile.get("handful", False)
+    )
     return bind(hopper.weight_prefetch_linear, tile=prefetch, gated=gated, partial=partial)

@@ -42,6 +42,24 @@ class Tile:
     swapped: bool
 
 
+@triton.jit
+def rows_of_weights(  # type: ignore[no-untyped-def]
+    weight_ptr, column, inputs, outputs, begin,
+    LINES: tl.constexpr, LINE: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Where the weights of these output columns begin, and those of the up projection. With PDL the first LINES cache
+    lines of each, from input `begin` on, are asked for: what follows is for the time before the wait."""
+    row = weight_ptr + column[:, None].to(tl.int64) * inputs
+    up_row = weight_ptr + (outputs + column[:, None]).to(tl.int64) * inputs
+    if PDL:
+        gdc_launch_dependents()
+        line = begin + (tl.arange(0, LINES) * LINE)[None, :]
+        prefetch_l2(row + line)
+        if GATED:
+            prefetch_l2(up_row + line)
+    return row, up_row
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiled_linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_tokens, inputs, outputs, depth,
@@ -53,14 +71,8 @@ def _tiled_linear_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < num_tokens)[:, None]
     inner = part * depth + tl.arange(0, INNER)
-    row = weight_ptr + column[:, None].to(tl.int64) * inputs
-    up_row = weight_ptr + (outputs + column[:, None]).to(tl.int64) * inputs
+    row, up_row = rows_of_weights(weight_ptr, column, inputs, outputs, part * depth, LINES, LINE, GATED, PDL)
     if PDL:
-        gdc_launch_dependents()
-        line = part * depth + (tl.arange(0, LINES) * LINE)[None, :]
-        prefetch_l2(row + line)
-        if GATED:
-            prefetch_l2(up_row + line)
         gdc_wait()
     x_ptr += token[:, None] * inputs + inner[None, :]
     weight_ptr = row + inner[None, :]
@@ -94,11 +106,11 @@ def _tiled_linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_token)
 
 
-def num_splits(inputs: int, tiles: int, inner: int) -> int:
-    """Into how many parts to cut the inputs of a layer that has so many tiles of output. A power of two; each part is a
-    multiple of `inner`."""
+def num_splits(inputs: int, tiles: int, inner: int, programs: int = PROGRAMS) -> int:
+    """Into how many parts to cut the inputs of a layer that has so many tiles of output, for `programs` programs at
+    most. A power of two; each part is a multiple of `inner`."""
     splits = 1
-    while splits < MAX_SPLITS and 2 * splits * tiles <= PROGRAMS and inputs % (2 * splits * inner) == 0:
+    while splits < MAX_SPLITS and 2 * splits * tiles <= programs and inputs % (2 * splits * inner) == 0:
         splits *= 2
     return splits
 
