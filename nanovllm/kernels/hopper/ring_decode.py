@@ -72,7 +72,7 @@ def ring_layout(q: Tensor, kv: Tensor, num_sequences: int) -> RingLayout | None:
     """
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     keys, heads = 32, 4
-    fits = head_dim in (64, 128) and q.element_size() == 2 and block_size >= keys
+    fits = head_dim in (64, 128) and q.element_size() == 2 == kv.element_size() and block_size >= keys
     dealt_out = num_kv_heads % heads == 0 and q.shape[1] // num_kv_heads <= MAX_ROWS
     if num_sequences < FEW_SEQUENCES or not fits or not dealt_out:
         return None
@@ -252,7 +252,7 @@ def ring_decode(
     overlap: as there. Besides, all keys of earlier steps must be older than the last kernel launched without overlap.
     If several sequences are tokens of one row, written in this step, they follow each other in the order of positions.
     """
-    q, kv, block_table, query_start, context_len, scale, out = inputs
+    q, kv, block_table, query_start, context_len, scale, out, _ = inputs
     _, num_blocks, block_size, num_kv_heads, head_dim = kv.shape
     pieces, _, queries, num_heads = workspace.m.shape
     heads, keys = layout.heads, layout.keys
