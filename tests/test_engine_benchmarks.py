@@ -22,9 +22,7 @@ from nanovllm import kernels
 from nanovllm.graphs.sizes import MAX_REPLAYED
 from tests.weights import VOCAB, lively_qwen3
 
-NAMES = (
-    "throughput sampling structured latency startup prefix mixed idle phases quantised ablations speculation".split()
-)
+NAMES = "throughput sampling structured latency startup prefix mixed idle phases quantised kv_cache ablations speculation".split()
 QUICK = ["--quick", "--device", "cpu", "--rounds", "1", "--repeats", "1"]
 
 
