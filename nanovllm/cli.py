@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--device", help="cpu or cuda; without it, a GPU if there is one")
         sub.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
         sub.add_argument("--quantization", help="fp8: quantise the weights of linear layers while they are loaded")
+        sub.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8: keys and values in half the memory")
         sub.add_argument("--attention-backend", default="auto", help="auto, torch_ref, triton or flash_attn")
         if name != "serve":  # which has it among its own
             sub.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU")
@@ -109,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
 def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
     from nanovllm import LLM  # torch takes seconds, and --help needs none of it
 
-    names = "device", "dtype", "quantization", "attention_backend", "tensor_parallel_size"
+    names = "device", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "tensor_parallel_size"
     return LLM(args.model, **{name: getattr(args, name) for name in names}, **config)
 
 

@@ -63,6 +63,8 @@ class EngineConfig:
     enforce_eager:           no CUDA graphs.
     speculative:             guess tokens ahead and verify them together: see `Speculation.parse`.
     attention_backend:       "auto" chooses by device.
+    kv_cache_dtype:          "fp8" (or "fp8_e4m3", the same) keeps keys and values in FP8: half of 16 bits.
+                             "auto" keeps them in `dtype`.
     dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
     load_format:             "dummy" fills the weights at random, for benchmarks.
     quantization:            "fp8" quantises the weights of linear layers while they are loaded; see `models/loader.py`.
@@ -88,6 +90,7 @@ class EngineConfig:
     device: str | None = None
     dtype: str = "auto"
     attention_backend: Literal["auto", "torch_ref", "triton", "flash_attn"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     quantization: Literal["fp8"] | None = None
     generation_config: Literal["auto", "vllm"] = "auto"
@@ -113,6 +116,7 @@ class EngineConfig:
         for name, known in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("attention_backend", ("auto", "torch_ref", "triton", "flash_attn")),
+            ("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3")),
             ("load_format", ("auto", "dummy")),
             ("quantization", (None, "fp8")),
             ("generation_config", ("auto", "vllm")),
@@ -124,6 +128,10 @@ class EngineConfig:
                 "async_scheduling=True does not go with speculative, where the length of a step's output is known only "
                 "when it is over; leave one of them out"
             )
+
+    @property
+    def fp8_kv_cache(self) -> bool:
+        return self.kv_cache_dtype != "auto"
 
     @property
     def speculation(self) -> Speculation | None:

@@ -23,7 +23,8 @@ from nanovllm.graphs.sizes import MAX_REPLAYED
 from tests.weights import VOCAB, lively_qwen3
 
 NAMES = (
-    "throughput sampling structured latency startup prefix mixed idle phases quantised ablations speculation".split()
+    *("throughput", "sampling", "structured", "latency", "startup", "prefix", "mixed", "idle", "phases", "quantised"),
+    *("kv_cache", "ablations", "speculation"),
 )
 QUICK = ["--quick", "--device", "cpu", "--rounds", "1", "--repeats", "1"]
 

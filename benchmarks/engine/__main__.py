@@ -39,6 +39,7 @@ SHOWCASES = {
     "idle": steps.idle,
     "phases": steps.phases,
     "quantised": quantised.showcase,
+    "kv_cache": quantised.kv_cache,
     "ablations": ablations.showcase,
     "tensor_parallel": ranks.showcase,
 }

@@ -1,10 +1,16 @@
-"""Weights in FP8 beside those in bf16: small batches, which read little besides weights, and the headline workload.
+"""FP8 beside bf16: small batches, which read little besides weights, and the headline workload.
+
+`quantised`: weights in FP8.
 
 - "bf16": the model as it is.
 - "FP8 by channel": the same, quantised while it is loaded, with a scale for each output channel.
 - "FP8 in blocks": the layout of Qwen's own checkpoints in FP8, with a scale for each 128 x 128 weights.
 
-vLLM is measured with the first and the last. The weights are random, which costs the same.
+vLLM is measured with the first and the last.
+
+`kv_cache`: keys and values in FP8, and weights in bf16. vLLM is measured with both kinds as well.
+
+The weights are random, which costs the same.
 """
 
 from argparse import Namespace
@@ -18,6 +24,7 @@ from benchmarks.lib.process import Engine
 
 BLOCKS = workloads.SHAPES / "Qwen3-8B-FP8"
 CONTENDERS = "bf16", "FP8 by channel", "FP8 in blocks"
+KINDS = {"bf16": "auto", "KV cache in FP8": "fp8"}
 
 
 def measure(engine: Engine, repeats: int, sizes: dict[str, int], small: dict[str, Any]) -> list[Measured]:
@@ -39,19 +46,33 @@ def showcase(options: Namespace) -> Showcase:
     contenders += vllm(options, f"vLLM, {plain}")
     if not options.quick:
         contenders += map(in_blocks, vllm(options, f"vLLM, {blocks}"))
+    return compared(options, "quantised", "Weights in FP8", contenders, channel, plain)
+
+
+def kv_cache(options: Namespace) -> Showcase:
+    contenders = [ours(options, name, kv_cache_dtype=kind) for name, kind in KINDS.items()]
+    for name, kind in KINDS.items():
+        contenders += vllm(options, f"vLLM, {name}", kv_cache_dtype=kind)
+    plain, rounded = KINDS
+    return compared(options, "kv_cache", "A KV cache in FP8", contenders, rounded, plain)
+
+
+def compared(
+    options: Namespace, name: str, title: str, contenders: list[Contender], contender: str, rival: str
+) -> Showcase:
     sizes = workloads.QUICK if options.quick else workloads.HEADLINE
     small = speed.QUICK_SMALL if options.quick else speed.SMALL
     return Showcase(
-        name="quantised",
-        title="Weights in FP8",
+        name=name,
+        title=title,
         workload="the headline workload, and small batches of 128 tokens in, 512 out",
         contenders=contenders,
         figures=[
             *by_batch("ms_per_token", "time per token", small["batches"]),
             higher("throughput", "throughput of the headline workload", "tokens/s", "headline", "tokens_per_second"),
         ],
-        contender=channel,
-        rival=plain,
+        contender=contender,
+        rival=rival,
         measure=measure,
         arguments={"sizes": asdict(sizes), "small": small},
         rounds=2,

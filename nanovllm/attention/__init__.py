@@ -5,8 +5,8 @@ import logging
 import torch
 
 from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
-from nanovllm.attention.torch_ref import TorchRefBackend
-from nanovllm.kernels import why_no_kernels
+from nanovllm.attention.torch_ref import FP8, TorchRefBackend
+from nanovllm.kernels import has_fp8, why_no_kernels
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "select_backend"]
 
@@ -16,7 +16,12 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def select_backend(
-    name: str, device: torch.device, head_dim: int, block_size: int, dtype: torch.dtype
+    name: str,
+    device: torch.device,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """Make the backend called `name`. "auto" is "triton" where its kernels can run, else "torch_ref"; the log says why.
 
@@ -25,11 +30,18 @@ def select_backend(
         device: where the KV cache is.
         head_dim: elements per head.
         block_size: tokens per block of the KV cache.
-        dtype: of the queries and of the KV cache.
+        dtype: of the queries.
+        kv_dtype: of the KV cache, if it has another one.
 
     Raises:
         ValueError: if that backend cannot serve this device, shape or dtype. The message says why and what to do.
     """
+    if kv_dtype == FP8 and why_no_kernels(device) is None and not has_fp8(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ValueError(
+            f"kv_cache_dtype='fp8' needs compute capability 8.9 or more, and {str(device)!r} has {major}.{minor}; take "
+            "kv_cache_dtype='auto'"
+        )
     if name == "auto":
         reason = _why_not_triton(device, head_dim, block_size, dtype)
         name = "torch_ref" if reason else "triton"
@@ -42,6 +54,10 @@ def select_backend(
     reason = _why_not_triton(device, head_dim, block_size, dtype)  # flash_attn decodes by our kernels
     if reason:
         raise ValueError(f"attention_backend={name!r} cannot be used: {reason}; take attention_backend='torch_ref'")
+    if name == "flash_attn" and kv_dtype == FP8:
+        raise ValueError(
+            "attention_backend='flash_attn' cannot read kv_cache_dtype='fp8'; take attention_backend='triton'"
+        )
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     if name == "triton":
         from nanovllm.attention.triton_backend import TritonBackend

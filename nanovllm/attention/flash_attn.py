@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.attention.interface import AttentionMetadata, Shared
+from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Shared
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.kernels.attention.paged_tile import PagedInputs
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class FlashAttnBackend(TritonBackend):
         scale: float,
         shared: Shared | None = None,
         window: int = 0,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         if meta.max_query_len > 1:
             shared = {} if shared is None else shared
@@ -134,21 +136,13 @@ class FlashAttnBackend(TritonBackend):
                 shared["slots behind"] = slots_behind(kv, meta)
             # The library loads V there, too. What an earlier owner left may be NaN, and 0 * NaN is NaN.
             kv[1].flatten(0, 1).index_fill_(0, shared["slots behind"], 0)
-        return super().attend(q, kv, meta, scale, shared, window)
+        return super().attend(q, kv, meta, scale, shared, window, scales)
 
-    def _prefill(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        out: Tensor,
-        first_sequence: int,
-        window: int,
-    ) -> None:
+    def _prefill(self, inputs: PagedInputs, meta: AttentionMetadata, first_sequence: int, window: int) -> None:
+        q, kv = inputs.q, inputs.kv
         if window and kv.shape[2] % MAX_TILE:
             # The library loads V in whole tiles. What lies before a window may be another sequence's, and NaN.
-            return super()._prefill(q, kv, meta, scale, out, first_sequence, window)
+            return super()._prefill(inputs, meta, first_sequence, window)
         # Each sequence before `first_sequence` has one token, so the number is that of its first token as well.
         own = replace(
             meta,
@@ -157,7 +151,7 @@ class FlashAttnBackend(TritonBackend):
             context_len=meta.context_len[first_sequence:],
         )
         kept = {"window_size": (window - 1, 0)} if window else {}  # keys to the left and to the right of a query's own
-        out[first_sequence:] = self._library(q[first_sequence:], kv, own, scale, kept)
+        inputs.out[first_sequence:] = self._library(q[first_sequence:], kv, own, inputs.scale, kept)
 
 
 def slots_behind(kv: Tensor, meta: AttentionMetadata) -> Tensor:

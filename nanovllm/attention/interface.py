@@ -3,15 +3,29 @@
 Slots number the places of the KV cache: slot = block * block_size + offset. The KV cache of one layer is a contiguous
 tensor [2, num_blocks + 1, block_size, Hkv, D]: keys, then values. Its last block is the scratch block, which belongs to
 no sequence. Padding writes there, because slot -1 would be the last slot of somebody's block.
+
+The cache has the dtype of the queries, or FP8 (e4m3). In FP8 a key is what is stored times the scale of the layer's
+keys, and a value likewise. A query reads all keys from the cache, also those of its own step. So all queries see the
+same rounded keys, however a text is cut into steps, and whoever computed them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 Shared = dict[Any, Any]  # what the layers of a step have in common, see `AttentionBackend.attend`
+
+
+class KVScales(NamedTuple):
+    """What the stored keys and values of one layer are multiplied with. Not used unless the cache is in FP8."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+UNSCALED = KVScales()
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +64,11 @@ class AttentionBackend(Protocol):
     capturable: bool
     eager_prefill: bool
 
-    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Store k and v [T, Hkv, D] of the step's tokens in `slots` [T] of one layer's cache `kv`."""
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
+        """Store k and v [T, Hkv, D] of the step's tokens in `slots` [T] of one layer's cache `kv`.
+
+        What is too large for FP8 becomes the largest number there is, and NaN stays NaN.
+        """
 
     def attend(
         self,
@@ -61,6 +78,7 @@ class AttentionBackend(Protocol):
         scale: float,
         shared: Shared | None = None,
         window: int = 0,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Causal attention of q [T, Hq, D] over what `kv` holds, the step's own keys already written: [T, Hq, D].
 
@@ -81,13 +99,15 @@ class BoundAttention:
     meta: AttentionMetadata
     scale: float
     windows: Sequence[int]  # of each layer, see `AttentionBackend.attend`
+    scales: Sequence[KVScales]  # of each layer
     shared: Shared = field(default_factory=dict)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the new keys and values, then read all that a query may see."""
-        self.backend.write(self.kv[layer], k, v, self.meta.slots)
+        self.backend.write(self.kv[layer], k, v, self.meta.slots, self.scales[layer])
         return self.read(layer, q)
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """`__call__` without the write, for a fused kernel that has written keys and values already."""
-        return self.backend.attend(q, self.kv[layer], self.meta, self.scale, self.shared, self.windows[layer])
+        how = self.shared, self.windows[layer], self.scales[layer]
+        return self.backend.attend(q, self.kv[layer], self.meta, self.scale, *how)

@@ -4,7 +4,8 @@ Sequences with the same number of queries and contexts of similar length form a 
 into one padded [B, L] tensor of keys and one of values, and a single call attends for all of them. A decode batch is a
 few rectangles with one query a row. There is no loop over tokens, and what does not depend on the layer (which blocks,
 which masks) is worked out once per step and kept for the step's other layers. Blocks that no query's window reaches are
-not gathered, so that here a context begins with the first block that is gathered.
+not gathered, so that here a context begins with the first block that is gathered. What is gathered from a cache in FP8
+is widened to the dtype of the queries.
 """
 
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.interface import AttentionMetadata, Shared
+from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Shared
 
 # Contexts of at least half the longest one share its rectangle. So padding is less than half of what is gathered. Finer
 # classes would pay more for their calls than they save.
 MIN_FILL = 0.5
 # What a rectangle gathers at most, unless one sequence alone has more: so it is still in a CPU's cache when it is read.
 MAX_BYTES = 4 * 1024 * 1024
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,20 @@ class _Rectangle:
     bias: Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None: all queries see all
 
 
-def write_kv(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """The numbers of FP8 that are nearest to x / scale. What is too large becomes 448 or -448, and NaN stays NaN."""
+    return (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def write_kv(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
     """Write token i's key and value, of k and v [T, Hkv, D], to the slot `slots[i]` of one layer's cache.
 
     kv: [2, num_blocks, block_size, Hkv, D], contiguous. slots: [T] int64, block * block_size + offset; padding names a
-    slot of the scratch block, never -1. `norm_rope_write` does this on a GPU, together with what comes before it.
+    slot of the scratch block, never -1. scales: see `KVScales`. `norm_rope_write` does this on a GPU, together
+    with what comes before it.
     """
+    if kv.dtype == FP8:  # PyTorch cannot index numbers of FP8 everywhere, but it can index bytes
+        kv, k, v = kv.view(torch.uint8), to_fp8(k, scales.k).view(torch.uint8), to_fp8(v, scales.v).view(torch.uint8)
     rows = kv.flatten(1, 2)  # [2, num_slots, Hkv, D], a view
     rows[0].index_copy_(0, slots, k)
     rows[1].index_copy_(0, slots, v)
@@ -54,8 +64,8 @@ class TorchRefBackend:
     capturable = False
     eager_prefill = False
 
-    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        write_kv(kv, k, v, slots)
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
+        write_kv(kv, k, v, slots, scales)
 
     def attend(
         self,
@@ -65,6 +75,7 @@ class TorchRefBackend:
         scale: float,
         shared: Shared | None = None,
         window: int = 0,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         shared = {} if shared is None else shared
         rectangles = shared.get(("rectangles", window))
@@ -73,9 +84,9 @@ class TorchRefBackend:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
         for rectangle in rectangles:
             if rectangle.tokens is None:
-                out = _attend_rectangle(q, kv, rectangle, scale)
+                out = _attend_rectangle(q, kv, rectangle, scale, scales)
             else:
-                out[rectangle.tokens] = _attend_rectangle(q[rectangle.tokens], kv, rectangle, scale)
+                out[rectangle.tokens] = _attend_rectangle(q[rectangle.tokens], kv, rectangle, scale, scales)
         return out
 
 
@@ -89,7 +100,7 @@ def _rectangles(q: Tensor, kv: Tensor, meta: AttentionMetadata, window: int) -> 
         before = [max(0, context - n + 1 - window) for context, n in zip(context_len, query_len, strict=True)]
         skipped = [keys // block_size for keys in before]
         context_len = [context - n * block_size for context, n in zip(context_len, skipped, strict=True)]
-    max_keys = MAX_BYTES // (2 * kv[0, 0, 0].numel() * kv.element_size())
+    max_keys = MAX_BYTES // (2 * kv[0, 0, 0].numel() * q.element_size())
     order = sorted(range(len(context_len)), key=lambda s: (query_len[s], context_len[s]), reverse=True)
     members: list[list[int]] = []
     for s in order:
@@ -161,13 +172,24 @@ def _rectangle(
     )
 
 
-def _attend_rectangle(q: Tensor, kv: Tensor, rectangle: _Rectangle, scale: float) -> Tensor:
+def _gather(kv: Tensor, blocks: Tensor, dtype: torch.dtype, scales: KVScales) -> Tensor:
+    """Blocks of the cache [2, len(blocks), block_size, Hkv, D] in a dtype, with the scales applied if it is in FP8."""
+    if kv.dtype != FP8:
+        return kv.index_select(1, blocks)
+    gathered = kv.view(torch.uint8).index_select(1, blocks).view(FP8).to(dtype)
+    for part, scale in zip(gathered, scales, strict=True):
+        if scale != 1:
+            part.mul_(scale)
+    return gathered
+
+
+def _attend_rectangle(q: Tensor, kv: Tensor, rectangle: _Rectangle, scale: float, scales: KVScales) -> Tensor:
     """q: [B * n, Hq, D] -> [B * n, Hq, D]."""
     n = rectangle.num_queries
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv.shape[3]
     batch = q.shape[0] // n
-    gathered = kv.index_select(1, rectangle.blocks)  # [2, B * P / block_size, block_size, Hkv, D]
+    gathered = _gather(kv, rectangle.blocks, q.dtype, scales)  # [2, B * P / block_size, block_size, Hkv, D]
     if rectangle.padding is not None:
         gathered.flatten(1, 2).index_fill_(1, rectangle.padding, 0)
     gathered = gathered.view(2, batch, -1, num_kv_heads, head_dim)[:, :, : rectangle.num_keys]  # [2, B, L, Hkv, D]

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.attention.interface import AttentionMetadata, Shared
-from nanovllm.attention.torch_ref import write_kv
+from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Shared
+from nanovllm.attention.torch_ref import FP8, write_kv
 from nanovllm.kernels.attention.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode, plan_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
 from nanovllm.kernels.attention.paged_tile import PagedInputs
@@ -37,7 +37,7 @@ def hopper_kernels(device: torch.device) -> HopperKernels:
 class TritonBackend:
     """See `AttentionBackend`. Block sizes are powers of two from 16 on, and so are head dimensions.
 
-    Layers with a sliding window use the kernels for any GPU.
+    Layers with a sliding window use the kernels for any GPU. So does the prefill with a KV cache in FP8.
 
     Args:
         num_sms: multiprocessors of the GPU. Some kernels share their work out to them.
@@ -52,8 +52,8 @@ class TritonBackend:
         self._workspaces: dict[tuple[int, ...], DecodeWorkspace] = {}
         self._taken: Tensor | None = None  # counters that the programs of `warp_specialized_prefill` share
 
-    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        write_kv(kv, k, v, slots)
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
+        write_kv(kv, k, v, slots, scales)
 
     def attend(
         self,
@@ -63,8 +63,10 @@ class TritonBackend:
         scale: float,
         shared: Shared | None = None,
         window: int = 0,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         num_sequences = meta.context_len.shape[0]
+        v_scale = scales.v if kv.dtype == FP8 else None
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
         group = q.shape[1] // kv.shape[3]
         # Sequences that verify a few guesses are decodes too: what they cost is the reading of their context.
@@ -74,10 +76,13 @@ class TritonBackend:
             # One compiled kernel serves any few queries. Otherwise each number would be compiled when it first comes.
             max_queries = MAX_ROWS // group if few_queries and meta.max_query_len > 1 else 1
             lengths = meta.context_len[:num_decodes]
-            inputs = PagedInputs(q, kv, meta.block_table, meta.query_start, lengths, scale, out)
+            tables = meta.block_table, meta.query_start, lengths
+            inputs = PagedInputs(q, kv, *tables, scale * scales.k, out, v_scale)
             self._decode(inputs, max_queries, {} if shared is None else shared, window)
         if num_decodes < num_sequences:
-            self._prefill(q, kv, meta, scale, out, num_decodes, window)
+            tables = meta.block_table, meta.query_start, meta.context_len
+            inputs = PagedInputs(q, kv, *tables, scale * scales.k, out, v_scale)
+            self._prefill(inputs, meta, num_decodes, window)
         return out
 
     def _decode(self, inputs: PagedInputs, max_queries: int, shared: Shared, window: int) -> None:
@@ -87,7 +92,7 @@ class TritonBackend:
         ring = None if hopper is None else hopper.ring_layout(q, kv, context_len.shape[0])
         config = None if ring is None else ring.config
         if config is None:
-            config = decode_config(q.device, head_dim, q.element_size())
+            config = decode_config(q.device, head_dim, kv.element_size())
         pieces = max(1, self._num_sms * config.programs_per_sm // num_kv_heads)
         key = pieces, max_queries, q.shape[1], head_dim
         if key not in self._workspaces:
@@ -101,22 +106,13 @@ class TritonBackend:
         else:
             hopper.ring_decode(inputs, self._workspaces[key], plan, ring, overlap=planned)
 
-    def _prefill(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        out: Tensor,
-        first_sequence: int,
-        window: int,
-    ) -> None:
-        inputs = PagedInputs(q, kv, meta.block_table, meta.query_start, meta.context_len, scale, out)
+    def _prefill(self, inputs: PagedInputs, meta: AttentionMetadata, first_sequence: int, window: int) -> None:
+        q, kv = inputs.q, inputs.kv
         hopper = None if window else hopper_kernels(q.device).warp_specialized_prefill
         if hopper is not None and hopper.fits(q, kv):
             if self._taken is None:
                 self._taken = torch.zeros(2, dtype=torch.int32, device=q.device)
             hopper.warp_specialized_prefill(inputs, self._taken, self._num_sms, first_sequence=first_sequence)
         else:
-            config = prefill_config(q.device, kv.shape[-1], q.element_size(), kv.shape[2])
+            config = prefill_config(q.device, kv.shape[-1], kv.element_size(), kv.shape[2])
             paged_prefill(inputs, config, first_sequence=first_sequence, window=window)

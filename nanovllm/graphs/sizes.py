@@ -45,7 +45,8 @@ class StepSizes:
 
 def step_sizes(config: EngineConfig, model: ModelConfig) -> StepSizes:
     """For the target: decodes, guesses to verify, and prompts. `model` is this rank's share."""
-    key_bytes = 2 * model.num_key_value_heads * model.head_dim * model.dtype.itemsize
+    itemsize = 1 if config.fp8_kv_cache else model.dtype.itemsize
+    key_bytes = 2 * model.num_key_value_heads * model.head_dim * itemsize
     max_sampled = 1 if config.speculation is None else 1 + config.speculation.k  # tokens of each sequence
     num_decodes = max(config.max_num_seqs, min(config.max_num_seqs * max_sampled, MAX_REPLAYED))
     decodes = batch_sizes(num_decodes, min(MAX_REPLAYED, config.max_num_batched_tokens))

@@ -113,7 +113,8 @@ def fp8_transformer(
     with device:
         model = Transformer(replace(c, num_hidden_layers=0), max_model_len, group)
     with torch.device("meta"):
-        layers = Transformer(c, 1, group).layers
+        whole = Transformer(c, 1, group)
+    layers = whole.layers
     linears = {path: module for path, module in layers.named_modules() if isinstance(module, Linear)}
     stay = {
         path: layer
@@ -126,7 +127,7 @@ def fp8_transformer(
         setattr(layers.get_submodule(parent), name, fp8)
     others = "the others" if c.moe is None else "the others and all experts"
     logger.info("%d of %d linear layers stay in FP8, %s are in %s", len(stay), len(linears), others, c.dtype)
-    model.layers, model.config = layers.to_empty(device=device), c
+    model.layers, model.config, model.kv_scales = layers.to_empty(device=device), c, whole.kv_scales
     return model
 
 

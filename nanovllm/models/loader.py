@@ -35,6 +35,7 @@ from nanovllm.models.fp8_weights import (
     is_projection,
     with_scales,
 )
+from nanovllm.models.kv_scales import take_kv_scales
 from nanovllm.models.quantization import PER_CHANNEL
 from nanovllm.models.sharding import read_shard, shard_config
 from nanovllm.models.transformer import Transformer
@@ -195,12 +196,12 @@ def fill_from_files(
     rank, ranks = (0, 1) if group is None else (group.rank, group.size)
     with ExitStack() as stack:
         held = open_tensors(stack, path, files)
-        found: dict[str, Stored | Fp8Weight] = {
-            name: stored for name, stored in held.items() if not is_redundant(name, config)
-        }
-        complaints: list[str] = []
+        needed = {name: stored for name, stored in held.items() if not is_redundant(name, config)}
+        found: dict[str, Stored | Fp8Weight]
+        found, kv_scales, complaints = take_kv_scales(needed, config.num_hidden_layers)
         if config.quantization is not None:
-            found, complaints = with_scales(found, config.quantization, model.embed_tokens.weight.device)
+            found, more = with_scales(found, config.quantization, model.embed_tokens.weight.device)
+            complaints += more
         experts_apart = not any(name.endswith(".experts.gate_up_proj") for name in found)
         views = dict(checkpoint_views(model, experts_apart=experts_apart))
         with torch.device("meta"):
@@ -218,6 +219,7 @@ def fill_from_files(
                 whole = ranks == 1
                 part = stored.tensor() if whole else read_shard(name, stored.header(), config, rank, ranks)
                 views[name].copy_(part)
+            model.kv_scales = kv_scales
             for module in model.modules():
                 if isinstance(module, OffsetRMSNorm):
                     module.weight.add_(1)

@@ -8,7 +8,8 @@ is its stored value times its scale.
 - compressed-tensors, format "float-quantized": `weight_scale` [out, 1] has a scale for each output channel.
 
 The dtypes in the files say which layers are in FP8. Activations may be quantised with scales that are found at each
-step ("dynamic"). Everything else is refused, and the error names the key.
+step ("dynamic"). There may be scales for a KV cache in FP8 (`kv_scales.py`). Everything else is refused, and the error
+names the key.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ from typing import Any
 BLOCK = 128
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-DYNAMIC = {"activation_scheme": "dynamic", "fmt": "e4m3", "kv_cache_scheme": None}  # or the keys are absent
+DYNAMIC = {"activation_scheme": "dynamic", "fmt": "e4m3"}  # or the keys are absent
+KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 REMEDY = "use an unquantised checkpoint, which quantization='fp8' quantises"
 
 
@@ -48,12 +50,13 @@ def parse_quantization(raw: Mapping[str, Any]) -> Fp8Format | None:
         return None
     if not isinstance(said, Mapping):
         raise ValueError(f"quantization_config must be an object; got {said!r}; mend it, or leave it out")
+    check_kv_cache(said.get("kv_cache_scheme"))
     method = said.get("quant_method")
     if method == "fp8":
         expect({**DYNAMIC, **said}, {**DYNAMIC, "weight_block_size": [BLOCK, BLOCK]})
         return PER_BLOCK
     if method == "compressed-tensors":
-        expect(said, {"format": "float-quantized", "kv_cache_scheme": None})
+        expect(said, {"format": "float-quantized"})
         refuse_transforms(said)
         groups = said.get("config_groups")
         for name, group in groups.items() if isinstance(groups, Mapping) and groups else [("group_0", None)]:
@@ -64,6 +67,14 @@ def parse_quantization(raw: Mapping[str, Any]) -> Fp8Format | None:
                 expect(part if isinstance(part, Mapping) else {}, wanted, f"{where}{key}.")
         return PER_CHANNEL
     raise refusal("quant_method", method, "'fp8' and 'compressed-tensors'")
+
+
+def check_kv_cache(scheme: Any) -> None:
+    """Raise ValueError for a KV cache that is not in FP8 with a scale per layer. A scheme changes nothing by itself."""
+    if scheme is None or scheme == "static":
+        return
+    if not isinstance(scheme, Mapping) or any(scheme.get(key) != value for key, value in KV_CACHE.items()):
+        raise refusal("kv_cache_scheme", scheme, repr(KV_CACHE))
 
 
 def expect(said: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> None:

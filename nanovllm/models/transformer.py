@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.attention.interface import BoundAttention
+from nanovllm.attention.interface import UNSCALED, BoundAttention
 from nanovllm.distributed.group import Group
 from nanovllm.layers.linear import Embedding, Linear, MergedLinear, ScaledEmbedding, SubLayerOutput
 from nanovllm.layers.norm import OffsetRMSNorm, RMSNorm
@@ -51,8 +51,8 @@ class Attention(nn.Module):
         is_power_of_two = self.head_dim & (self.head_dim - 1) == 0  # Triton's vectors have such lengths only
         if fused is not None and isinstance(attend, BoundAttention) and is_power_of_two:
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-            kv, slots = attend.kv[self.layer], attend.meta.slots
-            q = fused(qkv, kv, norms, rotation.rotary.table, rotation.positions, slots, self.eps)  # [T, Hq, D]
+            kv, slots, scales = attend.kv[self.layer], attend.meta.slots, attend.scales[self.layer]
+            q = fused(qkv, kv, norms, rotation.rotary.table, rotation.positions, slots, self.eps, scales)  # [T, Hq, D]
             return attend.read(self.layer, q).flatten(1)
         q, k, v = qkv.split(self.heads, dim=1)  # views
         if self.q_norm is not None and self.k_norm is not None:
@@ -137,6 +137,7 @@ class Transformer(nn.Module):
             self.rotary = TwoRotaryEmbeddings(rotary, local)
             layers = (GemmaLayer(c, i, group) for i in range(c.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
+        self.kv_scales = [UNSCALED] * c.num_hidden_layers  # of each layer; a checkpoint may have others
         self.norm = make_norm(c, c.hidden_size)
         if not c.tie_word_embeddings:
             self.lm_head = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype)

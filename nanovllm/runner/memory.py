@@ -24,10 +24,10 @@ CANDIDATES = 4096  # per row of logits that there is room for, see kernels/fused
 CONTEXT = GIB  # the most that counts as CUDA's own memory of this process: the driver tells only the sum of all
 
 
-def block_bytes(model: ModelConfig, block_size: int) -> int:
-    """Bytes of one KV block over all layers of a model: keys and values."""
+def block_bytes(model: ModelConfig, block_size: int, fp8: bool = False) -> int:
+    """Bytes of one KV block over all layers of a model: keys and values, in the model's dtype or in FP8."""
     values = 2 * model.num_hidden_layers * block_size * model.num_key_value_heads * model.head_dim
-    return values * model.dtype.itemsize
+    return values * (1 if fp8 else model.dtype.itemsize)
 
 
 def graph_bytes(sizes: StepSizes, model: ModelConfig) -> int:
@@ -78,7 +78,8 @@ def num_kv_blocks(
     assert config.kvcache_block_size is not None
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    each = sum(block_bytes(m, config.kvcache_block_size) for m in (model, draft) if m is not None)
+    size, fp8 = config.kvcache_block_size, config.fp8_kv_cache
+    each = sum(block_bytes(m, size, fp8) for m in (model, draft) if m is not None)
     if device.type == "cpu":
         available, knob = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib}"
     else:

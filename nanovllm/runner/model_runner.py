@@ -72,7 +72,8 @@ class ModelRunner:
         self.speculates = speculation is not None
 
         # Models: the target, and a draft if a model guesses. Each rank has the whole draft
-        self.target = DeviceModel(loaded.model, config.attention_backend, block_size, device)
+        how = config.attention_backend, block_size, device, config.fp8_kv_cache
+        self.target = DeviceModel(loaded.model, *how)
         self.backend, self.vocab_size = self.target.backend, loaded.config.vocab_size
         draft: DeviceModel | None = None
         if speculation is not None and speculation.model is not None:
@@ -80,7 +81,7 @@ class ModelRunner:
             weights = load_model(
                 speculation.model, device=device, dtype=dtype, max_model_len=length, load_format=config.load_format
             )
-            draft = DeviceModel(weights.model, config.attention_backend, block_size, device)
+            draft = DeviceModel(weights.model, *how)
         models = [model for model in (self.target, draft) if model is not None]
         self.window = reach([window for model in models for window in model.config.windows])
         if recorder is None and device.type == "cuda" and self.backend.capturable and not config.enforce_eager:

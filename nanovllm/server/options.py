@@ -98,7 +98,7 @@ ENGINE: dict[str, Callable[[str], Any]] = {
     "speculative": json_object,
     "generation_config": str,
 }
-ALSO_ENGINE = "device", "dtype", "quantization", "attention_backend"  # which other commands have, too
+ALSO_ENGINE = "device", "dtype", "quantization", "kv_cache_dtype", "attention_backend"  # which other commands have, too
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

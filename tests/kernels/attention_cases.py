@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.attention.interface import AttentionBackend, AttentionMetadata, Shared
+from nanovllm.attention.interface import UNSCALED, AttentionBackend, AttentionMetadata, KVScales, Shared
+from nanovllm.attention.torch_ref import FP8, to_fp8
 
 if TYPE_CHECKING:
     from nanovllm.kernels.attention.paged_tile import PagedInputs
@@ -27,6 +28,7 @@ class Case:
     scale: float
     expected: torch.Tensor  # [T, Hq, D] float64
     window: int = 0
+    scales: KVScales = UNSCALED
 
 
 def make_case(
@@ -40,7 +42,9 @@ def make_case(
     device: str = "cpu",
     seed: int = 0,
     window: int = 0,
+    scales: KVScales | None = None,
 ) -> Case:
+    """scales: of a cache in FP8. The answer is then that of the rounded keys and values. None: a cache in `dtype`."""
     random = torch.Generator(device).manual_seed(seed)
     scale = head_dim**-0.5
 
@@ -52,16 +56,21 @@ def make_case(
     shuffled = torch.randperm(num_blocks, generator=random, device=device).int()
     nobodys = shuffled[-1].item()
     table = torch.full((len(lengths), max(needed) + 1), nobodys, dtype=torch.int32, device=device)
-    kv = torch.full((2, num_blocks + 1, block_size, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
+    shape = 2, num_blocks + 1, block_size, num_kv_heads, head_dim
+    kv = torch.full(shape, float("nan"), device=device).to(dtype if scales is None else FP8)
     queries, slots, expected = [], [], []
     for s, (query_len, context) in enumerate(lengths):
         table[s, : needed[s]] = shuffled[sum(needed[:s]) : sum(needed[: s + 1])]
         position = torch.arange(context, device=device)
         slot = table[s, position // block_size].long() * block_size + position % block_size
         q, k, v = normal(query_len, num_kv_heads * group), normal(context, num_kv_heads), normal(context, num_kv_heads)
+        stored = [k, v]
+        if scales is not None:
+            stored = [to_fp8(part, scale) for part, scale in zip(stored, scales, strict=True)]
+            k, v = (part.double() * scale for part, scale in zip(stored, scales, strict=True))
         seen = max(0, context - query_len + 1 - window) if window else 0  # the first key that is
-        kv[0].view(-1, num_kv_heads, head_dim)[slot[seen:]] = k[seen:]
-        kv[1].view(-1, num_kv_heads, head_dim)[slot[seen:]] = v[seen:]
+        for part, new in zip(kv, stored, strict=True):
+            as_bytes(part).view(-1, num_kv_heads, head_dim)[slot[seen:]] = as_bytes(new[seen:])
         queries.append(q)
         slots.append(slot[context - query_len :])
         expected.append(attention_float64(q, k, v, scale, window))
@@ -75,15 +84,21 @@ def make_case(
         max_query_len=max(query_lens),
         max_context_len=max(context for _, context in lengths),
     )
-    return Case(torch.cat(queries), kv, meta, scale, torch.cat(expected), window)
+    return Case(torch.cat(queries), kv, meta, scale, torch.cat(expected), window, scales or UNSCALED)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of FP8 as bytes, which PyTorch can index everywhere."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 def paged_inputs(case: Case, out: torch.Tensor) -> "PagedInputs":
     """The case as a kernel takes it. Needs Triton."""
     from nanovllm.kernels.attention.paged_tile import PagedInputs
 
-    meta = case.meta
-    return PagedInputs(case.q, case.kv, meta.block_table, meta.query_start, meta.context_len, case.scale, out)
+    tables = case.meta.block_table, case.meta.query_start, case.meta.context_len
+    v_scale = case.scales.v if case.kv.dtype == FP8 else None
+    return PagedInputs(case.q, case.kv, *tables, case.scale * case.scales.k, out, v_scale)
 
 
 def as_single_tokens(case: Case) -> Case:
@@ -124,7 +139,7 @@ def check(backend: AttentionBackend, case: Case, tolerance: float) -> None:
     Asked as by the second layer of a step, which finds in `shared` what the first one has worked out.
     """
     shared: Shared = {}
-    asked = case.q, case.kv, case.meta, case.scale, shared, case.window
+    asked = case.q, case.kv, case.meta, case.scale, shared, case.window, case.scales
     first = backend.attend(*asked)
     out = backend.attend(*asked) if case.q.is_cuda else first
     assert torch.equal(out, first)

@@ -25,6 +25,7 @@ from benchmarks.kernels.contest import Call
 from benchmarks.kernels.trials import CONTESTS
 from nanovllm.engine.plan import Scheduled, Scored, StepMasks, StepPlan
 from nanovllm.graphs.cuda_graph import Step
+from nanovllm.kernels import has_fp8
 from nanovllm.kernels.attention.paged_decode import decode_config
 from nanovllm.kernels.cards import user_file
 from nanovllm.runner import warm_up
@@ -50,6 +51,7 @@ MODELS = {
     "Qwen3-8B-FP8": json.loads((SHAPES / "Qwen3-8B/config.json").read_text()) | {"quantization_config": BLOCK},
     "Qwen3-30B-A3B": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text()),
 }
+KV_IN_FP8 = "Qwen3-0.6B", "Gemma-3-1B"  # of these the kernels for a KV cache in FP8 are compiled, too
 ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_specialized_prefill_kernel")
 IN_FP8 = ("_widening_linear_kernel", "_block_linear_kernel", "_quantise_tokens_kernel")
 OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel")
@@ -71,14 +73,16 @@ def one_of_each(noted: Sequence[Variant], names: Sequence[str] | None = None) ->
 def compiled(gpu: AbsentGpu) -> dict[str, Any]:
     """Usage by model and kernel. For all models but the first, of attention and experts alone."""
     found: dict[str, Any] = {}
-    for model, raw in MODELS.items():
-        before = len(gpu.noted)
-        with OnMeta():
-            start(raw, recorder=lambda step: step, max_num_seqs=64)  # nothing is recorded that was not rehearsed
+    kinds = [(model, "auto") for model in MODELS] + [(model, "fp8") for model in KV_IN_FP8 if has_fp8(GPU)]
+    for model, kind in kinds:
+        raw, before = MODELS[model], len(gpu.noted)
+        with OnMeta():  # nothing is recorded that was not rehearsed
+            start(raw, recorder=lambda step: step, max_num_seqs=64, kv_cache_dtype=kind)
         of_model = one_of_each(gpu.noted[before:], (*ATTENTION, *IN_FP8, *OF_EXPERTS) if found else None)
         for i, variant in enumerate(of_model):
-            config = decode_config(GPU, raw["head_dim"], 2)
-            found[f"{model}, {variant.name} {i}"] = variant.compile()._asdict() | {"programs": config.programs_per_sm}
+            config = decode_config(GPU, raw["head_dim"], 2 if kind == "auto" else 1)
+            used = variant.compile()._asdict() | {"programs": config.programs_per_sm}
+            found[f"{model} {kind}, {variant.name} {i}"] = used
     return found
 
 

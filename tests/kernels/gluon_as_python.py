@@ -94,7 +94,8 @@ BARRIERS = types.SimpleNamespace(
 
 
 class Cache:
-    """What TMA reads [Hkv, 2 * slots, D], in fp32 though the kernel counts two bytes an element.
+    """What TMA reads [Hkv, 2 * slots, D], in fp32 though the kernel counts two bytes an element; of a cache in FP8 the
+    words [Hkv, 2 * slots, D / 2] int16.
 
     Until somebody waits for the predecessor it holds what was there before the step.
     """
@@ -112,6 +113,21 @@ class Cache:
         self.early_boxes += not self.waited
         memory.tile.copy_((self.after if self.waited else self.before)[head : head + heads, slot : slot + keys])
         bar.happens(False, -2 * memory.tile.numel())
+
+
+def numbers(words: torch.Tensor) -> torch.Tensor:
+    """words [..., W] int16 -> the numbers in FP8 that they are made of [..., 2 W], in float32"""
+    return words.contiguous().view(torch.float8_e4m3fn).float()
+
+
+def widen_keys(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[HEADS, D / 2, KEYS] int16 -> twice the same shape, in the order that the kernel says"""
+    fours = numbers(words.mT).unflatten(-1, (-1, 2, 2))  # [HEADS, KEYS, D / 4, first or second half, 2]
+    return tuple(fours[..., half, :].flatten(-2).mT for half in (0, 1))
+
+
+def widen_values(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return numbers(words)[..., ::2], numbers(words)[..., 1::2]
 
 
 def tuple_of(*arguments: object) -> tuple[object, ...]:
@@ -133,6 +149,7 @@ def as_python(name: str, program: tuple[int, int], cache: Cache) -> Any:
     names = {
         "gl": language, "mbarrier": BARRIERS, "tma": types.SimpleNamespace(async_copy_global_to_shared=cache.bring),
         "mma_v2": lambda a, b, acc: acc + a @ b, "float": float, "range": range, "gdc_wait": cache.wait,
+        "widen_keys": widen_keys, "widen_values": widen_values, "in_fp16": lambda q: q,
     }  # fmt: skip
     names["_piece"] = types.FunctionType(kernels._piece.fn.__code__, names)
     return types.FunctionType(getattr(kernels, name).fn.__code__, names)

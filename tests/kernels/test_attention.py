@@ -240,6 +240,10 @@ def test_boxes_lie_in_one_block() -> None:
         (128, 2, 256, False, False),
         (256, 2, 256, True, False),
         (128, 4, 256, True, False),
+        (128, 1, 64, True, True),
+        (64, 1, 64, True, True),
+        (64, 1, 32, True, False),
+        (128, 1, 256, False, False),
     ],
 )
 def test_when_keys_come_by_tma(head_dim: int, element_size: int, block_size: int, hopper: bool, tma: bool) -> None:

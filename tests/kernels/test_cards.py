@@ -55,7 +55,7 @@ def test_every_kernel_fits(capability: int) -> None:
         if "_prefill_kernel" in kernel or "_decode_kernel" in kernel or "_ring_kernel" in kernel:
             # The layout by TMA keeps for the end what it spills; measured on an H200 it is the fastest all the same.
             assert used["stack"] <= (128 if capability == 90 else 0), (kernel, used)
-    names = {kernel.split()[1] for kernel in found}
+    names = {kernel.split()[2] for kernel in found}
     assert len(names) >= 14, names
     assert set(OF_EXPERTS) <= names and sum("_grouped_linear_kernel" in kernel for kernel in found) == (
         8 if capability == 90 else 4
@@ -85,6 +85,7 @@ def test_every_kernel_fits(capability: int) -> None:
         (90, {"model": "Qwen3-30B-A3B", "enforce_eager": True, "max_num_seqs": 70}),
         (90, {"model": "Qwen3-8B-FP8", "max_num_seqs": 70}),
         (89, {"quantization": "fp8", "enforce_eager": True, "max_num_seqs": 70}),
+        (90, {"kv_cache_dtype": "fp8", "speculative": {"method": "ngram", "k": 3}, "max_num_seqs": 50}),
         (90, {"model": "Gemma-3-1B", "speculative": {"method": "ngram", "k": 2}, "max_num_seqs": 24}),
     ],
 )
@@ -125,9 +126,18 @@ def test_no_request_waits_for_a_compiler_on_a_tuned_card(tmp_path: Path) -> None
         {"model": "Qwen3-30B-A3B", "raw": {"mlp_only_layers": [0, 1, 4]}, "max_num_seqs": 8, "max_model_len": 300},
         {"model": "Gemma-3-1B", "max_num_seqs": 8, "max_model_len": 1003},
         {"model": "Qwen3-8B-FP8", "max_num_seqs": 8, "max_model_len": 300},
+        {"kv_cache_dtype": "fp8", "max_num_seqs": 24, "max_model_len": 300},
         {"model": "Qwen3-8B-FP8", "left": ["layers.4.mlp.down"], "max_num_seqs": 8, "max_model_len": 300},
     ],
-    ids=["dense", "guesses", "some layers with experts", "some layers with windows", "FP8", "FP8 in some layers"],
+    ids=[
+        "dense",
+        "guesses",
+        "some layers with experts",
+        "some layers with windows",
+        "FP8",
+        "KV in FP8",
+        "FP8 in some layers",
+    ],
 )
 def test_nothing_is_recorded_that_was_not_rehearsed(options: dict[str, Any]) -> None:
     """Kernels would be loaded in a recording, and libraries set up, which no recording survives. A rehearsal with few

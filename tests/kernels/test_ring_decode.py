@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.attention import triton_backend
+from nanovllm.attention.interface import KVScales
 from nanovllm.attention.triton_backend import HopperKernels, TritonBackend
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs.decode_steps import DecodeSteps
@@ -28,9 +29,10 @@ from nanovllm.kernels.attention.paged_decode import DecodeWorkspace, merge_piece
 from nanovllm.kernels.attention.paged_tile import LOG2_E
 from nanovllm.kernels.hopper import ring_decode as kernels
 from nanovllm.kernels.hopper.ring_decode import RingLayout, ring_layout
-from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, make_case, paged_inputs
+from tests.kernels.attention_cases import Case, Lengths, as_bytes, as_single_tokens, make_case, paged_inputs
 from tests.kernels.gluon_as_python import Barrier, Bars, Cache, Memory, Pointer, as_python
 
+FP8 = torch.float8_e4m3fn
 ROOT = Path(__file__).parents[2]
 NUM_KV_HEADS = 4
 
@@ -39,10 +41,10 @@ NUM_KV_HEADS = 4
 
 def layout_of(
     num_sequences: int = 16, group: int = 2, num_kv_heads: int = 8, head_dim: int = 128, block_size: int = 256,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None,
 ) -> RingLayout | None:  # fmt: skip
     q = torch.empty(num_sequences, num_kv_heads * group, head_dim, dtype=dtype, device="meta")
-    kv = torch.empty(2, 9, block_size, num_kv_heads, head_dim, dtype=dtype, device="meta")
+    kv = torch.empty(2, 9, block_size, num_kv_heads, head_dim, dtype=kv_dtype or dtype, device="meta")
     return ring_layout(q, kv, num_sequences)
 
 
@@ -116,6 +118,9 @@ CASES: list[tuple[Lengths, int, int]] = [  # lengths, pieces, group
 def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: torch.Tensor) -> int:
     """Compare with the answer. before: `case.kv` as it was before the step. How many boxes were ordered early."""
     meta, block_size = case.meta, case.kv.shape[2]
+    in_fp8 = case.kv.dtype == FP8
+    words = 32 if in_fp8 else 64
+    pages = [kv.view(torch.int16) if in_fp8 else kv for kv in (before, case.kv)]
     queries = 16 // group if meta.max_query_len > 1 else 1
     workspace = DecodeWorkspace.allocate(pieces, queries, case.q.shape[1], 64, case.q.device)
     for part in (workspace.m, workspace.denom, workspace.acc):
@@ -131,24 +136,25 @@ def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: tor
     }  # fmt: skip
     early_boxes = 0
     for program in ((heads, piece) for heads in range(NUM_KV_HEADS // layout.heads) for piece in range(pieces)):
-        shape = layout.heads, layout.keys, 64
-        k, v = (torch.full((layout.stages, *shape), float("nan")) for _ in range(2))
+        shape = layout.stages, layout.heads, layout.keys, words
+        k, v = (torch.full(shape, -7 if in_fp8 else float("nan"), dtype=pages[0].dtype) for _ in range(2))
         full = Bars(Barrier() for _ in range(layout.stages))
         empty = Bars(Barrier(*places) for places in zip(k, v, strict=True))
-        cache = Cache(*(kv.view(-1, NUM_KV_HEADS, 64).transpose(0, 1) for kv in (before, case.kv)))
+        cache = Cache(*(page.view(-1, NUM_KV_HEADS, words).transpose(0, 1) for page in pages))
         order = as_python("_produce", program, cache)
         arguments = (
             cache, Memory(k), Memory(v), full, empty,
             pointer["table"], pointer["start"], pointer["context"], pointer["plan"],
             case.kv.stride(0) // (NUM_KV_HEADS * 64), meta.block_table.stride(0),
-            layout.heads, block_size, layout.keys, 64, layout.stages, True,
+            layout.heads, block_size, layout.keys, words, layout.stages, True,
         )  # fmt: skip
         side = threading.Thread(target=order, args=arguments, daemon=True)
         side.start()
         as_python("_consume", program, Cache(before, case.kv))(
             *(pointer[name] for name in ("q", "out", "m", "denom", "acc")), Memory(k), Memory(v), full, empty,
-            pointer["start"], pointer["context"], pointer["plan"], case.scale * LOG2_E, case.q.stride(0),
-            NUM_KV_HEADS, layout.heads, group, 64, queries, layout.keys, layout.stages, True,
+            pointer["start"], pointer["context"], pointer["plan"], case.scale * case.scales.k * LOG2_E,
+            case.scales.v if in_fp8 else None, case.q.stride(0),
+            NUM_KV_HEADS, layout.heads, group, 64, queries, layout.keys, words, layout.stages, True,
         )  # fmt: skip
         side.join(timeout=20)
         assert not side.is_alive()
@@ -161,7 +167,8 @@ def emulate(case: Case, pieces: int, group: int, layout: RingLayout, before: tor
 
 def before_the_step(case: Case) -> torch.Tensor:
     kv = case.kv.clone()
-    kv.flatten(1, 2)[:, case.meta.slots] = float("nan")
+    nan = torch.full((), float("nan")).to(kv.dtype)
+    as_bytes(kv).flatten(1, 2)[:, case.meta.slots] = as_bytes(nan)
     return kv
 
 
@@ -175,6 +182,16 @@ def test_what_it_computes(lengths: Lengths, pieces: int, group: int, block_size:
     case = make_case(lengths, group=group, num_kv_heads=NUM_KV_HEADS, head_dim=64, block_size=block_size)
     early_boxes = emulate(case, pieces, group, layout, before_the_step(case))
     assert bool(early_boxes) == any(context - n >= layout.keys for n, context in lengths)
+
+
+@pytest.mark.parametrize(("lengths", "pieces", "group"), CASES)
+def test_what_it_computes_in_fp8(lengths: Lengths, pieces: int, group: int) -> None:
+    """Two numbers are one word on their way; queries in the order of the keys that were widened together."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the GPU here; test_fp8_kv.py covers it")
+    shape = {"group": group, "num_kv_heads": NUM_KV_HEADS, "head_dim": 64, "block_size": 32}
+    case = make_case(lengths, scales=KVScales(0.3, 2.7), **shape)
+    emulate(case, pieces, group, RingLayout(16, 4, 3, 1), before_the_step(case))
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 7])
@@ -203,6 +220,8 @@ COMPILED: list[tuple[int, int, int, int, int, str, bool]] = [
     (128, 8, 2, 256, 1, "bf16", False),
     (128, 4, 8, 32, 2, "fp16", True),
     (64, 8, 4, 256, 4, "bf16", True),
+    (128, 8, 2, 256, 1, "fp8", True),
+    (64, 4, 8, 64, 2, "fp8", False),
 ]
 
 
@@ -222,23 +241,29 @@ def compile_case(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = kernels._ring_kernel
-    keys, heads, stages = 32, 4, kernels.RING_BYTES // (2 * 4 * 32 * head_dim * 2)
+    in_fp8 = dtype == "fp8"
+    layout = layout_of(16, group, num_kv_heads, head_dim, block_size, kv_dtype=FP8 if in_fp8 else None)
+    assert layout is not None
+    keys, heads, stages = layout.keys, layout.heads, layout.stages
+    words, element, dtype = (head_dim // 2, "i16", "bf16") if in_fp8 else (head_dim, dtype, dtype)
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "HEADS": heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size,
-        "QUERIES": queries, "KEYS": keys, "STAGES": stages, "REGISTERS": kernels.PRODUCER_REGISTERS,
+        "QUERIES": queries, "KEYS": keys, "WORDS": words, "STAGES": stages, "REGISTERS": kernels.PRODUCER_REGISTERS,
         "PDL": early,
     }  # fmt: skip
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
-        "q_ptr": f"*{dtype}", "kv_desc": f"tensordesc<{dtype}{[heads, keys, head_dim]},{kernels.BOX!r}>",
+        "q_ptr": f"*{dtype}", "kv_desc": f"tensordesc<{element}{[heads, keys, words]},{kernels.BOXES[words]!r}>",
         "out_ptr": f"*{dtype}", "m_ptr": "*fp32", "denom_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32",
+        "v_scale": "fp32",
         **dict.fromkeys(("block_table_ptr", "query_start_ptr", "context_len_ptr", "piece_ptr"), "*i32"),
     }  # fmt: skip
+    constants |= {} if in_fp8 else {"v_scale": None}
     signature |= dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = "q_ptr", "out_ptr", "m_ptr", "denom_ptr", "acc_ptr", "piece_ptr", "q_stride", "v_slot"
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": heads, "launch_pdl": early, "maxnreg": kernels.MAX_REGISTERS}
+    options = {"num_warps": heads, "launch_pdl": early, "maxnreg": layout.max_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptxas = Path(nvidia.__path__[0]) / "bin" / "ptxas"
     command = [str(ptxas), "-v", "-arch=sm_90a", "-", "-o", os.devnull]

@@ -37,7 +37,7 @@ def test_the_command_line_beats_the_environment_beats_the_file_beats_the_default
 def test_every_option_may_come_from_everywhere(tmp_path: Path) -> None:
     """With the same value as on the command line."""
     given: dict[str, Any] = {
-        "model": "a/b", "device": "cpu", "dtype": "float32", "quantization": "fp8",
+        "model": "a/b", "device": "cpu", "dtype": "float32", "quantization": "fp8", "kv_cache_dtype": "fp8",
         "attention_backend": "torch_ref", "max_model_len": 5, "max_num_seqs": 6, "max_num_batched_tokens": 7,
         "num_kv_blocks": 8, "gpu_memory_utilization": 0.5,
         "kv_cache_gib": 0.25, "tensor_parallel_size": 2, "speculative": {"method": "ngram", "k": 2},
@@ -160,9 +160,8 @@ def test_an_empty_variable_is_no_key() -> None:
 
 def test_how_to_guess_is_given_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     args = settled("--speculative", '{"method": "ngram", "k": 2}')
-    assert options.engine_options(args) == {"speculative": args.speculative, "dtype": "auto"} | {
-        "attention_backend": "auto"
-    }
+    said = {"speculative": args.speculative, "dtype": "auto", "kv_cache_dtype": "auto", "attention_backend": "auto"}
+    assert options.engine_options(args) == said
     assert EngineConfig(speculative=args.speculative).speculation == Speculation(method="ngram", k=2, n=3)
     for wrong in "ngram", "3":
         with pytest.raises(SystemExit):

@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.attention.paged_tile import (
     LOG2_E,
     PagedInputs,
+    as_computed,
     ask_for_keys,
     attend_keys,
     keys_per_tile,
@@ -107,7 +108,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
 )
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr,
-    scale, q_stride, v_offset, table_stride,
+    scale, v_scale, q_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr, PREFETCHED: tl.constexpr,
     WINDOW: tl.constexpr, PDL: tl.constexpr,
@@ -149,10 +150,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         token = (query_start + query).to(tl.int64)
         q = tl.load(q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=used[:, None], other=0.0)
         m, denom, acc = attend_keys(
-            q, kv_ptr, v_offset, block_table_ptr + sequence * table_stride,
+            as_computed(q, kv_ptr), kv_ptr, v_offset, block_table_ptr + sequence * table_stride,
             (tile - start) * KEYS, (stop - start) * KEYS, context_len, kv_head, position, context_len - query_len,
             scale, ROWS, HEAD_DIM, token_stride, BLOCK_SIZE, KEYS, WINDOW,
         )  # fmt: skip
+        if v_scale is not None:
+            acc *= v_scale
 
         if (tile == begin) & (stop == end):
             offset = (token * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
@@ -299,7 +302,7 @@ def paged_decode(
             than the last kernel that was launched without overlap.
         window: keys that a query sees at most, its own included; 0 is no limit.
     """
-    q, kv, block_table, query_start, context_len, scale, out = inputs
+    q, kv, block_table, query_start, context_len, scale, out, v_scale = inputs
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     num_heads = q.shape[1]
     pieces, _, queries, _ = workspace.m.shape
@@ -307,10 +310,10 @@ def paged_decode(
     early = overlap and overlaps_launches(q.device)
     _decode_kernel[(num_kv_heads, pieces)](
         q, kv, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len,
-        plan, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
+        plan, scale * LOG2_E, v_scale, q.stride(0), kv.stride(0), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, QUERIES=queries,
         ROWS=max(16, triton.next_power_of_2(queries * group)), KEYS=config.keys,
-        LINES=max(1, head_dim * q.element_size() // CACHE_LINE), PREFETCHED=PREFETCHED_TILES, WINDOW=window,
+        LINES=max(1, head_dim * kv.element_size() // CACHE_LINE), PREFETCHED=PREFETCHED_TILES, WINDOW=window,
         PDL=early, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=early,
     )  # fmt: skip
     merge_pieces(inputs, workspace, plan, config.keys, window)

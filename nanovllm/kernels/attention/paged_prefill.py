@@ -30,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.kernels.attention.paged_tile import (
     LOG2_E,
     PagedInputs,
+    as_computed,
     attend_tile,
     keys_per_tile,
     locate,
@@ -101,7 +102,7 @@ def _masked_tiles(  # type: ignore[no-untyped-def]
 )
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv_ptr, kv_boxes, out_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
-    first_sequence, num_sequences, scale, q_stride, v_offset, table_stride,
+    first_sequence, num_sequences, scale, v_scale, q_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
     TMA: tl.constexpr, WINDOW: tl.constexpr,
@@ -131,6 +132,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     position = before + row // GROUP
     token = (query_start + query).to(tl.int64)
     q = tl.load(q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=used, other=0.0)  # [ROWS, D]
+    q = as_computed(q, kv_ptr)
 
     m = tl.full([ROWS], -1e30, tl.float32)
     denom = tl.zeros([ROWS], tl.float32)
@@ -165,6 +167,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
     offset = (token * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+    if v_scale is not None:
+        acc *= v_scale
     out = (acc / denom[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offset[:, None] + dim[None, :], out, mask=used)
 
@@ -176,7 +180,7 @@ def paged_prefill(inputs: PagedInputs, config: PrefillConfig, *, first_sequence:
     window: keys that a query sees at most, its own included; 0 is no limit.
     Raises ValueError if tiles come by TMA and a block is smaller than one.
     """
-    q, kv, block_table, query_start, context_len, scale, out = inputs
+    q, kv, block_table, query_start, context_len, scale, out, v_scale = inputs
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     group = q.shape[1] // num_kv_heads
     queries = config.rows // group
@@ -191,7 +195,7 @@ def paged_prefill(inputs: PagedInputs, config: PrefillConfig, *, first_sequence:
     most_tiles = (q.shape[0] - first_sequence) // queries + num_sequences
     _prefill_kernel[(num_kv_heads, most_tiles)](
         q, kv, boxes, out, block_table, query_start, context_len,
-        first_sequence, num_sequences, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
+        first_sequence, num_sequences, scale * LOG2_E, v_scale, q.stride(0), kv.stride(0), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         QUERIES=queries, ROWS=config.rows, KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences),
         TMA=config.tma, WINDOW=window, num_warps=config.num_warps, num_stages=config.num_stages,

@@ -3,6 +3,10 @@
 Triton compiles a kernel anew when an integer argument or a pointer is divisible by 16 for the first time, or no longer.
 Arguments that differ from step to step (the number of sequences, where a slice of the step's packed integers begins)
 are therefore kept out of this specialisation by every kernel: no request should wait for a compiler.
+
+*A cache in FP8* (e4m3) is widened in registers. Products are then in fp16, also if the queries are bf16: Hopper has an
+instruction from FP8 to fp16, which is exact, and none to bf16. The scale of the keys is part of that of the scores. The
+scale of the values is applied once, to the sum of a piece.
 """
 
 from typing import NamedTuple
@@ -27,6 +31,7 @@ class PagedInputs(NamedTuple):
     context_len: Tensor  # [S] int32, at least 1 each: the keys that the last query of a sequence sees
     scale: float  # what scores are multiplied with
     out: Tensor  # [T, Hq, D], contiguous
+    v_scale: float | None = None  # of a cache in FP8: what values are multiplied with. That of keys is in `scale`
 
 
 def keys_per_tile(head_dim: int, element_size: int, tile_bytes: int) -> int:
@@ -80,14 +85,26 @@ def token_offsets(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def as_computed(q, kv_ptr):  # type: ignore[no-untyped-def]
+    """The queries in the dtype of the products: fp16 in the place of bf16, if the cache is in FP8."""
+    if kv_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        wide = q.to(tl.float32)
+        wide = tl.where(wide > 65504.0, 65504.0, tl.where(wide < -65504.0, -65504.0, wide))  # NaN stays NaN
+        q = wide.to(tl.float16)
+    return q
+
+
+@triton.jit
 def attend_tile(q, k, v, visible, scale, m, denom, acc, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
     """One step of online softmax: a tile of keys joins the running maximum, sum and weighted sum of values.
 
-    q [ROWS, D], k and v [KEYS, D], visible [ROWS, KEYS]; m and denom [ROWS] and acc [ROWS, D] in fp32. `m` starts
-    finite, so that a row which sees no key of a tile keeps its zeros: exp2(-inf - m) is 0, but exp2(-inf + inf) is NaN.
-    Scaling by a positive number commutes with the maximum, so the scaling is part of the multiply-add before the
-    exponential.
+    q [ROWS, D], k and v [KEYS, D] in the dtype of q or in FP8, visible [ROWS, KEYS]; m, denom [ROWS] and acc [ROWS, D]
+    in fp32. `m` starts finite, so that a row which sees no key of a tile keeps its zeros: exp2(-inf - m) is 0, but
+    exp2(-inf + inf) is NaN. Scaling by a positive number commutes with the maximum, so the scaling is part of the
+    multiply-add before the exponential.
     """
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         score = tl.where(visible, score, float("-inf"))

@@ -27,6 +27,7 @@ a tile counts as old only if all its keys were written by earlier steps, and the
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,12 +38,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.attention.paged_decode import FEW_SEQUENCES, MAX_ROWS, DecodeConfig, DecodeWorkspace, merge_pieces
 from nanovllm.kernels.attention.paged_tile import LOG2_E, PagedInputs
+from nanovllm.kernels.hopper.widen import in_fp16, widen_keys, widen_values
 from nanovllm.kernels.launch import overlaps_launches
 
 RING_BYTES = 192 * 1024  # of shared memory, for the tiles of all programs of a multiprocessor
 MAX_REGISTERS = 160  # of a thread. The compiler would take all, and no other kernel could begin beside this one
 PRODUCER_REGISTERS = 24  # of a thread of the producer: the fewest that there are
-BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+BOXES = {
+    words: gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * words), element_bitwidth=16, rank=3)
+    for words in (32, 64, 128)
+}  # by the 16-bit words of a key
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,12 @@ def ring_layout(q: Tensor, kv: Tensor, num_sequences: int) -> RingLayout | None:
     (`benchmarks/results/kernels.h200.json` has four).
     """
     _, _, block_size, num_kv_heads, head_dim = kv.shape
-    keys, heads = 32, 4
+    keys, heads = 64 // kv.element_size(), 4
     fits = head_dim in (64, 128) and q.element_size() == 2 and block_size >= keys
     dealt_out = num_kv_heads % heads == 0 and q.shape[1] // num_kv_heads <= MAX_ROWS
     if num_sequences < FEW_SEQUENCES or not fits or not dealt_out:
         return None
-    return RingLayout(keys, heads, RING_BYTES // (2 * heads * keys * head_dim * q.element_size()), 1, MAX_REGISTERS)
+    return RingLayout(keys, heads, RING_BYTES // (2 * heads * keys * head_dim * kv.element_size()), 1, MAX_REGISTERS)
 
 
 @gluon.jit
@@ -90,7 +95,7 @@ def _piece(piece_ptr):  # type: ignore[no-untyped-def]
 def _produce(  # type: ignore[no-untyped-def]
     kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr, v_slot,
     table_stride,
-    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Order all tiles of the piece, each as soon as its stage is free."""
@@ -116,7 +121,7 @@ def _produce(  # type: ignore[no-untyped-def]
                     gdc_wait()
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), free)
-            mbarrier.expect(bar, 2 * KEYS * HEADS * HEAD_DIM * 2)
+            mbarrier.expect(bar, 2 * KEYS * HEADS * WORDS * 2)
             tma.async_copy_global_to_shared(kv_desc, [first_head, slot, 0], bar, k_ring.index(stage))
             tma.async_copy_global_to_shared(kv_desc, [first_head, slot + v_slot, 0], bar, v_ring.index(stage))
             ordered += 1
@@ -132,13 +137,14 @@ def _produce(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
     q_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, query_start_ptr, context_len_ptr, piece_ptr,
-    scale, q_stride,
+    scale, v_scale, q_stride,
     NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Each warp has one KV head, whose query heads (and queries) are the 16 rows of its products."""
     ROWS: gl.constexpr = 16
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
+    FP8: gl.constexpr = WORDS < HEAD_DIM
     A: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [HEADS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, A, 2)
@@ -149,10 +155,13 @@ def _consume(  # type: ignore[no-untyped-def]
     kv_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None]
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP  # [HEADS, ROWS]
-    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
+    dim = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
     q_row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))[None, :, None]
     q_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
-    q_dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
+    q_dim = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
+    if FP8:  # a word has two dimensions, and two words of keys are widened together: see `widen_keys`
+        dim = 2 * dim
+        q_dim = q_dim // 2 * 4 + q_dim % 2
     q_offset = (q_head * GROUP + q_row % GROUP) * HEAD_DIM + q_dim
     key_of_score = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
     key_of_v = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
@@ -171,15 +180,24 @@ def _consume(  # type: ignore[no-untyped-def]
         q_used = (q_row < QUERIES * GROUP) & (q_row // GROUP < query_len)
         q_token = (query_start + q_row // GROUP).to(gl.int64)
         q = gl.load(q_ptr + q_token * q_stride + q_offset, mask=q_used, other=0.0)
+        if FP8:
+            q = in_fp16(q)
+            q_rest = in_fp16(gl.load(q_ptr + q_token * q_stride + q_offset + 2, mask=q_used, other=0.0))
         m = gl.full([HEADS, ROWS], -1e30, gl.float32, gl.SliceLayout(2, A))
         denom = gl.zeros([HEADS, ROWS], gl.float32, gl.SliceLayout(2, A))
-        acc = gl.zeros([HEADS, ROWS, HEAD_DIM], gl.float32, A)
+        acc = gl.zeros([HEADS, ROWS, WORDS], gl.float32, A)
+        if FP8:
+            acc_odd = gl.zeros([HEADS, ROWS, WORDS], gl.float32, A)  # of the odd dimensions
         for i in range(tile, stop):
             start = (i - begin) * KEYS
             mbarrier.wait(full.index(stage), phase)
-            k = k_ring.index(stage).permute((0, 2, 1)).load(RIGHT)  # [HEADS, D, KEYS]
-            score = mma_v2(q, k, gl.zeros([HEADS, ROWS, KEYS], gl.float32, A))
-            v = v_ring.index(stage).load(RIGHT)  # [HEADS, KEYS, D]
+            k = k_ring.index(stage).permute((0, 2, 1)).load(RIGHT)  # [HEADS, WORDS, KEYS]
+            score = gl.zeros([HEADS, ROWS, KEYS], gl.float32, A)
+            if FP8:
+                k, k_rest = widen_keys(k)
+                score = mma_v2(q_rest, k_rest, score)
+            score = mma_v2(q, k, score)
+            v = v_ring.index(stage).load(RIGHT)  # [HEADS, KEYS, WORDS]
             mbarrier.arrive(empty.index(stage))
             score = gl.where(start + key_of_score <= position, score, float("-inf"))
             if start + KEYS > context_len:  # beyond it lies anything: a NaN in V would survive p = 0
@@ -188,23 +206,35 @@ def _consume(  # type: ignore[no-untyped-def]
             p = gl.exp2(score * scale - new_m[:, :, None])
             repair = gl.exp2(m - new_m)
             denom = denom * repair + gl.sum(p, 2)
-            acc = mma_v2(gl.convert_layout(p.to(v.dtype), LEFT), v, acc * repair[:, :, None])
+            p = gl.convert_layout(p.to(q.dtype), LEFT)
+            if FP8:
+                v, v_odd = widen_values(v)
+                acc_odd = mma_v2(p, v_odd, acc_odd * repair[:, :, None])
+            acc = mma_v2(p, v, acc * repair[:, :, None])
             m = new_m
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
 
+        if FP8:
+            acc *= v_scale
+            acc_odd *= v_scale
         if (tile == begin) & (stop == end):
             offset = ((query_start + query).to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
             out = acc / denom[:, :, None]
             gl.store(out_ptr + offset[:, :, None] + dim, out.to(out_ptr.dtype.element_ty), mask=used[:, :, None])
+            if FP8:
+                out = (acc_odd / denom[:, :, None]).to(out_ptr.dtype.element_ty)
+                gl.store(out_ptr + offset[:, :, None] + dim + 1, out, mask=used[:, :, None])
         else:
             # A piece can leave two partial results: slot 1 for a sequence that an earlier piece began, else slot 0.
             slot = ((gl.program_id(1) * 2 + (tile > begin).to(gl.int32)) * QUERIES + query) * NUM_HEADS + head
             gl.store(m_ptr + slot, m, mask=used)
             gl.store(denom_ptr + slot, denom, mask=used)
             gl.store(acc_ptr + slot[:, :, None] * HEAD_DIM + dim, acc, mask=used[:, :, None])
+            if FP8:
+                gl.store(acc_ptr + slot[:, :, None] * HEAD_DIM + dim + 1, acc_odd, mask=used[:, :, None])
         tile = stop
         begin = end
         sequence += 1
@@ -216,15 +246,15 @@ def _consume(  # type: ignore[no-untyped-def]
 )
 def _ring_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv_desc, out_ptr, m_ptr, denom_ptr, acc_ptr, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr,
-    scale, q_stride, v_slot, table_stride,
+    scale, v_scale, q_stride, v_slot, table_stride,
     NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    k_ring = gl.allocate_shared_memory(kv_desc.dtype, [STAGES, HEADS, KEYS, HEAD_DIM], kv_desc.layout)
-    v_ring = gl.allocate_shared_memory(kv_desc.dtype, [STAGES, HEADS, KEYS, HEAD_DIM], kv_desc.layout)
+    k_ring = gl.allocate_shared_memory(kv_desc.dtype, [STAGES, HEADS, KEYS, WORDS], kv_desc.layout)
+    v_ring = gl.allocate_shared_memory(kv_desc.dtype, [STAGES, HEADS, KEYS, WORDS], kv_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -234,10 +264,10 @@ def _ring_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_consume, (q_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, query_start_ptr,
-                       context_len_ptr, piece_ptr, scale, q_stride, NUM_KV_HEADS, HEADS, GROUP, HEAD_DIM, QUERIES,
-                       KEYS, STAGES, PDL)),
+                       context_len_ptr, piece_ptr, scale, v_scale, q_stride, NUM_KV_HEADS, HEADS, GROUP, HEAD_DIM,
+                       QUERIES, KEYS, WORDS, STAGES, PDL)),
             (_produce, (kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr,
-                      piece_ptr, v_slot, table_stride, HEADS, BLOCK_SIZE, KEYS, HEAD_DIM, STAGES, PDL)),
+                      piece_ptr, v_slot, table_stride, HEADS, BLOCK_SIZE, KEYS, WORDS, STAGES, PDL)),
         ],
         [1],
         [REGISTERS],
@@ -252,18 +282,21 @@ def ring_decode(
     overlap: as there. Besides, all keys of earlier steps must be older than the last kernel launched without overlap.
     If several sequences are tokens of one row, written in this step, they follow each other in the order of positions.
     """
-    q, kv, block_table, query_start, context_len, scale, out = inputs
+    q, kv, block_table, query_start, context_len, scale, out, v_scale = inputs
     _, num_blocks, block_size, num_kv_heads, head_dim = kv.shape
     pieces, _, queries, num_heads = workspace.m.shape
     heads, keys = layout.heads, layout.keys
     early = overlap and overlaps_launches(q.device)
-    slots = kv.view(-1, num_kv_heads, head_dim).transpose(0, 1)  # [Hkv, slots of K and of V, D]
-    boxes = TensorDescriptor.from_tensor(slots, [heads, keys, head_dim], BOX)
+    words = head_dim * kv.element_size() // 2
+    # Of two numbers in FP8 the copy engine is told that they are one word of 16 bits.
+    slots = kv if words == head_dim else kv.view(torch.int16)
+    slots = slots.view(-1, num_kv_heads, words).transpose(0, 1)  # [Hkv, slots of K and of V, WORDS]
+    boxes = TensorDescriptor.from_tensor(slots, [heads, keys, words], BOXES[words])
     _ring_kernel[(num_kv_heads // heads, pieces)](
         q, boxes, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len, plan,
-        scale * LOG2_E, q.stride(0), num_blocks * block_size, block_table.stride(0),
+        scale * LOG2_E, v_scale, q.stride(0), num_blocks * block_size, block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEADS=heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys, STAGES=layout.stages, REGISTERS=PRODUCER_REGISTERS,
-        PDL=early, num_warps=heads, maxnreg=layout.max_registers, launch_pdl=early,
+        BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys, WORDS=words, STAGES=layout.stages,
+        REGISTERS=PRODUCER_REGISTERS, PDL=early, num_warps=heads, maxnreg=layout.max_registers, launch_pdl=early,
     )  # fmt: skip
     merge_pieces(inputs, workspace, plan, keys)

@@ -44,7 +44,8 @@ def fits(q: Tensor, kv: Tensor) -> bool:
     """Whether the kernel can take q [T, Hq, D] and a cache kv [2, num_blocks, block_size, Hkv, D]."""
     _, _, block_size, num_kv_heads, head_dim = kv.shape
     group = q.shape[1] // num_kv_heads
-    return q.element_size() == 2 and head_dim in (64, 128) and block_size >= KEYS and group in (1, 2, 4, 8, 16)
+    in_16_bits = q.element_size() == 2 == kv.element_size()
+    return in_16_bits and head_dim in (64, 128) and block_size >= KEYS and group in (1, 2, 4, 8, 16)
 
 
 @gluon.jit
@@ -255,7 +256,7 @@ def warp_specialized_prefill(inputs: PagedInputs, taken: Tensor, num_programs: i
         tile of each program, which is its own; and how many programs are done.
     num_programs: at most. Each has a first tile, a long one, even if it starts late.
     """
-    q, kv, block_table, query_start, context_len, scale, out = inputs
+    q, kv, block_table, query_start, context_len, scale, out, _ = inputs
     _, num_blocks, block_size, num_kv_heads, head_dim = kv.shape
     num_tokens, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
