@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--attention-backend", default="auto", help="auto, torch_ref, triton or flash_attn")
         if name != "serve":  # which has it among its own
             sub.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU")
+        sub.add_argument("--enable-expert-parallel", action="store_true", help="each rank has whole experts")
         return sub
 
     def sampling(sub: argparse.ArgumentParser) -> None:
@@ -109,7 +110,8 @@ def parser() -> argparse.ArgumentParser:
 def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
     from nanovllm import LLM  # torch takes seconds, and --help needs none of it
 
-    names = "device", "dtype", "quantization", "attention_backend", "tensor_parallel_size"
+    names = "device", "dtype", "quantization", "attention_backend"
+    names += "tensor_parallel_size", "enable_expert_parallel"
     return LLM(args.model, **{name: getattr(args, name) for name in names}, **config)
 
 

@@ -37,11 +37,23 @@ def route(logits: Tensor, num_chosen: int, *, normalise: bool) -> Routing:
 class Experts(nn.Module):
     """The MLPs of all experts. gate_up_proj [E, 2 I, H], down_proj [E, H, I], uninitialised: the loader fills them.
 
-    With several ranks, each has some neurons of every expert, and gives its part of a sum.
+    With several ranks, each has some neurons of every expert, or some whole experts, and gives its part of a sum.
+
+    place: if ranks have whole experts, which of how many ranks this is. It then has E experts of E * ranks, those from
+        rank * E on. Otherwise (0, 1).
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype,
+        place: tuple[int, int] = (0, 1),
+    ) -> None:
         super().__init__()
+        self.place = place
         gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype)
         down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype)
         self.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
@@ -52,28 +64,37 @@ class Experts(nn.Module):
 
         Checkpoints that have the parameters as they are here (transformers 5 can write them) name them as we do.
         """
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
+        first = self.place[0] * len(self.down_proj)
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True), first):
             gate, up = gate_up.chunk(2)  # [I, H] each
             yield f"{expert}.gate_proj.weight", gate
             yield f"{expert}.up_proj.weight", up
             yield f"{expert}.down_proj.weight", down
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T, H] -> [T, H]: the outputs of each token's experts, summed by their weights."""
+        """x [T, H] -> [T, H]: the outputs of each token's experts, of those that are here, summed by their weights."""
         kernel = kernels.fused_kernels(x.device).grouped_mlp or grouped_mlp
-        return kernel(x, self.gate_up_proj, self.down_proj, *routing)
+        return kernel(x, self.gate_up_proj, self.down_proj, *routing, self.place)
 
 
-def grouped_mlp(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+def grouped_mlp(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    place: tuple[int, int] = (0, 1),
+) -> Tensor:
     """`Experts.forward` in plain PyTorch: one expert after another, each with all its tokens. Waits for the device.
 
     A token's result does not depend on its company, but for the rounding of larger or smaller matrix products.
     """
-    num_chosen = experts.shape[1]
+    (rank, ranks), num_experts, num_chosen = place, len(down_proj), experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # [T K], pairs of a token and an expert of it, by expert
-    counts = torch.bincount(experts.flatten(), minlength=len(gate_up_proj)).tolist()  # pairs of each expert
-    out = x.new_empty(len(order), x.shape[1])  # [T K, H]
-    for expert, pairs in enumerate(order.split(counts)):
+    counts = torch.bincount(experts.flatten(), minlength=num_experts * ranks).tolist()  # pairs of each expert
+    out = x.new_zeros(len(order), x.shape[1])  # [T K, H]
+    own = order.split(counts)[rank * num_experts : (rank + 1) * num_experts]
+    for expert, pairs in enumerate(own):
         if len(pairs):
             hidden = silu_and_mul(F.linear(x[pairs // num_chosen], gate_up_proj[expert]))  # [pairs, I]
             out[pairs] = F.linear(hidden, down_proj[expert])

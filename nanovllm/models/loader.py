@@ -36,7 +36,7 @@ from nanovllm.models.fp8_weights import (
     with_scales,
 )
 from nanovllm.models.quantization import PER_CHANNEL
-from nanovllm.models.sharding import read_shard, shard_config
+from nanovllm.models.sharding import is_elsewhere, read_shard, shard_config, with_expert_parallel
 from nanovllm.models.transformer import Transformer
 from nanovllm.models.window_config import within
 from nanovllm.startup import part_of_start
@@ -67,6 +67,7 @@ def load_model(
     max_model_len: int | None = None,
     load_format: Literal["auto", "dummy"] = "auto",
     quantization: Literal["fp8"] | None = None,
+    expert_parallel: bool = False,
     group: Group | None = None,
 ) -> LoadedModel:
     """Load a directory or a hub id onto `device`, ready for inference.
@@ -77,6 +78,7 @@ def load_model(
     load_format:    "dummy" reads config.json alone and draws the weights at random, always the same ones.
     quantization:   "fp8" quantises the weights of linear layers by output channel, except head and routers. Weights
                     that the checkpoint has in FP8 stay so. If `device` cannot read FP8, they are widened to `dtype`.
+    expert_parallel: whether each rank has whole experts, and not a part of every expert.
     group:          of several ranks each loads its own share, and reads nothing else.
 
     Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
@@ -95,6 +97,7 @@ def load_model(
             "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding; it is used", path
         )
         config = replace(config, tie_word_embeddings=False)
+    config = with_expert_parallel(config) if expert_parallel else config
     share = config if group is None else shard_config(config, group.size)
     if config.quantization is None and quantization is None:
         with device:
@@ -196,7 +199,9 @@ def fill_from_files(
     with ExitStack() as stack:
         held = open_tensors(stack, path, files)
         found: dict[str, Stored | Fp8Weight] = {
-            name: stored for name, stored in held.items() if not is_redundant(name, config)
+            name: stored
+            for name, stored in held.items()
+            if not (is_redundant(name, config) or is_elsewhere(name, config, rank, ranks))
         }
         complaints: list[str] = []
         if config.quantization is not None:
@@ -204,7 +209,8 @@ def fill_from_files(
         experts_apart = not any(name.endswith(".experts.gate_up_proj") for name in found)
         views = dict(checkpoint_views(model, experts_apart=experts_apart))
         with torch.device("meta"):
-            wanted = dict(checkpoint_views(Transformer(config, 1), experts_apart=experts_apart))
+            every = checkpoint_views(Transformer(config, 1), experts_apart=experts_apart)
+        wanted = {name: view for name, view in every if not is_elsewhere(name, config, rank, ranks)}
         complaints += compare(wanted, found)
         if complaints:
             raise ValueError(f"the weights in {path} do not fit its config.json: {'; '.join(complaints)}")

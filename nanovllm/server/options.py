@@ -98,7 +98,13 @@ ENGINE: dict[str, Callable[[str], Any]] = {
     "speculative": json_object,
     "generation_config": str,
 }
-ALSO_ENGINE = "device", "dtype", "quantization", "attention_backend"  # which other commands have, too
+ALSO_ENGINE = (
+    "device",
+    "dtype",
+    "quantization",
+    "attention_backend",
+    "enable_expert_parallel",
+)  # other commands have them, too
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,8 @@ The pairs of a token and one of its experts are sorted by expert. A tile is some
 many tiles there are depends on the routing, which only the device knows. So as many programs are started as any routing
 could need; each finds its expert from the ends of all experts' pairs, and those that are left over end at once.
 
+Pairs whose expert is on another rank come last, so no tile has them, and nothing is computed for them.
+
 With few tokens this is the reading of the chosen experts' weights, and tiles have few tokens. With many it is bound by
 arithmetic. Grouped products are due to Gale et al. ("MegaBlocks", 2022); the tiles are laid out like those of vLLM's
 fused_moe.
@@ -21,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.cards import choose
 from nanovllm.kernels.launch import overlaps_launches, shared_memory
 from nanovllm.kernels.moe.sort_pairs import sort_pairs
+from nanovllm.kernels.moe.sum_pairs import sum_pairs
 
 
 class Tile(NamedTuple):
@@ -116,12 +119,17 @@ def grouped_linear(
     return out
 
 
-def grouped_mlp(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+def grouped_mlp(
+    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor,
+    place: tuple[int, int] = (0, 1),
+) -> Tensor:  # fmt: skip
     """x [T, H], gate_up_proj [E, 2 I, H], down_proj [E, H, I], experts [T, K] int64, weights [T, K] float32, all
-    contiguous -> [T, H]: see `Experts.forward`."""
-    order, ends = sort_pairs(experts, len(down_proj))
-    sizes = x.device, x.element_size(), len(x), len(order), len(down_proj)
+    contiguous -> [T, H]: see `Experts`."""
+    (rank, ranks), num_experts = place, len(down_proj)
+    first = rank * num_experts
+    order, ends = sort_pairs(experts, num_experts, first)
+    sizes = x.device, x.element_size(), len(x), len(order), num_experts * ranks
     gate, down = choose_tile(*sizes, gated=True), choose_tile(*sizes, gated=False)
     hidden = grouped_linear(x, gate_up_proj, order, ends, weights, gate, gated=True)  # [T K, I], by expert
     parts = grouped_linear(hidden, down_proj, order, ends, weights, down, gated=False)  # [T K, H], by token
-    return parts.view(*experts.shape, -1).sum(1)
+    return sum_pairs(parts, experts, num_experts, first)
