@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--model", help="directory or hub id; without it, the story model that comes with nanovllm")
         sub.add_argument("--device", help="cpu or cuda; without it, a GPU if there is one")
         sub.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-        sub.add_argument("--quantization", help="fp8: quantise the weights of linear layers while they are loaded")
+        sub.add_argument("--quantization", help="fp8: quantise linear layers and experts while they are loaded")
         sub.add_argument("--attention-backend", default="auto", help="auto, torch_ref, triton or flash_attn")
         if name != "serve":  # which has it among its own
             sub.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU")

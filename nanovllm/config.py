@@ -66,7 +66,7 @@ class EngineConfig:
     attention_backend:       "auto" chooses by device.
     dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
     load_format:             "dummy" fills the weights at random, for benchmarks.
-    quantization:            "fp8" quantises the weights of linear layers while they are loaded; see `models/loader.py`.
+    quantization:            "fp8" quantises linear layers and experts while they are loaded; see `models/loader.py`.
                              None leaves them as the checkpoint has them, which may be in FP8 already.
     generation_config:       "auto" takes the sampling defaults of the checkpoint's generation_config.json, where a
                              request says nothing; "vllm" takes those of `SamplingParams`. EOS ids count either way.

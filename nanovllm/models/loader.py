@@ -76,8 +76,9 @@ def load_model(
                     bfloat16 (before Ampere) uses such a checkpoint in float16, or Gemma's in float32.
     max_model_len:  positions to prepare for; None: all that the model has.
     load_format:    "dummy" reads config.json alone and draws the weights at random, always the same ones.
-    quantization:   "fp8" quantises the weights of linear layers by output channel, except head and routers. Weights
-                    that the checkpoint has in FP8 stay so. If `device` cannot read FP8, they are widened to `dtype`.
+    quantization:   "fp8" quantises the weights of linear layers and experts by output channel, except head and
+                    routers. Weights that the checkpoint has in FP8 stay so. If `device` cannot read FP8, they are
+                    widened to `dtype`.
     expert_parallel: whether each rank has whole experts, and not a part of every expert.
     group:          of several ranks each loads its own share, and reads nothing else.
 
@@ -164,14 +165,7 @@ def checkpoint_views(model: Transformer, *, experts_apart: bool) -> Iterator[tup
 def quantised_transformer(
     share: ModelConfig, length: int, group: Group | None, device: torch.device, path: Path, files: Files
 ) -> Transformer:
-    """`Transformer` for weights in FP8: those that `files` have so, or those that are quantised while they are loaded.
-
-    Raises ValueError for a mixture of experts that is to be quantised.
-    """
-    if share.moe is not None and share.quantization is None:
-        raise ValueError(
-            "quantization='fp8': experts are not quantised while they are loaded; take a checkpoint in FP8 without it"
-        )
+    """`Transformer` for weights in FP8: those that `files` have so, or those quantised while they are loaded."""
     if not has_fp8(device):
         logger.info("%s cannot read weights in FP8: they are widened to %s on the way in", device, share.dtype)
         with device:
@@ -191,7 +185,7 @@ def fill_from_files(
 ) -> None:  # fmt: skip
     """Copy every tensor of `files` (see `weight_files`), or a rank's share of it, to its place.
 
-    quantise: whether to quantise the linear layers, of a checkpoint that is not quantised.
+    quantise: whether to quantise linear layers and experts, of a checkpoint that is not quantised.
 
     Raises ValueError unless the tensors fit `config`, that of the whole model, exactly.
     """
@@ -316,7 +310,7 @@ def fill_at_random(model: Transformer) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.data.fill_(1)
-        elif name.endswith(".scale"):
+        elif name.endswith("scale"):
             parameter.data.fill_(DUMMY_STD)
         elif parameter.dtype == FP8:
             parameter.data.copy_(torch.empty_like(parameter, dtype=torch.float16).normal_(generator=generator))

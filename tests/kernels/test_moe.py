@@ -14,6 +14,8 @@ from nanovllm.kernels.moe.grouped_mlp import choose_tile, grouped_mlp
 from nanovllm.kernels.moe.route import route
 from nanovllm.kernels.moe.sort_pairs import sort_pairs
 from nanovllm.layers import experts as layer
+from nanovllm.layers.fp8_linear import widen
+from tests.kernels.test_fp8 import weights as fp8_weights
 from tests.kernels.test_fused import Where, normal, where
 
 __all__ = ["where"]  # a fixture
@@ -72,6 +74,26 @@ def check(where: Where, num_tokens: int, num_experts: int, num_chosen: int, hidd
 )
 def test_grouped_mlp(where: Where, num_tokens: int, num_experts: int, num_chosen: int, hidden: int, inner: int) -> None:
     check(where, num_tokens, num_experts, num_chosen, hidden, inner)
+
+
+@pytest.mark.parametrize("num_tokens", [5, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, 128], ids=["channel", "blocks"])
+def test_experts_in_fp8(where: Where, rows: int, num_tokens: int) -> None:
+    """Exact but for the sums, in tiles of few pairs and of many. An expert has a tile that is not full."""
+    num_experts, hidden, inner = 3, 256, 128
+    x = normal(where, num_tokens, hidden)
+    experts = uneven(num_tokens, num_experts, 1, where[0])
+    routing = experts, normal((where[0], torch.float32), num_tokens, 1, seed=3).sigmoid()
+    tile = choose_tile(torch.device("cpu"), 1, num_tokens, num_tokens, num_experts, gated=True)
+    assert tile.pairs == (16 if num_tokens == 5 else 64)
+    made = [fp8_weights(where[0], num_experts * n, k, rows) for n, k in ((2 * inner, hidden), (hidden, inner))]
+    (gate_up, gate_up_scale), (down, down_scale) = ([t.unflatten(0, (num_experts, -1)) for t in pair] for pair in made)
+    wide = [torch.stack(list(map(widen, *pair))) for pair in ((gate_up, gate_up_scale), (down, down_scale))]
+    truth = reference(x, wide[0], wide[1], *routing)
+    for compute in grouped_mlp, layer.grouped_mlp:
+        found = compute(x, gate_up, down, *routing, scales=(gate_up_scale, down_scale))
+        error = (found.double().cpu() - truth).norm() / truth.norm()
+        assert error < (1e-5 if where[1] == torch.float32 else 2e-2), compute.__module__
 
 
 @pytest.mark.parametrize(
