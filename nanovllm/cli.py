@@ -111,8 +111,8 @@ def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
     from nanovllm import LLM  # torch takes seconds, and --help needs none of it
 
     names = "device", "dtype", "quantization", "attention_backend"
-    names += "tensor_parallel_size", "enable_expert_parallel"
-    return LLM(args.model, **{name: getattr(args, name) for name in names}, **config)
+    ranks = "tensor_parallel_size", "enable_expert_parallel"
+    return LLM(args.model, **{name: getattr(args, name) for name in (*names, *ranks)}, **config)
 
 
 def params_of(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:

@@ -121,8 +121,7 @@ def fp8_transformer(
     stay: dict[str, nn.Module] = {}
     for path, layer in linears.items():
         if can_stay(layer) and all(is_fp8(f"model.layers.{name}.weight") for name in names_of(path, layer)):
-            merged = isinstance(layer, MergedLinear)
-            stay[path] = Fp8MergedLinear(layer, block) if merged else Fp8Linear(layer, block)
+            stay[path] = Fp8MergedLinear(layer, block) if isinstance(layer, MergedLinear) else Fp8Linear(layer, block)
     num_linears = len(stay)
     for path, of_layer in experts.items():
         names = (f"model.layers.{path}.{name}" for name, _ in of_layer.checkpoint_views())
