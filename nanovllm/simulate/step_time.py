@@ -159,8 +159,8 @@ class StepTime:
         if experts:  # of which a step reads more for what it computes, so that it takes more tokens to the knee
             bytes_of_token = [n.weight_bytes / n.token_operations for n in (before, after)]
             knee = round(knee * bytes_of_token[1] / bytes_of_token[0])
-        more = {"experts": experts, "chosen_share": after.chosen_share}
-        return replace(self, device=device, knee=knee, launch=launch, recordings=recordings, **more)
+        same = replace(self, device=device, knee=knee, launch=launch, recordings=recordings)
+        return replace(same, experts=experts, chosen_share=after.chosen_share)
 
     def with_all_reduces(self, model: Architecture, itemsize: int, seconds: float, per_byte: float) -> "StepTime":
         """With the sums over the ranks."""
