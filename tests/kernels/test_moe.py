@@ -82,9 +82,9 @@ def test_experts_in_fp8(where: Where, rows: int, num_tokens: int) -> None:
     """Exact but for the sums, in tiles of few pairs and of many. An expert has a tile that is not full."""
     num_experts, hidden, inner = 3, 256, 128
     x = normal(where, num_tokens, hidden)
-    experts = uneven(num_tokens, num_experts, 1, where[0])
-    routing = experts, normal((where[0], torch.float32), num_tokens, 1, seed=3).sigmoid()
-    tile = choose_tile(torch.device("cpu"), 1, num_tokens, num_tokens, num_experts, gated=True)
+    experts = uneven(num_tokens, num_experts, 2, where[0])
+    routing = experts, normal((where[0], torch.float32), num_tokens, 2, seed=3).sigmoid()
+    tile = choose_tile(torch.device("cpu"), 1, num_tokens, 2 * num_tokens, num_experts, gated=True)
     assert tile.pairs == (16 if num_tokens == 5 else 64)
     made = [fp8_weights(where[0], num_experts * n, k, rows) for n, k in ((2 * inner, hidden), (hidden, inner))]
     (gate_up, gate_up_scale), (down, down_scale) = ([t.unflatten(0, (num_experts, -1)) for t in pair] for pair in made)

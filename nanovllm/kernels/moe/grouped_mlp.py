@@ -85,6 +85,8 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
             groups: tl.constexpr = INPUTS // INNER
             scale_ptr += (expert * (all_rows // ROWS) + tl.program_id(0) * COLUMNS // ROWS) * groups
             up_scale_ptr = scale_ptr + OUTPUTS // ROWS * groups
+            scale = tl.load(scale_ptr)
+            up_scale = tl.load(up_scale_ptr) if GATED else scale
         for start in range(0, INPUTS, INNER):
             is_inner = (start + inner < INPUTS)[None, :]
             x = tl.load(x_tile + start, mask=is_pair[:, None] & is_inner, other=0.0)  # [PAIRS, INNER]
@@ -93,7 +95,11 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
             else:
                 w = _widened(weight_tile + start, x)
             if ROWS > 1:
-                acc += tl.dot(x, tl.trans(w), input_precision="ieee") * tl.load(scale_ptr + start // INNER)
+                # The next step's scales are asked for now. After the last step there are none: its own are read again.
+                next_group = tl.minimum(start + INNER, INPUTS - INNER) // INNER
+                next_scale = tl.load(scale_ptr + next_group)
+                acc += tl.dot(x, tl.trans(w), input_precision="ieee") * scale
+                scale = next_scale
             else:
                 acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
             if GATED:
@@ -102,7 +108,9 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
                 else:
                     up = _widened(up_tile + start, x)
                 if ROWS > 1:
-                    acc_up += tl.dot(x, tl.trans(up), input_precision="ieee") * tl.load(up_scale_ptr + start // INNER)
+                    next_up_scale = tl.load(up_scale_ptr + next_group)
+                    acc_up += tl.dot(x, tl.trans(up), input_precision="ieee") * up_scale
+                    up_scale = next_up_scale
                 else:
                     acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision="ieee")
         if ROWS == 1:  # a scale for each column
