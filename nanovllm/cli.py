@@ -53,11 +53,12 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--model", help="directory or hub id; without it, the story model that comes with nanovllm")
         sub.add_argument("--device", help="cpu or cuda; without it, a GPU if there is one")
         sub.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-        sub.add_argument("--quantization", help="fp8: quantise the weights of linear layers while they are loaded")
+        sub.add_argument("--quantization", help="fp8: quantise linear layers and experts while they are loaded")
         sub.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8: keys and values in half the memory")
         sub.add_argument("--attention-backend", default="auto", help="auto, torch_ref, triton or flash_attn")
         if name != "serve":  # which has it among its own
             sub.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU")
+        sub.add_argument("--enable-expert-parallel", action="store_true", help="each rank has whole experts")
         return sub
 
     def sampling(sub: argparse.ArgumentParser) -> None:
@@ -110,8 +111,9 @@ def parser() -> argparse.ArgumentParser:
 def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
     from nanovllm import LLM  # torch takes seconds, and --help needs none of it
 
-    names = "device", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "tensor_parallel_size"
-    return LLM(args.model, **{name: getattr(args, name) for name in names}, **config)
+    names = "device", "dtype", "quantization", "kv_cache_dtype", "attention_backend"
+    ranks = "tensor_parallel_size", "enable_expert_parallel"
+    return LLM(args.model, **{name: getattr(args, name) for name in (*names, *ranks)}, **config)
 
 
 def params_of(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:

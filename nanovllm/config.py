@@ -60,6 +60,7 @@ class EngineConfig:
                              only a sequence resumed after a preemption is then computed in chunks.
     async_scheduling:        plan a step while the one before it runs; None is on for a GPU and off for a CPU.
     tensor_parallel_size:    ranks that share each layer.
+    enable_expert_parallel:  each rank has whole experts, and not a part of every expert. For mixtures of experts only.
     enforce_eager:           no CUDA graphs.
     speculative:             guess tokens ahead and verify them together: see `Speculation.parse`.
     attention_backend:       "auto" chooses by device.
@@ -67,7 +68,7 @@ class EngineConfig:
                              "auto" keeps them in `dtype`.
     dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
     load_format:             "dummy" fills the weights at random, for benchmarks.
-    quantization:            "fp8" quantises the weights of linear layers while they are loaded; see `models/loader.py`.
+    quantization:            "fp8" quantises linear layers and experts while they are loaded; see `models/loader.py`.
                              None leaves them as the checkpoint has them, which may be in FP8 already.
     generation_config:       "auto" takes the sampling defaults of the checkpoint's generation_config.json, where a
                              request says nothing; "vllm" takes those of `SamplingParams`. EOS ids count either way.
@@ -85,6 +86,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     enforce_eager: bool = False
     speculative: Mapping[str, Any] | None = None
     device: str | None = None

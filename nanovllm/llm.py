@@ -21,7 +21,7 @@ from nanovllm.engine.trace import OnEvent
 from nanovllm.layers.rope import DynamicScaling
 from nanovllm.models.checkpoint import find_checkpoint, generation_file, read_eos_token_ids, read_sampling_defaults
 from nanovllm.models.config import ModelConfig, read_config
-from nanovllm.models.sharding import shard_config
+from nanovllm.models.sharding import shard_config, with_expert_parallel
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
@@ -240,7 +240,7 @@ def find_device(name: str | None) -> torch.device:
 
 def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:
     """Fill in the defaults that depend on model and device. Raises ValueError for what does not fit them."""
-    shard_config(model, config.tensor_parallel_size)
+    shard_config(with_expert_parallel(model) if config.enable_expert_parallel else model, config.tensor_parallel_size)
     max_len, speculation = model.max_position_embeddings, config.speculation
     if isinstance(model.rope_scaling, DynamicScaling) and (config.max_model_len or 0) > max_len:
         raise ValueError(

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.weights import lively_qwen3, random_qwen2
+from tests.weights import lively_qwen3, lively_qwen3_moe, random_mixtral, random_qwen2
 
 Layout = Literal["block", "channel"]
 BLOCK = {
@@ -60,6 +60,7 @@ CHANNEL = {
     },
 }  # as in RedHatAI/Qwen3-8B-FP8-dynamic
 SAID: dict[Layout, dict[str, Any]] = {"block": BLOCK, "channel": CHANNEL}
+PROJECTIONS = "_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"  # the last three are Mixtral's
 SCALE = {"block": "weight_scale_inv", "channel": "weight_scale"}
 
 
@@ -77,7 +78,7 @@ def in_fp8(
         tensors = load_file(source / "model.safetensors")
         small, wide = dict(tensors), dict(tensors)
         for name, weight in tensors.items():
-            if name.endswith("_proj.weight") and not any(part in name for part in left):
+            if name.endswith(PROJECTIONS) and not any(part in name for part in left):
                 values, scale, widened = quantised(weight.float(), layout)
                 small[name], small[name.removesuffix("weight") + SCALE[layout]] = values, scale
                 wide[name] = widened
@@ -90,6 +91,17 @@ def wide_qwen3(directory: Path, **over: Any) -> Path:
     """Of sizes with which the kernels can keep weights in FP8, on two ranks all but down_proj."""
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
     return lively_qwen3(directory, **sizes | over)
+
+
+def wide_qwen3_moe(directory: Path, **over: Any) -> Path:
+    """Of sizes with which the kernels can keep experts in FP8, on two ranks as well."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
+    return lively_qwen3_moe(directory, **sizes | over)
+
+
+def wide_mixtral(directory: Path, **over: Any) -> Path:
+    """The same of Mixtral, whose names differ."""
+    return random_mixtral(directory, hidden_size=128, intermediate_size=256, **over)
 
 
 def wide_qwen2(directory: Path) -> Path:

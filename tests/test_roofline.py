@@ -1,6 +1,7 @@
 """The arithmetic behind the engine's benchmarks: the headline workload, its limit, idle time from a trace."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from benchmarks.lib import roofline, workloads
 from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import read_config
 from nanovllm.models.transformer import Transformer
-from nanovllm.simulate.needs import KINDS, read_architecture
+from nanovllm.simulate.needs import KINDS, Needs, read_architecture
 
 # --- the workload and its limit --------------------------------------------------------------------------------------
 
@@ -86,18 +87,39 @@ def test_the_kinds_of_decode_steps() -> None:
 def test_parameters_are_counted_as_the_model_has_them(family: str, switch: bool, tmp_path: Path) -> None:
     raw = json.loads((SHAPE / "config.json").read_text())
     switches = dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), switch)
+    if KINDS[family] is not None:
+        experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "mlp_only_layers": [1]}
+        raw |= experts | {"shared_expert_intermediate_size": 40}
     (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": family, "num_hidden_layers": 2} | switches))
     with torch.device("meta"):
         model = Transformer(read_config(tmp_path), max_model_len=1)
     counted, itemsize = read_architecture(tmp_path)
     assert itemsize == 2
     assert counted.num_parameters == sum(p.numel() for p in model.parameters())
-    assert counted.num_matrix_parameters == sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+    assert counted.num_matrix_parameters == sum(p.numel() for p in model.layers.parameters() if p.dim() > 1)
+    of_experts = sum(p.numel() for p in model.layers.parameters() if p.dim() == 3)
+    assert counted.num_expert_parameters == of_experts and (of_experts > 0) == (KINDS[family] is not None)
+    assert counted.num_matrix_parameters - counted.num_active_parameters == pytest.approx(of_experts * 5 / 8)
     assert counted.num_head_parameters == model.embed_tokens.weight.numel()
 
 
 def test_the_parameters_of_qwen3() -> None:
     assert read_architecture(SHAPE)[0].num_parameters == 596_049_920
+    experts = read_architecture(workloads.SHAPES / "Qwen3-30B-A3B")[0]
+    assert experts.num_parameters == 30_532_122_624
+    assert experts.num_active_parameters + 2 * experts.num_head_parameters == pytest.approx(3.35e9, rel=0.01)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    """As drawing at random finds them, and each token alone its own ones."""
+    needs, draw = Needs(read_architecture(workloads.SHAPES / "Qwen3-30B-A3B")[0], 2), random.Random(0)
+    rest, each = needs.weight_bytes - needs.expert_bytes, needs.expert_bytes / 128
+    assert needs.read_bytes(1) == pytest.approx(rest + 8 * each)
+    for num_tokens in (2, 32, 300):
+        drawn = [len({e for _ in range(num_tokens) for e in draw.sample(range(128), 8)}) for _ in range(200)]
+        assert needs.read_bytes(num_tokens) == pytest.approx(rest + sum(drawn) / len(drawn) * each, rel=0.01)
+    costs = roofline.costs_of(read_architecture(workloads.SHAPES / "Qwen3-30B-A3B")[0], [3, 3], [2, 4])
+    assert costs.weight_bytes == needs.read_bytes(2) + 2 * needs.read_bytes(1)
 
 
 # --- idle time -------------------------------------------------------------------------------------------------------

@@ -39,7 +39,12 @@ RECORDINGS = Recordings(
 
 
 def run(options: Namespace) -> bool:
-    """Measure, fit and write the card. Prints what the fit misses."""
+    """Measure, fit and write the card. Prints what the fit misses.
+
+    Raises RuntimeError for a mixture of experts: the factors of a card do not tell the reading of experts apart.
+    """
+    if read_architecture(options.model)[0].num_experts:
+        raise RuntimeError(f"{options.model.name} is a mixture of experts; measure a model without, and derive from it")
     cpu = options.device == "cpu"
     options = Namespace(**vars(options) | ({"threads": 1} if cpu else {}))
     grid = step_scenes.QUICK_GRID if options.quick or cpu else step_scenes.GRID

@@ -193,7 +193,7 @@ class Reckoner:
                 operations += self.needs.sample_operations
                 self.begun.add(s.key)
         if not prompts:
-            num_bytes += self.needs.weight_bytes
+            num_bytes += self.needs.read_bytes(len(scheduled))
         least = num_bytes / self.limits.bytes_per_second + operations / self.limits.operations_per_second
         return PROMPTS if prompts else kind_of(len(scheduled)), least
 

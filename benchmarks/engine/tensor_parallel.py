@@ -91,7 +91,7 @@ def share_of_step(
     keys: how many a sequence has, on average over the steps. latencies: of `all_reduces`.
     """
     needs, rate = Needs(model.share(ranks), itemsize), latencies["bytes_per_second"]
-    parts = {"weights": 1e3 * needs.weight_bytes / rate, "keys": 1e3 * batch * keys * needs.key_bytes / rate}
+    parts = {"weights": 1e3 * needs.read_bytes(batch) / rate, "keys": 1e3 * batch * keys * needs.key_bytes / rate}
     if ranks > 1:
         message = batch * model.hidden_size * itemsize
         fitting = next((row for row in latencies["rows"] if row["bytes"] >= message), latencies["rows"][-1])

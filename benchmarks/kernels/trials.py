@@ -12,6 +12,7 @@ from math import inf, sqrt
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.kernels import linears
 from benchmarks.kernels.attention import NUM_HEADS, NUM_KV_HEADS, Problem, decode_problems, prefill_problems
@@ -66,15 +67,15 @@ def dtype_of(device: torch.device) -> torch.dtype:
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
-def expert_tiles(pairs: list[int], gated: bool, shared: int) -> list[Choice]:
-    """Tiles of so many pairs that fit."""
+def expert_tiles(pairs: list[int], gated: bool, shared: int, itemsize: int) -> list[Choice]:
+    """Tiles of so many pairs that fit. itemsize: bytes of a weight."""
     found = []
     for rows in pairs:
         columns = (32, 64, 128) if rows < 64 else (64, 128, 256)
         inner = (128, 256, 512) if rows == 16 else (128, 256)
         for c, b, warps, stages in product(columns, inner, (4, 8), (2, 3, 4, 6) if rows == 16 else (2, 3, 4)):
             products = c * (2 if gated else 1)
-            most = shared // ((rows + products) * b) - 1
+            most = shared // ((rows * 2 // itemsize + products) * b) - 1
             registers = rows * products // (32 * warps)  # of a thread, for sums
             if registers <= 128 and (2 < stages <= most or stages == most == 2):
                 found.append(choice_of(pairs=rows, columns=c, inner_bytes=b, num_warps=warps, num_stages=stages))
@@ -82,7 +83,9 @@ def expert_tiles(pairs: list[int], gated: bool, shared: int) -> list[Choice]:
 
 
 def experts(device: torch.device) -> list[Contest]:
-    """Both products of a layer, by themselves: the pairs of random routings, sorted beforehand."""
+    """Both products of a layer, by themselves: the pairs of random routings, sorted beforehand. Where there is FP8 the
+    same for weights in FP8, by a scale per channel and by one per block."""
+    from nanovllm.kernels import has_fp8
     from nanovllm.kernels.cards import first_fit
     from nanovllm.kernels.launch import shared_memory
     from nanovllm.kernels.moe.grouped_mlp import Tile, grouped_linear
@@ -95,28 +98,37 @@ def experts(device: torch.device) -> list[Contest]:
     gate_up = torch.empty(num_experts, 2 * inner, hidden, **new).normal_(std=0.02)
     down = torch.empty(num_experts, hidden, inner, **new).normal_(std=0.02)
 
-    def point(num_tokens: int, gated: bool) -> Point:
+    def scaled(weight: Tensor, block: int | None) -> tuple[Tensor, Tensor | None]:
+        if block is None:
+            return weight, None
+        rows, columns = (1, weight.shape[2]) if block == 1 else (block, block)
+        shape = num_experts, weight.shape[1] // rows, weight.shape[2] // columns
+        return weight.to(torch.float8_e4m3fn), torch.ones(shape, device=device)
+
+    def point(num_tokens: int, gated: bool, block: int | None) -> Point:
         scores = torch.randn(ROUTINGS, num_tokens, num_experts, device=device).softmax(-1)
         routed = [score.topk(num_chosen) for score in scores]
         sorted_pairs = [(*sort_pairs(r.indices.contiguous(), num_experts), r.values.contiguous()) for r in routed]
         x = torch.randn((num_tokens, hidden) if gated else (num_tokens * num_chosen, inner), **new)
+        weight, scale = scaled(gate_up if gated else down, block)
 
         def run(choice: Choice) -> Call:
             turns, tile = cycle(sorted_pairs), Tile(**dict(choice))
-            weight = gate_up if gated else down
-            return lambda: grouped_linear(x, weight, *next(turns), tile, gated=gated)
+            return lambda: grouped_linear(x, weight, *next(turns), tile, gated=gated, scale=scale)
 
-        return Point(f"{num_tokens} tokens", run, calls=ROUTINGS if num_tokens <= 1024 else 2)
+        name = f"{num_tokens} tokens" + ("" if block is None else " by block" if block > 1 else " by channel")
+        return Point(name, run, calls=ROUTINGS if num_tokens <= 1024 else 2)
 
     contests = []
-    for layer in ("gated", "plain"):
+    for layer, itemsize in product(("gated", "plain"), (2, 1) if has_fp8(device) else (2,)):
         least = 0.0
         for most, tokens, pairs in PER_EXPERT:
             average = tokens[-1] * num_chosen / num_experts
-            now = first_fit(table(device, "experts"), layer, tokens=tokens[-1], per_expert=average, itemsize=2)
-            candidates = expert_tiles(pairs, layer == "gated", shared_memory(device))
-            when = {"layer": layer, "itemsize": [2, 2], "per_expert": [least, most]}
-            points = [point(n, layer == "gated") for n in tokens]
+            now = first_fit(table(device, "experts"), layer, tokens=tokens[-1], per_expert=average, itemsize=itemsize)
+            candidates = expert_tiles(pairs, layer == "gated", shared_memory(device), itemsize)
+            when = {"layer": layer, "itemsize": [itemsize, itemsize], "per_expert": [least, most]}
+            blocks = (None,) if itemsize == 2 else (1, 128)
+            points = [point(n, layer == "gated", block) for block in blocks for n in tokens]
             contests.append(Contest("experts", when, points, candidates, choice_of(**now)))
             least = most
     return contests

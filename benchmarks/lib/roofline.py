@@ -1,9 +1,9 @@
 """How fast the headline workload could be on this card, from its lengths and two measured rates.
 
 Every decode step has to read the weights once and the keys and values of all that its sequences have seen; prefill has
-to do its multiplications. The rates are the best that a plain read kernel and a plain matrix product reach on the same
-card in the same run (`benchmarks/kernels/ceilings.py`). Everything else (activations, sampling, the host) is counted
-as free.
+to do its multiplications. Of a mixture of experts a decode step reads the experts that its tokens choose. The rates are
+the best that a plain read kernel and a plain matrix product reach on the same card in the same run
+(`benchmarks/kernels/ceilings.py`). Everything else (activations, sampling, the host) is counted as free.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def costs_of(model: Architecture, prompts: list[int], outputs: list[int], itemsi
     return Costs(
         prompt_tokens=sum(prompts),
         output_tokens=sum(outputs),
-        weight_bytes=(max(outputs) - 1) * needs.weight_bytes,
+        weight_bytes=sum(needs.read_bytes(sum(n > step for n in outputs)) for step in range(1, max(outputs))),
         kv_bytes=keys * needs.key_bytes,
         prefill_operations=products + pairs * needs.pair_operations,
     )

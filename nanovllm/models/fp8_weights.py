@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.distributed.group import Group
+from nanovllm.layers.experts import Experts, Fp8Experts
 from nanovllm.layers.fp8_linear import FP8, Fp8Linear, Fp8MergedLinear, can_stay, quantise
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.models.config import ModelConfig
@@ -40,11 +41,11 @@ class Whole:
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """A weight [out, in] in FP8 with its scales. An index reads a part of it, widened to float32, on the device of the
-    scales. The interface is that of a slice of safetensors (`get_slice`).
+    """A weight [out, in] in FP8 with its scales, or those of all experts [E, out, in]. An index reads a part of it,
+    widened to float32, on the device of the scales. The interface is that of a slice of safetensors (`get_slice`).
 
-    values: the stored values [out, in], with the same interface. scale: [ceil(out / rows), ceil(in / columns)] float32.
-    rows, columns: how many of each share a scale.
+    values: the stored values, with the same interface. scale: [ceil(out / rows), ceil(in / columns)] float32, or one
+    such matrix for each expert. rows, columns: how many of each share a scale.
     """
 
     values: Any
@@ -54,9 +55,9 @@ class Fp8Weight:
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
-        """Quantise a weight [out, in], with a scale per output channel."""
+        """Quantise a weight, with a scale per output channel."""
         values, scale = quantise(weight)
-        return cls(Whole(values), scale, 1, weight.shape[1])
+        return cls(Whole(values), scale, 1, weight.shape[-1])
 
     def get_shape(self) -> list[int]:
         return list(self.values.get_shape())
@@ -74,11 +75,11 @@ class Fp8Weight:
     def scales(self, index: Index, rows: int, columns: int) -> Tensor:
         """The scales of a part of the weight, which is cut into cells of `rows` x `columns`: for each cell the scale of
         the block in which it begins."""
-        by_row, by_column = ((*index, slice(None)) if isinstance(index, tuple) else (index, slice(None)))[:2]
-        outputs, inputs = self.get_shape()
-        row = torch.arange(outputs)[by_row][::rows] // self.rows
-        column = torch.arange(inputs)[by_column][::columns] // self.columns
-        return self.scale[row][:, column]
+        given, shape = index if isinstance(index, tuple) else (index,), self.get_shape()
+        *experts, by_row, by_column = (*given, *[slice(None)] * (len(shape) - len(given)))
+        row = torch.arange(shape[-2])[by_row][::rows] // self.rows
+        column = torch.arange(shape[-1])[by_column][::columns] // self.columns
+        return self.scale[tuple(experts)][..., row, :][..., column]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def fp8_transformer(
     c: ModelConfig, max_model_len: int, group: Group | None, device: torch.device,
     block: tuple[int, int] | None, is_fp8: Callable[[str], bool],
 ) -> Transformer:  # fmt: skip
-    """`Transformer` on `device`, with an `Fp8Linear` for each linear layer that can stay in FP8. No weight is filled.
+    """`Transformer` on `device`, with an `Fp8Linear` for each linear layer that can stay in FP8, and `Fp8Experts` for
+    experts that can. No weight is filled.
 
     block: as in `Fp8Format`. is_fp8: whether the weight of this name (as checkpoints have it) is in FP8.
 
@@ -116,17 +118,23 @@ def fp8_transformer(
         whole = Transformer(c, 1, group)
     layers = whole.layers
     linears = {path: module for path, module in layers.named_modules() if isinstance(module, Linear)}
-    stay = {
-        path: layer
-        for path, layer in linears.items()
-        if can_stay(layer) and all(is_fp8(f"model.layers.{name}.weight") for name in names_of(path, layer))
-    }
-    for path, layer in stay.items():
+    experts = {path: module for path, module in layers.named_modules() if isinstance(module, Experts)}
+    stay: dict[str, nn.Module] = {}
+    for path, layer in linears.items():
+        if can_stay(layer) and all(is_fp8(f"model.layers.{name}.weight") for name in names_of(path, layer)):
+            stay[path] = Fp8MergedLinear(layer, block) if isinstance(layer, MergedLinear) else Fp8Linear(layer, block)
+    num_linears = len(stay)
+    for path, of_layer in experts.items():
+        names = (f"model.layers.{path}.{name}" for name, _ in of_layer.checkpoint_views())
+        if of_layer.can_stay() and all(map(is_fp8, names)):
+            stay[path] = Fp8Experts(of_layer, block)
+    for path, fp8 in stay.items():
         parent, _, name = path.rpartition(".")
-        fp8 = Fp8MergedLinear(layer, block) if isinstance(layer, MergedLinear) else Fp8Linear(layer, block)
         setattr(layers.get_submodule(parent), name, fp8)
-    others = "the others" if c.moe is None else "the others and all experts"
-    logger.info("%d of %d linear layers stay in FP8, %s are in %s", len(stay), len(linears), others, c.dtype)
+    of_experts = f", and the experts of {len(stay) - num_linears} of {len(experts)} layers," if experts else ""
+    logger.info(
+        "%d of %d linear layers%s stay in FP8, the others are in %s", num_linears, len(linears), of_experts, c.dtype
+    )
     model.layers, model.config, model.kv_scales = layers.to_empty(device=device), c, whole.kv_scales
     return model
 
@@ -141,8 +149,10 @@ def names_of(path: str, layer: Linear) -> Iterator[str]:
 
 
 def is_projection(name: str) -> bool:
-    """Whether `quantization="fp8"` quantises a weight: it is not of the head, the embedding, a norm or a router."""
-    return name.endswith("_proj.weight")
+    """Whether `quantization="fp8"` quantises a weight: it is not of the head, the embedding, a norm or a router.
+
+    All experts of a layer may be in one tensor, which has no "weight" in its name."""
+    return name.removesuffix(".weight").endswith("_proj")
 
 
 # --- weights with their scales ----------------------------------------------------------------------------------------
@@ -180,7 +190,8 @@ def fill(views: dict[str, Tensor], name: str, weight: Fp8Weight, read: Callable[
     if place.dtype != FP8:
         place.copy_(read(weight))
         return
-    scales = views[name.removesuffix("weight") + "scale"]
-    rows, columns = (whole // parts for whole, parts in zip(place.shape, scales.shape, strict=True))
+    is_one_tensor = not name.endswith(".weight")  # of all experts
+    scales = views[f"{name}_scale" if is_one_tensor else name.removesuffix("weight") + "scale"]
+    rows, columns = (whole // parts for whole, parts in zip(place.shape[-2:], scales.shape[-2:], strict=True))
     place.copy_(read(weight.values))
     scales.copy_(read(ScalesOf(weight, rows, columns)))

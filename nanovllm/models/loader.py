@@ -37,7 +37,7 @@ from nanovllm.models.fp8_weights import (
 )
 from nanovllm.models.kv_scales import take_kv_scales
 from nanovllm.models.quantization import PER_CHANNEL
-from nanovllm.models.sharding import read_shard, shard_config
+from nanovllm.models.sharding import is_elsewhere, read_shard, shard_config, with_expert_parallel
 from nanovllm.models.transformer import Transformer
 from nanovllm.models.window_config import within
 from nanovllm.startup import part_of_start
@@ -68,6 +68,7 @@ def load_model(
     max_model_len: int | None = None,
     load_format: Literal["auto", "dummy"] = "auto",
     quantization: Literal["fp8"] | None = None,
+    expert_parallel: bool = False,
     group: Group | None = None,
 ) -> LoadedModel:
     """Load a directory or a hub id onto `device`, ready for inference.
@@ -76,8 +77,10 @@ def load_model(
                     bfloat16 (before Ampere) uses such a checkpoint in float16, or Gemma's in float32.
     max_model_len:  positions to prepare for; None: all that the model has.
     load_format:    "dummy" reads config.json alone and draws the weights at random, always the same ones.
-    quantization:   "fp8" quantises the weights of linear layers by output channel, except head and routers. Weights
-                    that the checkpoint has in FP8 stay so. If `device` cannot read FP8, they are widened to `dtype`.
+    quantization:   "fp8" quantises the weights of linear layers and experts by output channel, except head and
+                    routers. Weights that the checkpoint has in FP8 stay so. If `device` cannot read FP8, they are
+                    widened to `dtype`.
+    expert_parallel: whether each rank has whole experts, and not a part of every expert.
     group:          of several ranks each loads its own share, and reads nothing else.
 
     Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
@@ -96,6 +99,7 @@ def load_model(
             "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding; it is used", path
         )
         config = replace(config, tie_word_embeddings=False)
+    config = with_expert_parallel(config) if expert_parallel else config
     share = config if group is None else shard_config(config, group.size)
     if config.quantization is None and quantization is None:
         with device:
@@ -162,14 +166,7 @@ def checkpoint_views(model: Transformer, *, experts_apart: bool) -> Iterator[tup
 def quantised_transformer(
     share: ModelConfig, length: int, group: Group | None, device: torch.device, path: Path, files: Files
 ) -> Transformer:
-    """`Transformer` for weights in FP8: those that `files` have so, or those that are quantised while they are loaded.
-
-    Raises ValueError for a mixture of experts that is to be quantised.
-    """
-    if share.moe is not None and share.quantization is None:
-        raise ValueError(
-            "quantization='fp8': experts are not quantised while they are loaded; take a checkpoint in FP8 without it"
-        )
+    """`Transformer` for weights in FP8: those that `files` have so, or those quantised while they are loaded."""
     if not has_fp8(device):
         logger.info("%s cannot read weights in FP8: they are widened to %s on the way in", device, share.dtype)
         with device:
@@ -189,14 +186,18 @@ def fill_from_files(
 ) -> None:  # fmt: skip
     """Copy every tensor of `files` (see `weight_files`), or a rank's share of it, to its place.
 
-    quantise: whether to quantise the linear layers, of a checkpoint that is not quantised.
+    quantise: whether to quantise linear layers and experts, of a checkpoint that is not quantised.
 
     Raises ValueError unless the tensors fit `config`, that of the whole model, exactly.
     """
     rank, ranks = (0, 1) if group is None else (group.rank, group.size)
     with ExitStack() as stack:
         held = open_tensors(stack, path, files)
-        needed = {name: stored for name, stored in held.items() if not is_redundant(name, config)}
+        needed = {
+            name: stored
+            for name, stored in held.items()
+            if not (is_redundant(name, config) or is_elsewhere(name, config, rank, ranks))
+        }
         found: dict[str, Stored | Fp8Weight]
         found, kv_scales, complaints = take_kv_scales(needed, config.num_hidden_layers)
         if config.quantization is not None:
@@ -205,7 +206,8 @@ def fill_from_files(
         experts_apart = not any(name.endswith(".experts.gate_up_proj") for name in found)
         views = dict(checkpoint_views(model, experts_apart=experts_apart))
         with torch.device("meta"):
-            wanted = dict(checkpoint_views(Transformer(config, 1), experts_apart=experts_apart))
+            every = checkpoint_views(Transformer(config, 1), experts_apart=experts_apart)
+        wanted = {name: view for name, view in every if not is_elsewhere(name, config, rank, ranks)}
         complaints += compare(wanted, found)
         if complaints:
             raise ValueError(f"the weights in {path} do not fit its config.json: {'; '.join(complaints)}")
@@ -312,7 +314,7 @@ def fill_at_random(model: Transformer) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.data.fill_(1)
-        elif name.endswith(".scale"):
+        elif name.endswith("scale"):
             parameter.data.fill_(DUMMY_STD)
         elif parameter.dtype == FP8:
             parameter.data.copy_(torch.empty_like(parameter, dtype=torch.float16).normal_(generator=generator))

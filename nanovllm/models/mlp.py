@@ -33,13 +33,15 @@ class GeluMLP(MLP):
 
 
 class MoE(nn.Module):
-    """The names of its parts are those of Qwen's checkpoints. Each rank has some neurons of every expert."""
+    """The names of its parts are those of Qwen's checkpoints. Each rank has some neurons of every expert, or some whole
+    experts, and some neurons of the shared one."""
 
     def __init__(self, c: ModelConfig, moe: MoEConfig, group: Group | None) -> None:
         super().__init__()
         self.num_chosen, self.normalise = moe.num_experts_per_tok, moe.norm_topk_prob
         self.gate = Linear(c.hidden_size, moe.num_experts, bias=False, dtype=c.dtype)
-        self.experts = Experts(moe.num_experts, c.hidden_size, moe.intermediate_size, dtype=c.dtype)
+        place = (0, 1) if group is None or moe.expert_ranks == 1 else (group.rank, group.size)
+        self.experts = Experts(moe.num_own_experts, c.hidden_size, moe.intermediate_size, dtype=c.dtype, place=place)
         self.shared_expert: MLP | None = None
         if moe.shared_intermediate_size:
             self.shared_expert = MLP(c, moe.shared_intermediate_size, group=None)  # its gate comes before the sum

@@ -30,23 +30,41 @@ class MoEConfig:
     shared_intermediate_size: int  # of the expert that all tokens share; 0: there is none
     norm_topk_prob: bool  # whether the weights of a token's experts are divided by their sum
     dense_layers: frozenset[int]  # layers with a plain MLP in place of the experts
+    expert_parallel: bool = False  # whether each rank has whole experts; if not, it has a part of every expert
+    expert_ranks: int = 1  # of a rank's share: the ranks that the experts are dealt out to
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The numbers of neurons that ranks share."""
-        return tuple(size for size in (self.intermediate_size, self.shared_intermediate_size) if size)
+        of_expert = 0 if self.expert_parallel else self.intermediate_size
+        return tuple(size for size in (of_expert, self.shared_intermediate_size) if size)
+
+    @property
+    def num_own_experts(self) -> int:
+        """The experts of a rank."""
+        return self.num_experts // self.expert_ranks
 
     @property
     def neurons_of_token(self) -> int:
-        """The neurons that a token goes through in a layer with experts."""
-        return self.num_experts_per_tok * self.intermediate_size + self.shared_intermediate_size
+        """The neurons that a token goes through in a layer with experts; on a rank with whole experts, on average."""
+        return self.num_experts_per_tok * self.intermediate_size // self.expert_ranks + self.shared_intermediate_size
 
     def share(self, ranks: int) -> Self:
-        """What each of so many ranks has: a part of every expert."""
+        """What each of so many ranks has: some whole experts, or a part of every expert; and a part of the shared one.
+
+        Raises ValueError if the experts cannot be dealt out evenly.
+        """
+        if self.expert_parallel and self.num_experts % ranks:
+            fitting = ", ".join(str(n) for n in range(1, self.num_experts + 1) if self.num_experts % n == 0)
+            raise ValueError(
+                f"enable_expert_parallel=True: {self.num_experts} experts cannot be dealt out to "
+                f"tensor_parallel_size={ranks} ranks; choose one of {fitting}, or leave enable_expert_parallel out"
+            )
         return replace(
             self,
-            intermediate_size=self.intermediate_size // ranks,
+            intermediate_size=self.intermediate_size // (1 if self.expert_parallel else ranks),
             shared_intermediate_size=self.shared_intermediate_size // ranks,
+            expert_ranks=ranks if self.expert_parallel else 1,
         )
 
 

@@ -4,8 +4,12 @@ A rank has some of the heads and some of the neurons of the MLP, or of each expe
 (column-parallel), the layers behind them lose inputs (row-parallel), so that nothing between the two leaves the rank. A
 sum over the ranks makes the hidden state whole. With more ranks than KV heads, each KV head is on several ranks. The
 vocabulary is cut as well, padded to a multiple of the ranks.
+
+With expert parallelism a rank has some whole experts in place of neurons of all: of E experts those from rank * E /
+ranks on. All tokens are on every rank anyway. So none travels, and the same sum adds what the ranks' experts give.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.models.config import ModelConfig
+
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in the name of a tensor of one expert
+
+
+def with_expert_parallel(c: ModelConfig) -> ModelConfig:
+    """The same model, whose ranks have whole experts. Raises ValueError if it has no experts."""
+    if c.moe is None:
+        raise ValueError("enable_expert_parallel=True: this model has no experts; leave enable_expert_parallel out")
+    return replace(c, moe=replace(c.moe, expert_parallel=True))
 
 
 def shard_config(c: ModelConfig, ranks: int) -> ModelConfig:
@@ -40,6 +53,15 @@ def shard_config(c: ModelConfig, ranks: int) -> ModelConfig:
     )
 
 
+def is_elsewhere(name: str, c: ModelConfig, rank: int, ranks: int) -> bool:
+    """Whether a tensor belongs to an expert that another rank has whole: this rank does not read it."""
+    found = EXPERT.search(name)
+    if c.moe is None or not c.moe.expert_parallel or found is None:
+        return False
+    holder = int(found[1]) * ranks // c.moe.num_experts
+    return holder != rank and holder < ranks
+
+
 def read_shard(name: str, tensor: Any, c: ModelConfig, rank: int, ranks: int) -> Tensor:
     """This rank's part of a tensor in an open safetensors file (`get_slice`); nothing else of it is read.
 
@@ -54,10 +76,14 @@ def read_shard(name: str, tensor: Any, c: ModelConfig, rank: int, ranks: int) ->
 
     shape = tensor.get_shape()
     if layer == "experts":  # all experts of a layer in one tensor
+        if c.moe is not None and c.moe.expert_parallel:
+            return torch.as_tensor(tensor[part(shape[0], rank, ranks)])
         if kind == "down_proj":
             return torch.as_tensor(tensor[:, :, part(shape[2], rank, ranks)])
         gate, up = (part(shape[1], i * ranks + rank, 2 * ranks) for i in range(2))
         return torch.cat([torch.as_tensor(tensor[:, gate]), torch.as_tensor(tensor[:, up])], dim=1)
+    if c.moe is not None and c.moe.expert_parallel and EXPERT.search(name):
+        return torch.as_tensor(tensor[:])
     if layer in ("o_proj", "down_proj") and kind == "weight":
         return torch.as_tensor(tensor[:, part(shape[1], rank, ranks)])
     if layer in ("k_proj", "v_proj"):

@@ -98,7 +98,8 @@ ENGINE: dict[str, Callable[[str], Any]] = {
     "speculative": json_object,
     "generation_config": str,
 }
-ALSO_ENGINE = "device", "dtype", "quantization", "kv_cache_dtype", "attention_backend"  # which other commands have, too
+# Other commands have these, too
+ALSO_ENGINE = "device", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "enable_expert_parallel"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +214,8 @@ def converted(action: argparse.Action, value: Any, where: str) -> Any:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Those for `EngineConfig` that were chosen."""
-    return {name: value for name in (*ALSO_ENGINE, *ENGINE) if (value := getattr(args, name)) is not None}
+    values = {name: getattr(args, name) for name in (*ALSO_ENGINE, *ENGINE)}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 def check(args: argparse.Namespace) -> None:

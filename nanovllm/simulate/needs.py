@@ -3,16 +3,25 @@
 Torch-free, so that a model can be simulated where it could never be loaded. The benchmarks' rooflines count here too.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from nanovllm.models.checkpoint import read_json
+from nanovllm.models.moe_config import ExpertKeys, parse_experts
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Those of models/config.py that have no experts, and no sliding window unless it is switched on; it imports torch, and
-# a test compares the two
-KINDS = "llama", "qwen2", "qwen3"
+# Those of models/config.py that have no sliding window unless config.json asks for one, and where they say what of
+# experts; it imports torch, and a test compares the two
+KINDS: dict[str, ExpertKeys | None] = {
+    "llama": None,
+    "qwen2": None,
+    "qwen3": None,
+    "mixtral": ExpertKeys("intermediate_size", norm_topk_prob=True, dense_layers=False),
+    "qwen2_moe": ExpertKeys(shared_intermediate_size="shared_expert_intermediate_size"),
+    "qwen3_moe": ExpertKeys(),
+}
 
 
 @dataclass(frozen=True)
@@ -31,23 +40,33 @@ class Architecture:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    # Of a mixture of experts; without experts all of these are 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # of an expert
+    shared_intermediate_size: int = 0  # of the expert that all tokens share
+    num_expert_layers: int = 0  # layers with experts; the others have an MLP
 
     def share(self, ranks: int) -> Self:
         """What each of so many ranks has: see models/sharding.py.
 
         Raises ValueError if the model cannot be cut into that many parts.
         """
-        heads, kv_heads, neurons = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
-        if heads % ranks or neurons % ranks or (kv_heads % ranks and ranks % kv_heads):
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        sizes = self.intermediate_size, self.moe_intermediate_size, self.shared_intermediate_size
+        if heads % ranks or any(size % ranks for size in sizes) or (kv_heads % ranks and ranks % kv_heads):
+            neurons = " and ".join(str(size) for size in sizes if size)
             raise ValueError(
                 f"tensor_parallel_size={ranks} does not fit a model of {heads} heads, {kv_heads} key/value heads and "
-                f"{neurons} neurons; choose a number that divides all three"
+                f"{neurons} neurons; choose a number that divides all of them"
             )
         return replace(
             self,
             num_attention_heads=heads // ranks,
             num_key_value_heads=max(1, kv_heads // ranks),
-            intermediate_size=neurons // ranks,
+            intermediate_size=self.intermediate_size // ranks,
+            moe_intermediate_size=self.moe_intermediate_size // ranks,
+            shared_intermediate_size=self.shared_intermediate_size // ranks,
             vocab_size=-(-self.vocab_size // ranks),
         )
 
@@ -59,8 +78,26 @@ class Architecture:
     @property
     def num_matrix_parameters(self) -> int:
         """Of the matrices of all layers."""
-        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
-        return self.num_hidden_layers * self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        heads, layers = 2 * self.num_attention_heads + 2 * self.num_key_value_heads, self.num_expert_layers
+        dense = self.num_hidden_layers * heads * self.head_dim
+        dense += 3 * (self.num_hidden_layers - layers) * self.intermediate_size
+        shared = 3 * self.shared_intermediate_size + (self.shared_intermediate_size > 0)  # its gate has one output
+        return self.hidden_size * (dense + layers * (self.num_experts + shared)) + self.num_expert_parameters
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Of those, the parameters of all experts that are chosen."""
+        return 3 * self.num_expert_layers * self.num_experts * self.hidden_size * self.moe_intermediate_size
+
+    @property
+    def chosen_share(self) -> float:
+        """The part of the experts that a token goes through; 0 without experts."""
+        return self.num_experts_per_tok / self.num_experts if self.num_experts else 0.0
+
+    @property
+    def num_active_parameters(self) -> float:
+        """Of the matrices of all layers, those that a token goes through."""
+        return self.num_matrix_parameters - (1 - self.chosen_share) * self.num_expert_parameters
 
     @property
     def num_head_parameters(self) -> int:
@@ -81,9 +118,8 @@ class Architecture:
 def read_architecture(path: Path) -> tuple[Architecture, int]:
     """From the config.json in the directory `path`; and the bytes of a number, by the dtype that config.json names.
 
-    Raises ValueError for a file without the numbers, and for a model_type that is not counted here. Mixtures of experts
-    are not: which of their weights a step reads depends on its tokens. Nor are sliding windows: a decode is counted as
-    if every layer read the whole context.
+    Raises ValueError for a file without the numbers, and for a model_type that is not counted here. Sliding windows are
+    not: a decode is counted as if every layer read the whole context.
     """
     raw = read_json(path / "config.json")
     if raw.get("model_type") not in KINDS:
@@ -95,8 +131,9 @@ def read_architecture(path: Path) -> tuple[Architecture, int]:
         raise ValueError(
             f"{path / 'config.json'}: quantization_config is not supported; choose the same model in 16 bits"
         )
-    if raw.get("use_sliding_window"):
-        raise ValueError(f"{path / 'config.json'}: use_sliding_window is not supported; choose a model without windows")
+    for key in ("use_sliding_window", *(("sliding_window",) if raw["model_type"] == "mixtral" else ())):
+        if raw.get(key):
+            raise ValueError(f"{path / 'config.json'}: {key} is not supported; choose a model without windows")
     try:
         hidden, heads, kind = raw["hidden_size"], raw["num_attention_heads"], raw["model_type"]
         bias = bool(raw.get("attention_bias", False))
@@ -109,15 +146,30 @@ def read_architecture(path: Path) -> tuple[Architecture, int]:
             num_key_value_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else hidden // heads),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=kind == "qwen3",
-            qkv_bias=bias or kind == "qwen2",
-            o_bias=bias and kind != "qwen2",
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            qkv_bias=(bias and kind != "mixtral") or kind in ("qwen2", "qwen2_moe"),
+            o_bias=bias and kind not in ("qwen2", "qwen2_moe", "mixtral"),
             mlp_bias=bool(raw.get("mlp_bias", False)) and kind == "llama",
         )
+        if (keys := KINDS[kind]) is not None:
+            architecture = with_experts(architecture, raw, keys)
     except KeyError as error:
         raise ValueError(f"{path / 'config.json'} lacks {error}, without which no step can be counted") from None
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     return architecture, ITEMSIZES.get(name, 2)
+
+
+def with_experts(model: Architecture, raw: Mapping[str, Any], keys: ExpertKeys) -> Architecture:
+    """Raises ValueError as `parse_experts`."""
+    moe = parse_experts(raw, keys)
+    return replace(
+        model,
+        num_experts=moe.num_experts,
+        num_experts_per_tok=moe.num_experts_per_tok,
+        moe_intermediate_size=moe.intermediate_size,
+        shared_intermediate_size=moe.shared_intermediate_size,
+        num_expert_layers=model.num_hidden_layers - len(moe.dense_layers),
+    )
 
 
 class Needs:
@@ -130,6 +182,16 @@ class Needs:
         c, head = model, model.num_head_parameters
         # The embedding is looked up row by row: it is read whole only where it is the output head as well.
         self.weight_bytes = itemsize * (c.num_parameters - (0 if c.tie_word_embeddings else head))
+        self.expert_bytes = itemsize * c.num_expert_parameters  # among these: a step reads what its tokens go through
+        self.chosen_share = c.chosen_share
         self.key_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * itemsize  # of a token
         self.pair_operations = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim  # of a query and a key
-        self.token_operations, self.sample_operations = 2 * c.num_matrix_parameters, 2 * head
+        self.token_operations, self.sample_operations = round(2 * c.num_active_parameters), 2 * head
+
+    def read_bytes(self, num_tokens: int) -> int:
+        """Of the weights, the bytes that a step of so many tokens reads.
+
+        If each token chooses k of E experts at random, an expert is chosen by none of T tokens with the probability
+        (1 - k / E)^T.
+        """
+        return self.weight_bytes - round(self.expert_bytes * (1 - self.chosen_share) ** num_tokens)

@@ -1,11 +1,12 @@
 """The time of a step from its counts: a sum of terms, each with a physical cause, and a floor.
 
-The device reads the weights once per step, and the keys of each decode. The layers' matrix products cost little per
-token as long as reading their weights takes longer, and more beyond that *knee*. Attention of prompts takes as long as
-all pairs of a query and a key, or as walking through the keys of the longest context, whichever takes longer. Drawing,
-verifying and masking cost per sequence. A step that was recorded as a CUDA graph is padded to the next recorded size. A
-step with prompts that has no recording is launched kernel by kernel, and takes no less than the launches do. All
-factors are at least 0 and all counts only grow with the work. So more work never takes less time.
+The device reads the weights once per step (of a mixture of experts, the experts that its tokens choose), and the keys
+of each decode. The layers' matrix products cost little per token as long as reading their weights takes longer, and
+more beyond that *knee*. Attention of prompts takes as long as all pairs of a query and a key, or as walking through the
+keys of the longest context, whichever takes longer. Drawing, verifying and masking cost per sequence. A step that was
+recorded as a CUDA graph is padded to the next recorded size. A step with prompts that has no recording is launched
+kernel by kernel, and takes no less than the launches do. All factors are at least 0 and all counts only grow with the
+work. So more work never takes less time.
 """
 
 from bisect import bisect_left
@@ -55,7 +56,7 @@ class Recordings:
     layer_operations: float = 0.0
 
     def for_model(self, model: Architecture) -> "Recordings":
-        return replace(self, layer_operations=2 * model.num_matrix_parameters / model.num_hidden_layers)
+        return replace(self, layer_operations=2 * model.num_active_parameters / model.num_hidden_layers)
 
     @cached_property
     def largest(self) -> int:
@@ -91,6 +92,8 @@ class StepTime:
     knee: int = 0  # tokens
     launch: float = 0.0  # seconds that launching a step kernel by kernel takes at least
     recordings: Recordings = field(default_factory=Recordings)
+    experts: float = 0.0  # seconds that reading the weights of all experts takes; no card was measured with them
+    chosen_share: float = 0.0  # of the experts, for each token
 
     def __post_init__(self) -> None:
         # Looked up once, not per step: a simulation has millions of them.
@@ -107,6 +110,8 @@ class StepTime:
         seconds += factors[8] * shape.samples
         if tokens > self.knee:
             seconds += factors[2] * (tokens - self.knee)
+        if self.experts:
+            seconds += self.experts * (1 - (1 - self.chosen_share) ** tokens)
         if shape.prompts:
             seconds += factors[5] + factors[6] * shape.prompts
             seconds += max(factors[7] * shape.prompt_pairs, factors[13] * shape.prompt_keys)
@@ -151,9 +156,14 @@ class StepTime:
         device = {name: self.device.get(name, 0.0) * ratios.get(kind, 1.0) for name, kind in DEVICE_TERMS.items()}
         step = self.device.get("step", 0.0)
         reading = min(step, before.weight_bytes / rate)
-        device["step"] = reading * after.weight_bytes / before.weight_bytes + (step - reading) * layers
-        launch, recordings = self.launch * layers, self.recordings.for_model(new)
-        return replace(self, device=device, launch=launch, recordings=recordings)
+        experts = reading * after.expert_bytes / before.weight_bytes
+        device["step"] = reading * after.weight_bytes / before.weight_bytes - experts + (step - reading) * layers
+        launch, recordings, knee = self.launch * layers, self.recordings.for_model(new), self.knee
+        if experts:  # of which a step reads more for what it computes, so that it takes more tokens to the knee
+            bytes_of_token = [n.weight_bytes / n.token_operations for n in (before, after)]
+            knee = round(knee * bytes_of_token[1] / bytes_of_token[0])
+        same = replace(self, device=device, knee=knee, launch=launch, recordings=recordings)
+        return replace(same, experts=experts, chosen_share=after.chosen_share)
 
     def with_all_reduces(self, model: Architecture, itemsize: int, seconds: float, per_byte: float) -> "StepTime":
         """With the sums over the ranks."""

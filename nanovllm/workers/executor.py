@@ -47,6 +47,7 @@ class RunnerSpec:
             max_model_len=c.max_model_len,
             load_format=c.load_format,
             quantization=c.quantization,
+            expert_parallel=c.enable_expert_parallel,
             group=group,
         )
         loaded = replace(loaded, eos_token_ids=self.eos_token_ids)

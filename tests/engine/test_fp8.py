@@ -4,6 +4,7 @@ On a CPU the weights are widened while they are loaded. That they can stay in FP
 for these tests. On a GPU they do stay. How exact few tokens are, and how exact many, is judged in bf16.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.layers.experts import Fp8Experts
 from nanovllm.layers.fp8_linear import Fp8Linear, widen
 from nanovllm.models import loader
 from nanovllm.models.loader import load_model
@@ -19,7 +21,7 @@ from tests import oracle
 from tests.engine import test_conformance, test_speculation_conformance
 from tests.engine.adapter import EngineSubject
 from tests.engine.ranks import STORY_MODEL, TINY, Starter, check_idle, engine_checkpoints, generate, tokens
-from tests.fp8_checkpoints import Layout, in_fp8, wide_qwen3
+from tests.fp8_checkpoints import Layout, in_fp8, wide_qwen3, wide_qwen3_moe
 from tests.models.plain_attention import DictAttention
 from tests.oracle_record import record_alone
 from tests.stages.requests import PROMPTS, TIGHT, greedy, story_prompts
@@ -49,7 +51,7 @@ def check(engine: Any, widened: Path, prompts: list[list[int]], length: int, tim
 
 
 def num_kept(engine: Any) -> int:
-    return sum(isinstance(module, Fp8Linear) for module in engine.model.modules())
+    return sum(isinstance(module, Fp8Linear | Fp8Experts) for module in engine.model.modules())
 
 
 @pytest.mark.parametrize(
@@ -111,12 +113,16 @@ def start(request: pytest.FixtureRequest) -> Starter:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_have_parts_of_blocks(start: Starter, engine_checkpoints: Path, layout: Layout) -> None:
-    """Chunks, preemption, resumption and a warm prefix cache on two ranks."""
-    path, widened = in_fp8(wide_qwen3(engine_checkpoints), layout)
+@pytest.mark.parametrize(
+    ("build", "layout"), [(wide_qwen3, "block"), (wide_qwen3, "channel"), (wide_qwen3_moe, "block")]
+)
+def test_ranks_have_parts_of_blocks(
+    start: Starter, engine_checkpoints: Path, build: Callable[..., Path], layout: Layout
+) -> None:
+    """Chunks, preemption, resumption and a warm prefix cache on two ranks; of experts each has whole ones."""
+    path, widened = in_fp8(build(engine_checkpoints), layout)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    with start(path, **TINY) as llm:
+    with start(path, enable_expert_parallel=build is wide_qwen3_moe, **TINY) as llm:
         outputs = generate(llm, PROMPTS, params)
         oracle.check_greedy(widened, PROMPTS, tokens(outputs), greedy(16, ignore_eos=True))
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
@@ -160,15 +166,40 @@ def on_gpu(path: Path, dtype: torch.dtype, **config: Any) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_are_hf_s_on_a_gpu(engine_checkpoints: Path, layout: Layout, eager: bool) -> None:
-    """In fp32, in a pool that is too small and with the prefix cache warm. Linear layers are the library's there."""
-    path, widened = in_fp8(wide_qwen3(engine_checkpoints), layout)
+@pytest.mark.parametrize(("build", "kept"), [(wide_qwen3, 12), (wide_qwen3_moe, 9)])
+def test_tokens_are_hf_s_on_a_gpu(
+    engine_checkpoints: Path, build: Callable[..., Path], kept: int, layout: Layout, eager: bool
+) -> None:
+    """In fp32, in a pool that is too small and with the prefix cache warm. Linear layers are the library's there,
+    experts our kernels'."""
+    path, widened = in_fp8(build(engine_checkpoints), layout)
     config = {"device": "cuda", "dtype": torch.float32, "attention_backend": "triton", "gpu_memory_utilization": 0.3}
     subject = EngineSubject(config | {"enforce_eager": eager, "async_scheduling": True})
     engine = subject.engine(path, **TIGHT | {"block_size": 16, "num_blocks": 5, "max_num_seqs": 6})
-    assert num_kept(engine) == 12
+    assert num_kept(engine) == kept
     check(engine, widened, PROMPTS, 16)
     subject.check_idle(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [32, 450], ids=["few tokens", "many tokens"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_of_experts_in_bf16(engine_checkpoints: Path, layout: Layout, chunk: int) -> None:
+    """Against float32 with the same weights. By the median of the tokens' errors: a token that changes an expert is far
+    from the truth, in theirs and ours. In steps of many tokens the input of attention is rounded to four bits, too."""
+    path, widened = in_fp8(wide_qwen3_moe(engine_checkpoints), layout)
+    prompt = [token for prompt in PROMPTS for token in prompt]
+    prompt = (prompt * (449 // len(prompt) + 1))[:449]
+    engine = on_gpu(path, torch.bfloat16, enforce_eager=True, max_num_batched_tokens=chunk)
+    assert num_kept(engine) == 9
+    output, recorder = record_alone(engine, prompt, greedy(16, ignore_eos=True))
+    known = prompt + output[:-1]
+    found = recorder.logits_by_position(known)
+    ours = torch.stack([found[p] for p in range(len(known))])
+    exact, theirs = (oracle.truth(widened, dtype, "cuda").logits(known) for dtype in (torch.float32, torch.bfloat16))
+    error, hf = ((logits - exact).square().mean(-1).sqrt().median().item() for logits in (ours, theirs))
+    print(f"median error of the logits: {error:.4f}, Hugging Face's {hf:.4f}, their spread {exact.std().item():.4f}")
+    assert 0 < error <= (2 * hf if chunk <= 64 else 0.1 * exact.std().item())
 
 
 @pytest.mark.gpu

@@ -135,14 +135,17 @@ def start(request: pytest.FixtureRequest) -> Starter:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("build", "overlapped"), [(mixed, True), (random_qwen2_moe, False), (random_mixtral, True)])
-def test_ranks_have_parts_of_every_expert(
-    start: Starter, engine_checkpoints: Path, build: Build, overlapped: bool
+@pytest.mark.parametrize(
+    ("build", "overlapped", "whole"),
+    [(mixed, True, False), (random_qwen2_moe, False, True), (random_mixtral, True, True)],
+)
+def test_ranks_have_parts_of_every_expert_or_whole_experts(
+    start: Starter, engine_checkpoints: Path, build: Build, overlapped: bool, whole: bool
 ) -> None:
     """Chunks, preemption, resumption and a warm prefix cache on several ranks."""
     path = build(engine_checkpoints)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    with start(path, async_scheduling=overlapped, **TINY) as llm:
+    with start(path, async_scheduling=overlapped, enable_expert_parallel=whole, **TINY) as llm:
         outputs = generate(llm, PROMPTS, params)
         oracle.check_greedy(path, PROMPTS, tokens(outputs), greedy(16, ignore_eos=True))
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
@@ -157,7 +160,7 @@ def test_ranks_draw_what_one_rank_draws(start: Starter, engine_checkpoints: Path
     params = [SamplingParams(temperature=t, max_tokens=12, seed=7, ignore_eos=True) for t in (0.7, 1.0, 1.3)]
     with LLM(path, device="cpu", skip_tokenizer_init=True, **ROOMY) as llm:
         expected = tokens(generate(llm, PROMPTS[:3], params))
-    with start(path, **ROOMY) as llm:
+    with start(path, enable_expert_parallel=True, **ROOMY) as llm:
         assert tokens(generate(llm, PROMPTS[:3], params)) == expected
 
 

@@ -14,7 +14,7 @@ from nanovllm.distributed.group import Group, PeerLost
 from nanovllm.models import loader
 from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model
-from nanovllm.models.sharding import read_shard, shard_config
+from nanovllm.models.sharding import read_shard, shard_config, with_expert_parallel
 from nanovllm.sampling.sampler import gather_logits, sample_plain, sample_sharded
 from nanovllm.sampling.state import SamplingMetadata
 from tests import oracle
@@ -89,6 +89,9 @@ def test_the_parts_of_every_tensor_are_the_tensor(engine_checkpoints: Path, size
     assert len(kinds) == 12
 
 
+WHOLE = ("mixtral", 4), ("qwen2_moe", 2), ("experts in one tensor", 2)  # ranks that have whole experts
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("build", BUILDS)
 def test_the_ranks_together_are_the_model(engine_checkpoints: Path, build: str, size: int) -> None:
@@ -101,7 +104,7 @@ def test_the_ranks_together_are_the_model(engine_checkpoints: Path, build: str, 
     prompt += [0, config.vocab_size - 1]
 
     def task(group: Any) -> Tensor:
-        model = load_model(path, dtype=torch.float32, group=group).model
+        model = load_model(path, dtype=torch.float32, expert_parallel=(build, size) in WHOLE, group=group).model
         hidden = model(torch.tensor(prompt), torch.arange(len(prompt)), DictAttention())
         return gather_logits(model.logits(hidden), group, config.vocab_size)
 
@@ -111,22 +114,39 @@ def test_the_ranks_together_are_the_model(engine_checkpoints: Path, build: str, 
         assert logits.max() < 0
 
 
-@pytest.mark.parametrize("build", ["qwen3", "qwen2_moe", "experts in one tensor"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("build", "size", "whole"),
+    [
+        *((build, size, False) for build in ("qwen3", "qwen2_moe", "experts in one tensor") for size in (2, 4)),
+        ("qwen2_moe", 2, True),
+        ("mixtral", 4, True),
+        ("experts in one tensor", 4, True),
+    ],
+)
 def test_a_rank_reads_and_holds_no_more_than_its_share(
-    engine_checkpoints: Path, monkeypatch: pytest.MonkeyPatch, size: int, build: str
+    engine_checkpoints: Path, monkeypatch: pytest.MonkeyPatch, size: int, build: str, whole: bool
 ) -> None:
+    """whole: whether it has whole experts, and reads nothing of the others."""
     path = BUILDS[build](engine_checkpoints)
     tensors = load_file(path / "model.safetensors")
     read: dict[str, int] = {}
     monkeypatch.setattr(loader, "safe_open", lambda *_, **__: OpenFile(tensors, read))
+    config = read_config(path)
+    num_experts = config.moe.num_experts if whole and config.moe is not None else 0
+
+    def holder(name: str) -> int | None:
+        """The rank that has this tensor, of a whole expert; None: each has a part of it."""
+        numbers = [i for i in range(num_experts) if f".experts.{i}." in name]
+        return numbers[0] // (num_experts // size) if numbers else None
+
     for rank in range(size):
         read.clear()
-        model = load_model(path, dtype=torch.float32, group=Group(rank, size, CPU)).model
-        assert read.keys() == tensors.keys()
+        group = Group(rank, size, CPU)
+        model = load_model(path, dtype=torch.float32, expert_parallel=whole, group=group).model
+        assert read.keys() == {name for name in tensors if holder(name) in (None, rank)}
         for name, numel in read.items():
-            whole = "norm" in name or name.endswith(("gate.weight", "o_proj.bias"))
-            parts = 1 if whole else min(size, 2) if "k_proj" in name or "v_proj" in name else size
+            uncut = "norm" in name or name.endswith(("gate.weight", "o_proj.bias")) or holder(name) == rank
+            parts = 1 if uncut else min(size, 2) if "k_proj" in name or "v_proj" in name else size
             assert numel * parts == tensors[name].numel(), name
         assert sum(p.numel() for p in model.parameters()) == sum(read.values())
 
@@ -178,6 +198,19 @@ def test_sizes_that_do_not_fit_are_refused(engine_checkpoints: Path) -> None:
     experts = read_config(lively_qwen3_moe(engine_checkpoints, num_attention_heads=16, num_key_value_heads=16))
     with pytest.raises(ValueError, match=r"16 key/value heads and 96 and 24 neurons; choose one of 1, 2, 4, 8"):
         shard_config(experts, 16)
+    whole = with_expert_parallel(experts)
+    assert shard_config(whole, 8).neurons_of_token == 3 * 24 // 8
+    with pytest.raises(
+        ValueError, match=r"enable_expert_parallel=True: 8 experts .* tensor_parallel_size=16 .*1, 2, 4, 8,"
+    ):
+        shard_config(whole, 16)
+    path = random_qwen2_moe(engine_checkpoints)
+    with pytest.raises(
+        ValueError, match=r"6 experts .* tensor_parallel_size=4 ranks; choose one of 1, 2, 3, 6, or leave"
+    ):
+        LLM(path, device="cpu", tensor_parallel_size=4, enable_expert_parallel=True)
+    with pytest.raises(ValueError, match=r"enable_expert_parallel=True: this model has no experts; leave .* out"):
+        LLM(STORY_MODEL, device="cpu", enable_expert_parallel=True)
     with pytest.raises(ValueError, match=r"tensor_parallel_size.*at least 1"):
         LLM(STORY_MODEL, device="cpu", tensor_parallel_size=0)
 

@@ -18,7 +18,7 @@ KIB = 1024
 # "Technical Specifications per Compute Capability".
 SHARED = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
 REGISTERS = 64 * KIB  # of a multiprocessor
-OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel")
+OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel", "_sum_kernel")
 IN_FP8 = ("_block_linear_kernel", "_quantise_tokens_kernel")
 HOPPER_ONLY = ("_ring_kernel", "_warp_specialized_prefill_kernel", "_weight_prefetch_linear_kernel")
 
@@ -57,9 +57,9 @@ def test_every_kernel_fits(capability: int) -> None:
             assert used["stack"] <= (128 if capability == 90 else 0), (kernel, used)
     names = {kernel.split()[2] for kernel in found}
     assert len(names) >= 14, names
-    assert set(OF_EXPERTS) <= names and sum("_grouped_linear_kernel" in kernel for kernel in found) == (
-        8 if capability == 90 else 4
-    )
+    assert set(OF_EXPERTS) <= names
+    for model, num_tiles in ("Qwen3-30B-A3B", 8 if capability == 90 else 4), ("Qwen3-30B-A3B-FP8", 4):
+        assert sum(kernel.startswith(f"{model}, _grouped_linear_kernel") for kernel in found) == num_tiles, model
     for name in IN_FP8:
         assert (name in names) == (capability >= 89), (name, names)
     # On Hopper `weight_prefetch_linear` takes its place
@@ -83,6 +83,7 @@ def test_every_kernel_fits(capability: int) -> None:
         (90, {"enforce_eager": True, "max_num_seqs": 4, "max_num_batched_tokens": 300, "max_model_len": 300}),
         (75, {"max_num_seqs": 16}),
         (90, {"model": "Qwen3-30B-A3B", "enforce_eager": True, "max_num_seqs": 70}),
+        (90, {"model": "Qwen3-30B-A3B-FP8", "enforce_eager": True, "max_num_seqs": 70}),
         (90, {"model": "Qwen3-8B-FP8", "max_num_seqs": 70}),
         (89, {"quantization": "fp8", "enforce_eager": True, "max_num_seqs": 70}),
         (90, {"kv_cache_dtype": "fp8", "speculative": {"method": "ngram", "k": 3}, "max_num_seqs": 50}),
@@ -123,7 +124,7 @@ def test_no_request_waits_for_a_compiler_on_a_tuned_card(tmp_path: Path) -> None
     [
         {"max_num_seqs": 24, "max_model_len": 1003},
         {"speculative": {"method": "ngram", "k": 3}, "max_num_seqs": 8, "max_model_len": 300},
-        {"model": "Qwen3-30B-A3B", "raw": {"mlp_only_layers": [0, 1, 4]}, "max_num_seqs": 8, "max_model_len": 300},
+        {"model": "Qwen3-30B-A3B-FP8", "raw": {"mlp_only_layers": [0, 1, 4]}, "max_num_seqs": 8, "max_model_len": 300},
         {"model": "Gemma-3-1B", "max_num_seqs": 8, "max_model_len": 1003},
         {"model": "Qwen3-8B-FP8", "max_num_seqs": 8, "max_model_len": 300},
         {"kv_cache_dtype": "fp8", "max_num_seqs": 24, "max_model_len": 300},

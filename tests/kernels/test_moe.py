@@ -14,6 +14,8 @@ from nanovllm.kernels.moe.grouped_mlp import choose_tile, grouped_mlp
 from nanovllm.kernels.moe.route import route
 from nanovllm.kernels.moe.sort_pairs import sort_pairs
 from nanovllm.layers import experts as layer
+from nanovllm.layers.fp8_linear import widen
+from tests.kernels.test_fp8 import weights as fp8_weights
 from tests.kernels.test_fused import Where, normal, where
 
 __all__ = ["where"]  # a fixture
@@ -74,6 +76,59 @@ def test_grouped_mlp(where: Where, num_tokens: int, num_experts: int, num_chosen
     check(where, num_tokens, num_experts, num_chosen, hidden, inner)
 
 
+@pytest.mark.parametrize("num_tokens", [5, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, 128], ids=["channel", "blocks"])
+def test_experts_in_fp8(where: Where, rows: int, num_tokens: int) -> None:
+    """Exact but for the sums, in tiles of few pairs and of many. An expert has a tile that is not full."""
+    num_experts, hidden, inner = 3, 256, 128
+    x = normal(where, num_tokens, hidden)
+    experts = uneven(num_tokens, num_experts, 2, where[0])
+    routing = experts, normal((where[0], torch.float32), num_tokens, 2, seed=3).sigmoid()
+    tile = choose_tile(torch.device("cpu"), 1, num_tokens, 2 * num_tokens, num_experts, gated=True)
+    assert tile.pairs == (16 if num_tokens == 5 else 64)
+    made = [fp8_weights(where[0], num_experts * n, k, rows) for n, k in ((2 * inner, hidden), (hidden, inner))]
+    (gate_up, gate_up_scale), (down, down_scale) = ([t.unflatten(0, (num_experts, -1)) for t in pair] for pair in made)
+    wide = [torch.stack(list(map(widen, *pair))) for pair in ((gate_up, gate_up_scale), (down, down_scale))]
+    truth = reference(x, wide[0], wide[1], *routing)
+    for compute in grouped_mlp, layer.grouped_mlp:
+        found = compute(x, gate_up, down, *routing, scales=(gate_up_scale, down_scale))
+        error = (found.double().cpu() - truth).norm() / truth.norm()
+        assert error < (1e-5 if where[1] == torch.float32 else 2e-2), compute.__module__
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "ranks", "max_compared"), [(6, 3, 10**6), pytest.param(4, 2, 0, marks=pytest.mark.slow)]
+)
+def test_whole_experts_on_ranks(
+    where: Where, num_experts: int, ranks: int, max_compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks' parts add up to the whole. What nobody wrote is read by nobody; a token without experts here is 0."""
+    new_empty = Tensor.new_empty
+
+    def spoiled(self: Tensor, *size: Any, **how: Any) -> Tensor:
+        new = new_empty(self, *size, **how)
+        return new.fill_(float("nan")) if new.is_floating_point() else new
+
+    monkeypatch.setattr(Tensor, "new_empty", spoiled)
+    monkeypatch.setattr(sort_pairs_module, "MAX_COMPARED", max_compared)
+    x = normal(where, 20, 40)
+    gate_up, down = normal(where, num_experts, 48, 40, seed=1) / 8, normal(where, num_experts, 40, 24, seed=2) / 8
+    experts = uneven(20, num_experts, 2, where[0])
+    weights = normal((where[0], torch.float32), 20, 2, seed=3).softmax(-1)
+    truth = reference(x, gate_up, down, experts, weights)
+    each = num_experts // ranks
+    for compute in grouped_mlp, layer.grouped_mlp:
+        parts = []
+        for rank in range(ranks):
+            own = slice(rank * each, (rank + 1) * each)
+            parts.append(compute(x, gate_up[own], down[own], experts, weights, (rank, ranks)).double().cpu())
+            is_here = (experts // each == rank).any(1).cpu()
+            assert rank == 0 or not is_here.all()
+            assert not parts[-1][~is_here].any(), compute.__module__
+        error = (sum(parts) - truth).norm() / truth.norm()
+        assert error < (1e-5 if where[1] == torch.float32 else 2e-2), compute.__module__
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens_of_tile", [1, 64, 512, 4096])
 def test_every_tile(where: Where, tokens_of_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,18 +143,26 @@ def test_every_tile(where: Where, tokens_of_tile: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("max_compared", [0, 10**6], ids=["library", "compared"])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "num_chosen"),
-    [(50, 7, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 4, 4), (33, 100, 5), (40, 1, 1)))],
+    ("num_tokens", "num_experts", "num_chosen", "own"),
+    [
+        (50, 7, 3, (2, 3)),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in ((50, 7, 3, (0, 7)), (1, 4, 4, (0, 2)), (33, 100, 5, (75, 25)), (40, 1, 1, (0, 1)))
+        ),
+    ],
 )
 def test_sort_pairs(
-    where: Where, num_tokens: int, num_experts: int, num_chosen: int, max_compared: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    where: Where, num_tokens: int, num_experts: int, num_chosen: int, own: tuple[int, int], max_compared: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """own: the first expert of a rank, and how many it has. Pairs of all others come last."""
     monkeypatch.setattr(sort_pairs_module, "MAX_COMPARED", max_compared)
-    experts = uneven(num_tokens, num_experts, num_chosen, where[0])
-    order, ends = sort_pairs(experts, num_experts)
-    pairs = experts.flatten()
-    assert order.tolist() == pairs.argsort(stable=True).tolist()
-    assert ends.tolist() == pairs.bincount(minlength=num_experts).cumsum(0).tolist()
+    experts, (first, num_own) = uneven(num_tokens, num_experts, num_chosen, where[0]), own
+    order, ends = sort_pairs(experts, num_own, first)
+    pairs = [e - first if first <= e < first + num_own else num_own for e in experts.flatten().tolist()]
+    assert order.tolist() == sorted(range(len(pairs)), key=pairs.__getitem__)
+    assert ends.tolist() == torch.tensor(pairs).bincount(minlength=num_own).cumsum(0)[:num_own].tolist()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,15 @@ from nanovllm.models.transformer import Transformer
 from nanovllm.runner.warm_up import shortened
 from nanovllm.simulate.needs import read_architecture
 from tests import oracle
-from tests.fp8_checkpoints import BLOCK, CHANNEL, Layout, in_fp8, wide_qwen2, wide_qwen3
+from tests.fp8_checkpoints import (
+    BLOCK,
+    CHANNEL,
+    Layout,
+    in_fp8,
+    wide_qwen2,
+    wide_qwen3,
+    wide_qwen3_moe,
+)
 from tests.models.plain_attention import DictAttention
 from tests.stages.ranks import Threads
 from tests.weights import lively_qwen3, lively_qwen3_moe, random_llama, random_mixtral, random_qwen2_moe
@@ -197,20 +205,41 @@ def test_random_weights_of_a_checkpoint_in_fp8(has_fp8: None, checkpoints: Path)
 
 
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["kept", "widened"])
-def test_quantised_while_it_is_loaded(kept: bool, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a checkpoint with a scale per channel would be, also on ranks that have some inputs of a channel."""
+@pytest.mark.parametrize(
+    ("build", "how"),
+    [
+        (wide_qwen3, {}),
+        (wide_qwen3_moe, {"experts_apart": False}),
+        pytest.param(wide_qwen3_moe, {}, marks=pytest.mark.slow),
+    ],
+    ids=["dense", "experts in one tensor", "experts"],
+)
+def test_quantised_while_it_is_loaded(
+    kept: bool, build: Build, how: dict[str, Any], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a checkpoint with a scale per channel would be, also on ranks that have some inputs of a channel, or whole
+    experts."""
     monkeypatch.setattr(loader, "has_fp8", lambda device: kept)
-    source = wide_qwen3(checkpoints)
-    _, widened = in_fp8(source, "channel")
+    source = build(checkpoints, **how)
+    _, widened = in_fp8(build(checkpoints), "channel")
     expected = hf_logits(widened)
     oracle.check_logits(logits_of(source, quantization="fp8"), expected)
+    if build is wide_qwen3_moe:
+        oracle.check_logits(logits_of_ranks(source, expert_parallel=True), expected)
+    oracle.check_logits(logits_of_ranks(source), expected)
+
+
+def logits_of_ranks(path: Path, **options: Any) -> Tensor:
+    """The logits of two ranks that quantise."""
 
     def task(group: Any) -> Tensor:
-        shares: Tensor = group.all_gather(logits(load_model(source, quantization="fp8", group=group).model))
-        return shares
+        model = load_model(path, quantization="fp8", group=group, **options).model
+        shares: Tensor = group.all_gather(logits(model))
+        return torch.cat(list(shares), dim=-1)
 
-    for shares in Threads.run(2, task):
-        oracle.check_logits(torch.cat(list(shares), dim=-1), expected)
+    first, second = Threads.run(2, task)
+    assert torch.equal(first, second)
+    return first
 
 
 @pytest.mark.slow
@@ -230,11 +259,6 @@ def test_quantise_and_widen() -> None:
     assert torch.equal(widen(*quantise(widen(values, scale))), widen(values, scale))
     block = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
     assert widen(torch.ones(4, 6).to(FP8), block)[[0, 1, 2], [0, 5, 2]].tolist() == [1.0, 2.0, 4.0]
-
-
-def test_experts_are_not_quantised_here(checkpoints: Path) -> None:
-    with pytest.raises(ValueError, match=r"quantization='fp8': experts .* take a checkpoint in FP8"):
-        load_model(lively_qwen3_moe(checkpoints), quantization="fp8")
 
 
 def test_facts_and_simulations(checkpoints: Path) -> None:

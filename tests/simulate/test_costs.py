@@ -121,6 +121,8 @@ times = st.builds(
     st.integers(0, 500),
     st.floats(0, 0.1),
     st.sampled_from([RECORDINGS, Recordings()]),
+    st.floats(0, 0.1),
+    st.floats(0, 1),
 )
 
 
@@ -280,6 +282,28 @@ def test_another_model_costs_in_proportion(cards: Path, tmp_path: Path) -> None:
     assert found.kv_tokens == (10_000 * needs.key_bytes + needs.weight_bytes - more.weight_bytes) // more.key_bytes
 
 
+def test_experts_are_read_as_tokens_choose_them(cards: Path, tmp_path: Path) -> None:
+    """Beside a dense model that is the same but for its MLPs."""
+    with_experts = replace(SMALL, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=64, num_expert_layers=4)
+    path = write_config(tmp_path / "experts", with_experts)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"model_type": "qwen3_moe"}))
+    found, needs = load_costs("x1", path), Needs(with_experts, 2)
+    assert not found.measured and "derived from tiny" in found.source
+    free = replace(found.time, device={"step": found.time.device["step"]}, launch=0.0, recordings=Recordings())
+    rest = KNOWN.device["step"] - Needs(SMALL, 2).weight_bytes / 1e9
+    for batch in (1, 5, 300):
+        expected = rest + needs.read_bytes(batch) / 1e9
+        assert free.device_seconds(StepShape(decodes=batch)) == pytest.approx(expected)
+    ratio = needs.token_operations / Needs(SMALL, 2).token_operations
+    assert found.time.device["token_beyond_knee"] == pytest.approx(ratio * KNOWN.device["token_beyond_knee"])
+    assert found.time.knee > 2 * KNOWN.knee
+    two = with_experts.share(2)
+    assert two.num_expert_parameters == with_experts.num_expert_parameters / 2
+    with pytest.raises(ValueError, match="and 128 and 64 neurons; choose a number that divides all of them"):
+        replace(with_experts, num_attention_heads=256, num_key_value_heads=128).share(128)
+
+
 def test_ranks_share_the_work_and_pay_for_sums(cards: Path) -> None:
     alone, two = load_costs("x1", "tiny"), load_costs("x1", "tiny", 2)
     assert two.time.device["decode_key"] == alone.time.device["decode_key"] / 2
@@ -317,11 +341,16 @@ def write_config(path: Path, model: Architecture) -> Path:
 
 
 def test_a_kind_of_model_that_is_not_counted_is_refused(tmp_path: Path) -> None:
-    without_experts = {kind: family for kind, family in FAMILIES.items() if family.experts is None}
-    assert set(KINDS) == {kind for kind, f in without_experts.items() if f.windows is None or f.windows.has_switch}
+    windows = {kind: family.windows for kind, family in FAMILIES.items()}
+    on_request = {kind for kind, keys in windows.items() if keys is None or keys.has_switch or keys.default is None}
+    assert {kind: FAMILIES[kind].experts for kind in on_request} == KINDS
     config = json.loads((Path(__file__).parents[2] / "benchmarks/shapes/Qwen3-0.6B/config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_moe"}))
-    with pytest.raises(ValueError, match="model_type 'qwen3_moe' is not supported; choose a model of llama"):
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    with pytest.raises(ValueError, match="model_type 'mistral' is not supported; choose a model of llama"):
+        read_architecture(tmp_path)
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | experts | {"sliding_window": 4096}))
+    with pytest.raises(ValueError, match="sliding_window is not supported; choose a model without windows"):
         read_architecture(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
     with pytest.raises(ValueError, match="use_sliding_window is not supported; choose a model without windows"):

@@ -12,7 +12,7 @@ from benchmarks.serving import drive, mock, simulated
 from nanovllm.simulate.costs import Card, StepShape, load_costs
 from nanovllm.simulate.step_time import Recordings
 from tests.test_engine_benchmarks import run_here
-from tests.weights import lively_qwen3
+from tests.weights import lively_qwen3, lively_qwen3_moe
 
 TINY: dict[str, Any] = {
     "decodes": {"batches": [1, 3], "contexts": [16, 40]},
@@ -140,3 +140,11 @@ def test_arrivals_are_the_same_for_everybody() -> None:
     asked = drive.arrivals(50.0, 4.0, 1)
     assert asked == drive.arrivals(50.0, 4.0, 1) and 150 < len(asked) < 250
     assert [one.time for one in asked] == sorted(one.time for one in asked)
+
+
+def test_a_mixture_of_experts_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is started."""
+    model = lively_qwen3_moe(tmp_path)
+    with pytest.raises(SystemExit, match="not complete: step_costs"):
+        command.main(["step_costs", "--quick", "--model", str(model), "--out", str(tmp_path)])
+    assert "is a mixture of experts; measure a model without, and derive from it" in capsys.readouterr().out

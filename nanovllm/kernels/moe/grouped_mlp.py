@@ -4,9 +4,11 @@ The pairs of a token and one of its experts are sorted by expert. A tile is some
 many tiles there are depends on the routing, which only the device knows. So as many programs are started as any routing
 could need; each finds its expert from the ends of all experts' pairs, and those that are left over end at once.
 
+Pairs whose expert is on another rank come last, so no tile has them, and nothing is computed for them.
+
 With few tokens this is the reading of the chosen experts' weights, and tiles have few tokens. With many it is bound by
-arithmetic. Grouped products are due to Gale et al. ("MegaBlocks", 2022); the tiles are laid out like those of vLLM's
-fused_moe.
+arithmetic. Weights in FP8 are widened in registers, as in `widening_linear`, whatever the number of tokens. Grouped
+products are due to Gale et al. ("MegaBlocks", 2022); the tiles are laid out like those of vLLM's fused_moe.
 """
 
 from functools import lru_cache
@@ -19,13 +21,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.cards import choose
+from nanovllm.kernels.fp8.widening_linear import GROUP, _widened
 from nanovllm.kernels.launch import overlaps_launches, shared_memory
 from nanovllm.kernels.moe.sort_pairs import sort_pairs
+from nanovllm.kernels.moe.sum_pairs import sum_pairs
 
 
 class Tile(NamedTuple):
-    """Pairs of a program; its output columns, and as many again for a gate; bytes of a row that a step reads; warps of
-    a program; and the most steps under way, where shared memory has room for them."""
+    """Pairs of a program; its output columns, and as many again for a gate; bytes of a weight's row that a step reads;
+    warps of a program; and the most steps under way, where shared memory has room for them."""
 
     pairs: int
     columns: int
@@ -45,9 +49,10 @@ def choose_tile(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, order_ptr, ends_ptr, pair_weight_ptr, out_ptr, num_pairs,
+    x_ptr, weight_ptr, scale_ptr, order_ptr, ends_ptr, pair_weight_ptr, out_ptr, num_pairs,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr,
-    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -70,19 +75,49 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
         is_column = (column < OUTPUTS)[:, None]
         inner = tl.arange(0, INNER)
         x_tile = x_ptr + row[:, None] * INPUTS + inner[None, :]
-        weights = weight_ptr + expert.to(tl.int64) * ((2 if GATED else 1) * OUTPUTS * INPUTS)
+        all_rows: tl.constexpr = (2 if GATED else 1) * OUTPUTS
+        weights = weight_ptr + expert.to(tl.int64) * (all_rows * INPUTS)
         weight_tile = weights + column[:, None].to(tl.int64) * INPUTS + inner[None, :]
         up_tile = weight_tile + OUTPUTS * INPUTS
         acc = tl.zeros([PAIRS, COLUMNS], tl.float32)
         acc_up = tl.zeros([PAIRS, COLUMNS], tl.float32)
+        if ROWS > 1:  # a scale for each block; the columns of a program are in one
+            groups: tl.constexpr = INPUTS // INNER
+            scale_ptr += (expert * (all_rows // ROWS) + tl.program_id(0) * COLUMNS // ROWS) * groups
+            up_scale_ptr = scale_ptr + OUTPUTS // ROWS * groups
+            scale = tl.load(scale_ptr)
+            up_scale = tl.load(up_scale_ptr) if GATED else scale
         for start in range(0, INPUTS, INNER):
             is_inner = (start + inner < INPUTS)[None, :]
             x = tl.load(x_tile + start, mask=is_pair[:, None] & is_inner, other=0.0)  # [PAIRS, INNER]
-            w = tl.load(weight_tile + start, mask=is_column & is_inner, other=0.0)  # [COLUMNS, INNER]
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+            if ROWS == 0:
+                w = tl.load(weight_tile + start, mask=is_column & is_inner, other=0.0)  # [COLUMNS, INNER]
+            else:
+                w = _widened(weight_tile + start, x)
+            if ROWS > 1:
+                # The next step's scales are asked for now. After the last step there are none: its own are read again.
+                next_group = tl.minimum(start + INNER, INPUTS - INNER) // INNER
+                next_scale = tl.load(scale_ptr + next_group)
+                acc += tl.dot(x, tl.trans(w), input_precision="ieee") * scale
+                scale = next_scale
+            else:
+                acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
             if GATED:
-                up = tl.load(up_tile + start, mask=is_column & is_inner, other=0.0)
-                acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision="ieee")
+                if ROWS == 0:
+                    up = tl.load(up_tile + start, mask=is_column & is_inner, other=0.0)
+                else:
+                    up = _widened(up_tile + start, x)
+                if ROWS > 1:
+                    next_up_scale = tl.load(up_scale_ptr + next_group)
+                    acc_up += tl.dot(x, tl.trans(up), input_precision="ieee") * up_scale
+                    up_scale = next_up_scale
+                else:
+                    acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision="ieee")
+        if ROWS == 1:  # a scale for each column
+            scale_ptr += expert * all_rows + column
+            acc *= tl.load(scale_ptr)[None, :]
+            if GATED:
+                acc_up *= tl.load(scale_ptr + OUTPUTS)[None, :]
         if GATED:
             acc = acc * tl.sigmoid(acc) * acc_up
             out_row = place.to(tl.int64)
@@ -94,34 +129,50 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, weights: Tensor, tile: Tile, *, gated: bool
-) -> Tensor:
+    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, weights: Tensor, tile: Tile,
+    *, gated: bool, scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """One of the two products: gated, from tokens x [T, H] to pairs by expert [T K, I]; or else from these to pairs by
     token [T K, H], each times its weight.
 
     weight: [E, out, in], if gated [E, 2 out, in]. order, ends: of `sort_pairs`. weights: [T, K] float32.
+    scale: of a weight in FP8, [E, out, 1] or [E, out / 128, in / 128], if gated with twice the rows. Its ends have no
+    masks: in and out are multiples of 128.
     """
     num_experts, rows, inputs = weight.shape
     num_pairs, outputs = len(order), rows // 2 if gated else rows
-    step_bytes = (tile.pairs + (2 if gated else 1) * tile.columns) * tile.inner_bytes
+    columns, inner = tile.columns, tile.inner_bytes // weight.element_size()
+    rows_of_scale = 0 if scale is None else rows // scale.shape[1]
+    if scale is not None:
+        columns = min(columns, rows_of_scale if rows_of_scale > 1 else outputs & -outputs)
+        inner = GROUP if rows_of_scale > 1 else min(inner, inputs & -inputs)
+    widths = tile.pairs * x.element_size() + (2 if gated else 1) * columns * weight.element_size()
+    most_stages = shared_memory(x.device) // (widths * inner) - 1
     out = x.new_empty(num_pairs, outputs)
     max_tiles = num_pairs // tile.pairs + min(num_pairs, num_experts)
     pdl = overlaps_launches(x.device)
-    _grouped_linear_kernel[(triton.cdiv(outputs, tile.columns), max_tiles)](
-        x, weight, order, ends, weights, out, num_pairs, INPUTS=inputs, OUTPUTS=outputs, EXPERTS=num_experts,
-        PADDED=triton.next_power_of_2(num_experts), CHOSEN=weights.shape[1], PAIRS=tile.pairs, COLUMNS=tile.columns,
-        INNER=tile.inner_bytes // x.element_size(), GATED=gated, PDL=pdl, num_warps=tile.num_warps,
-        num_stages=min(tile.num_stages, shared_memory(x.device) // step_bytes - 1), launch_pdl=pdl,
+    _grouped_linear_kernel[(triton.cdiv(outputs, columns), max_tiles)](
+        x, weight, scale, order, ends, weights, out, num_pairs, INPUTS=inputs, OUTPUTS=outputs, EXPERTS=num_experts,
+        PADDED=triton.next_power_of_2(num_experts), CHOSEN=weights.shape[1], PAIRS=tile.pairs, COLUMNS=columns,
+        INNER=inner, ROWS=rows_of_scale, GATED=gated, PDL=pdl, num_warps=tile.num_warps,
+        num_stages=max(1, min(tile.num_stages, most_stages)), launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
-def grouped_mlp(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+def grouped_mlp(
+    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor,
+    place: tuple[int, int] = (0, 1), scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """x [T, H], gate_up_proj [E, 2 I, H], down_proj [E, H, I], experts [T, K] int64, weights [T, K] float32, all
-    contiguous -> [T, H]: see `Experts.forward`."""
-    order, ends = sort_pairs(experts, len(down_proj))
-    sizes = x.device, x.element_size(), len(x), len(order), len(down_proj)
+    contiguous -> [T, H]: see `Experts`, and for scales `Fp8Experts`."""
+    (rank, ranks), num_experts = place, len(down_proj)
+    first = rank * num_experts
+    order, ends = sort_pairs(experts, num_experts, first)
+    sizes = x.device, down_proj.element_size(), len(x), len(order), num_experts * ranks
     gate, down = choose_tile(*sizes, gated=True), choose_tile(*sizes, gated=False)
-    hidden = grouped_linear(x, gate_up_proj, order, ends, weights, gate, gated=True)  # [T K, I], by expert
-    parts = grouped_linear(hidden, down_proj, order, ends, weights, down, gated=False)  # [T K, H], by token
-    return parts.view(*experts.shape, -1).sum(1)
+    gate_up_scale, down_scale = (None, None) if scales is None else scales
+    pairs = order, ends, weights
+    hidden = grouped_linear(x, gate_up_proj, *pairs, gate, gated=True, scale=gate_up_scale)  # [T K, I], by expert
+    parts = grouped_linear(hidden, down_proj, *pairs, down, gated=False, scale=down_scale)  # [T K, H], by token
+    return sum_pairs(parts, experts, num_experts, first)
