@@ -66,7 +66,8 @@ class EngineConfig:
     dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
     load_format:             "dummy" fills the weights at random, for benchmarks.
     quantization:            "fp8" quantises the weights of linear layers while they are loaded; see `models/loader.py`.
-                             None leaves them as the checkpoint has them, which may be in FP8 already.
+                             None leaves them as the checkpoint has them, which may be in FP8 already. A draft model's
+                             weights stay as its own checkpoint has them, whatever is said here.
     generation_config:       "auto" takes the sampling defaults of the checkpoint's generation_config.json, where a
                              request says nothing; "vllm" takes those of `SamplingParams`. EOS ids count either way.
     seed:                    where the seeds of unseeded requests come from; None is the operating system.
