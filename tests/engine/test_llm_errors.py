@@ -150,7 +150,7 @@ def test_bad_conversations(llm: LLM, tmp_path: Path) -> None:
             llm.chat(messages)
     for of_no_kind in None, 5, [5], [None]:
         with pytest.raises(TypeError, match="messages must be a list of dicts"):
-            llm.chat(of_no_kind)  # type: ignore[arg-type]
+            llm.chat(of_no_kind)
     path = Path(shutil.copytree(STORY_MODEL, tmp_path / "model"))
     template = (
         "{{ raise_exception('only users may speak') if messages[0]['role'] != 'user' }}{{ 'a' + messages[0].content }}"
