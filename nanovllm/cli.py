@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="nanovllm", description="An LLM inference engine to read in an afternoon.")
+    top.epilog = "`nanovllm COMMAND --help` lists the options of a command."
     top.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
@@ -53,20 +54,23 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--model", help="directory or hub id; without it, the story model that comes with nanovllm")
         sub.add_argument("--device", help="cpu or cuda; without it, a GPU if there is one")
         sub.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-        sub.add_argument("--quantization", help="fp8: quantise linear layers and experts while they are loaded")
+        sub.add_argument("--quantization", help="fp8: quantise linear layers and experts (not a draft's)")
         sub.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8: keys and values in half the memory")
         sub.add_argument("--attention-backend", default="auto", help="auto, torch_ref, triton or flash_attn")
         if name != "serve":  # which has it among its own
-            sub.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU")
+            sub.add_argument(
+                "--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU (default 1)"
+            )
         sub.add_argument("--enable-expert-parallel", action="store_true", help="each rank has whole experts")
         return sub
 
     def sampling(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--temperature", type=float, help="0 is greedy (default, as of the next: the checkpoint's)")
-        sub.add_argument("--top-p", type=float)
-        sub.add_argument("--top-k", type=int)
-        sub.add_argument("--max-tokens", type=int, help=f"default: the checkpoint's, or {MAX_TOKENS}")
-        sub.add_argument("--seed", type=int)
+        default = "(default: the checkpoint's)"
+        sub.add_argument("--temperature", type=float, help=f"0 always takes the likeliest token {default}")
+        sub.add_argument("--top-p", type=float, help=f"the likeliest tokens that together have this share {default}")
+        sub.add_argument("--top-k", type=int, help=f"so many of the likeliest tokens {default}")
+        sub.add_argument("--max-tokens", type=int, help=f"of the output (default: the checkpoint's, or {MAX_TOKENS})")
+        sub.add_argument("--seed", type=int, help="the same seed gives the same output")
         sub.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that the output must not contain")
         sub.add_argument(
             "--logit-bias", type=bias_by_token, metavar="JSON", help="such as '{\"17\": -100}', by token id"
@@ -82,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         )
 
     generate = command("generate", run_generate, "complete a text, and show it while it is written")
-    generate.add_argument("prompt")
+    generate.add_argument("prompt", help="the text to complete, in quotation marks")
     generate.add_argument(
         "--trace", type=Path, metavar="FILE", help="what the engine did: a page if FILE ends in .html, or a recording"
     )
@@ -91,8 +95,9 @@ def parser() -> argparse.ArgumentParser:
     sampling(chat)
     add_options(command("serve", run_serve, "answer requests over HTTP, as OpenAI's API does"))
     bench = command("bench", run_bench, "throughput on random prompts of mixed lengths")
-    bench.add_argument("--num-requests", type=int, default=16)
-    bench.add_argument("--max-length", type=int, default=256, help="of prompts and outputs; the shortest have 10%%")
+    bench.add_argument("--num-requests", type=int, default=16, help="all at once (default 16)")
+    help = "tokens of the longest prompts and outputs (default 256); the shortest have 10%%"
+    bench.add_argument("--max-length", type=int, default=256, help=help)
     bench.add_argument("--load-format", default="auto", help="dummy: random weights, only config.json is needed")
     info = command("info", run_info, "what was detected and chosen, and why")
     info.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
@@ -104,7 +109,8 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help=help, description=help)
     plan.set_defaults(run=run_plan)
     add_plan(plan)
-    add_trace_commands(commands.add_parser("trace", help="look at a recorded run"))
+    help = "look at a run that `generate --trace FILE` recorded"
+    add_trace_commands(commands.add_parser("trace", help=help, description=help))
     return top
 
 

@@ -1,6 +1,7 @@
 """The engine's configuration: the field's names and defaults (DESIGN 4), checked when made."""
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_MODEL_LEN = 4096
+MAX_GUESSES = 256  # in a step, and tokens that n-grams are found by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +39,14 @@ class Speculation:
             raise ValueError(f"speculative has no key {unknown[0]!r} for {method!r}; give {shapes}")
         values: dict[str, Any] = defaults | dict(options)
         for name in ("k", "n") if method == "ngram" else ("k",):
-            if type(values[name]) is not int or values[name] < 1:
-                raise ValueError(f"speculative[{name!r}] must be an integer of at least 1; got {values[name]!r}")
+            if type(values[name]) is not int or not 1 <= values[name] <= MAX_GUESSES:
+                raise ValueError(
+                    f"speculative[{name!r}] must be an integer from 1 to {MAX_GUESSES}; got {values[name]!r}"
+                )
         if method == "draft" and not values["model"]:
             raise ValueError(f"speculative needs the draft's 'model'; give {shapes}")
+        if not isinstance(values.get("model"), str | Path | None):
+            raise TypeError(f"speculative['model'] must be a directory or a hub id; got {values['model']!r}")
         return cls(**values)
 
 
@@ -69,7 +75,8 @@ class EngineConfig:
     dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
     load_format:             "dummy" fills the weights at random, for benchmarks.
     quantization:            "fp8" quantises linear layers and experts while they are loaded; see `models/loader.py`.
-                             None leaves them as the checkpoint has them, which may be in FP8 already.
+                             None leaves them as the checkpoint has them, which may be in FP8 already. A draft model's
+                             weights stay as its own checkpoint has them, whatever is said here.
     generation_config:       "auto" takes the sampling defaults of the checkpoint's generation_config.json, where a
                              request says nothing; "vllm" takes those of `SamplingParams`. EOS ids count either way.
     seed:                    where the seeds of unseeded requests come from; None is the operating system.
@@ -113,8 +120,14 @@ class EngineConfig:
                 raise TypeError(f"{name} must be a number; got {value!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1]; got {self.gpu_memory_utilization!r}")
-        if not self.kv_cache_gib > 0:
+        if not 0 < self.kv_cache_gib < math.inf:
             raise ValueError(f"kv_cache_gib must be a positive number of GiB; got {self.kv_cache_gib!r}")
+        for name in "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "async_scheduling":
+            value, may_be_open = getattr(self, name), name == "async_scheduling"
+            if not isinstance(value, bool) and not (value is None and may_be_open):
+                raise TypeError(f"{name} must be True or False{', or None' if may_be_open else ''}; got {value!r}")
+        if self.seed is not None and type(self.seed) is not int:
+            raise TypeError(f"seed must be an integer or None; got {self.seed!r}")
         for name, known in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("attention_backend", ("auto", "torch_ref", "triton", "flash_attn")),

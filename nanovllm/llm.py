@@ -75,6 +75,8 @@ class LLM:
         **config: Any,
     ) -> None:
         chosen = EngineConfig(**config)
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"on_event must be a function that takes a dict, or None; got {on_event!r}")
         device = find_device(chosen.device)
         self.path = find_checkpoint(EMBEDDED_MODEL if model is None else model, weights=chosen.load_format != "dummy")
         model_config = read_config(self.path)
@@ -170,6 +172,8 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("chat needs the tokenizer; leave skip_tokenizer_init out")
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping | Sequence) for m in messages):
+            raise TypeError(f"messages must be a list of dicts, or a list of such lists; got {messages!r}")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.tokenizer.encode_chat(c, add_generation_prompt, tools) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)

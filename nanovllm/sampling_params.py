@@ -11,15 +11,26 @@ from typing import Any
 
 from nanovllm.structured_outputs import StructuredOutputsParams
 
+
+class RequestOutputKind(Enum):
+    """What `step()` reports of a request that is not finished yet."""
+
+    CUMULATIVE = 0  # all of its output so far
+    FINAL_ONLY = 2  # nothing
+
+
 KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("n", "top_k", "min_tokens"), (int,)),
     **dict.fromkeys(("seed", "max_tokens", "logprobs", "prompt_logprobs"), (int, NoneType)),
     **dict.fromkeys(("temperature", "top_p", "min_p"), (int, float)),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (int, float)),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), (bool,)),
     "structured_outputs": (StructuredOutputsParams, NoneType),
+    "output_kind": (RequestOutputKind,),
 }
 
 MASK64 = 2**64 - 1
+LARGEST_N = 16_384  # as vLLM has it
 LARGEST = 1e30  # of what multiplies or divides logits: they stay finite in float32
 LARGEST_BIAS = 100.0  # as OpenAI and vLLM have it
 
@@ -28,13 +39,6 @@ MAX_LOGIT_BIAS = 1024  # tokens
 MAX_STOP_IDS = 128  # `stop_token_ids` that `min_tokens` holds back
 MAX_BAD_WORDS = 512  # spellings: a word has two, without and with a space before
 MAX_BAD_TOKENS = 2048  # of all spellings together
-
-
-class RequestOutputKind(Enum):
-    """What `step()` reports of a request that is not finished yet."""
-
-    CUMULATIVE = 0  # all of its output so far
-    FINAL_ONLY = 2  # nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +119,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", None if self.logit_bias is None else clamped(self.logit_bias))
         for name, kind in KINDS.items():
             value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
+            if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
                 wanted = " or ".join("None" if k is NoneType else k.__name__ for k in kind)
                 raise TypeError(f"{name} must be {wanted}; got {value!r}")
         max_tokens = math.inf if self.max_tokens is None else self.max_tokens
@@ -124,7 +128,7 @@ class SamplingParams:
             if not good:
                 raise ValueError(f"{name} must be {remedy}; got {getattr(self, name) if got is None else got!r}")
 
-        check("n", self.n >= 1, "at least 1")
+        check("n", 1 <= self.n <= LARGEST_N, f"from 1 to {LARGEST_N}")
         check("temperature", 0 <= self.temperature <= LARGEST, "0 (greedy) or a positive number up to 1e30")
         check("top_k", -1 <= self.top_k < 2**31, "positive (below 2**31), or 0 or -1 for off")
         check("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 is off")

@@ -1,5 +1,6 @@
 """The command line, mostly in this process: what it prints, its options, and one line for a user's mistake."""
 
+import argparse
 import io
 import json
 import logging
@@ -17,7 +18,9 @@ import pytest
 import torch
 
 from nanovllm import cli
+from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.server.options import ABOUT
 from nanovllm.trace_view import Recording
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -248,6 +251,22 @@ def test_what_the_parser_refuses(arguments: list[str], part: str, capsys: pytest
     assert stopped.value.code == 2
     err = capsys.readouterr().err
     assert part in err and "usage: nanovllm" in err and "Traceback" not in err
+
+
+def test_each_option_says_what_it_is_and_what_its_default_is() -> None:
+    commands = [cli.parser()]
+    for parser in commands:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                commands += action.choices.values()
+            else:
+                assert action.help, (parser.prog, action.dest)
+    assert len(commands) > 9
+    for name, text in ABOUT.items():
+        default = getattr(EngineConfig, name)
+        assert "default" in text or default is None, name
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            assert f"(default {default})" in text
 
 
 def test_help_needs_no_torch() -> None:

@@ -56,8 +56,10 @@ def find_checkpoint(model: str | Path, *, weights: bool = True) -> Path:
 def local_checkpoint(model: str | Path) -> Path | None:
     """`model` if it is a directory with a checkpoint; None if it may be a hub id.
 
-    Raises ValueError if it is neither.
+    Raises ValueError if it is neither, and TypeError if it is no text or path.
     """
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model must be a directory or a hub id; got {model!r}")
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

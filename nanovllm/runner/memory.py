@@ -1,5 +1,6 @@
 """How large the KV cache may be: what weights and the largest step leave of the memory."""
 
+import math
 import os
 from collections.abc import Callable
 
@@ -76,10 +77,12 @@ def num_kv_blocks(
     missing, if not even one block fits.
     """
     assert config.kvcache_block_size is not None
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
     size, fp8 = config.kvcache_block_size, config.fp8_kv_cache
     each = sum(block_bytes(m, size, fp8) for m in (model, draft) if m is not None)
+    if device.type == "cpu":
+        check_memory(config, each)
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
     if device.type == "cpu":
         available, knob = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib}"
     else:
@@ -98,6 +101,20 @@ def num_kv_blocks(
             f"are missing; raise {knob}, or lower max_num_batched_tokens, max_num_seqs or kvcache_block_size"
         )
     return count
+
+
+def check_memory(config: EngineConfig, each: int) -> None:
+    """Raises ValueError if the KV cache, whose blocks have so many bytes each, and the rows of persistent state exceed
+    this machine's memory. Where the operating system does not say how much that is, nothing is checked."""
+    blocks = config.kv_cache_gib * GIB if config.num_kv_blocks is None else config.num_kv_blocks * each
+    needed = blocks + row_bytes(config)
+    names = "SC_PAGE_SIZE", "SC_PHYS_PAGES"
+    if hasattr(os, "sysconf") and needed > (memory := math.prod(map(os.sysconf, names))):
+        knob = "kv_cache_gib" if config.num_kv_blocks is None else "num_kv_blocks"
+        raise ValueError(
+            f"{knob}={getattr(config, knob)} and max_num_seqs={config.max_num_seqs} need {needed / GIB:.1f} GiB, and "
+            f"this machine has {memory / GIB:.1f} GiB; lower one of them"
+        )
 
 
 def gpu_share(config: EngineConfig) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.server.options import ENGINE, json_object
+from nanovllm.server.options import ABOUT, ENGINE, json_object
 from nanovllm.simulate.arrivals import SHAPES, Lengths
 from nanovllm.simulate.autoscaling import Autoscaling
 from nanovllm.simulate.fleet import FleetOptions
@@ -50,7 +50,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a shape that was measured, a directory with a config.json, or a hub id")
     add("--card", required=True, help="h200, or a file that `python -m benchmarks.engine step_costs` has written")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of all that is drawn: the same seed gives the same results (default 0)")
     add("--json", type=Path, metavar="FILE", help="all results")
     clients = parser.add_argument_group("clients").add_argument
     clients("--rate", type=float, help="queries per second, the later turns of conversations included")
@@ -66,10 +66,10 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     clients("--max-retries", type=int, default=2, help="after a refusal, each a second later")
     engine = parser.add_argument_group("the engine of a replica").add_argument
     for name in NUMBERS:
-        engine(f"--{name.replace('_', '-')}", type=ENGINE[name], help="as in nanovllm.config")
-    engine("--kvcache-block-size", type=int, help="as in nanovllm.config")
+        engine(f"--{name.replace('_', '-')}", type=ENGINE[name], help=ABOUT[name])
+    engine("--kvcache-block-size", type=int, help=ABOUT["kvcache_block_size"])
     for name in SWITCHES:
-        engine(f"--{name.replace('_', '-')}", action=argparse.BooleanOptionalAction, help="as in nanovllm.config")
+        engine(f"--{name.replace('_', '-')}", action=argparse.BooleanOptionalAction, help=ABOUT[name])
     engine("--acceptance", type=float, default=0.6, help="probability that a guess is right if all before it are")
     engine("--max-queue", type=int, default=512, help="sequences that may wait before more are refused")
     engine("--engine-only", action="store_true", help="the engine is called directly: no HTTP, no API process")

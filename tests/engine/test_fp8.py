@@ -84,6 +84,16 @@ def test_a_model_in_fp8_guesses_for_itself(engine_checkpoints: Path, kept: bool)
     check(engine, widened, PROMPTS, 16)
 
 
+def test_a_draft_is_not_quantised(kept: bool) -> None:
+    """Its weights stay as its own checkpoint has them."""
+    draft = STORY_MODEL.parent / "story_draft"
+    options: dict[str, Any] = {"quantization": "fp8", "kv_cache_gib": 0.01, "skip_tokenizer_init": True}
+    with LLM(STORY_MODEL, device="cpu", speculative={"model": draft, "k": 2}, **options) as llm:
+        guesses = llm.engine.executor.runner.guesses
+        stored = load_model(draft).model.state_dict()
+        assert all(weight.equal(stored[name]) for name, weight in guesses.model.model.state_dict().items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("block_size", "caching", "chunked", "overlapped", "tight"), COMBINATIONS)
 def test_every_combination(

@@ -148,6 +148,9 @@ def test_bad_conversations(llm: LLM, tmp_path: Path) -> None:
     for messages, error in [*wrong, ([{"role": "user"}], r"messages\[0\] must have 'role' and 'content'")]:
         with pytest.raises(ValueError, match=error):
             llm.chat(messages)
+    for of_no_kind in None, 5, [5], [None]:
+        with pytest.raises(TypeError, match="messages must be a list of dicts"):
+            llm.chat(of_no_kind)
     path = Path(shutil.copytree(STORY_MODEL, tmp_path / "model"))
     template = (
         "{{ raise_exception('only users may speak') if messages[0]['role'] != 'user' }}{{ 'a' + messages[0].content }}"
@@ -173,6 +176,12 @@ def test_bad_conversations(llm: LLM, tmp_path: Path) -> None:
         ({"kv_cache_gib": 1e-6}, ValueError, ("no room for a KV block of 16", "GiB are missing", "raise kv_cache_gib")),
         ({"model": ""}, ValueError, ("model=''", "not a checkpoint")),  # as from a variable that is not set
         ({"model": "no/such/directory"}, ValueError, ("model='no/such/directory'", "hub id such as")),
+        ({"model": 5}, TypeError, ("model", "hub id", "got 5")),
+        ({"speculative": {"model": 5}}, TypeError, ("speculative['model']", "hub id", "got 5")),
+        ({"on_event": 5}, TypeError, ("on_event", "function", "got 5")),
+        ({"num_kv_blocks": 10**12}, ValueError, ("num_kv_blocks=1000000000000", "this machine has", "lower")),
+        ({"max_num_seqs": 10**9}, ValueError, ("max_num_seqs=1000000000", "this machine has", "lower")),
+        ({"kv_cache_gib": 1e9}, ValueError, ("kv_cache_gib=1000000000.0", "this machine has", "lower")),
         ({"kvcache_block_size": 0}, ValueError, ("kvcache_block_size", "at least 1", "0")),
     ],
 )

@@ -18,6 +18,7 @@ from tests.engine.shadow import ShadowExecutor
     "wrong",
     [
         {"n": 0},
+        {"n": 10**9},  # all of which would be queued
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
@@ -76,6 +77,8 @@ def test_parameters_out_of_range_are_named_with_the_remedy(wrong: dict[str, Any]
         *({"temperature": "0"}, {"top_p": None}, {"presence_penalty": [0]}),
         *({"stop": 5}, {"stop_token_ids": 5}, {"bad_words": "word"}, {"bad_words": 5}, {"allowed_token_ids": 5}),
         *({"logit_bias": [5]}, {"logit_bias": "5"}),
+        *({"ignore_eos": "no"}, {"skip_special_tokens": 0}, {"include_stop_str_in_output": None}),
+        {"output_kind": "final"},
     ],
 )
 def test_parameters_of_the_wrong_kind_are_a_type_error(wrong: dict[str, Any]) -> None:
@@ -144,6 +147,7 @@ def test_a_changed_copy_is_what_replace_makes_and_leaves_the_original_alone() ->
         {"gpu_memory_utilization": 0.0},
         {"gpu_memory_utilization": 1.5},
         {"kv_cache_gib": 0},
+        {"kv_cache_gib": float("inf")},
         {"dtype": "int8"},
         {"attention_backend": "magic"},
         {"load_format": "pickle"},
@@ -155,8 +159,15 @@ def test_a_configuration_out_of_range_is_refused_by_name(wrong: dict[str, Any]) 
         EngineConfig(**wrong)
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "gpu_memory_utilization", "kv_cache_gib"])
-@pytest.mark.parametrize("value", ["0.9", True])
+NUMBERS = "max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "seed"
+SWITCHES = "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "async_scheduling"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in NUMBERS for value in ("0.9", True)]
+    + [(name, value) for name in SWITCHES for value in ("no", 1)],
+)
 def test_a_configuration_of_the_wrong_kind_is_a_type_error(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"^{name} must be .+; got {value!r}"):
         EngineConfig(**{name: value})

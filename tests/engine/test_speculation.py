@@ -150,7 +150,8 @@ def test_x2_any_guesses_across_block_borders(
 @pytest.mark.parametrize(
     ("speculative", "message"),
     [
-        ({"model": "x", "k": 0}, r"speculative\['k'\].* 1; got 0"),
+        ({"model": "x", "k": 0}, r"speculative\['k'\].* from 1 to 256; got 0"),
+        ({"model": "x", "k": 10**9}, r"speculative\['k'\].* from 1 to 256; got 10"),
         ({"method": "ngram", "n": 0}, r"speculative\['n'\].*got 0"),
         ({"method": "magic"}, "'draft' or 'ngram'; got 'magic'"),
         ({"method": "ngram", "depth": 3}, "no key 'depth'"),

@@ -43,11 +43,12 @@ def shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, **o
     return QWEN3 | sizes | {"num_key_value_heads": kv_heads, "head_dim": head_dim} | other
 
 
+WINDOWS = {"sliding_window": 512, "sliding_window_pattern": 2}
 MODELS = {
     "Qwen3-0.6B": QWEN3,
     "Qwen2.5-0.5B": shape(896, 4864, 14, 2, 64, model_type="qwen2"),
     "Qwen2.5-7B": shape(3584, 18944, 28, 4, 128, model_type="qwen2"),
-    "Gemma-3-1B": shape(1152, 6912, 4, 1, 256, model_type="gemma3_text", sliding_window=512, sliding_window_pattern=2),
+    "Gemma-3-1B": shape(1152, 6912, 4, 1, 256, model_type="gemma3_text", vocab_size=262_144, **WINDOWS),
     "Qwen3-8B-FP8": json.loads((SHAPES / "Qwen3-8B/config.json").read_text()) | {"quantization_config": BLOCK},
     "Qwen3-30B-A3B-FP8": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text())
     | {"quantization_config": BLOCK},

@@ -62,7 +62,7 @@ def _asks(rows_ptr, num_wanted_ptr, n, SOME_ASK: tl.constexpr):  # type: ignore[
     return asks
 
 
-@triton.jit(do_not_specialize_on_alignment=["sampled_ptr", "rows_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["sampled_ptr", "rows_ptr", "num_wanted_ptr"])
 def _parts_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, row_stride, sampled_ptr, rows_ptr, num_wanted_ptr, best_ptr, sums_ptr, num_above_ptr,
     SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
@@ -89,7 +89,10 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=["num_top"],
-    do_not_specialize_on_alignment=["sampled_ptr", "rows_ptr", "values_ptr", "top_ids_ptr", "ranks_ptr"],
+    do_not_specialize_on_alignment=[
+        *("sampled_ptr", "rows_ptr", "num_wanted_ptr"),
+        *("values_ptr", "top_ids_ptr", "ranks_ptr"),
+    ],
 )
 def _tournament_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, row_stride, sampled_ptr, rows_ptr, num_wanted_ptr, best_ptr, sums_ptr, num_above_ptr,
