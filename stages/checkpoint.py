@@ -34,17 +34,19 @@ def load_model(
     dtype: torch.dtype | None = None,
     model_types: tuple[str, ...] = MODEL_TYPES,
     build: Callable[[ModelConfig], Transformer] = Transformer,
+    windows: bool = False,
 ) -> LoadedModel:
     """Load a directory or a hub id such as "Qwen/Qwen3-0.6B" onto `device`, ready for inference.
 
     `dtype=None` keeps the checkpoint's dtype on a GPU and takes float32 on a CPU, where bf16 is slow and less exact.
     An elective has models of its own: `build` makes those of `model_types`, whose tensors are then as strictly checked.
+    `windows`: whether the caller knows what to do with sliding windows.
     Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: this machine has no usable CUDA GPU; use device='cpu'")
     path = find_checkpoint(model)
-    config = read_config(path, model_types)
+    config = read_config(path, model_types, windows)
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else config.dtype
     config = replace(config, dtype=dtype)
@@ -102,7 +104,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
-def read_config(path: Path, model_types: tuple[str, ...] = MODEL_TYPES) -> ModelConfig:
+def read_config(path: Path, model_types: tuple[str, ...] = MODEL_TYPES, windows: bool = False) -> ModelConfig:
     """config.json in the spelling of transformers 4 (rope_theta, torch_dtype) or 5 (rope_parameters, dtype)."""
     raw = read_json(path / "config.json")
     kind = raw.get("model_type")
@@ -118,9 +120,11 @@ def read_config(path: Path, model_types: tuple[str, ...] = MODEL_TYPES) -> Model
         scaling = said.get("rope_type", said.get("type", "default"))
         if scaling != "default":
             raise ValueError(f"{path}: RoPE scaling {scaling!r} is not supported; only models without scaling are")
-    windows = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None and kind != "llama"
-    first = raw.get("max_window_layers", 28) if windows else raw["num_hidden_layers"]
-    if "sliding_attention" in (raw.get("layer_types") or ["sliding_attention"] * (raw["num_hidden_layers"] - first)):
+    limited = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None and kind != "llama"
+    first = raw.get("max_window_layers", 28) if limited else raw["num_hidden_layers"]
+    if not windows and "sliding_attention" in (
+        raw.get("layer_types") or ["sliding_attention"] * (raw["num_hidden_layers"] - first)
+    ):
         raise ValueError(f"{path}: sliding-window attention is not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
