@@ -129,14 +129,15 @@ def test_tokens_are_hf_s_in_a_pool_far_too_small(
 @pytest.mark.parametrize("build", [lively_gemma3, random_qwen2])
 def test_other_families(engine_checkpoints: Path, build: Any) -> None:
     """Windows, and biases."""
-    test_conformance.run(EngineSubject(FP8), build(engine_checkpoints), PROMPTS, greedy(16), **TIGHT)
+    subject: Any = EngineSubject(FP8)
+    test_conformance.run(subject, build(engine_checkpoints), PROMPTS, greedy(16), **TIGHT)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("rounds")
 def test_a_model_guesses_for_itself(engine_checkpoints: Path) -> None:
     """Target and draft are one, and all guesses are right as long as both round alike."""
-    subject = test_speculation_conformance.OwnDraft(FP8)
+    subject: Any = test_speculation_conformance.OwnDraft(FP8)
     test_conformance.run(subject, lively(engine_checkpoints, True), PROMPTS, greedy(16, ignore_eos=True), **TIGHT)
 
 

@@ -60,7 +60,7 @@ def test_triton(head_dim: int, block_size: int, group: int, dtype: torch.dtype) 
 def test_windows(head_dim: int, block_size: int, window: int, dtype: torch.dtype) -> None:
     """On Hopper as on any GPU, since its own kernels know no windows. Tiles by TMA, by pointers, and masked ones."""
     for lengths in (DECODE, PREFILL, VERIFY):
-        shape = {"head_dim": head_dim, "block_size": block_size, "group": 3 if head_dim == 64 else 2}
+        shape: dict[str, Any] = {"head_dim": head_dim, "block_size": block_size, "group": 3 if head_dim == 64 else 2}
         case = make_case(lengths, dtype=dtype, device="cuda", num_kv_heads=2, window=window, **shape)
         check(make_backend("triton", case), case, TOLERANCE[dtype])
 

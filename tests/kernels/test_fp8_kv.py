@@ -95,7 +95,7 @@ def dequantised(case: Case) -> Case:
 )
 def test_torch_ref(head_dim: int, group: int, block_size: int, window: int, scales: KVScales) -> None:
     """Bit by bit what attention over the widened cache gives, and the answer in float64."""
-    shape = {"head_dim": head_dim, "group": group, "block_size": block_size, "window": window}
+    shape: dict[str, Any] = {"head_dim": head_dim, "group": group, "block_size": block_size, "window": window}
     case = make_case(MIXED, scales=scales, **shape)
     backend, wide = TorchRefBackend(), dequantised(case)
     check(backend, case, FP32)
@@ -122,7 +122,7 @@ def interpreted(num_sms: int = 2) -> AttentionBackend:
     ],
     ids=["decodes", "guesses", "chunks", "windows"],
 )
-def test_triton(lengths: Lengths, shape: dict[str, int]) -> None:
+def test_triton(lengths: Lengths, shape: dict[str, Any]) -> None:
     check(interpreted(), make_case(lengths, num_kv_heads=1, scales=SCALES, **shape), FP32)
 
 

@@ -189,7 +189,7 @@ def test_what_it_computes_in_fp8(lengths: Lengths, pieces: int, group: int) -> N
     """Two numbers are one word on their way; queries in the order of the keys that were widened together."""
     if torch.cuda.is_available():
         pytest.skip("Triton compiles for the GPU here; test_fp8_kv.py covers it")
-    shape = {"group": group, "num_kv_heads": NUM_KV_HEADS, "head_dim": 64, "block_size": 32}
+    shape: dict[str, Any] = {"group": group, "num_kv_heads": NUM_KV_HEADS, "head_dim": 64, "block_size": 32}
     case = make_case(lengths, scales=KVScales(0.3, 2.7), **shape)
     emulate(case, pieces, group, RingLayout(16, 4, 3, 1), before_the_step(case))
 
@@ -246,7 +246,7 @@ def compile_case(
     assert layout is not None
     keys, heads, stages = layout.keys, layout.heads, layout.stages
     words, element, dtype = (head_dim // 2, "i16", "bf16") if in_fp8 else (head_dim, dtype, dtype)
-    constants = {
+    constants: dict[str, Any] = {
         "NUM_KV_HEADS": num_kv_heads, "HEADS": heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size,
         "QUERIES": queries, "KEYS": keys, "WORDS": words, "STAGES": stages, "REGISTERS": kernels.PRODUCER_REGISTERS,
         "PDL": early,

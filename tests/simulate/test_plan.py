@@ -1,5 +1,6 @@
 """The plan is the fewest GPUs, and says why the others lose."""
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -28,6 +29,12 @@ def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     lengths = Lengths.parse("uniform:20,300")
     workload = WorkloadOptions(rate=400.0, queries=100, prompt_tokens=lengths, output_tokens=Lengths.parse("20"))
     return Scenario(model="any", card="made up", engine=EngineConfig(), workload=workload, fleet=FleetOptions())
+
+
+def test_a_kv_cache_in_fp8_is_not_simulated(scenario: Scenario) -> None:
+    """No card knows what a step with it costs."""
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' cannot be simulated; take 'auto'"):
+        replace(scenario, engine=EngineConfig(kv_cache_dtype="fp8"))
 
 
 ONE, TWO = SetUp(1, 256, 16), SetUp(2, 256, 16)
