@@ -31,14 +31,8 @@ PER_EXPERT: list[tuple[float, list[int], list[int]]] = [
 ROUTINGS = 8  # that take turns: with few tokens the weights of one could stay in the L2 cache
 
 LINEAR_SHAPES = [linears.SHAPES["0.6B"], (2048, 16, 8, 6144), linears.SHAPES["8B"], linears.SHAPES["8B on 4 ranks"]]
-TOKENS = {
-    4: [1, 4],
-    16: [16],
-    32: [32],
-    64: [64],
-    128: [128],
-    256: [256],
-}  # the most of a row, and where it is measured
+# The most tokens of a row, and where it is measured
+TOKENS = {4: [1, 4], 16: [16], 32: [32], 64: [64], 128: [128], 256: [256]}
 FP8_TOKENS = {16: [1, 16], 32: [32], 64: [64]}
 TILES = [  # columns, inputs, stages, swapped
     (64, 256, 3, True), (64, 128, 4, True), (64, 128, 2, True),

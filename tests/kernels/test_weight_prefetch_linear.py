@@ -285,6 +285,8 @@ def test_weight_prefetch_linear(kind: str, num_tokens: int, inputs: int, outputs
         truth += bias
     gated, partial = kind == "gated", kind == "partial"
     tiles = [choose_tile(num_tokens, outputs, inputs, 64, gated, partial)]
+    if num_tokens <= 4:
+        tiles.append(choose_tile(num_tokens, outputs, inputs, 16, gated, partial, handful=True))
     if dtype == torch.bfloat16:
         tiles += [choose_tile(num_tokens, outputs, inputs, most, gated, partial) for most in (16, 32, 128)]
         tiles += [tiles[0]._replace(stages=3), tiles[-1]._replace(inner=64, stages=4)]
@@ -319,7 +321,7 @@ def test_norm_linear(kind: str, num_tokens: int, inputs: int, outputs: int, part
     tile = choose_tile(num_tokens, outputs, inputs, 64, gated, False)
     normed, total = add_rms_norm(x, residual, norm_weight, 1e-6)
     expected = kernels.weight_prefetch_linear(normed, weight, bias, tile=tile, gated=gated)
-    tile = choose_tile(num_tokens, outputs, inputs, 64, gated, False, norm=True)
+    tile = choose_tile(num_tokens, outputs, inputs, 16, gated, False, handful=True, norm=True)
     ours, our_total = kernels.norm_linear(x, residual, norm_weight, 1e-6, weight, bias, tile=tile, gated=gated)
     assert torch.equal(our_total, total)
     assert (ours.double() - expected.double()).norm() < 1e-3 * expected.double().norm(), tile

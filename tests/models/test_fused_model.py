@@ -1,9 +1,12 @@
 """The engine with the kernels that a GPU would use, in Triton's interpreter: the same tokens as without them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -15,8 +18,9 @@ from nanovllm.kernels.fused.sample import sample_rows
 from nanovllm.kernels.fused.silu_and_mul import gelu_and_mul, silu_and_mul
 from nanovllm.kernels.moe.grouped_mlp import grouped_mlp
 from nanovllm.kernels.moe.route import route
+from nanovllm.layers.norm import rms_norm
 from nanovllm.sampling import sampler
-from tests.weights import lively_gemma3, lively_qwen3, random_qwen2, random_qwen2_moe
+from tests.weights import lively_gemma3, lively_qwen3, random_llama, random_qwen2, random_qwen2_moe
 
 OF_EXPERTS = {"route": route, "grouped_mlp": grouped_mlp}
 KERNELS = {
@@ -74,3 +78,38 @@ def test_the_kernels_change_no_token(
     unused |= set() if build is random_qwen2_moe else OF_EXPERTS.keys()
     unused.add("silu_and_mul" if build is lively_gemma3 else "gelu_and_mul")
     assert used == KERNELS.keys() - unused
+
+
+@pytest.mark.parametrize(
+    ("build", "sizes", "inside"),
+    [
+        pytest.param(lively_qwen3, {}, {"plain", "gated"}, id="Qwen3"),
+        pytest.param(random_qwen2, {}, {"plain", "gated"}, id="Qwen2, with biases of q, k, v"),
+        pytest.param(random_llama, {"mlp_bias": True}, {"plain"}, id="Llama, with biases of the MLP"),
+        pytest.param(random_qwen2_moe, {}, {"plain"}, id="Qwen2-MoE: two layers read the norm before the experts"),
+        pytest.param(lively_gemma3, {}, set(), id="Gemma 3, whose norms are before the addition, too"),
+    ],
+)
+def test_a_norm_that_the_next_layer_computes_changes_no_token(
+    build: Any, sizes: dict[str, Any], inside: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in in PyTorch: the kernel runs on Hopper alone. It is for few tokens: 4 of a prompt, not 7."""
+    path = build(tmp_path, **sizes)
+    expected = tokens(path)
+    used = set()
+
+    def choose(num_tokens: int, weight: Tensor, *, gated: bool) -> Any:
+        def norm_linear(
+            x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            used.add("gated" if gated else "plain")
+            total = x + residual
+            y = F.linear(rms_norm(total, norm_weight, eps), weight, bias)
+            gate, up = y.chunk(2, -1)
+            return F.silu(gate) * up if gated else y, total
+
+        return norm_linear if num_tokens <= 4 else None
+
+    monkeypatch.setattr(kernels, "fused_kernels", lambda device: FusedKernels(choose_norm_linear=choose))
+    assert tokens(path) == expected
+    assert used == inside
