@@ -2,7 +2,7 @@
 
 import importlib
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Stage(Chapter):
 @dataclass(frozen=True, kw_only=True)
 class Elective(Chapter):
     model: str  # an embedded one that shows what the elective is about, by its folder in assets/
+    demo: dict[str, Any] = field(default_factory=dict)  # engine arguments with which the live view shows it
 
     @property
     def module_name(self) -> str:

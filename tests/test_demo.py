@@ -257,6 +257,20 @@ def test_an_elective_is_shown_on_a_model_of_its_kind(monkeypatch: pytest.MonkeyP
         demo.main(["--elective", "fp7"])
 
 
+def test_an_elective_says_with_what_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+
+    def build(*arguments: Any) -> Any:
+        built.append(original(*arguments))
+        return built[-1]
+
+    original = demo.build
+    monkeypatch.setattr(demo, "build", build)
+    monkeypatch.setattr(demo, "LIVE_LENGTHS", (2, 3))
+    demo.main(["--elective", "windows"])
+    assert built[0].windows == (32,) * 8
+
+
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:
     script = (
         "import sys; from tools.race import demo; demo.LIVE_LENGTHS = (2, 2); demo.main(['--stage', '4']); "

@@ -9,7 +9,8 @@ The model families are data. All that differs between them is a row of `FAMILIES
   config.json says otherwise, whatever the hidden size.
 - Mixtral ("Mixtral of Experts", 2024), Qwen2-MoE ("Qwen1.5-MoE", 2024) and Qwen3-MoE ("Qwen3 Technical Report", 2025):
   experts in place of the MLP, see `moe_config.py`. The rest of them is Llama, Qwen2 and Qwen3.
-- Mistral ("Mistral 7B", 2023): Llama with a sliding window, see `window_config.py`.
+- Mistral ("Mistral 7B", 2023): Llama with a sliding window, see `window_config.py`. Hugging Face calls it Ministral if
+  `layer_types` says which layers have the window.
 - Gemma 3 ("Gemma 3 Technical Report", 2025), text alone: see `GemmaConfig`.
 """
 
@@ -74,15 +75,16 @@ class Family(NamedTuple):
     is_gemma: bool = False  # see `GemmaConfig`
 
 
+MISTRAL = Family(
+    num_key_value_heads=8,
+    windows=WindowKeys("all", has_switch=False),
+    max_position_embeddings=131072,
+    qkv_bias=False,
+    o_bias=False,
+)
 FAMILIES = {  # by the `model_type` of config.json
     "llama": Family(num_key_value_heads=None, windows=None, max_position_embeddings=2048, mlp_bias="mlp_bias"),
-    "mistral": Family(
-        num_key_value_heads=8,
-        windows=WindowKeys("all", has_switch=False),
-        max_position_embeddings=131072,
-        qkv_bias=False,
-        o_bias=False,
-    ),
+    "mistral": MISTRAL,
     "qwen2": Family(qkv_bias=True, o_bias=False),
     "qwen3": Family(head_dim=128, qk_norm=True),
     "mixtral": Family(
@@ -113,6 +115,7 @@ FAMILIES = {  # by the `model_type` of config.json
         tie_word_embeddings=True,
         is_gemma=True,
     ),
+    "ministral": MISTRAL,
 }
 
 

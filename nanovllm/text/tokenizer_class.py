@@ -16,10 +16,11 @@ OF_FAMILY = {
     "qwen3": "Qwen2Tokenizer",
     "gemma3_text": "GemmaTokenizer",
     "mistral": "TokenizersBackend",
+    "ministral": "TokenizersBackend",
     "mixtral": "TokenizersBackend",
 }
 # Families whose class reads all their checkpoints, whatever these say: many say something wrong.
-ALWAYS_OF_FAMILY = {"qwen2", "mistral", "mixtral"}
+ALWAYS_OF_FAMILY = {"qwen2", "mistral", "ministral", "mixtral"}
 PLAIN = {"TokenizersBackend", "PreTrainedTokenizer", "PythonBackend"}  # what tokenizer.json says, and nothing else
 
 

@@ -11,9 +11,10 @@ Still hurts:  layers that see all keep everything. The pools have fixed sizes, a
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,11 +22,8 @@ from torch import Tensor
 
 from stages.checkpoint import MODEL_TYPES, load_model, read_json
 from stages.core import OnEvent, Sequence, Trace, check_options, sample
-from stages.stage_3_paged_blocks import Batch, PagedKVCache, Rectangle, gather_attention
-from stages.stage_4_prefix_caching import Content, PrefixCachingPool, chained_digest
+from stages.stage_3_paged_blocks import Batch, BlockPool, PagedKVCache, Rectangle, gather_attention
 from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Scheduled, Scheduler
-
-# --- which layers have a window, and what is seen through it ---------------------------------------------------------
 
 
 def read_windows(path: Path) -> tuple[int, ...]:
@@ -38,7 +36,7 @@ def read_windows(path: Path) -> tuple[int, ...]:
     is_used = is_mistral or (raw.get("use_sliding_window") and raw["model_type"] != "llama")
     window = int((is_used and raw.get("sliding_window", 4096)) or 0)
     limited = [window > 0 and (is_mistral or layer >= raw.get("max_window_layers", 28)) for layer in range(layers)]
-    if raw.get("layer_types") and not is_mistral:
+    if raw.get("layer_types"):
         limited = [kind == "sliding_attention" for kind in raw["layer_types"]]
     if len(limited) != layers or (any(limited) and window < 1):
         raise ValueError(f"{path}: config.json has {layers} layers, sliding_window {window}, layer_types {limited}")
@@ -52,7 +50,7 @@ def oldest_key(num_computed: int, window: int) -> int:
 
 def see(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     """Which keys each query sees. Positions [..., Q, 1] and [..., 1, C] -> bool [..., Q, C]; window 0: no limit."""
-    # exercise windows.1: a query sees no later key than its own, and if there is a window, no more than `window` keys.
+    # exercise windows.1: a query sees no later key than its own, and in a window `window` keys at most, with its own.
     mask = keys <= queries
     if window:
         mask &= keys > queries - window
@@ -60,28 +58,33 @@ def see(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     # end exercise
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """A text up to the end of a block, as the name of that block. Equal ones are one object, so no digest is needed."""
+
+    parent: "Beginning | None"  # without its last block
+    token_ids: tuple[int, ...]  # in its last block
 
 
-class WindowPool(PrefixCachingPool):
+class WindowPool(BlockPool):
     """The blocks of all layers with one window. A table says where block i of a text lies, for those still seen."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int, first: int) -> None:
         super().__init__(num_blocks, block_size)
         self.window, self.first = window, first  # first: what events call the first block of this pool
         self.tables: dict[Sequence, dict[int, int]] = {}
+        self.ref_counts = [0] * num_blocks
+        self.names: list[Beginning | None] = [None] * num_blocks  # of full, computed blocks
+        self.block_of: dict[Beginning, int] = {}  # one for each name
 
     def needed(self, num_computed: int, num_tokens: int) -> range:
-        """The blocks of a text that must be there when `num_computed` tokens are computed, up to that of the last of
-        `num_tokens` tokens."""
+        """The blocks of the first `num_tokens` tokens that must be there when `num_computed` of them are computed."""
         # exercise windows.2: the next query stands at `num_computed`. From the block with the oldest key that it sees
         #   (oldest_key) on, all are needed: num_blocks_for knows where they end.
-        return range(oldest_key(num_computed, self.window) // self.block_size, self.num_blocks_for(num_tokens))
+        first = oldest_key(num_computed, self.window) // self.block_size
+        stop = self.num_blocks_for(num_tokens)
+        return range(first, stop)
         # end exercise
-
-    def lookup(self, content: Content) -> int | None:
-        """The block that holds this, if there is one."""
-        return self.block_by_digest[content.digest] if self.find(content.digest) is content else None
 
     def has_room(self, seq: Sequence, places: range, shared: dict[int, int]) -> bool:
         missing = len(places) - len(shared) - len(self.tables.get(seq, ()))
@@ -93,8 +96,10 @@ class WindowPool(PrefixCachingPool):
         for block in shared.values():
             self.free_list.pop(block, None)
         fresh = {i: self.free_list.popitem(last=False)[0] for i in places if i not in table | shared}
-        for block in fresh.values():
-            self.forget(block)
+        for block in fresh.values():  # about to be filled again: nobody may find what it holds any more
+            if (name := self.names[block]) is not None and self.block_of.get(name) == block:
+                del self.block_of[name]
+            self.names[block] = None
         for block in [*shared.values(), *fresh.values()]:
             self.ref_counts[block] += 1
         table |= shared | fresh
@@ -112,41 +117,40 @@ class WindowPool(PrefixCachingPool):
         return freed
 
 
-class Pools(PrefixCachingPool):
+class Pools:
     """The pools of all kinds of layers: one to the scheduler and in events, which count blocks through all of them."""
 
     def __init__(self, pools: list[WindowPool], chunk: int, trace: Trace) -> None:
         self.pools, self.block_size = pools, pools[0].block_size
         self.chunk, self.trace = chunk, trace  # chunk: tokens that a step computes at most
         self.nothing: list[dict[int, int]] = [{} for _ in pools]  # shared blocks of a text that shares none
-        self.known = WeakValueDictionary[tuple[Content | None, tuple[int, ...]], Content]()
+        self.known = WeakValueDictionary[tuple[Beginning | None, tuple[int, ...]], Beginning]()
 
     def check_fits(self, seq: Sequence) -> None:
         for pool in self.pools:
-            most = self.num_blocks_for(seq.max_slots)
+            most = pool.num_blocks_for(seq.max_slots)
             if pool.window:  # what a chunk sees may begin with the last token of a block
                 most = min(most, (pool.window - 1 + self.chunk - 2) // self.block_size + 2)
             if most > pool.num_blocks:
                 raise ValueError(
                     f"prompts[{seq.request}]: {seq.max_slots} tokens need up to {most} blocks of {self.block_size} in "
-                    f"layers with window {pool.window}, which have {pool.num_blocks}; raise num_blocks or "
-                    "num_window_blocks, or lower max_tokens or max_num_batched_tokens"
+                    f"layers with window {pool.window}, which have {pool.num_blocks}; raise "
+                    f"{'num_window_blocks' if pool.window else 'num_blocks'} or lower max_tokens"
                 )
 
-    def contents_of(self, seq: Sequence, num_blocks: int) -> list[Content]:
-        """What the first blocks of a text hold. Equal beginnings are one object, even if their blocks are gone."""
-        contents: list[Content] = []
+    def beginnings(self, seq: Sequence, num_blocks: int) -> list[Beginning]:
+        """The first `num_blocks` beginnings of a text, from the shortest to the longest."""
+        found: list[Beginning] = []
         for start in range(0, num_blocks * self.block_size, self.block_size):
-            parent, tokens = contents[-1] if contents else None, tuple(seq.token_ids[start : start + self.block_size])
-            digest = chained_digest(parent.digest if parent else 0, tokens)
-            contents.append(self.known.get((parent, tokens)) or Content(digest, parent, tokens))
-            self.known[parent, tokens] = contents[-1]
-        return contents
+            key = found[-1] if found else None, tuple(seq.token_ids[start : start + self.block_size])
+            found.append(self.known.get(key) or Beginning(*key))
+            self.known[key] = found[-1]
+        return found
 
-    def find_beginning(self, contents: list[Content]) -> tuple[int, list[dict[int, int]]]:
+    def find_beginning(self, names: list[Beginning]) -> tuple[int, list[dict[int, int]]]:
         """How many of the first blocks of a text need not be computed, and which blocks that takes from each pool."""
-        found = [{i: b for i, c in enumerate(contents) if (b := p.lookup(c)) is not None} for p in self.pools]
-        for count in range(len(contents), 0, -1):
+        found = [{i: p.block_of[name] for i, name in enumerate(names) if name in p.block_of} for p in self.pools]
+        for count in range(len(names), 0, -1):
             # exercise windows.3: which blocks does each pool need when `count` blocks are computed? If it has them all,
             #   return count, and for each pool a dict like that in `found`, of the blocks that it needs.
             n = count * self.block_size
@@ -157,16 +161,14 @@ class Pools(PrefixCachingPool):
         return 0, self.nothing
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Give `seq` blocks for its first `num_tokens` tokens, known ones first; or nothing, and return False.
-
-        In layers with a window it gets no more than one step can fill: by the next, some are given back.
-        """
+        """Give `seq` blocks for its first `num_tokens` tokens, known ones first; or nothing, and return False."""
         start, shared = seq.num_computed, self.nothing
         if not seq.block_table:
-            count, shared = self.find_beginning(self.contents_of(seq, (len(seq.token_ids) - 1) // self.block_size))
+            count, shared = self.find_beginning(self.beginnings(seq, (len(seq.token_ids) - 1) // self.block_size))
             start = count * self.block_size
         wants = []
         for pool, blocks in zip(self.pools, shared, strict=True):
+            # No more than one step can fill: by the next, some are given back
             stop = min(num_tokens, start + self.chunk) if pool.window else num_tokens
             wants.append((pool, pool.needed(start, stop), blocks))
         if not all(pool.has_room(seq, places, blocks) for pool, places, blocks in wants):
@@ -181,12 +183,12 @@ class Pools(PrefixCachingPool):
 
     def publish(self, seq: Sequence) -> None:
         """Make those blocks of `seq` findable that are full and computed."""
-        contents = self.contents_of(seq, seq.num_computed // self.block_size)
+        names = self.beginnings(seq, seq.num_computed // self.block_size)
         for pool in self.pools:
             for i, block in pool.tables[seq].items():
-                if i < len(contents) and pool.contents[block] is None:
-                    pool.contents[block] = contents[i]
-                    pool.block_by_digest.setdefault(contents[i].digest, block)
+                if i < len(names) and pool.names[block] is None:
+                    pool.names[block] = names[i]
+                    pool.block_of.setdefault(names[i], block)
 
     def release_unseen(self, seq: Sequence) -> None:
         """Give back the blocks that no later query of `seq` sees."""
@@ -205,10 +207,10 @@ class Pools(PrefixCachingPool):
 class WindowScheduler(Scheduler):
     """Stage 5's, with blocks that are given back as the windows move on."""
 
-    blocks: Pools
+    blocks: Any  # Pools, of which the scheduler asks no more than of stage 4's pool
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        return self.blocks.allocate(seq, num_tokens)
+        return bool(self.blocks.allocate(seq, num_tokens))
 
     def commit(self, plan: list[Scheduled], token_ids: list[int], eos_token_ids: frozenset[int]) -> None:
         super().commit(plan, token_ids, eos_token_ids)
@@ -241,12 +243,11 @@ def make_window_batch(plan: list[Scheduled], pool: WindowPool, device: torch.dev
 class WindowEngine(ContinuousBatchingEngine):
     """Stage 5 for models with windows in some or all layers. The blocks of a kind of layers hold these layers alone.
 
-    windows:            how many keys a query sees in each layer, and 0 for all; None: what config.json says. A model is
-                        worse with windows that it was not trained with.
+    windows:            how many keys a query sees in each layer, and 0 for all; None: what config.json says.
     num_window_blocks:  blocks for each kind of layers with a window; None: num_blocks, as layers that see all have.
     """
 
-    pool: Pools
+    pool: Any
 
     def __init__(
         self,
@@ -294,5 +295,4 @@ class WindowEngine(ContinuousBatchingEngine):
 
     def attend(self, batches: dict[int, Batch], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         window = self.windows[layer]
-        index = self.windows[:layer].count(window)  # among the layers of its kind
-        return self.caches[window].attend(batches[window], index, q, k, v)
+        return self.caches[window].attend(batches[window], self.windows[:layer].count(window), q, k, v)

@@ -14,13 +14,14 @@ from nanovllm import LLM, SamplingParams
 from tests import oracle
 from tests.engine import test_conformance, test_nan, test_speculation_conformance
 from tests.engine.adapter import EngineSubject
+from tests.engine.other_models import OtherModels, start
 from tests.engine.ranks import ROOMY, TINY, Starter, check_idle, engine_checkpoints, generate, tokens
 from tests.stages import conformance
 from tests.stages.conformance import run
 from tests.stages.requests import PROMPTS, TIGHT, greedy
 from tests.weights import lively_qwen3_moe, random_mixtral, random_qwen2_moe
 
-__all__ = ["engine_checkpoints"]  # a fixture
+__all__ = ["engine_checkpoints", "start"]  # fixtures
 
 Build = Callable[..., Path]
 ASYNC, SYNC = {"async_scheduling": True}, {"async_scheduling": False}
@@ -42,8 +43,6 @@ def all_experts(directory: Path | str, **over: Any) -> Path:
     return lively_qwen3_moe(directory, **{"num_experts_per_tok": 8, "norm_topk_prob": True} | over)
 
 
-# Each setting of the switches once, as in the fast tier of the dense models
-COMBINATIONS = [parameters.values for parameters in test_conformance.combinations() if not parameters.marks]
 BUILDS = [lively_qwen3_moe, mixed, one_expert, all_experts, random_qwen2_moe, random_mixtral]
 
 
@@ -81,9 +80,7 @@ def with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "random_llama", random_qwen2_moe)
 
 
-class Suite(test_conformance.EngineConformance):
-    test_chats_are_hf_s = None  # type: ignore[assignment]  # there is no such model of this kind
-
+class Suite(OtherModels):
     @pytest.fixture
     def story_model(self) -> Path:
         return Path(__file__).parents[2] / "assets" / "story_moe"
@@ -107,31 +104,12 @@ class TestAsynchronous(Suite, test_conformance.TestAsynchronous):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("block_size", "caching", "chunked", "overlapped", "tight"), COMBINATIONS)
-def test_every_combination(
-    with_experts: None,
-    tmp_path_factory: pytest.TempPathFactory,
-    block_size: int,
-    caching: bool,
-    chunked: bool,
-    overlapped: bool,
-    tight: bool,
-) -> None:
-    test_conformance.test_every_combination(tmp_path_factory, block_size, caching, chunked, overlapped, tight)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 def test_the_blocks_before_a_nan_are_good(
     with_experts: None, tmp_path_factory: pytest.TempPathFactory, asynchronous: bool
 ) -> None:
     """A token that is not a number goes to some experts, and spoils none of their other tokens."""
     test_nan.test_the_blocks_before_a_nan_are_good(tmp_path_factory, asynchronous, 12)
-
-
-@pytest.fixture(params=[pytest.param("cpu", id="2-gloo"), pytest.param("cuda", id="2-nccl", marks=pytest.mark.gpu(2))])
-def start(request: pytest.FixtureRequest) -> Starter:
-    return Starter(2, request.param)  # test_sharding.py has four ranks, as threads
 
 
 @pytest.mark.slow

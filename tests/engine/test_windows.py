@@ -14,13 +14,14 @@ from nanovllm import LLM, SamplingParams
 from tests import oracle
 from tests.engine import test_conformance, test_nan, test_speculation_conformance
 from tests.engine.adapter import EngineSubject
+from tests.engine.other_models import OtherModels, start
 from tests.engine.ranks import ROOMY, TINY, Starter, check_idle, engine_checkpoints, generate, tokens
 from tests.stages import conformance
 from tests.stages.conformance import run
 from tests.stages.requests import PROMPTS, TIGHT, greedy, random_prompts
 from tests.weights import lively_gemma3, lively_qwen3, random_mistral, random_mixtral, random_qwen2, windowed_qwen3
 
-__all__ = ["engine_checkpoints"]  # a fixture
+__all__ = ["engine_checkpoints", "start"]  # fixtures
 
 Build = Callable[..., Path]
 ASYNC = {"async_scheduling": True}
@@ -44,8 +45,6 @@ def tied_gemma3(directory: Path | str, **over: Any) -> Path:
     return lively_gemma3(directory, **sizes | {"tie_word_embeddings": True, "spelling": "old"} | over)
 
 
-# Each setting of the switches once, as in the fast tier of models without windows
-COMBINATIONS = [parameters.values for parameters in test_conformance.combinations() if not parameters.marks]
 BUILDS = [random_mistral, windowed_qwen3, lively_gemma3, tied_gemma3, windowed_mixtral, alternating_qwen2]
 
 
@@ -115,8 +114,8 @@ def with_windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(conformance, "random_llama", windowed_qwen3)
 
 
-class Suite(test_conformance.EngineConformance):
-    test_chats_are_hf_s = test_stories_are_hf_s = None  # type: ignore[assignment]  # there are no such models
+class Suite(OtherModels):
+    test_stories_are_hf_s = None  # type: ignore[assignment]  # there is no such model
 
     @pytest.fixture(autouse=True)
     def models(self, with_windows: None) -> None:
@@ -133,20 +132,6 @@ class TestAsynchronous(Suite, test_conformance.TestAsynchronous):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("block_size", "caching", "chunked", "overlapped", "tight"), COMBINATIONS)
-def test_every_combination(
-    with_windows: None,
-    tmp_path_factory: pytest.TempPathFactory,
-    block_size: int,
-    caching: bool,
-    chunked: bool,
-    overlapped: bool,
-    tight: bool,
-) -> None:
-    test_conformance.test_every_combination(tmp_path_factory, block_size, caching, chunked, overlapped, tight)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 def test_the_blocks_before_a_nan_are_good(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
@@ -154,11 +139,6 @@ def test_the_blocks_before_a_nan_are_good(
     """Where a layer sees all. Windows alone do not reach from the end of that text to what is no number."""
     monkeypatch.setattr(test_nan, "lively_qwen3", lively_gemma3)
     test_nan.test_the_blocks_before_a_nan_are_good(tmp_path_factory, asynchronous, 12)
-
-
-@pytest.fixture(params=[pytest.param("cpu", id="2-gloo"), pytest.param("cuda", id="2-nccl", marks=pytest.mark.gpu(2))])
-def start(request: pytest.FixtureRequest) -> Starter:
-    return Starter(2, request.param)
 
 
 @pytest.mark.slow

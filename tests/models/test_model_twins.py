@@ -103,7 +103,11 @@ def check_facts(path: Path) -> None:
     rope = theirs.rope_parameters.get(FULL, theirs.rope_parameters)
     found = {name: (value, source) for name, value, source in checkpoint_facts(path)}
     for name, expected, *places in (
-        ("architecture", theirs.model_type.replace("ministral", "mistral"), "model_type"),  # with layer_types
+        (
+            "architecture",
+            theirs.model_type.replace("ministral", raw["model_type"]),
+            "model_type",
+        ),  # Mistral with layer_types
         ("dtype of the weights", str(dtype).removeprefix("torch."), "dtype", "torch_dtype"),
         ("vocabulary of the model", f"{theirs.vocab_size} rows", "vocab_size"),
         ("RoPE theta", f"{rope['rope_theta']:g}", "rope_parameters", "rope_theta"),

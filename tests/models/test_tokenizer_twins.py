@@ -160,6 +160,8 @@ KINDS = [Kind(model=model, specials=place) for model, place in product(MODELS, P
     Kind(model="byte fallback", declared=None, family="gemma3_text", template="Gemma", bos="post-processor"),
     Kind(model="byte fallback", declared="LlamaTokenizer", family="mistral", template="Llama 2"),
     Kind(model="byte fallback", declared=None, family="mistral"),
+    Kind(model="byte fallback", declared="LlamaTokenizer", family="ministral"),
+    Kind(model="byte fallback", declared=None, family="ministral"),
     Kind(model="byte fallback", declared="LlamaTokenizerFast", family="mixtral", bos="post-processor"),
     Kind(model="unigram", template="walks", place="both", specials="extra_special_tokens"),
     Kind(template="Zephyr", place="list of names"),

@@ -36,6 +36,8 @@ WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int, ...] | str]] = {
     "Mistral's default": ("mistral", {"sliding_window": ...}, (0, 0, 0)),
     "Mistral with a list": ("mistral", LISTED, (0, 8, 0)),
     "Mistral knows no switch": ("mistral", {"use_sliding_window": False}, (8, 8, 8)),
+    "Ministral": ("mistral", {"model_type": "ministral"} | LISTED, (0, 8, 0)),
+    "Ministral without a list": ("mistral", {"model_type": "ministral"}, (8, 8, 8)),
     "Gemma": ("gemma3_text", {}, (8, 0, 8)),
     "Gemma's list": ("gemma3_text", {"layer_types": [FULL, FULL, SLIDING]}, (0, 0, 8)),
     "Gemma's pattern": ("gemma3_text", {"layer_types": ..., "sliding_window_pattern": 3}, (8, 8, 0)),
@@ -46,7 +48,7 @@ WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int, ...] | str]] = {
 
 
 @pytest.mark.parametrize(
-    "name", few_are_fast(WINDOWS, "K6: no layer beyond the first", "one layer", "Mistral", "Gemma")
+    "name", few_are_fast(WINDOWS, "K6: no layer beyond the first", "one layer", "Mistral", "Ministral", "Gemma")
 )
 def test_windows(name: str, checkpoints: Path) -> None:
     """K6. The stages have none."""

@@ -31,7 +31,7 @@ from rich.text import Text
 
 from nanovllm.trace_view.engine_state import Event
 from nanovllm.trace_view.recording import add_texts
-from stages.manifest import Chapter, Stage, load_elective, load_stage, load_stages
+from stages.manifest import Chapter, Elective, Stage, load_elective, load_stage, load_stages
 from tools import until_ctrl_c
 from tools.exercises import mine
 from tools.race.replay import LASTS, Inside, Player, check_speed, keyboard
@@ -157,7 +157,7 @@ def build(
     model: Path,
     device: str,
     on_event: Callable[[Event], None],
-    options: dict[str, int],
+    options: dict[str, Any],
     impl: str = "stages",
 ) -> Any:
     """The stage's engine, or the learner's, warmed up by two tokens of which `on_event` hears nothing."""
@@ -260,7 +260,8 @@ def show(
     workload = demo_workload(lambda text: tokenizer.encode(text).ids, LIVE_LENGTHS)
     options = workload.stage_options(stage)
     live = LiveShow(stage, workload, options.get("num_blocks", 0), add_texts(tokenizer.decode), impl)
-    engine = build(stage, model, device, live.on_event, options, impl)
+    demo = stage.demo if isinstance(stage, Elective) else {}
+    engine = build(stage, model, device, live.on_event, options | demo, impl)
     with live.running(engine) as thread:
         if console.is_terminal:
             with keyboard() as wait:
