@@ -105,17 +105,17 @@ def _masked_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["first_sequence", "num_sequences", "table_stride", "programs"],
+    do_not_specialize=["first_sequence", "num_sequences", "table_stride", "programs", "fewest_tiles"],
     do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
 )
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv_ptr, kv_boxes, out_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
     first_sequence, num_sequences, scale, q_stride, v_offset, table_stride, m_ptr, denom_ptr, acc_ptr, programs,
+    fewest_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
-    TMA: tl.constexpr, WINDOW: tl.constexpr, FEWEST_TILES: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, WINDOW: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    CUT: tl.constexpr = FEWEST_TILES > 0
     if PDL:
         gdc_launch_dependents()
     kv_head = tl.program_id(0)
@@ -124,8 +124,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     exists = index < num_sequences
     if CUT:
         tiles, pieces = cut_tiles(
-            query_start_ptr, context_len_ptr, first_sequence, num_sequences, programs, index, QUERIES, KEYS,
-            FEWEST_TILES, WINDOW,
+            query_start_ptr, context_len_ptr, first_sequence, num_sequences, programs, fewest_tiles, index, QUERIES,
+            KEYS, WINDOW,
         )  # fmt: skip
         units = tiles * pieces
     else:
@@ -245,15 +245,15 @@ def paged_prefill(
     programs = fewest_tiles = 0
     if workspace is not None:
         m, denom, acc, programs = workspace.m, workspace.denom, workspace.acc, workspace.m.shape[1]
-        most_units, fewest_tiles = most_units + programs, max(1, workspace.fewest_keys // config.keys)
+        most_units, fewest_tiles = most_units + programs, workspace.fewest_keys // config.keys
     _prefill_kernel[(num_kv_heads, most_units)](
         q, kv, boxes, out, block_table, query_start, context_len,
         first_sequence, num_sequences, scale * LOG2_E, q.stride(0), kv.stride(0), block_table.stride(0),
-        m, denom, acc, programs,
+        m, denom, acc, programs, fewest_tiles,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         QUERIES=queries, ROWS=config.rows, KEYS=config.keys,
         SEQUENCES=padded_sequences(num_sequences) if workspace is None else MOST_SEQUENCES,
-        TMA=config.tma, WINDOW=window, FEWEST_TILES=fewest_tiles,
+        TMA=config.tma, WINDOW=window, CUT=workspace is not None,
         PDL=workspace is not None and overlaps_launches(q.device), num_warps=config.num_warps,
         num_stages=config.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip

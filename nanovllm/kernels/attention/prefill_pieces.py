@@ -43,20 +43,21 @@ class PrefillWorkspace:
     m: Tensor  # [Hkv, P, ROWS] float32
     denom: Tensor  # [Hkv, P, ROWS] float32
     acc: Tensor  # [Hkv, P, ROWS, D] float32
-    fewest_keys: int = FEWEST_KEYS  # of a piece
+    fewest_keys: int  # of a piece
 
     @classmethod
     def allocate(
         cls, num_sms: int, num_kv_heads: int, rows: int, head_dim: int, device: torch.device
     ) -> "PrefillWorkspace":
         shape = num_kv_heads, max(1, num_sms * PROGRAMS_PER_SM // num_kv_heads), rows
-        return cls(*(torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape, (*shape, head_dim))))
+        parts = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape, (*shape, head_dim)))
+        return cls(*parts, FEWEST_KEYS)
 
 
 @triton.jit
 def cut_tiles(  # type: ignore[no-untyped-def]
-    query_start_ptr, context_len_ptr, first_sequence, num_sequences, programs, index,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, FEWEST_TILES: tl.constexpr, WINDOW: tl.constexpr,
+    query_start_ptr, context_len_ptr, first_sequence, num_sequences, programs, fewest_tiles, index,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Of the sequences `first_sequence` + `index` [SEQUENCES]: how many tiles of queries each has, 0 beyond the last
     sequence; and in how many pieces each of these tiles is cut. All pieces of tiles in several are at most `programs`.
@@ -69,7 +70,7 @@ def cut_tiles(  # type: ignore[no-untyped-def]
         keys = tl.minimum(keys, WINDOW + QUERIES)
     tiles = tl.cdiv(lengths, QUERIES)
     work = tl.cdiv(keys, KEYS)  # tiles of keys of one tile of queries; of the first ones of a long chunk, less
-    share = tl.maximum(tl.cdiv(tl.sum(tiles * work), programs), FEWEST_TILES)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles * work), programs), fewest_tiles)
     return tiles, tl.maximum(work // share, 1)
 
 
@@ -80,13 +81,14 @@ def of_sequence(sequence, values, index):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["first_sequence", "num_sequences", "programs"],
+    do_not_specialize=["first_sequence", "num_sequences", "programs", "fewest_tiles"],
     do_not_specialize_on_alignment=["query_start_ptr", "context_len_ptr"],
 )
 def _merge_tiles_kernel(  # type: ignore[no-untyped-def]
     out_ptr, m_ptr, denom_ptr, acc_ptr, query_start_ptr, context_len_ptr, first_sequence, num_sequences, programs,
+    fewest_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, FEWEST_TILES: tl.constexpr, SEQUENCES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
     WINDOW: tl.constexpr, MERGED: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for MERGED rows of a tile of queries that was cut. It finds out which before it waits."""
@@ -97,7 +99,7 @@ def _merge_tiles_kernel(  # type: ignore[no-untyped-def]
     tile = tl.program_id(1)
     index = tl.arange(0, SEQUENCES)
     tiles, pieces = cut_tiles(
-        query_start_ptr, context_len_ptr, first_sequence, num_sequences, programs, index, QUERIES, KEYS, FEWEST_TILES,
+        query_start_ptr, context_len_ptr, first_sequence, num_sequences, programs, fewest_tiles, index, QUERIES, KEYS,
         WINDOW,
     )  # fmt: skip
     cut = tl.where(pieces > 1, tiles, 0)
@@ -123,7 +125,7 @@ def _merge_tiles_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, num_pieces, PIECES):
         piece = start + tl.arange(0, PIECES)
         place = (first_slot + piece)[:, None] * ROWS + row[None, :]  # [PIECES, MERGED]
-        mask = (piece < num_pieces)[:, None] & used[None, :]
+        mask = (piece < num_pieces)[:, None] & (row < ROWS)[None, :]
         piece_m = tl.load(m_ptr + place, mask=mask, other=float("-inf"))
         piece_denom = tl.load(denom_ptr + place, mask=mask, other=0.0)
         pointer = acc_ptr + place[:, :, None] * HEAD_DIM + dim[None, None, :]
@@ -152,8 +154,8 @@ def merge_tiles(
         pdl = overlaps_launches(q.device)
         _merge_tiles_kernel[(num_kv_heads * (rows // MERGED_ROWS), most_tiles)](
             out, workspace.m, workspace.denom, workspace.acc, query_start, context_len, first_sequence, num_sequences,
-            programs,
+            programs, workspace.fewest_keys // keys,
             NUM_KV_HEADS=num_kv_heads, GROUP=q.shape[1] // num_kv_heads, HEAD_DIM=head_dim, QUERIES=queries, ROWS=rows,
-            KEYS=keys, FEWEST_TILES=max(1, workspace.fewest_keys // keys), SEQUENCES=MOST_SEQUENCES, WINDOW=window,
+            KEYS=keys, SEQUENCES=MOST_SEQUENCES, WINDOW=window,
             MERGED=MERGED_ROWS, PIECES=MERGED_PIECES, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
