@@ -266,6 +266,16 @@ def test_triton_cuts_long_contexts(
     assert pieces_in(cutting_backend, case) == pieces
 
 
+def test_triton_cuts_what_comes_by_tma(cutting_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.attention import triton_backend as module
+    from nanovllm.kernels.attention.paged_prefill import PrefillConfig
+
+    by_tma = PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2, tma=True, max_registers=128)
+    monkeypatch.setattr(module, "prefill_config", lambda *_: by_tma)
+    case = make_case([(9, 500), (14, 290)], block_size=64, head_dim=16)
+    assert pieces_in(cutting_backend, case) == 5
+
+
 def test_what_is_not_cut(cutting_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With enough work for all programs, or not enough keys for two pieces, there is nothing to merge."""
     from nanovllm.kernels.attention import prefill_pieces

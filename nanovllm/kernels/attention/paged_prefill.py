@@ -9,7 +9,8 @@ A program finds its sequence and its queries from the lengths alone. So the host
 the grid is an upper bound, and superfluous programs return. Keys beyond the tile's last query are never touched, and
 only the last tiles of keys, where the causal border runs, pay for masks. The long tiles of a sequence are its last
 ones. They come first, so that the GPU ends on short ones. In a layer with a sliding window, keys before the window of
-the tile's first query are not touched either, and the tiles where windows begin are masked, too.
+the tile's first query are not touched either, and the tiles where windows begin are masked, too. In steps of few tokens
+the keys of a tile of queries may be cut into pieces, each for a program of its own (`prefill_pieces.py`).
 
 A tile of keys can be fetched in two ways. By pointers: every thread computes the addresses of what it fetches and keeps
 them in registers. By TMA, the copy engine of GPUs since Hopper: where a block holds whole tiles, the keys of a head
@@ -120,8 +121,6 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
     kv_head = tl.program_id(0)
     index = tl.arange(0, SEQUENCES)
-    lengths_ptr = query_start_ptr + first_sequence + index
-    exists = index < num_sequences
     if CUT:
         tiles, pieces = cut_tiles(
             query_start_ptr, context_len_ptr, first_sequence, num_sequences, programs, fewest_tiles, index, QUERIES,
@@ -129,6 +128,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         units = tiles * pieces
     else:
+        lengths_ptr = query_start_ptr + first_sequence + index
+        exists = index < num_sequences
         lengths = tl.load(lengths_ptr + 1, mask=exists, other=0) - tl.load(lengths_ptr, mask=exists, other=0)
         units = tl.cdiv(lengths, QUERIES)
     unit = tl.sum(units) - 1 - tl.program_id(1)
@@ -139,7 +140,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     if CUT:
         num_pieces, _ = of_sequence(sequence, pieces, index)
         _, slots_before = of_sequence(sequence, tl.where(pieces > 1, units, 0), index)
-        slot = kv_head * programs + slots_before + tile
+        result = kv_head * programs + slots_before + tile  # where the workspace has that of this piece
         piece = tile % num_pieces
         tile = tile // num_pieces
     sequence += first_sequence
@@ -203,7 +204,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
     if CUT:  # noqa: SIM102 - Triton looks at both sides of an `and`
         if num_pieces > 1:
-            place = slot * ROWS + row
+            place = result * ROWS + row
             tl.store(m_ptr + place, m)
             tl.store(denom_ptr + place, denom)
             tl.store(acc_ptr + place[:, None] * HEAD_DIM + dim[None, :], acc)
