@@ -12,6 +12,7 @@ from nanovllm.attention.torch_ref import FP8, write_kv
 from nanovllm.kernels.attention.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode, plan_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
 from nanovllm.kernels.attention.paged_tile import PagedInputs
+from nanovllm.kernels.attention.prefill_pieces import PrefillWorkspace, is_cut
 from nanovllm.kernels.launch import is_hopper
 
 
@@ -50,6 +51,7 @@ class TritonBackend:
     def __init__(self, num_sms: int) -> None:
         self._num_sms = num_sms
         self._workspaces: dict[tuple[int, ...], DecodeWorkspace] = {}
+        self._prefill_workspaces: dict[tuple[int, ...], PrefillWorkspace] = {}
         self._taken: Tensor | None = None  # counters that the programs of `warp_specialized_prefill` share
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
@@ -108,11 +110,19 @@ class TritonBackend:
 
     def _prefill(self, inputs: PagedInputs, meta: AttentionMetadata, first_sequence: int, window: int) -> None:
         q, kv = inputs.q, inputs.kv
-        hopper = None if window else hopper_kernels(q.device).warp_specialized_prefill
+        few = is_cut(q.shape[0], meta.context_len.shape[0] - first_sequence)
+        hopper = None if window or few else hopper_kernels(q.device).warp_specialized_prefill
         if hopper is not None and hopper.fits(q, kv):
             if self._taken is None:
                 self._taken = torch.zeros(2, dtype=torch.int32, device=q.device)
             hopper.warp_specialized_prefill(inputs, self._taken, self._num_sms, first_sequence=first_sequence)
         else:
             config = prefill_config(q.device, kv.shape[-1], kv.element_size(), kv.shape[2])
-            paged_prefill(inputs, config, first_sequence=first_sequence, window=window)
+            workspace = self._prefill_workspace(kv, config.rows) if few else None
+            paged_prefill(inputs, config, workspace, first_sequence=first_sequence, window=window)
+
+    def _prefill_workspace(self, kv: Tensor, rows: int) -> PrefillWorkspace:
+        key = self._num_sms, kv.shape[3], rows, kv.shape[4]
+        if key not in self._prefill_workspaces:
+            self._prefill_workspaces[key] = PrefillWorkspace.allocate(*key, device=kv.device)
+        return self._prefill_workspaces[key]

@@ -63,11 +63,11 @@ TILES = ("TOKENS", "PAIRS", "COLUMNS", "INNER", "SWAPPED", "GATED", "HALVES")  #
 
 
 def one_of_each(noted: Sequence[Variant], names: Sequence[str] | None = None) -> Iterator[Variant]:
-    """The first variant of each kernel, and of each tile of a kernel for linear layers."""
+    """The first variant of each kernel, of each tile of a kernel for linear layers, and of a prefill in pieces."""
     seen = set()
     for variant in noted:
         tile = [variant.constants.get(name) for name in TILES] if variant.name in TILED else []
-        key = variant.name, *tile
+        key = variant.name, *tile, variant.constants.get("CUT")
         if key not in seen and (names is None or variant.name in names):
             seen.add(key)
             yield variant

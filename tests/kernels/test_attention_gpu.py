@@ -34,6 +34,8 @@ PREFILL: Lengths = [
     (513, 5000),
 ]
 PREFILL += [(1200, 1200)]
+# Few new tokens behind long contexts: tiles of queries whose keys are cut into many pieces, into two and into none.
+BEHIND: Lengths = [(1, 3000), (1, 40), (3, 2049), (17, 9000), (64, 4100), (130, 1700), (100, 100)]
 
 
 def make_backend(name: str, case: Case) -> AttentionBackend:
@@ -63,6 +65,50 @@ def test_windows(head_dim: int, block_size: int, window: int, dtype: torch.dtype
         shape: dict[str, Any] = {"head_dim": head_dim, "block_size": block_size, "group": 3 if head_dim == 64 else 2}
         case = make_case(lengths, dtype=dtype, device="cuda", num_kv_heads=2, window=window, **shape)
         check(make_backend("triton", case), case, TOLERANCE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize(("head_dim", "group", "window"), [(128, 2, 0), (64, 3, 0), (256, 4, 700), (128, 8, 1500)])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_few_queries_behind_long_contexts(
+    block_size: int, head_dim: int, group: int, window: int, dtype: torch.dtype
+) -> None:
+    shape = {"head_dim": head_dim, "group": group, "block_size": block_size, "window": window}
+    case = make_case(BEHIND, num_kv_heads=2, dtype=dtype, device="cuda", **shape)  # type: ignore[arg-type]
+    backend: Any = make_backend("triton", case)
+    check(backend, case, TOLERANCE[dtype])
+    (workspace,) = backend._prefill_workspaces.values()
+    workspace.m.fill_(float("nan"))
+    check(backend, case, TOLERANCE[dtype])
+    assert workspace.m[:, 0].isfinite().all(), "nothing was cut"
+
+
+def test_one_graph_cuts_contexts_of_every_length() -> None:
+    """Recorded with short contexts, of which none is cut, and replayed with long ones."""
+    lengths: list[Lengths] = [[(n, n) for n, _ in BEHIND], BEHIND]
+    cases = [
+        make_case(of, num_kv_heads=8, head_dim=128, block_size=256, dtype=torch.bfloat16, device="cuda")
+        for of in lengths
+    ]
+    short, long = cases
+    meta = dataclasses.replace(
+        short.meta, num_decodes=0, block_table=torch.zeros_like(long.meta.block_table), max_context_len=9000
+    )
+    q, kv, backend = short.q.clone(), long.kv.nan_to_num(0.0), make_backend("triton", long)
+    backend.attend(q, kv, meta, long.scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(q, kv, meta, long.scale)
+    q.copy_(long.q)
+    kv.copy_(long.kv)
+    meta.context_len.copy_(long.meta.context_len)
+    meta.block_table.copy_(long.meta.block_table)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        error = (out.double() - long.expected).norm(dim=-1) / long.expected.norm(dim=-1)
+        assert error.max() <= TOLERANCE[torch.bfloat16]
 
 
 def test_layers_with_and_without_a_window_in_one_step() -> None:

@@ -9,7 +9,8 @@ A program finds its sequence and its queries from the lengths alone. So the host
 the grid is an upper bound, and superfluous programs return. Keys beyond the tile's last query are never touched, and
 only the last tiles of keys, where the causal border runs, pay for masks. The long tiles of a sequence are its last
 ones. They come first, so that the GPU ends on short ones. In a layer with a sliding window, keys before the window of
-the tile's first query are not touched either, and the tiles where windows begin are masked, too.
+the tile's first query are not touched either, and the tiles where windows begin are masked, too. In steps of few tokens
+the keys of a tile of queries may be cut into pieces, each for a program of its own (`prefill_pieces.py`).
 
 A tile of keys can be fetched in two ways. By pointers: every thread computes the addresses of what it fetches and keeps
 them in registers. By TMA, the copy engine of GPUs since Hopper: where a block holds whole tiles, the keys of a head
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.attention.paged_tile import (
@@ -37,7 +39,15 @@ from nanovllm.kernels.attention.paged_tile import (
     padded_sequences,
     token_offsets,
 )
+from nanovllm.kernels.attention.prefill_pieces import (
+    MOST_SEQUENCES,
+    PrefillWorkspace,
+    cut_tiles,
+    merge_tiles,
+    of_sequence,
+)
 from nanovllm.kernels.cards import choose
+from nanovllm.kernels.launch import overlaps_launches
 
 
 @dataclass(frozen=True)
@@ -97,28 +107,45 @@ def _masked_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["first_sequence", "num_sequences", "table_stride"],
+    do_not_specialize=["first_sequence", "num_sequences", "table_stride", "programs", "fewest_tiles"],
     do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
 )
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv_ptr, kv_boxes, out_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
-    first_sequence, num_sequences, scale, v_scale, q_stride, v_offset, table_stride,
+    first_sequence, num_sequences, scale, v_scale, q_stride, v_offset, table_stride, m_ptr, denom_ptr, acc_ptr,
+    programs, fewest_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
-    TMA: tl.constexpr, WINDOW: tl.constexpr,
+    TMA: tl.constexpr, WINDOW: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     index = tl.arange(0, SEQUENCES)
-    lengths_ptr = query_start_ptr + first_sequence + index
-    exists = index < num_sequences
-    lengths = tl.load(lengths_ptr + 1, mask=exists, other=0) - tl.load(lengths_ptr, mask=exists, other=0)
-    tiles = tl.cdiv(lengths, QUERIES)
-    tile = tl.sum(tiles) - 1 - tl.program_id(1)
-    if tile < 0:
+    if CUT:
+        tiles, pieces = cut_tiles(
+            query_start_ptr, context_len_ptr, first_sequence, num_sequences, programs, fewest_tiles, index, QUERIES,
+            KEYS, WINDOW,
+        )  # fmt: skip
+        units = tiles * pieces
+    else:
+        lengths_ptr = query_start_ptr + first_sequence + index
+        exists = index < num_sequences
+        lengths = tl.load(lengths_ptr + 1, mask=exists, other=0) - tl.load(lengths_ptr, mask=exists, other=0)
+        units = tl.cdiv(lengths, QUERIES)
+    unit = tl.sum(units) - 1 - tl.program_id(1)
+    if unit < 0:
         return
-    sequence, begin = locate(tile, tiles, index)
+    sequence, begin = locate(unit, units, index)
+    tile = unit - begin  # of the sequence
+    if CUT:
+        num_pieces, _ = of_sequence(sequence, pieces, index)
+        _, slots_before = of_sequence(sequence, tl.where(pieces > 1, units, 0), index)
+        result = kv_head * programs + slots_before + tile  # where the workspace has that of this piece
+        piece = tile % num_pieces
+        tile = tile // num_pieces
     sequence += first_sequence
-    first_query = (tile - begin) * QUERIES
+    first_query = tile * QUERIES
     query_start = tl.load(query_start_ptr + sequence)
     query_len = tl.load(query_start_ptr + sequence + 1) - query_start
     context_len = tl.load(context_len_ptr + sequence)
@@ -142,16 +169,27 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     head_ptr = kv_ptr + kv_head * HEAD_DIM + dim[None, :]
     all_see = (before + 1) // KEYS * KEYS  # every query of the tile sees these keys: no masks
     v_slot = (v_offset // token_stride).to(tl.int32)  # where V begins in the matrix that boxes are of
+    begins = 0
+    stop = tl.minimum(context_len, before + QUERIES)
     first = 0
     if WINDOW:
         # The window of the first query begins in the tile `begins`, that of the last one in the tile before `first`.
         begins = tl.maximum(before + 1 - WINDOW, 0) // KEYS * KEYS
         first = tl.minimum(tl.cdiv(tl.maximum(before + QUERIES - WINDOW, 0), KEYS) * KEYS, all_see)
+    last = all_see
+    if CUT:  # to the tiles of this piece
+        length = tl.cdiv(tl.cdiv(stop - begins, KEYS), num_pieces) * KEYS
+        begins += piece * length
+        stop = tl.minimum(stop, begins + length)
+        last = tl.minimum(last, stop)
+        if WINDOW:
+            first = tl.minimum(first, stop)
+    if WINDOW:
         m, denom, acc = _masked_tiles(
             q, head_ptr, v_offset, table_ptr, begins, first, context_len, position, before, scale, m, denom, acc,
             token_stride, BLOCK_SIZE, KEYS, WINDOW,
         )  # fmt: skip
-    for start in range(first, all_see, KEYS):
+    for start in range(tl.maximum(begins, first), last, KEYS):
         if TMA:
             slot = tl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
             k = kv_boxes.load([slot, kv_head * HEAD_DIM])  # [KEYS, D]
@@ -162,22 +200,37 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             v = tl.load(pointer + v_offset)
         m, denom, acc = attend_tile(q, k, v, None, scale, m, denom, acc, False)
     m, denom, acc = _masked_tiles(
-        q, head_ptr, v_offset, table_ptr, all_see, tl.minimum(context_len, before + QUERIES), context_len, position,
-        before, scale, m, denom, acc, token_stride, BLOCK_SIZE, KEYS, WINDOW,
+        q, head_ptr, v_offset, table_ptr, tl.maximum(begins, all_see), stop, context_len, position, before, scale, m,
+        denom, acc, token_stride, BLOCK_SIZE, KEYS, WINDOW,
     )  # fmt: skip
 
-    offset = (token * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
     if v_scale is not None:
         acc *= v_scale
+    if CUT:  # noqa: SIM102 - Triton looks at both sides of an `and`
+        if num_pieces > 1:
+            place = result * ROWS + row
+            tl.store(m_ptr + place, m)
+            tl.store(denom_ptr + place, denom)
+            tl.store(acc_ptr + place[:, None] * HEAD_DIM + dim[None, :], acc)
+            return
+    offset = (token * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
     out = (acc / denom[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offset[:, None] + dim[None, :], out, mask=used)
 
 
-def paged_prefill(inputs: PagedInputs, config: PrefillConfig, *, first_sequence: int = 0, window: int = 0) -> None:
+def paged_prefill(
+    inputs: PagedInputs,
+    config: PrefillConfig,
+    workspace: PrefillWorkspace | None = None,
+    *,
+    first_sequence: int = 0,
+    window: int = 0,
+) -> None:
     """Causal attention of the sequences from `first_sequence` on, any number of queries each, into `inputs.out`.
 
-    config: of `prefill_config`. first_sequence: sequences before it have one query each, and their tokens come first.
-    window: keys that a query sees at most, its own included; 0 is no limit.
+    config: of `prefill_config`. workspace: for as many rows as `config` has; long contexts are cut if it is given, and
+    then there may be `MOST_SEQUENCES` sequences. first_sequence: sequences before it have one query each, and their
+    tokens come first. window: keys that a query sees at most, its own included; 0 is no limit.
     Raises ValueError if tiles come by TMA and a block is smaller than one.
     """
     q, kv, block_table, query_start, context_len, scale, out, v_scale = inputs
@@ -192,12 +245,22 @@ def paged_prefill(inputs: PagedInputs, config: PrefillConfig, *, first_sequence:
         # Made for every call: the launch encodes it each time anyway, and one that is kept would keep the cache alive.
         boxes = TensorDescriptor.from_tensor(kv.view(-1, num_kv_heads * head_dim), [config.keys, head_dim])
     # Each sequence fills its tiles but for the last one.
-    most_tiles = (q.shape[0] - first_sequence) // queries + num_sequences
-    _prefill_kernel[(num_kv_heads, most_tiles)](
+    most_units = (q.shape[0] - first_sequence) // queries + num_sequences
+    m = denom = acc = None
+    programs = fewest_tiles = 0
+    if workspace is not None:
+        m, denom, acc, programs = workspace.m, workspace.denom, workspace.acc, workspace.m.shape[1]
+        most_units, fewest_tiles = most_units + programs, workspace.fewest_keys // config.keys
+    _prefill_kernel[(num_kv_heads, most_units)](
         q, kv, boxes, out, block_table, query_start, context_len,
         first_sequence, num_sequences, scale * LOG2_E, v_scale, q.stride(0), kv.stride(0), block_table.stride(0),
+        m, denom, acc, programs, fewest_tiles,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        QUERIES=queries, ROWS=config.rows, KEYS=config.keys, SEQUENCES=padded_sequences(num_sequences),
-        TMA=config.tma, WINDOW=window, num_warps=config.num_warps, num_stages=config.num_stages,
-        maxnreg=config.max_registers,
+        QUERIES=queries, ROWS=config.rows, KEYS=config.keys,
+        SEQUENCES=padded_sequences(num_sequences) if workspace is None else MOST_SEQUENCES,
+        TMA=config.tma, WINDOW=window, CUT=workspace is not None,
+        PDL=workspace is not None and overlaps_launches(q.device), num_warps=config.num_warps,
+        num_stages=config.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
+    if workspace is not None:
+        merge_tiles(inputs, workspace, config.keys, queries, first_sequence, window)
