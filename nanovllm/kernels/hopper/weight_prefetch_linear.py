@@ -11,8 +11,12 @@ The product is W x^T, so that the 64 rows of Hopper's matrix instruction are out
 the gate and eight of the up projection alternate: a thread then has both numbers of a column, and multiplies them
 itself.
 
-`nanovllm/kernels/cards.toml` says for which layers and numbers of tokens this kernel is used. Triton's
-interpreter cannot run Gluon.
+Weights may be in FP8. They are widened on the way from shared memory to the registers, from which tensor cores take
+them, while the product before is computed. That is exact: bf16 and fp16 have every number of e4m3. The scales are
+applied to sums in float32: a scale per channel once, at the end, and scales of blocks to the sums of each block.
+
+`nanovllm/kernels/cards.toml` says for which layers and numbers of tokens this kernel is used, and
+`kernels/fp8/fp8_linear.py` for weights in FP8. Triton's interpreter cannot run Gluon.
 """
 
 from functools import cache
