@@ -201,12 +201,14 @@ def fp8_candidates(layer: str) -> list[Choice]:
 
 
 def fp8(device: torch.device) -> list[Contest]:
-    """The layers of `LINEAR_SHAPES`, with scales of channels and of blocks. None on a card without FP8."""
+    """The layers of `LINEAR_SHAPES`, with scales of channels and of blocks. None on a card without FP8, or where these
+    layers have no rows."""
     from nanovllm.kernels import has_fp8
     from nanovllm.kernels.cards import first_fit
     from nanovllm.kernels.fp8.widening_linear import Tile, widening_linear
+    from nanovllm.kernels.linear.choice import hopper_linear
 
-    if not has_fp8(device):
+    if not has_fp8(device) or hopper_linear(device) is not None:
         return []
     layers = {}  # by kind and by elements: inputs and outputs of the weight
     for shape in LINEAR_SHAPES:

@@ -93,6 +93,17 @@ def test_widening_linear(where: Where, num_tokens: int, tile: Tile, scales: str,
     assert error_of(found, expected) < ROUNDING[found.dtype]
 
 
+@pytest.mark.gpu
+def test_an_input_of_more_than_two_billion_numbers() -> None:
+    """In fp16 every step is one of few tokens, however many it has."""
+    x = torch.zeros(2**17 + 64, 2**14, dtype=torch.float16, device="cuda")
+    x[-3:] = normal(("cuda", torch.float16), 3, 2**14)
+    weight, scale = weights("cuda", 64, 2**14, 1)
+    expected = truth(x[-3:], weight, scale, "plain", None)
+    assert error_of(widening_linear(x, weight, scale, tile=TILES[1])[-3:], expected) < ROUNDING[torch.float16]
+    assert error_of(fp8_linear(x, weight, scale)[-3:], expected) < ROUNDING[torch.float16]
+
+
 @pytest.mark.parametrize("kind", ["bias", pytest.param("gated", marks=pytest.mark.slow)])
 def test_a_layer_of_128_inputs_has_one_scale_for_many_rows(where: Where, kind: str) -> None:
     """Blocks then have as many columns of scales as channels have: one."""

@@ -41,7 +41,7 @@ class Tile:
 
 @triton.jit
 def _widened(weight_ptr, x):  # type: ignore[no-untyped-def]
-    """Weights in the dtype of x, by way of fp16 and fp32: Hopper has no instruction from FP8 to bf16."""
+    """Weights in the dtype of x, by way of fp16 and fp32: Ada has no instruction from FP8 to bf16."""
     w = tl.load(weight_ptr, eviction_policy="evict_first")
     return w.to(tl.float16).to(tl.float32).to(x.dtype)
 

@@ -20,8 +20,12 @@ help:
   by itself. But every program then reads the residual stream, and what is added to it, of all tokens. So this is slower
   with more tokens, and the layer before should not leave its result in parts: it is cut within programs, too.
 
-`nanovllm/kernels/cards.toml` says for which layers and numbers of tokens this kernel is used. Triton's
-interpreter cannot run Gluon.
+Weights may be in FP8. They are widened on the way from shared memory to the registers, from which tensor cores take
+them, while the product before is computed. That is exact: bf16 and fp16 have every number of e4m3. The scales are
+applied to sums in float32: a scale per channel once, at the end, and scales of blocks to the sums of each block.
+
+`nanovllm/kernels/cards.toml` says for which layers and numbers of tokens this kernel is used, and
+`kernels/fp8/fp8_linear.py` for weights in FP8. Triton's interpreter cannot run Gluon.
 """
 
 from functools import cache
