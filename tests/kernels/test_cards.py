@@ -110,7 +110,8 @@ def test_a_small_engine_on_a_card_that_is_not_here() -> None:
 def test_no_request_waits_for_a_compiler_on_a_tuned_card(tmp_path: Path) -> None:
     """Whatever is the fastest: the borders of what `make tune` writes lie where the start has a step on both sides."""
     tuned = on_card(90, "tune", caches=tmp_path)
-    assert tuned["failed"] == [] and min(tuned["contests"].values()) > 0
+    assert tuned["failed"] == []
+    assert [section for section, number in tuned["contests"].items() if number == 0] == ["fp8"]  # not for Hopper
     assert (tmp_path / "nanovllm/tuning/9.0.toml").is_file()
     options = {"model": "Qwen3-30B-A3B", "enforce_eager": True, "max_num_seqs": 70}
     found = on_card(90, "storm", json.dumps(options), caches=tmp_path)

@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nanovllm.kernels.fp8.block_linear import FEW_TOKENS as SMALL_TILES
-from nanovllm.kernels.fp8.block_linear import BlockTile, block_linear
+from nanovllm.kernels.fp8.block_linear import BlockTile, block_linear, choose_block_tile
 from nanovllm.kernels.fp8.fp8_linear import FEW_TOKENS, choose_tile, fp8_linear
 from nanovllm.kernels.fp8.quantise_tokens import quantise_tokens
 from nanovllm.kernels.fp8.widening_linear import Tile, widening_linear
@@ -160,10 +160,10 @@ def test_block_linear(where: Where, num_tokens: int, rows: int, with_bias: bool)
     x = small.double().view(num_tokens, -1, 128) * x_scale.t().double()[..., None]
     expected = truth(x.flatten(1), weight, scale, "plain", bias)
     limit = max(ROUNDING[where[1]], 0 if where[0] == "cpu" else 1e-3)
-    assert error_of(block_linear(small, x_scale, weight, scale, bias, dtype=where[1]), expected) < limit
+    tile = choose_block_tile(num_tokens, outputs, inputs, rows, partial=False)
+    assert error_of(block_linear(small, x_scale, weight, scale, bias, dtype=where[1], tile=tile), expected) < limit
     if bias is None:
-        tile = BlockTile(64, 64, 4, splits=3)
-        parts = block_linear(small, x_scale, weight, scale, dtype=where[1], partial=True, tile=tile)
+        parts = block_linear(small, x_scale, weight, scale, dtype=where[1], tile=BlockTile(64, 64, 4, splits=3))
         assert parts.shape == (3, *expected.shape) and parts.dtype == torch.float32
         assert error_of(parts.sum(0), expected) < limit
 

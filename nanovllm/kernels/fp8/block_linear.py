@@ -15,9 +15,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import overlaps_launches, shared_memory
+from nanovllm.kernels.linear.tiled_linear import num_splits
 
 GROUP = 128
 FEW_TOKENS = 256  # with more tokens the tiles are larger: there are enough programs then, and arithmetic is the limit
+PROGRAMS = 512  # inputs are cut until there are so many: several for each multiprocessor, as one alone waits for L2
 BAND = 16  # tiles of outputs that are computed next to each other, so that their weights stay in the L2 cache
 
 
@@ -73,29 +75,30 @@ class BlockTile(NamedTuple):
 
 
 def choose_block_tile(num_tokens: int, outputs: int, inputs: int, rows: int, partial: bool) -> BlockTile:
-    small = num_tokens <= FEW_TOKENS
-    tokens, columns = (64, 64) if small else (128, min(128, rows))
-    return BlockTile(tokens, columns, 4 if small else 8, 1)
+    """rows: that share a scale. The inputs of a `partial` layer are cut where it would have few programs."""
+    if num_tokens > FEW_TOKENS:
+        return BlockTile(128, min(128, rows), 8, 1)
+    tiles = outputs // 64 * triton.cdiv(num_tokens, 64)
+    return BlockTile(64, 64, 4, num_splits(inputs, tiles, GROUP, PROGRAMS) if partial else 1)
 
 
 def block_linear(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype,
-    partial: bool = False, tile: BlockTile | None = None,
+    tile: BlockTile,
 ) -> Tensor:  # fmt: skip
     """x [T, in] and its scales [in / 128, T], by `quantise_tokens`; weight [out, in] in FP8; scale [out / R, in / 128]
-    -> [T, out] in `dtype`; if partial, without bias, [S, T, out] float32, to be summed over S. R is 64 or 128; in is a
-    multiple of 128, and out is one of R."""
+    -> [T, out] in `dtype`; if the inputs are cut, without bias, [S, T, out] float32, to be summed over S. R is 64 or
+    128; in is a multiple of 128, and out is one of R."""
     num_tokens, inputs = x.shape
     outputs = weight.shape[0]
-    rows = outputs // scale.shape[0]
-    tokens, columns, num_warps, splits = tile or choose_block_tile(num_tokens, outputs, inputs, rows, partial)
-    shape = (splits, num_tokens, outputs) if partial else (num_tokens, outputs)
-    out = x.new_empty(shape, dtype=torch.float32 if partial else dtype)
+    tokens, columns, num_warps, splits = tile
+    shape = (num_tokens, outputs) if splits == 1 else (splits, num_tokens, outputs)
+    out = x.new_empty(shape, dtype=dtype if splits == 1 else torch.float32)
     pdl = overlaps_launches(x.device)
     step_bytes = (tokens + columns) * GROUP
     _block_linear_kernel[(outputs // columns * triton.cdiv(num_tokens, tokens), splits)](
         x, x_scale, weight, scale, bias, out, num_tokens, inputs, outputs, inputs // (GROUP * splits), TOKENS=tokens,
-        COLUMNS=columns, GROUP=GROUP, ROWS=rows, BAND=BAND, BIAS=bias is not None, PDL=pdl, num_warps=num_warps,
-        num_stages=min(4, shared_memory(x.device) // step_bytes - 1), launch_pdl=pdl,
+        COLUMNS=columns, GROUP=GROUP, ROWS=outputs // len(scale), BAND=BAND, BIAS=bias is not None, PDL=pdl,
+        num_warps=num_warps, num_stages=min(4, shared_memory(x.device) // step_bytes - 1), launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.cards import choose
-from nanovllm.kernels.fp8.block_linear import block_linear
+from nanovllm.kernels.fp8.block_linear import block_linear, choose_block_tile
 from nanovllm.kernels.fp8.quantise_tokens import quantise_tokens
 from nanovllm.kernels.fp8.widening_linear import Tile, widening_linear
 from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
@@ -41,15 +41,16 @@ def fp8_linear(
         hopper = hopper_linear(x.device)
         if hopper is not None:
             columns = len(weight) // 2 if gated else len(weight)
-            prefetch = hopper.choose_fp8_tile(len(x), columns, x.shape[1], gated, partial)
-            return hopper.weight_prefetch_linear(x, weight, bias, scale, tile=prefetch, gated=gated, partial=partial)
+            tile = hopper.choose_fp8_tile(len(x), columns, x.shape[1], gated, partial)
+            return hopper.weight_prefetch_linear(x, weight, bias, scale, tile=tile, gated=gated, partial=partial)
         layer = "gated" if gated else "partial" if partial else "plain"
         tile = choose_tile(x.device, min(len(x), FEW_TOKENS), layer, weight.numel())
         return widening_linear(x, weight, scale, bias, tile=tile, gated=gated, partial=partial)
     grouped = len(scale) < len(weight)  # a scale for each block, and not for each channel
     small, x_scale = quantise_tokens(x, grouped=grouped)
     if grouped:
-        y = block_linear(small, x_scale, weight, scale, bias, dtype=x.dtype, partial=partial)
+        tile = choose_block_tile(len(x), len(weight), x.shape[1], len(weight) // len(scale), partial)
+        y = block_linear(small, x_scale, weight, scale, bias, dtype=x.dtype, tile=tile)
     else:
         # Tensor cores then sum many products before they add them in float32, as in other engines
         y = torch._scaled_mm(
