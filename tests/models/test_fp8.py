@@ -19,6 +19,7 @@ from nanovllm.layers.fp8_linear import FP8, Fp8Linear, quantise, widen
 from nanovllm.models import loader
 from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model
+from nanovllm.models.quantization import parse_quantization
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.warm_up import shortened
 from nanovllm.simulate.needs import read_architecture
@@ -322,6 +323,19 @@ def test_what_is_not_understood_is_refused(said: Any, told: str, checkpoints: Pa
     assert isinstance(said, str) or "use an unquantised checkpoint" in str(caught.value)
 
 
+KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False, "observer": None}
+
+
+@pytest.mark.parametrize(("said", "scheme"), [(BLOCK, "static"), (CHANNEL, KV_CACHE)], ids=["block", "channel"])
+def test_scales_of_a_kv_cache_are_not_refused(said: Any, scheme: Any) -> None:
+    """They change nothing of the weights. A scale for each head or token would."""
+    plain = parse_quantization({"quantization_config": said})
+    assert parse_quantization({"quantization_config": said | {"kv_cache_scheme": scheme}}) == plain
+    for wrong in KV_CACHE | {"strategy": "channel"}, KV_CACHE | {"dynamic": True}, "dynamic":
+        with pytest.raises(ValueError, match=r"quantization_config\.kv_cache_scheme="):
+            parse_quantization({"quantization_config": said | {"kv_cache_scheme": wrong}})
+
+
 Q = "model.layers.1.self_attn.q_proj."
 NORM = "model.norm.weight"
 SPOILED: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
@@ -332,7 +346,8 @@ SPOILED: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
         f"wrong dtype: {Q}weight_scale_inv is I32",
     ),
     (lambda t: t.update({f"{Q}input_scale": torch.ones(1)}), f"unexpected: {Q}input_scale"),
-    (lambda t: t.update({f"{Q.replace('q', 'k')}k_scale": torch.ones(1)}), "unexpected: .*k_scale"),
+    (lambda t: t.update({f"{Q}q_scale": torch.ones(1)}), f"unexpected: {Q}q_scale"),
+    (lambda t: t.update({f"{Q.replace('q', 'k')}k_scale": torch.zeros(1)}), "k_scale must be one positive number"),
     (lambda t: t.update({f"{Q}weight": t[f"{Q}weight"].float()}), f"unexpected: {Q}weight_scale_inv"),
     (lambda t: t.update({f"{Q}weight": t[f"{Q}weight"].view(torch.float8_e5m2)}), f"wrong dtype: {Q}weight is F8_E5M2"),
     (
