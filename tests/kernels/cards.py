@@ -48,10 +48,9 @@ MODELS = {
     "Qwen2.5-7B": shape(3584, 18944, 28, 4, 128, model_type="qwen2"),
     "Gemma-3-1B": shape(1152, 6912, 4, 1, 256, model_type="gemma3_text", sliding_window=512, sliding_window_pattern=2),
     "Qwen3-8B-FP8": json.loads((SHAPES / "Qwen3-8B/config.json").read_text()) | {"quantization_config": BLOCK},
-    "Qwen3-30B-A3B-FP8": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text())
-    | {"quantization_config": BLOCK},
     "Qwen3-30B-A3B": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text()),
 }
+MODELS["Qwen3-30B-A3B-FP8"] = MODELS["Qwen3-30B-A3B"] | {"quantization_config": BLOCK}
 ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_specialized_prefill_kernel")
 IN_FP8 = ("_widening_linear_kernel", "_block_linear_kernel", "_quantise_tokens_kernel")
 OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel", "_sum_kernel")
