@@ -50,10 +50,9 @@ MODELS = {
     "Qwen2.5-7B": shape(3584, 18944, 28, 4, 128, model_type="qwen2"),
     "Gemma-3-1B": shape(1152, 6912, 4, 1, 256, model_type="gemma3_text", vocab_size=262_144, **WINDOWS),
     "Qwen3-8B-FP8": json.loads((SHAPES / "Qwen3-8B/config.json").read_text()) | {"quantization_config": BLOCK},
-    "Qwen3-30B-A3B-FP8": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text())
-    | {"quantization_config": BLOCK},
     "Qwen3-30B-A3B": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text()),
 }
+MODELS["Qwen3-30B-A3B-FP8"] = MODELS["Qwen3-30B-A3B"] | {"quantization_config": BLOCK}
 KV_IN_FP8 = "Qwen3-0.6B", "Gemma-3-1B"  # of these the kernels for a KV cache in FP8 are compiled, too
 ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_specialized_prefill_kernel")
 IN_FP8 = ("_widening_linear_kernel", "_block_linear_kernel", "_quantise_tokens_kernel")
