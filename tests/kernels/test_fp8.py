@@ -171,7 +171,7 @@ def test_block_linear(where: Where, num_tokens: int, rows: int, with_bias: bool)
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scales", ROWS)
-@pytest.mark.parametrize("inputs", [128, 1024])
+@pytest.mark.parametrize("inputs", [128, 1024, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fp8_linear(dtype: torch.dtype, inputs: int, scales: str, kind: str) -> None:
     """Whatever computes it. For few tokens only sums are rounded; for more, in bf16, so is the input, to four bits."""

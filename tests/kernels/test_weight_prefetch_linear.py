@@ -143,7 +143,7 @@ def test_for_a_handful_of_tokens_programs_are_enough_and_run_at_once(kind: str, 
 
 @pytest.mark.parametrize("kind", HOW)
 def test_in_fp8_all_programs_run_at_once(kind: str) -> None:
-    """Of steps of blocks of 128 inputs, as many under way as read memory in time."""
+    """With whole blocks of 128 inputs in a step, and three blocks under way at least."""
     for num_tokens in (1, 8, 9, 17, 64, 65, 1000):
         for columns in (64, 1024, 4096, 12288, 25600):
             for inputs in (128, 384, 1024, 4096, 12288, 18944):
