@@ -14,6 +14,10 @@ contiguous. A tile is a box [HEADS, KEYS, D], though in the cache the heads of a
 a head are neighbours in shared memory, and the swizzle spreads them over all banks. A box cannot leave out what lies
 beyond the context: scores there are masked, and values there, which may be NaN, are replaced by zeros in registers.
 
+*A cache in FP8* comes as words of two numbers, WORDS for a key of one head (in 16 bits a word is a number). A tile has
+twice the keys then, in as many bytes. `widen.py` says how words become operands: keys as two, for which the queries
+are split in the same way, and values as even and odd dimensions, whose sums are kept apart.
+
 *Old tiles are ordered early*, before the predecessor has ended. Unlike a prefetch to L2, what is read here is used. So
 a tile counts as old only if all its keys were written by earlier steps, and these may be read because:
 - The old keys of a sequence are those before position context_len - query_len, since its queries are all its tokens of
