@@ -68,7 +68,7 @@ class TritonBackend:
         scales: KVScales = UNSCALED,
     ) -> Tensor:
         num_sequences = meta.context_len.shape[0]
-        v_scale = scales.v if kv.dtype == FP8 else None
+        k_scale, v_scale = scales if kv.dtype == FP8 else (1.0, None)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, Hq, D]
         group = q.shape[1] // kv.shape[3]
         # Sequences that verify a few guesses are decodes too: what they cost is the reading of their context.
@@ -79,11 +79,11 @@ class TritonBackend:
             max_queries = MAX_ROWS // group if few_queries and meta.max_query_len > 1 else 1
             lengths = meta.context_len[:num_decodes]
             tables = meta.block_table, meta.query_start, lengths
-            inputs = PagedInputs(q, kv, *tables, scale * scales.k, out, v_scale)
+            inputs = PagedInputs(q, kv, *tables, scale * k_scale, out, v_scale)
             self._decode(inputs, max_queries, {} if shared is None else shared, window)
         if num_decodes < num_sequences:
             tables = meta.block_table, meta.query_start, meta.context_len
-            inputs = PagedInputs(q, kv, *tables, scale * scales.k, out, v_scale)
+            inputs = PagedInputs(q, kv, *tables, scale * k_scale, out, v_scale)
             self._prefill(inputs, meta, num_decodes, window)
         return out
 

@@ -126,6 +126,18 @@ def test_triton(lengths: Lengths, shape: dict[str, Any]) -> None:
     check(interpreted(), make_case(lengths, num_kv_heads=1, scales=SCALES, **shape), FP32)
 
 
+@pytest.mark.parametrize("name", ["torch_ref", "triton"])
+def test_scales_are_not_for_other_caches(name: str) -> None:
+    """A checkpoint may have them, and the cache be in the dtype of the queries all the same."""
+    backend = TorchRefBackend() if name == "torch_ref" else interpreted()
+    case = make_case([(1, 40), (5, 5), (20, 33)], group=1)
+    check(backend, dataclasses.replace(case, scales=SCALES), FP32)
+    kv = torch.zeros_like(case.kv)
+    k, v = torch.randn(2, len(case.meta.slots), 2, 64)
+    backend.write(kv, k, v, case.meta.slots, SCALES)
+    assert torch.equal(kv.flatten(1, 2)[:, case.meta.slots], torch.stack((k, v)))
+
+
 def test_triton_by_tma(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = interpreted()
     from nanovllm.attention import triton_backend as module
