@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,11 +202,11 @@ def run_serve(args: argparse.Namespace) -> None:
     args.settle(args)
     check(args)  # before anything heavy is imported
     set_up(args.log_level)
-    try:
-        from nanovllm.server.serve import serve
-    except ModuleNotFoundError as error:
-        what = f"the server needs {error.name}, which is not installed"
-        raise ValueError(f"{what}: pip install 'nanovllm[serve]'") from None
+    for package in "fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec":
+        if find_spec(package) is None:
+            raise ValueError(f"the server needs {package}, which is not installed: pip install 'nanovllm[serve]'")
+    from nanovllm.server.serve import serve
+
     serve(args)
 
 

@@ -269,6 +269,17 @@ def test_each_option_says_what_it_is_and_what_its_default_is() -> None:
             assert f"(default {default})" in text
 
 
+def test_a_package_that_the_server_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "uvicorn" else True)
+    monkeypatch.setattr(cli, "set_up", lambda level: None)
+    assert cli.main(["serve", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == (
+        "nanovllm: the server needs uvicorn, which is not installed: pip install 'nanovllm[serve]'\n"
+    )
+
+
 def test_help_needs_no_torch() -> None:
     program = (
         "import sys; from nanovllm import cli\n"

@@ -19,14 +19,9 @@ from nanovllm.server.client import EngineClient
 from nanovllm.server.connections import uvicorn_config
 from nanovllm.server.messages import EngineInfo
 from nanovllm.server.options import AppOptions
-from nanovllm.server.wires import Wires, obey_the_parent
+from nanovllm.server.wires import ALIVE, DEAD, NOW, PULSE, READY, Wires, obey_the_parent
 
 FAREWELL = 1  # seconds in which clients are told that the engine is gone
-
-PULSE = 1  # seconds between two signs of life
-# What the parent may say (the engine's EngineInfo comes first), and what it is told.
-DRAIN, NOW, DEAD = b"drain", b"now", b"dead"
-READY, ALIVE = b"ready", b"alive"
 
 
 class Server(uvicorn.Server):
@@ -92,6 +87,8 @@ def run_api(wires: Wires, sender: int, sock: socket.socket, options: argparse.Na
     """The life of the process."""
     obey_the_parent(wires, options.log_level)
     logging.getLogger("uvicorn.error").addFilter(is_news)
+    from transformers import PreTrainedTokenizerFast  # noqa: F401  # a second, while the engine starts and not after
+
     try:
         info = messages.decode_start(control.recv_bytes())
     except EOFError:  # the engine could not start

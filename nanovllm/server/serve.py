@@ -18,12 +18,11 @@ from typing import Any
 
 import zmq
 
-from nanovllm.server import api_process, messages
-from nanovllm.server.api_process import DEAD, DRAIN, NOW, PULSE
+from nanovllm.server import messages
 from nanovllm.server.engine_process import ServedLLM, make_llm, run_engine
 from nanovllm.server.messages import EngineInfo, Gone, Quit
 from nanovllm.server.options import engine_options
-from nanovllm.server.wires import SIGNALS, Wires, wires
+from nanovllm.server.wires import DEAD, DRAIN, NOW, PULSE, SIGNALS, Wires, wires
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +165,7 @@ class Family:
         self._num_started += 1
         sender = self._num_started
         arguments = self.wires, sender, self.sockets[place], self.options, theirs
-        process = self._start(f"API process {place}", api_process.run_api, arguments)
+        process = self._start(f"API process {place}", run_api, arguments)
         theirs.close()
         self.apis.append(api := Api(place, sender, process, ours))
         if self.info is not None:
@@ -313,6 +312,13 @@ class Family:
             process.kill()
             process.join()
         self._zmq.destroy(linger=0)
+
+
+def run_api(*arguments: Any) -> None:
+    """The life of an API process. It alone imports FastAPI: the parent starts the engine without waiting for that."""
+    from nanovllm.server import api_process
+
+    api_process.run_api(*arguments)
 
 
 def how_it_ended(process: BaseProcess) -> str:

@@ -20,6 +20,10 @@ from nanovllm.server.logs import set_up
 LONGEST_PATH = 107  # bytes of the path of a Unix socket; Linux allows this many, and macOS 103
 LONGEST_NAME = len("/4294967295")
 SIGNALS = signal.SIGINT, signal.SIGTERM
+PULSE = 1  # seconds between two signs of life of an API process
+# What the parent may say to an API process (the engine's EngineInfo comes first), and what it is told.
+DRAIN, NOW, DEAD = b"drain", b"now", b"dead"
+READY, ALIVE = b"ready", b"alive"
 LINGER = 500  # ms in which the last messages may still leave a process that ends
 
 

@@ -126,6 +126,13 @@ print("torch" in sys.modules, "transformers" in sys.modules, "fastapi" in sys.mo
     assert len(errors) == len(lines) and all(line.startswith("nanovllm: ") for line in errors), done.stderr
 
 
+def test_the_parent_imports_nothing_that_the_engine_would_wait_for() -> None:
+    heavy = "torch", "transformers", "fastapi", "uvicorn"
+    program = f"import sys, nanovllm.server.serve; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
