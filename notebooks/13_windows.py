@@ -288,7 +288,8 @@ print(f"cached: {hits[0]} tokens for the first request, {hits[1]} for the second
 # %% [markdown]
 # Two blocks are enough for 320 tokens! The next query, at position 320, sees keys 289 to 320, and no query will look at
 # the rest again. But the name of a block must still stand for *everything* before it, also for tokens whose blocks are
-# gone: they have left their traces in its keys and values.
+# gone: they have left their traces in its keys and values. Here such a name is an object, a `Beginning`. It points to
+# the one before it, and it outlives the blocks.
 #
 # With several kinds of layers, a beginning counts only if every kind has what it needs, and the longest such beginning
 # is taken:
