@@ -122,7 +122,8 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1]; got {self.gpu_memory_utilization!r}")
         if not 0 < self.kv_cache_gib < math.inf:
             raise ValueError(f"kv_cache_gib must be a positive number of GiB; got {self.kv_cache_gib!r}")
-        for name in "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "async_scheduling":
+        switches = "enable_prefix_caching", "enable_chunked_prefill", "enable_expert_parallel", "enforce_eager"
+        for name in (*switches, "async_scheduling"):
             value, may_be_open = getattr(self, name), name == "async_scheduling"
             if not isinstance(value, bool) and not (value is None and may_be_open):
                 raise TypeError(f"{name} must be True or False{', or None' if may_be_open else ''}; got {value!r}")
