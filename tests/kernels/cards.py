@@ -31,7 +31,7 @@ from nanovllm.kernels.cards import user_file
 from nanovllm.runner import warm_up
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
-from tests.fp8_checkpoints import BLOCK
+from tests.fp8_checkpoints import BLOCK, CHANNEL
 from tests.kernels.absent_gpu import GPU, AbsentGpu, OnMeta, Variant, start
 
 SHAPES = Path(__file__).parents[2] / "benchmarks/shapes"
@@ -53,6 +53,7 @@ MODELS = {
     "Qwen3-30B-A3B": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text()),
 }
 MODELS["Qwen3-30B-A3B-FP8"] = MODELS["Qwen3-30B-A3B"] | {"quantization_config": BLOCK}
+MODELS["Qwen3-30B-A3B-FP8-dynamic"] = MODELS["Qwen3-30B-A3B"] | {"quantization_config": CHANNEL}
 KV_IN_FP8 = "Qwen3-0.6B", "Gemma-3-1B"  # of these the kernels for a KV cache in FP8 are compiled, too
 ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_specialized_prefill_kernel")
 IN_FP8 = ("_widening_linear_kernel", "_block_linear_kernel", "_quantise_tokens_kernel")

@@ -61,6 +61,7 @@ def test_every_kernel_fits(capability: int) -> None:
     for model, num_tiles in (
         ("Qwen3-30B-A3B", 8 if capability == 90 else 4),
         ("Qwen3-30B-A3B-FP8", 4 if capability >= 89 else 0),
+        ("Qwen3-30B-A3B-FP8-dynamic", 4 if capability >= 89 else 0),
     ):
         assert sum(kernel.startswith(f"{model}, _grouped_linear_kernel") for kernel in found) == num_tiles, model
     for name in IN_FP8:

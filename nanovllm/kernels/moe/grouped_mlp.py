@@ -114,10 +114,10 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
                 else:
                     acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision="ieee")
         if ROWS == 1:  # a scale for each column
-            scale_ptr += expert * all_rows + column
-            acc *= tl.load(scale_ptr)[None, :]
+            column_scale = scale_ptr + expert * all_rows + column
+            acc *= tl.load(column_scale)[None, :]
             if GATED:
-                acc_up *= tl.load(scale_ptr + OUTPUTS)[None, :]
+                acc_up *= tl.load(column_scale + OUTPUTS)[None, :]
         if GATED:
             acc = acc * tl.sigmoid(acc) * acc_up
             out_row = place.to(tl.int64)
