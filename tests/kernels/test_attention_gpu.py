@@ -74,7 +74,7 @@ def test_few_queries_behind_long_contexts(
     block_size: int, head_dim: int, group: int, window: int, dtype: torch.dtype
 ) -> None:
     shape = {"head_dim": head_dim, "group": group, "block_size": block_size, "window": window}
-    case = make_case(BEHIND, num_kv_heads=2, dtype=dtype, device="cuda", **shape)  # type: ignore[arg-type]
+    case = make_case(BEHIND, num_kv_heads=2, dtype=dtype, device="cuda", **shape)
     backend: Any = make_backend("triton", case)
     check(backend, case, TOLERANCE[dtype])
     (workspace,) = backend._prefill_workspaces.values()

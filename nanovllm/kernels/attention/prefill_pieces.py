@@ -50,8 +50,8 @@ class PrefillWorkspace:
         cls, num_sms: int, num_kv_heads: int, rows: int, head_dim: int, device: torch.device
     ) -> "PrefillWorkspace":
         shape = num_kv_heads, max(1, num_sms * PROGRAMS_PER_SM // num_kv_heads), rows
-        parts = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape, (*shape, head_dim)))
-        return cls(*parts, FEWEST_KEYS)
+        m, denom, acc = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape, (*shape, head_dim)))
+        return cls(m, denom, acc, FEWEST_KEYS)
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def _merge_tiles_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, num_pieces, PIECES):
         piece = start + tl.arange(0, PIECES)
         place = (first_slot + piece)[:, None] * ROWS + row[None, :]  # [PIECES, MERGED]
-        mask = (piece < num_pieces)[:, None] & (row < ROWS)[None, :]
+        mask = (piece < num_pieces)[:, None]
         piece_m = tl.load(m_ptr + place, mask=mask, other=float("-inf"))
         piece_denom = tl.load(denom_ptr + place, mask=mask, other=0.0)
         pointer = acc_ptr + place[:, :, None] * HEAD_DIM + dim[None, None, :]
