@@ -49,6 +49,9 @@ class AttentionMetadata:
     num_decodes: int  # the first num_decodes sequences have exactly one query
     max_query_len: int
     max_context_len: int
+    # Few queries of few sequences (see `graphs/sizes.py`), some of them behind a long context: a backend may then share
+    # out the keys of one sequence among programs
+    long_context: bool = False
 
 
 class AttentionBackend(Protocol):

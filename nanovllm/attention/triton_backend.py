@@ -12,7 +12,7 @@ from nanovllm.attention.torch_ref import FP8, write_kv
 from nanovllm.kernels.attention.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode, plan_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
 from nanovllm.kernels.attention.paged_tile import PagedInputs
-from nanovllm.kernels.attention.prefill_pieces import PrefillWorkspace, is_cut
+from nanovllm.kernels.attention.prefill_pieces import PrefillWorkspace
 from nanovllm.kernels.launch import is_hopper
 
 
@@ -110,15 +110,14 @@ class TritonBackend:
 
     def _prefill(self, inputs: PagedInputs, meta: AttentionMetadata, first_sequence: int, window: int) -> None:
         q, kv = inputs.q, inputs.kv
-        few = is_cut(q.shape[0], meta.context_len.shape[0] - first_sequence)
-        hopper = None if window or few else hopper_kernels(q.device).warp_specialized_prefill
+        hopper = None if window or meta.long_context else hopper_kernels(q.device).warp_specialized_prefill
         if hopper is not None and hopper.fits(q, kv):
             if self._taken is None:
                 self._taken = torch.zeros(2, dtype=torch.int32, device=q.device)
             hopper.warp_specialized_prefill(inputs, self._taken, self._num_sms, first_sequence=first_sequence)
         else:
             config = prefill_config(q.device, kv.shape[-1], kv.element_size(), kv.shape[2])
-            workspace = self._prefill_workspace(kv, config.rows) if few else None
+            workspace = self._prefill_workspace(kv, config.rows) if meta.long_context else None
             paged_prefill(inputs, config, workspace, first_sequence=first_sequence, window=window)
 
     def _prefill_workspace(self, kv: Tensor, rows: int) -> PrefillWorkspace:

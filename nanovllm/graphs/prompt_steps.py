@@ -4,7 +4,8 @@ The kernels of a large step take longer than their launches, with a small model 
 that size a step is replayed like a decode step (see `decode_steps.py`). How its tokens are shared among its sequences
 changes from step to step. So all sequences, decodes too, go through the prefill kernel, whose grid serves any way
 of sharing them. A step that is smaller than its recording is padded: the missing tokens are one sequence of the
-scratch row, and the missing sequences have no tokens.
+scratch row, and the missing sequences have no tokens. For few tokens behind long contexts there are further recordings,
+in which attention cuts the contexts.
 """
 
 from bisect import bisect_left
@@ -20,7 +21,7 @@ from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs.cuda_graph import Recorder, Step
 from nanovllm.graphs.decode_steps import DecodeStep, DecodeSteps
 from nanovllm.graphs.masked_tails import MaskedTail, MaskedTails
-from nanovllm.graphs.sizes import StepSizes
+from nanovllm.graphs.sizes import StepSizes, has_long_context
 from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled
 
@@ -28,14 +29,16 @@ from nanovllm.sampling.sampler import Sampled
 # first token [S + 1] and context length [S] of each sequence; and for each token to sample [N], the token whose logits
 # choose it, its row and its position.
 Pack = Callable[[Sequence[Scheduled]], list[npt.NDArray[Any]]]
-# What is recorded: from these numbers, int32 on the device, to what the step sampled.
-PromptStep = Callable[[Sequence[Tensor]], Sampled]
+# What is recorded: from these numbers, int32 on the device, to what the step sampled. The second argument says whether
+# it is for long contexts.
+PromptStep = Callable[[Sequence[Tensor], bool], Sampled]
 
 COPIES_IN_FLIGHT = 3  # one step runs, one is submitted, one is being written
 
 
 class PromptSteps:
-    """A recording for T tokens of S sequences, and as many samples, for each (T, S) of `sizes.with_prompts`.
+    """A recording for T tokens of S sequences, and as many samples, for each (T, S) of `sizes.with_prompts`; and
+    another one for each of `sizes.for_long_contexts`.
 
     token_ids, copies: as in `DecodeSteps`.
     """
@@ -48,12 +51,13 @@ class PromptSteps:
         length = sum(widths(self.sizes[-1], self.places[-1])) if self.sizes else 0
         self._numbers = torch.zeros(length, dtype=torch.int32, device=device)  # of any size
         self._host = host_buffers(length, copies, device)
-        self._replays: dict[tuple[int, int], Step] = {}
+        self._replays: dict[tuple[int, int, bool], Step] = {}
         for size, places in sizes.with_prompts[::-1]:  # the largest first, as in `DecodeSteps`
             self._load(size, places, [])
             lengths = widths(size, places)
             parts = self._numbers[: sum(lengths)].split(lengths)
-            self._replays[size, places] = recorder(partial(step, parts))
+            for long in (False, True) if (size, places) in sizes.for_long_contexts else (False,):
+                self._replays[size, places, long] = recorder(partial(step, parts, long))
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
         """Compute this work if a recording has room for it; otherwise do nothing and return None."""
@@ -67,7 +71,8 @@ class PromptSteps:
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         places = self.places[bisect_left(self.places, needed)]
         self._load(size, places, scheduled)
-        return self._replays[size, places]().at(slice(num_sampled))
+        long = (size, places, True) in self._replays and has_long_context(scheduled)
+        return self._replays[size, places, long]().at(slice(num_sampled))
 
     def _load(self, size: int, places: int, scheduled: Sequence[Scheduled]) -> None:
         """Send a step's numbers to the device, in one copy."""

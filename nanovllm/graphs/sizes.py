@@ -1,8 +1,10 @@
 """Which steps are recorded: those that take longer to launch than to compute."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.plan import Scheduled
 from nanovllm.models.config import ModelConfig
 
 # Tokens of a decode recording in which a sequence has several, and bytes of keys and values that these tokens may read
@@ -17,6 +19,11 @@ PROMPT_SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *
 # guess included. A place costs a little even if it is empty, so there are recordings with few places, and with one for
 # every sequence that may run.
 FEW_PLACES = 64
+# Steps with at most so many tokens and `FEW_PLACES` sequences, in which a chunk lies behind at least so many keys, have
+# kernels of their own for attention, and recordings of their own. With fewer keys or more tokens the usual kernels are
+# faster on an H200.
+MOST_CUT_TOKENS = 512
+LONG_CONTEXT = 4096
 # Operations that an H200 does, at its measured rate for large products, in about the time that launching a layer kernel
 # by kernel takes: a third of a millisecond
 OPERATIONS_WHILE_LAUNCHING = 2 * 10**11
@@ -31,11 +38,17 @@ class StepSizes:
     max_several: int  # tokens that a step may have for a decode recording if a sequence has several of them
     max_keys: int  # keys that the tokens of such sequences may read together, each token by itself
     places: list[int]  # of the recordings with prompts, ascending; may be empty
+    most_cut: int = 0  # tokens: up to here recordings with prompts and few places have a twin for long contexts
 
     @property
     def with_prompts(self) -> list[tuple[int, int]]:
         """Tokens and places of each recording with prompts, ascending."""
         return [(tokens, places) for places in self.places for tokens in self.prompts]
+
+    @property
+    def for_long_contexts(self) -> list[tuple[int, int]]:
+        """Those of `with_prompts` that have a twin."""
+        return [(tokens, self.places[0]) for tokens in self.prompts if tokens <= self.most_cut]
 
     @property
     def num_logits(self) -> int:
@@ -51,7 +64,15 @@ def step_sizes(config: EngineConfig, model: ModelConfig) -> StepSizes:
     num_decodes = max(config.max_num_seqs, min(config.max_num_seqs * max_sampled, MAX_REPLAYED))
     decodes = batch_sizes(num_decodes, min(MAX_REPLAYED, config.max_num_batched_tokens))
     prompts = prompt_sizes(config, model)
-    return StepSizes(decodes, prompts, MAX_REPLAYED, MAX_READ // key_bytes, prompt_places(config) if prompts else [])
+    assert config.max_model_len is not None
+    most_cut = MOST_CUT_TOKENS if config.max_model_len > LONG_CONTEXT else 0
+    places = prompt_places(config) if prompts else []
+    return StepSizes(decodes, prompts, MAX_REPLAYED, MAX_READ // key_bytes, places, most_cut)
+
+
+def has_long_context(scheduled: Sequence[Scheduled]) -> bool:
+    """Whether a chunk of several tokens, guesses not counted, lies behind a long context."""
+    return any(s.start >= LONG_CONTEXT and s.num_tokens - len(s.guesses) > 1 for s in scheduled)
 
 
 def draft_sizes(config: EngineConfig) -> StepSizes:

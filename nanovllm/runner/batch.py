@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm.attention.interface import AttentionMetadata
 from nanovllm.engine.plan import Scheduled
+from nanovllm.graphs.sizes import FEW_PLACES, MOST_CUT_TOKENS, has_long_context
 from nanovllm.kernels import fused_kernels
 from nanovllm.pinned import to_device
 from nanovllm.runner.rows import Rows, ragged_arange
@@ -40,7 +41,11 @@ def make_batch(scheduled: Sequence[Scheduled], rows: Rows) -> Batch:
     length, longest = np.diff(parts[3]), int(parts[4].max())
     not_decode = np.flatnonzero(length != 1)
     num_decodes = int(not_decode[0]) if len(not_decode) else len(scheduled)
-    return look_up(packed.split([len(p) for p in parts]), rows, num_decodes, int(length.max()), longest)
+    few = len(parts[0]) <= MOST_CUT_TOKENS and len(scheduled) <= FEW_PLACES
+    maxima = int(length.max()), longest
+    return look_up(
+        packed.split([len(p) for p in parts]), rows, num_decodes, *maxima, few and has_long_context(scheduled)
+    )
 
 
 def pack(scheduled: Sequence[Scheduled]) -> list[npt.NDArray[Any]]:
@@ -67,15 +72,22 @@ def pack(scheduled: Sequence[Scheduled]) -> list[npt.NDArray[Any]]:
     ]
 
 
-def look_up(parts: Sequence[Tensor], rows: Rows, num_decodes: int, max_query_len: int, max_context_len: int) -> Batch:
-    """Look up what depends on the device's state. parts: what `pack` returns, int32, on the device. The last three
+def look_up(
+    parts: Sequence[Tensor],
+    rows: Rows,
+    num_decodes: int,
+    max_query_len: int,
+    max_context_len: int,
+    long_context: bool,
+) -> Batch:
+    """Look up what depends on the device's state. parts: what `pack` returns, int32, on the device. The last four
     arguments are as in `AttentionMetadata`."""
     row_of_token, positions, row_index, query_start, context_len, *sampled = parts
     blocks = rows.block_table[row_of_token, positions // rows.block_size]  # [T]
     slots = blocks.long() * rows.block_size + positions % rows.block_size
     table = rows.block_table[row_index, : -(-max_context_len // rows.block_size)].contiguous()
-    maxima = num_decodes, max_query_len, max_context_len
-    attention = AttentionMetadata(slots, query_start, context_len, table, *maxima)
+    known = num_decodes, max_query_len, max_context_len, long_context
+    attention = AttentionMetadata(slots, query_start, context_len, table, *known)
     return Batch(rows.token_ids[row_of_token, positions], positions, attention, *sampled)
 
 

@@ -36,7 +36,7 @@ def graph_bytes(sizes: StepSizes, model: ModelConfig) -> int:
     masks that tails read; and the launches themselves, about 10 KB each. A tail has as many launches as a layer."""
     logits = sizes.decodes[-1] * model.vocab_size * model.dtype.itemsize
     masks = sizes.decodes[-1] * (1 + -(-model.vocab_size // 32)) * 4
-    with_layers = len(sizes.decodes) + len(sizes.with_prompts)
+    with_layers = len(sizes.decodes) + len(sizes.with_prompts) + len(sizes.for_long_contexts)
     launches = (with_layers * model.num_hidden_layers + len(sizes.decodes)) * MIB // 8
     return logits + masks + 320 * MIB + launches
 

@@ -216,9 +216,9 @@ class ModelRunner:
         def decode_step(numbers: Tensor) -> Sampled:
             return self.compute(inputs.look_up(numbers), logits)
 
-        def prompt_step(parts: Sequence[Tensor]) -> Sampled:
+        def prompt_step(parts: Sequence[Tensor], long_context: bool) -> Sampled:
             num_tokens = len(parts[0])
-            return self.compute(look_up(parts, self.rows, 0, num_tokens, longest), logits)
+            return self.compute(look_up(parts, self.rows, 0, num_tokens, longest, long_context), logits)
 
         def masked_tail(numbers: Tensor, masked: Tensor, masks: Tensor) -> Sampled:
             rows = numbers[0]

@@ -14,6 +14,7 @@ from torch.nn import ModuleList
 
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Scheduled
+from nanovllm.graphs.sizes import LONG_CONTEXT
 from nanovllm.kernels import fused_kernels, why_no_kernels
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.batch import Batch, make_batch
@@ -33,15 +34,15 @@ LARGE_STEP, LONG_SEQUENCE = 1400, 700
 
 
 def launch_unrecorded(compute: Callable[[Batch], object], rows: Rows, max_num_tokens: int) -> None:
-    """Compute one step of each kind in `UNRECORDED`, except those that the configuration does not allow, and a large
-    one."""
+    """Compute one step of each kind in `UNRECORDED`, except those that the configuration does not allow, a large one,
+    and one with a long context."""
     length, num_tokens = min(LONG_SEQUENCE, rows.max_context_len), min(LARGE_STEP, max_num_tokens)
     large = tuple(min(length, num_tokens - start) for start in range(0, num_tokens, length))
-    for lengths in (*UNRECORDED, large[: rows.scratch_row]):
-        work = [
-            Scheduled(-1, rows.scratch_row, 0, min(n, rows.max_context_len), sample=True, new_blocks=())
-            for n in lengths
-        ]
+    kinds = [[(0, min(n, rows.max_context_len)) for n in of] for of in (*UNRECORDED, large[: rows.scratch_row])]
+    if rows.max_context_len > LONG_CONTEXT:
+        kinds.append([(LONG_CONTEXT, min(17, rows.max_context_len - LONG_CONTEXT))])
+    for chunks in kinds:
+        work = [Scheduled(-1, rows.scratch_row, start, n, sample=True, new_blocks=()) for start, n in chunks]
         if len(work) <= rows.scratch_row and sum(s.num_tokens for s in work) <= max_num_tokens:
             compute(make_batch(work, rows))
 

@@ -7,10 +7,12 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs import sizes
 from nanovllm.graphs.prompt_steps import PromptSteps
 from nanovllm.graphs.sizes import PROMPT_SIZES, prompt_sizes
 from nanovllm.models.config import read_config
+from nanovllm.runner import batch, model_runner
 from tests.engine.test_cuda_graphs import DEFAULTS, DEVICES, make_llm, mixed_params, runner_of, tokens_of
 from tests.stages.requests import PROMPTS
 from tests.weights import lively_qwen3
@@ -87,6 +89,32 @@ def test_guesses_beside_a_prompt(
     assert len(seen) > 8 and all(replayed for _, _, replayed in seen)
 
 
+def test_chunks_behind_long_contexts(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
+    """Attention is told of them, in steps that are launched and in recorded ones, but not of a decode behind a long
+    context, nor in a step of too many tokens."""
+    device = "cpu"  # where a replay runs the step anew
+    path, config = lively_qwen3(checkpoints), {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    prompts = [[(7 * i + j) % 200 + 1 for j in range(n)] for i, n in enumerate((30, 90, 120))]
+    plain = LLM(path, device=device, dtype="float32", enforce_eager=True, **DEFAULTS | config)
+    expected = tokens_of(plain, prompts, mixed_params(3))
+    monkeypatch.setattr(sizes, "LONG_CONTEXT", 30)
+    monkeypatch.setattr(batch, "MOST_CUT_TOKENS", 63)  # of a step that is launched
+    recorded, look_up = make_llm(path, device, monkeypatch, **config), batch.look_up
+    known: list[tuple[int, bool]] = []
+
+    def noting(parts: Any, rows: Any, num_decodes: int, *others: Any) -> Any:
+        if num_decodes < parts[2].shape[0]:
+            known.append((len(parts[0]), others[-1]))
+        return look_up(parts, rows, num_decodes, *others)
+
+    for module in batch, model_runner:
+        monkeypatch.setattr(module, "look_up", noting)
+    for llm in plain, recorded:
+        assert tokens_of(llm, prompts, mixed_params(3)) == expected
+    launched, replayed = [(64, False), (64, False), (64, False), (53, True)], [False, True, False, True]
+    assert known == launched + [(64, long) for long in replayed]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_prompt_beside_many_decodes(
     device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]
@@ -114,6 +142,20 @@ def test_places_for_every_sequence_that_may_run() -> None:
     assert made(max_num_seqs=63).places == [64] and made(max_num_seqs=64).places == [64, 80]
     assert made(max_num_seqs=256).with_prompts == [(t, s) for s in (64, 272) for t in PROMPT_SIZES]
     assert made(max_num_seqs=256, max_num_batched_tokens=32).with_prompts == []
+
+
+def test_which_recordings_have_a_twin() -> None:
+    model = read_config(SHAPES / "Qwen3-0.6B")
+    for length, most in ((4096, 0), (4097, 512)):
+        made = sizes.step_sizes(EngineConfig(max_model_len=length, max_num_batched_tokens=8192), model)
+        assert made.for_long_contexts == [(tokens, 64) for tokens in PROMPT_SIZES if tokens <= most]
+
+    def is_long(start: int, num_tokens: int, *guesses: int) -> bool:
+        decode = Scheduled(7, 1, 9000, 1, True, ())
+        return sizes.has_long_context([decode, Scheduled(8, 2, start, num_tokens, True, (), guesses)])
+
+    assert is_long(4096, 2) and not is_long(4095, 300) and not is_long(4096, 1)
+    assert is_long(4096, 4, 1, 2) and not is_long(4096, 3, 1, 2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

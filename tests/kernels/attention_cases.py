@@ -101,6 +101,11 @@ def paged_inputs(case: Case, out: torch.Tensor) -> "PagedInputs":
     return PagedInputs(case.q, case.kv, *tables, case.scale * case.scales.k, out, v_scale)
 
 
+def behind_long_contexts(case: Case) -> Case:
+    """The case with metadata that say so: then contexts are cut."""
+    return dataclasses.replace(case, meta=dataclasses.replace(case.meta, long_context=True))
+
+
 def as_single_tokens(case: Case) -> Case:
     """The same tokens, each a sequence of its own with one query, as a recorded step has them."""
     meta = case.meta

@@ -139,7 +139,7 @@ def storm(runner: ModelRunner, budget: int, k: int) -> int:
         for i, lengths in enumerate(mixed + same):
             if sum(lengths) <= budget:
                 asked += 1
-                compute(runner, lengths, (0, 1, 255, 256, 700)[(n + i) % 5], masked=i % 7 == 2, scored=i % 4 == 1)
+                compute(runner, lengths, (0, 1, 255, 256, 700, 5000)[(n + i) % 6], masked=i % 7 == 2, scored=i % 4 == 1)
         for guesses in range(1, k + 1):
             if (guesses + 1) * n <= budget:
                 asked += 1

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,95 +218,6 @@ def test_triton_chunks_by_tma_in_windows(
     monkeypatch.setattr(module, "prefill_config", lambda *_: by_tma)
     lengths = [(1, 40), (40, 113), (17, 17), (35, 36), (2, 64)]
     check(triton_backend, make_case(lengths, block_size=64, window=window), FP32)
-
-
-@pytest.fixture
-def cutting_backend(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Cuts contexts of a few tiles: a piece may be of 16 keys, and with two KV heads 6 programs share a step."""
-    pytest.importorskip("triton")
-    from nanovllm.attention.triton_backend import TritonBackend
-    from nanovllm.kernels.attention import prefill_pieces
-
-    monkeypatch.setattr(prefill_pieces, "FEWEST_KEYS", 16)
-    return on_cpu(lambda: TritonBackend(num_sms=6))
-
-
-def pieces_in(backend: Any, case: Case) -> int:
-    """How many partial results the case leaves for each KV head, with no more left behind by an earlier one."""
-    check(backend, case, FP32)
-    *_, workspace = backend._prefill_workspaces.values()
-    for part in (workspace.m, workspace.denom, workspace.acc):
-        part.fill_(float("nan"))
-    backend.attend(case.q, case.kv, case.meta, case.scale, window=case.window)
-    written = workspace.m.isfinite()  # [Hkv, P, ROWS]
-    assert torch.equal(written, written[:1, :, :1].expand_as(written))
-    return int(written[0, :, 0].sum())
-
-
-@pytest.mark.parametrize(
-    ("lengths", "group", "block_size", "window", "pieces"),
-    [
-        ([(1, 40), (9, 500), (30, 113), (17, 17)], 2, 16, 0, 3),  # a share is 9 tiles of keys
-        ([(9, 500), (14, 290)], 2, 16, 0, 5),
-        ([(20, 500)], 3, 256, 0, 4),
-        ([(20, 300)], 2, 16, 100, 4),
-        ([(33, 64)], 1, 16, 0, 4),
-        pytest.param([(33, 257), (17, 64)], 1, 256, 0, 4, marks=pytest.mark.slow),
-        pytest.param([(33, 257), (17, 64)], 8, 16, 40, 0, marks=pytest.mark.slow),
-        pytest.param([(17, 90)], 2, 16, 1, 4, marks=pytest.mark.slow),
-    ],
-)
-def test_triton_cuts_long_contexts(
-    cutting_backend: Any, lengths: Lengths, group: int, block_size: int, window: int, pieces: int
-) -> None:
-    """One sequence in many pieces and others in one; chunks of two tiles, whose last piece holds the causal border;
-    windows that begin in one piece and end in another."""
-    case = make_case(lengths, group=group, head_dim=16, block_size=block_size, window=window)
-    assert pieces_in(cutting_backend, case) == pieces
-
-
-def test_triton_cuts_what_comes_by_tma(cutting_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.attention import triton_backend as module
-    from nanovllm.kernels.attention.paged_prefill import PrefillConfig
-
-    by_tma = PrefillConfig(rows=32, keys=16, num_warps=8, num_stages=2, tma=True, max_registers=128)
-    monkeypatch.setattr(module, "prefill_config", lambda *_: by_tma)
-    case = make_case([(9, 500), (14, 290)], block_size=64, head_dim=16)
-    assert pieces_in(cutting_backend, case) == 5
-
-
-def test_what_is_not_cut(cutting_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With enough work for all programs, or not enough keys for two pieces, there is nothing to merge."""
-    from nanovllm.kernels.attention import prefill_pieces
-
-    busy = make_case([(40, 73), (17, 60)], group=1, num_kv_heads=6, head_dim=16)  # two programs for each KV head
-    assert pieces_in(cutting_backend, busy) == 0
-    monkeypatch.setattr(prefill_pieces, "FEWEST_KEYS", 160)
-    assert pieces_in(cutting_backend, make_case([(17, 300)], group=1, head_dim=16)) == 0
-
-
-def test_which_steps_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decided by what the host knows in a recording, too. On Hopper all other steps without windows are for its kernel;
-    the small recordings of the engine have no more sequences than are cut."""
-    pytest.importorskip("triton")
-    from nanovllm.attention import triton_backend as module
-    from nanovllm.graphs.sizes import FEW_PLACES
-    from nanovllm.kernels.attention import prefill_pieces
-
-    calls: list[str] = []
-    monkeypatch.setattr(
-        module, "paged_prefill", lambda i, c, workspace, **_: calls.append("cut" if workspace else "whole")
-    )
-    hopper = SimpleNamespace(fits=lambda *_: True, warp_specialized_prefill=lambda *_, **__: calls.append("hopper"))
-    backend = module.TritonBackend(num_sms=6)
-    several: list[Lengths] = [[(512, 512)], [(513, 513)], [(1, 1), *[(7, 7)] * 64], [(7, 7)] * 65]
-    cases = [make_case(lengths, group=3, num_kv_heads=1, head_dim=16) for lengths in several]
-    for kernels in module.HopperKernels(), module.HopperKernels(None, hopper):  # type: ignore[arg-type]
-        monkeypatch.setattr(module, "hopper_kernels", lambda _, kernels=kernels: kernels)
-        for case, window in zip((*cases, cases[1]), (0, 0, 0, 0, 9), strict=True):
-            backend.attend(case.q, case.kv, case.meta, case.scale, window=window)
-    assert calls == ["cut", "whole", "cut", "whole", "whole", "cut", "hopper", "cut", "hopper", "whole"]
-    assert FEW_PLACES <= prefill_pieces.MOST_SEQUENCES
 
 
 def test_boxes_lie_in_one_block() -> None:

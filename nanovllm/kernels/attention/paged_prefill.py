@@ -9,7 +9,7 @@ A program finds its sequence and its queries from the lengths alone. So the host
 the grid is an upper bound, and superfluous programs return. Keys beyond the tile's last query are never touched, and
 only the last tiles of keys, where the causal border runs, pay for masks. The long tiles of a sequence are its last
 ones. They come first, so that the GPU ends on short ones. In a layer with a sliding window, keys before the window of
-the tile's first query are not touched either, and the tiles where windows begin are masked, too. In steps of few tokens
+the tile's first query are not touched either, and the tiles where windows begin are masked, too. Behind a long context
 the keys of a tile of queries may be cut into pieces, each for a program of its own (`prefill_pieces.py`).
 
 A tile of keys can be fetched in two ways. By pointers: every thread computes the addresses of what it fetches and keeps
@@ -231,7 +231,7 @@ def paged_prefill(
     config: of `prefill_config`. workspace: for as many rows as `config` has; long contexts are cut if it is given, and
     then there may be `MOST_SEQUENCES` sequences. first_sequence: sequences before it have one query each, and their
     tokens come first. window: keys that a query sees at most, its own included; 0 is no limit.
-    Raises ValueError if tiles come by TMA and a block is smaller than one.
+    Raises ValueError if tiles come by TMA and a block is smaller than one, or if there are too many sequences to cut.
     """
     q, kv, block_table, query_start, context_len, scale, out, v_scale = inputs
     _, _, block_size, num_kv_heads, head_dim = kv.shape
@@ -249,6 +249,8 @@ def paged_prefill(
     m = denom = acc = None
     programs = fewest_tiles = 0
     if workspace is not None:
+        if num_sequences > MOST_SEQUENCES:
+            raise ValueError(f"contexts of {num_sequences} sequences cannot be cut, but those of {MOST_SEQUENCES}")
         m, denom, acc, programs = workspace.m, workspace.denom, workspace.acc, workspace.m.shape[1]
         most_units, fewest_tiles = most_units + programs, workspace.fewest_keys // config.keys
     _prefill_kernel[(num_kv_heads, most_units)](

@@ -1,9 +1,10 @@
 """Long contexts of few queries: the keys of a tile of queries are cut into pieces, one for each of several programs.
 
 The next turn of a conversation has a handful of new tokens behind thousands of cached ones. Its queries fill a tile or
-two for each KV head, and a program for each tile would leave most of the GPU idle. So where a step has few tokens,
-`paged_prefill` shares the tiles of keys out as `paged_decode` does: a program computes a piece, and leaves a partial
-result (m, denom, acc). A second, small kernel merges those of each tile of queries, in the order of its keys.
+two for each KV head, and a program for each tile would leave most of the GPU idle. So in a step with few tokens behind
+a long context, `paged_prefill` shares the tiles of keys out as `paged_decode` does: a program computes a piece, and
+leaves a partial result (m, denom, acc). A second, small kernel merges those of each tile of queries, in the order of
+its keys.
 
 How many pieces a tile has follows from the lengths, which are known on the device alone. The fair share of a program is
 the work of the step divided by the programs that run at once. A tile with the work of several shares has as many
@@ -23,17 +24,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.attention.paged_tile import PagedInputs, locate
 from nanovllm.kernels.launch import overlaps_launches
 
-# Steps with more tokens or sequences are not cut: their tiles are enough for a GPU. As many sequences have a place in
-# the smaller recordings of `graphs/sizes.py`.
-MOST_TOKENS, MOST_SEQUENCES = 512, 64
+MOST_SEQUENCES = 64  # as many as have a place in the smaller recordings of `graphs/sizes.py`
 FEWEST_KEYS = 512  # of a piece: with fewer, to write and merge the result costs as much as to read the keys
 PROGRAMS_PER_SM = 2  # that run at once
 MERGED_ROWS, MERGED_PIECES = 4, 8  # that a program of the second kernel merges at once
-
-
-def is_cut(num_tokens: int, num_sequences: int) -> bool:
-    """Whether a step has so little to share out that long contexts are cut. The host knows no more in a recording."""
-    return num_tokens <= MOST_TOKENS and num_sequences <= MOST_SEQUENCES
 
 
 @dataclass(frozen=True)
@@ -145,7 +139,7 @@ def merge_tiles(
     inputs: PagedInputs, workspace: PrefillWorkspace, keys: int, queries: int, first_sequence: int, window: int
 ) -> None:
     """Write the rows of `inputs.out` of tiles that were cut. keys, queries: of a tile."""
-    q, _, _, query_start, context_len, _, out, _ = inputs
+    q, query_start, context_len, out = inputs.q, inputs.query_start, inputs.context_len, inputs.out
     num_kv_heads, programs, rows, head_dim = workspace.acc.shape
     num_sequences = context_len.shape[0] - first_sequence
     # A tile that is cut has two pieces at least.
