@@ -111,8 +111,8 @@ class DecodeInputs:
         fill_in = fused_kernels(known.device).decode_inputs or decode_inputs_reference
         tables = known.token_ids, known.block_table, known.block_size
         fill_in(rows, positions, *tables, input_ids, slots, context_len, table)
-        maxima = {"num_decodes": b, "max_query_len": 1, "max_context_len": known.max_context_len}
-        attention = AttentionMetadata(slots, self.query_start[: b + 1], context_len, table, **maxima)
+        maxima = b, 1, known.max_context_len  # of which the first is the number of decodes
+        attention = AttentionMetadata(slots, self.query_start[: b + 1], context_len, table, *maxima)
         # A new token is sampled after each token, and goes right after its context.
         return Batch(input_ids, positions, attention, None, rows, context_len)
 

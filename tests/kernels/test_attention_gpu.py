@@ -73,7 +73,7 @@ def test_windows(head_dim: int, block_size: int, window: int, dtype: torch.dtype
 def test_few_queries_behind_long_contexts(
     block_size: int, head_dim: int, group: int, window: int, dtype: torch.dtype
 ) -> None:
-    shape = {"head_dim": head_dim, "group": group, "block_size": block_size, "window": window}
+    shape: dict[str, Any] = {"head_dim": head_dim, "group": group, "block_size": block_size, "window": window}
     case = behind_long_contexts(make_case(BEHIND, num_kv_heads=2, dtype=dtype, device="cuda", **shape))
     backend: Any = make_backend("triton", case)
     check(backend, case, TOLERANCE[dtype])

@@ -128,6 +128,7 @@ def test_no_request_waits_for_a_compiler_on_a_tuned_card(tmp_path: Path) -> None
     "options",
     [
         {"max_num_seqs": 24, "max_model_len": 1003},
+        {"max_num_seqs": 8},
         {"speculative": {"method": "ngram", "k": 3}, "max_num_seqs": 8, "max_model_len": 300},
         {"model": "Qwen3-30B-A3B-FP8", "raw": {"mlp_only_layers": [0, 1, 4]}, "max_num_seqs": 8, "max_model_len": 300},
         {"model": "Gemma-3-1B", "max_num_seqs": 8, "max_model_len": 1003},
@@ -137,6 +138,7 @@ def test_no_request_waits_for_a_compiler_on_a_tuned_card(tmp_path: Path) -> None
     ],
     ids=[
         "dense",
+        "long contexts",
         "guesses",
         "some layers with experts",
         "some layers with windows",
