@@ -21,7 +21,7 @@ from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs.cuda_graph import Recorder, Step
 from nanovllm.graphs.decode_steps import DecodeStep, DecodeSteps
 from nanovllm.graphs.masked_tails import MaskedTail, MaskedTails
-from nanovllm.graphs.sizes import StepSizes, has_long_context
+from nanovllm.graphs.sizes import FEW_CUT_TOKENS, StepSizes, has_long_context
 from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled
 
@@ -116,4 +116,6 @@ class RecordedSteps:
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
         """Compute this work by the cheapest recording; if no recording has room, do nothing and return None."""
+        if all(s.num_tokens > FEW_CUT_TOKENS for s in scheduled) and has_long_context(scheduled):
+            return self.prompts.replay(scheduled) or self.decodes.replay(scheduled)
         return self.decodes.replay(scheduled) or self.prompts.replay(scheduled)

@@ -24,6 +24,7 @@ FEW_PLACES = 64
 # faster on an H200.
 MOST_CUT_TOKENS = 512
 LONG_CONTEXT = 4096
+FEW_CUT_TOKENS = 16  # of a chunk: up to here it is faster to compute them as decodes, if nothing else speaks against it
 # Operations that an H200 does, at its measured rate for large products, in about the time that launching a layer kernel
 # by kernel takes: a third of a millisecond
 OPERATIONS_WHILE_LAUNCHING = 2 * 10**11

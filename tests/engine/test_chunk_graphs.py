@@ -1,6 +1,7 @@
 """Recorded steps with prompts. On a CPU through the same code, with a stand-in that runs the step anew."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs import sizes
-from nanovllm.graphs.prompt_steps import PromptSteps
+from nanovllm.graphs.prompt_steps import PromptSteps, RecordedSteps
 from nanovllm.graphs.sizes import PROMPT_SIZES, prompt_sizes
 from nanovllm.models.config import read_config
 from nanovllm.runner import batch, model_runner
@@ -156,6 +157,17 @@ def test_which_recordings_have_a_twin() -> None:
 
     assert is_long(4096, 2) and not is_long(4095, 300) and not is_long(4096, 1)
     assert is_long(4096, 4, 1, 2) and not is_long(4096, 3, 1, 2)
+
+
+def test_chunks_behind_long_contexts_are_no_decodes() -> None:
+    """As decodes each token would read the whole context. Beside decodes, or with few tokens, it is as ever."""
+    steps, asked = RecordedSteps.__new__(RecordedSteps), list[str]()
+    for name in "decodes", "prompts":
+        setattr(steps, name, SimpleNamespace(replay=lambda _, name=name: asked.append(name)))
+    chunk, decode = Scheduled(7, 1, 4096, 17, True, ()), Scheduled(8, 2, 9000, 1, True, ())
+    for work in [chunk], [chunk._replace(start=4095)], [chunk._replace(num_tokens=16)], [decode, chunk], [decode]:
+        steps.replay(work)
+    assert asked == ["prompts", "decodes", *["decodes", "prompts"] * 4]
 
 
 @pytest.mark.parametrize("device", DEVICES)
