@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.attention import triton_backend
+from nanovllm.attention.interface import KVScales
 from nanovllm.attention.triton_backend import HopperKernels, TritonBackend
 from nanovllm.graphs.sizes import FEW_PLACES
 from nanovllm.kernels.attention import prefill_pieces
@@ -35,7 +36,7 @@ def pieces_in(backend: TritonBackend, case: Case) -> int:
     *_, workspace = backend._prefill_workspaces.values()
     for part in (workspace.m, workspace.denom, workspace.acc):
         part.fill_(float("nan"))
-    backend.attend(case.q, case.kv, case.meta, case.scale, window=case.window)
+    backend.attend(case.q, case.kv, case.meta, case.scale, window=case.window, scales=case.scales)
     written = workspace.m.isfinite()  # [Hkv, P, ROWS]
     assert torch.equal(written, written[:1, :, :1].expand_as(written))
     return int(written[0, :, 0].sum())
@@ -68,6 +69,12 @@ def test_triton_cuts_what_comes_by_tma(cutting_backend: TritonBackend, monkeypat
     monkeypatch.setattr(triton_backend, "prefill_config", lambda *_: by_tma)
     case = make_case([(9, 500), (14, 290)], block_size=64, head_dim=16)
     assert pieces_in(cutting_backend, case) == 5
+
+
+def test_pieces_of_a_cache_in_fp8(cutting_backend: TritonBackend) -> None:
+    """The scale of values is applied once. A tile has 128 keys."""
+    case = make_case([(9, 500), (14, 290)], head_dim=16, scales=KVScales(0.5, 3.0))
+    assert pieces_in(cutting_backend, case) == 2
 
 
 def test_what_is_not_cut(cutting_backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
