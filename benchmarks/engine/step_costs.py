@@ -41,10 +41,10 @@ RECORDINGS = Recordings(
 def run(options: Namespace) -> bool:
     """Measure, fit and write the card. Prints what the fit misses.
 
-    Raises RuntimeError for a mixture of experts: the factors of a card do not tell the reading of experts apart.
+    Raises RuntimeError for a mixture of experts: a card has no factor for the reading of experts.
     """
     if read_architecture(options.model)[0].num_experts:
-        raise RuntimeError(f"{options.model.name} is a mixture of experts; measure a model without, and derive from it")
+        raise RuntimeError(f"{options.model.name} is a mixture of experts; measure a model without experts")
     cpu = options.device == "cpu"
     options = Namespace(**vars(options) | ({"threads": 1} if cpu else {}))
     grid = step_scenes.QUICK_GRID if options.quick or cpu else step_scenes.GRID

@@ -151,7 +151,7 @@ def names_of(path: str, layer: Linear) -> Iterator[str]:
 def is_projection(name: str) -> bool:
     """Whether `quantization="fp8"` quantises a weight: it is not of the head, the embedding, a norm or a router.
 
-    All experts of a layer may be in one tensor, which has no "weight" in its name."""
+    If all experts of a layer are in one tensor, its name does not end with ".weight"."""
     return name.removesuffix(".weight").endswith("_proj")
 
 

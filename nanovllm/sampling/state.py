@@ -105,8 +105,8 @@ class SamplingState:
         num_prompt_tokens: Sequence[int],
         writes: Writes | None = None,
     ) -> None:
-        """Write the parameters of the sequences that now stand in `rows`, lists at once and numbers with `writes`, if
-        there are other things to be sent with them."""
+        """Write the parameters of the sequences that now stand in `rows`. Lists are sent at once. Numbers are added to
+        `writes`, which the caller sends; without `writes` they are sent at once, too."""
         longs, floats = [], []
         for row, p in zip(rows, params, strict=True):
             self.params[row] = p
