@@ -68,9 +68,9 @@ def parser() -> argparse.ArgumentParser:
     def sampling(sub: argparse.ArgumentParser) -> None:
         default = "(default: the checkpoint's)"
         sub.add_argument("--temperature", type=float, help=f"0 always takes the most likely token {default}")
-        sub.add_argument("--top-p", type=float, help=f"only the most likely tokens, up to this probability {default}")
-        sub.add_argument("--top-k", type=int, help=f"only so many of the most likely tokens {default}")
-        sub.add_argument("--max-tokens", type=int, help=f"of the output (default: the checkpoint's, or {MAX_TOKENS})")
+        sub.add_argument("--top-p", type=float, help=f"the most likely tokens that reach this probability {default}")
+        sub.add_argument("--top-k", type=int, help=f"so many of the most likely tokens {default}")
+        sub.add_argument("--max-tokens", type=int, help=f"output tokens (default: the checkpoint's, or {MAX_TOKENS})")
         sub.add_argument("--seed", type=int, help="the same seed gives the same output")
         sub.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that the output must not contain")
         sub.add_argument(

@@ -10,7 +10,7 @@ vLLM is measured with "bf16" and "FP8 in blocks".
 
 `kv_cache`: keys and values in FP8, and weights in bf16. vLLM is measured with both dtypes of the KV cache.
 
-The weights are random: steps take as long as with real ones.
+The weights are random. Steps take as long as with real ones.
 """
 
 from argparse import Namespace

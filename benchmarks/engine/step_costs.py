@@ -110,7 +110,7 @@ def make_card(
     observations = [Observation(p["name"], [StepShape(*p["shape"])], p["device"]) for p in points]
     least = {} if cpu else least_factors(Needs(architecture, itemsize), rates)  # a CPU may have it all in its caches
     time, missed = fit_device(observations, recordings, least)
-    # A chunk that goes on costs the host less than a sequence that begins. In traffic nearly all chunks begin one.
+    # A chunk costs the host less if it does not begin a sequence. But in traffic nearly all chunks begin one.
     known = [p for p in points if p["host"] is not None and not p["name"].startswith("chunks")]
     host = fit_host([(StepShape(*p["shape"]), p["host"], p["device"] + p["host"]) for p in known])
     return Card(

@@ -41,7 +41,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """A weight [out, in] in FP8 with its scales, or those of all experts [E, out, in]. An index reads a part of it,
+    """A weight [out, in] in FP8 with its scales, or the weights of all experts [E, out, in]. An index reads a part,
     widened to float32, on the device of the scales. The interface is that of a slice of safetensors (`get_slice`).
 
     values: the stored values, with the same interface. scale: [ceil(out / rows), ceil(in / columns)] float32, or one

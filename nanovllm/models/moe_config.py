@@ -57,7 +57,7 @@ class MoEConfig:
         if self.expert_parallel and self.num_experts % ranks:
             fitting = ", ".join(str(n) for n in range(1, self.num_experts + 1) if self.num_experts % n == 0)
             raise ValueError(
-                f"enable_expert_parallel=True: {self.num_experts} experts cannot be dealt out to "
+                f"enable_expert_parallel=True: {self.num_experts} experts cannot be divided evenly among "
                 f"tensor_parallel_size={ranks} ranks; choose one of {fitting}, or leave enable_expert_parallel out"
             )
         return replace(
