@@ -55,22 +55,22 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--model", help="directory or hub id; without it, the story model that comes with nanovllm")
         sub.add_argument("--device", help="cpu or cuda; without it, a GPU if there is one")
         sub.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-        sub.add_argument("--quantization", help="fp8: quantise linear layers and experts (not a draft's)")
-        sub.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8: keys and values in half the memory")
+        sub.add_argument("--quantization", help="fp8: quantise linear layers and experts, but no draft model")
+        sub.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8: half the memory for keys and values")
         sub.add_argument("--attention-backend", default="auto", help="auto, torch_ref, triton or flash_attn")
         if name != "serve":  # which has it among its own
             sub.add_argument(
                 "--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU (default 1)"
             )
-        sub.add_argument("--enable-expert-parallel", action="store_true", help="each rank has whole experts")
+        sub.add_argument("--enable-expert-parallel", action="store_true", help="give each rank whole experts")
         return sub
 
     def sampling(sub: argparse.ArgumentParser) -> None:
         default = "(default: the checkpoint's)"
-        sub.add_argument("--temperature", type=float, help=f"0 always takes the likeliest token {default}")
-        sub.add_argument("--top-p", type=float, help=f"the likeliest tokens that together have this share {default}")
-        sub.add_argument("--top-k", type=int, help=f"so many of the likeliest tokens {default}")
-        sub.add_argument("--max-tokens", type=int, help=f"of the output (default: the checkpoint's, or {MAX_TOKENS})")
+        sub.add_argument("--temperature", type=float, help=f"0 always takes the most likely token {default}")
+        sub.add_argument("--top-p", type=float, help=f"the most likely tokens that reach this probability {default}")
+        sub.add_argument("--top-k", type=int, help=f"so many of the most likely tokens {default}")
+        sub.add_argument("--max-tokens", type=int, help=f"output tokens (default: the checkpoint's, or {MAX_TOKENS})")
         sub.add_argument("--seed", type=int, help="the same seed gives the same output")
         sub.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that the output must not contain")
         sub.add_argument(
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     add_options(command("serve", run_serve, "answer requests over HTTP, as OpenAI's API does"))
     bench = command("bench", run_bench, "throughput on random prompts of mixed lengths")
     bench.add_argument("--num-requests", type=int, default=16, help="all at once (default 16)")
-    help = "tokens of the longest prompts and outputs (default 256); the shortest have 10%%"
+    help = "tokens of the longest prompt and output (default 256); the shortest have 10%% of it"
     bench.add_argument("--max-length", type=int, default=256, help=help)
     bench.add_argument("--load-format", default="auto", help="dummy: random weights, only config.json is needed")
     info = command("info", run_info, "what was detected and chosen, and why")

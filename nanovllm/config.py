@@ -10,7 +10,7 @@ from typing import Any, Literal
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_MODEL_LEN = 4096
-MAX_GUESSES = 256  # in a step, and tokens that n-grams are found by
+MAX_GUESSES = 256  # of a sequence in a step, and tokens of an n-gram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +70,13 @@ class EngineConfig:
     enforce_eager:           no CUDA graphs.
     speculative:             guess tokens ahead and verify them together: see `Speculation.parse`.
     attention_backend:       "auto" chooses by device.
-    kv_cache_dtype:          "fp8" (or "fp8_e4m3", the same) keeps keys and values in FP8: half of 16 bits.
-                             "auto" keeps them in `dtype`.
+    kv_cache_dtype:          "fp8" (or "fp8_e4m3", the same) keeps keys and values in FP8, which takes half the memory
+                             of 16 bits. "auto" keeps them in `dtype`.
     dtype:                   "auto" is the checkpoint's on a GPU and float32 on a CPU.
     load_format:             "dummy" fills the weights at random, for benchmarks.
     quantization:            "fp8" quantises linear layers and experts while they are loaded; see `models/loader.py`.
-                             None leaves them as the checkpoint has them, which may be in FP8 already. A draft model's
-                             weights stay as its own checkpoint has them, whatever is said here.
+                             None leaves them as the checkpoint has them, which may be in FP8 already. In either case
+                             a draft model's weights stay as its own checkpoint has them.
     generation_config:       "auto" takes the sampling defaults of the checkpoint's generation_config.json, where a
                              request says nothing; "vllm" takes those of `SamplingParams`. EOS ids count either way.
     seed:                    where the seeds of unseeded requests come from; None is the operating system.

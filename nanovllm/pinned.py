@@ -21,10 +21,10 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 class Writes:
-    """Single elements of tensors on one device that get new values: gathered on the host, sent in one copy.
+    """New values for single elements of tensors on one device: gathered on the host, and sent in one copy.
 
-    A new sequence changes a few numbers in several tensors. One after the other, copies and kernels as small as that
-    would keep the host busy for longer than the device needs for a step.
+    A new sequence changes a few numbers in several tensors. With a copy of its own for each tensor, the host would be
+    busy for longer than the device needs for a step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,8 +32,8 @@ class Writes:
         self._parts: list[tuple[Tensor, npt.NDArray[Any], npt.NDArray[Any]]] = []
 
     def add(self, tensor: Tensor, places: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
-        """tensor: int32 of any shape, contiguous. places: which of its elements, counted through all rows. values: as
-        many. No element may be written twice before `send`."""
+        """tensor: int32 of any shape, contiguous. places: indices of elements in the flattened tensor. values: one for
+        each place. No element may be written twice before `send`."""
         self._parts.append((tensor, places.ravel(), values.ravel()))
 
     def send(self) -> None:

@@ -3,10 +3,10 @@
 #
 # A text that is twice as long takes twice as many blocks, and each of its tokens reads twice as many keys. Must every
 # layer look back to the very beginning? In Mistral 7B no layer does, and in Gemma 3 only every sixth does. The other
-# layers see the last keys alone, a fixed number of them. This is called a **sliding window**.
+# layers see only the last keys, a fixed number of them. This is called a **sliding window**.
 #
 # You will see what a window hides, which blocks it sets free, why layers of different kinds need pools of their own,
-# what becomes of the prefix cache, what a model loses, and how it still remembers more than its window.
+# how the prefix cache changes, what a model loses, and how it still remembers more than its window.
 #
 # This chapter is an *elective*: it stands on stage 5, and no other chapter stands on it. Its model is the one that you
 # know. It was trained without windows, and is given some here.
@@ -72,7 +72,7 @@ run = record(WindowEngine, **SMALL, windows=MIXED, num_window_blocks=8)
 swimlane(run.events, names=NAMES, title="Windows: who runs when")
 
 # %% [markdown]
-# The scheduler is that of stage 5. What is new cannot be seen here: it happens in the blocks.
+# The scheduler is that of stage 5. What is new happens in the blocks, and this picture does not show it.
 #
 # ## What hurt
 #
@@ -89,8 +89,8 @@ for name in ("Qwen3-0.6B", "Qwen3-8B"):
 # %% [markdown]
 # ## A window by hand
 #
-# With a window of W, the query at position i sees the keys from i - W + 1 to i. Its own key counts. Nearly everyone who
-# writes this for the first time is off by one, and nothing fails: the text only drifts away. So count:
+# With a window of W, the query at position i sees the keys from i - W + 1 to i. Its own key counts. It is easy to be
+# off by one here, and nothing fails then: only the text differs. So count:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -107,8 +107,8 @@ mask_picture(24, (0, 9), 4)
 
 # %% [markdown]
 # The last query sees keys 15 to 23. Blocks 0 to 2 hold keys 0 to 11. This query does not see them, and no later one
-# will, since the window only moves to the right. So they can be given back, while their request runs. Block 3 must
-# stay for the sake of key 15.
+# will, since the window only moves to the right. So these blocks can be given back while their request runs. Block 3
+# must stay because key 15 is in it.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -126,22 +126,23 @@ source(WindowPool.needed, Pools.release_unseen)
 
 # %% [markdown]
 # A block of stage 5 holds the keys and values of *all* layers. In a model with two kinds of layers it could never be
-# given back early: the layers that see all still need their part of it. So each kind of layers gets a pool. The blocks
-# of a pool hold these layers alone. And for each sequence it has a table, which says where block i of the text lies.
-# The table is a dict, because blocks are missing at its front.
+# given back early: the layers that see all still need their part of it. So each kind of layers gets a pool. A block of
+# a pool holds the keys and values of these layers alone. For each sequence the pool has a table, which says where block
+# i of the text lies. The table is a dict, because the first blocks of a text may be missing.
 
 # %%
 small = WindowEngine(STORY_MODEL, **SMALL, windows=MIXED, num_window_blocks=8)
 pools_map(run.events, small, NAMES)
 
 # %% [markdown]
-# Above, the two layers that see all: blocks are held to the end of a request, as always. Below, the six layers with a
-# window: no request holds more than a few blocks, whatever its length. A and B share their beginning in both pools.
+# Above are the two layers that see all: blocks are held to the end of a request, as always. Below are the six layers
+# with a window: no request holds more than a few blocks, whatever its length. A and B share their beginning in both
+# pools.
 #
 # ## Guess first
 #
-# A story of 30 tokens goes on for 320 more, in blocks of 16 tokens. The window is 64 keys. How many blocks does the
-# request hold at most in a layer with the window, when without one it holds 22?
+# A story of 30 tokens goes on for 320 more, in blocks of 16 tokens. Without a window the request holds 22 blocks at the
+# end. Now the window is 64 keys. How many blocks does the request hold at most in a layer with this window?
 
 # %%
 my_guess = None  # blocks
@@ -164,8 +165,8 @@ block = memory["no windows"][-1] / 22  # bytes
 compare(my_guess, max(memory["windows everywhere"]) / block, "blocks")
 
 # %% [markdown]
-# 64 keys fill four blocks. But the window rarely begins where a block does, so there is mostly a fifth. This is the
-# memory of all three runs, step by step:
+# 64 keys fill four blocks. But the window rarely begins where a block does, so mostly there is a fifth block. This is
+# the memory of all three runs, step by step:
 
 # %%
 curves = {name: (range(1, 1 + len(used)), [n / 1e6 for n in used]) for name, used in memory.items()}
@@ -177,11 +178,11 @@ for name, used in memory.items():
     print(f"{name:25} {max(used) / 1e6:.2f} MB at most, {max(used) / max(memory['no windows']):.0%}")
 
 # %% [markdown]
-# With windows everywhere, memory stops growing. With windows in three of four layers it grows a quarter as fast. The
-# longer the text, the more the layers that see all decide.
+# With windows everywhere, memory stops growing. With windows in three of four layers it grows a quarter as fast. In a
+# long text nearly all of the memory belongs to the layers that see all.
 #
-# A long *prompt* gains as well. Its layers with a window never get blocks for all of it, only for what one step
-# computes. So it may be much longer than their pool.
+# A long *prompt* gains as well. The layers with a window never get blocks for all of it, only for what one step
+# computes and what its queries see. So the prompt may be much longer than their pool.
 #
 # ## What is lost
 #
@@ -209,9 +210,9 @@ picture.axes[0].set_xticks(sizes, [str(size) for size in sizes])
 picture
 
 # %% [markdown]
-# In these stories a name or a colour matters a hundred tokens later. This model learned to look it up there, and nobody
-# taught it to do with less. A model that is trained with windows learns to pass on what it will need. Such a model,
-# too, must be used with the windows that it was trained with.
+# In these stories a name or a colour still matters a hundred tokens later. This model has learned to look it up where
+# it stands. A model that is trained with windows learns to pass on what it will need. Such a model, too, must be used
+# with the windows that it was trained with.
 #
 # Let one layer of the eight see all, and give the others a window of 16. Which one should it be?
 
@@ -257,14 +258,14 @@ spread_picture(changes, 10, "What becomes of one changed token")
 # Mistral 7B, reach about 131,000. How much of a token is left after so many steps is another question: the picture
 # fades to the right.
 #
-# The way leads through keys and values. What they took in from tokens before the window stays in them, also when the
-# blocks of those tokens are gone.
+# The information is passed on in keys and values. What they took in from tokens before the window stays in them, even
+# when the blocks of those tokens are gone.
 #
 # ## A cached beginning
 #
 # So what does a prefix hit need? In stage 4 it needed every block of the beginning. Here a prompt of 321 tokens is
-# computed in a pool of only 8 blocks, with a window of 32 in all layers. So most of its blocks have been used again
-# before it ends. Then the same prompt comes a second time. How many of its tokens must be computed?
+# computed in a pool of only 8 blocks, with a window of 32 in all layers. So most of its blocks have been reused before
+# the prompt ends. Then the same prompt comes a second time. How many of its tokens must be computed?
 
 # %%
 my_guess = None  # tokens
@@ -288,8 +289,8 @@ print(f"cached: {hits[0]} tokens for the first request, {hits[1]} for the second
 # %% [markdown]
 # Two blocks are enough for 320 tokens! The next query, at position 320, sees keys 289 to 320, and no query will look at
 # the rest again. But the name of a block must still stand for *everything* before it, also for tokens whose blocks are
-# gone: they have left their traces in its keys and values. Here such a name is an object, a `Beginning`. It points to
-# the one before it, and it outlives the blocks.
+# gone: its keys and values depend on those tokens. Here such a name is an object, a `Beginning`. It points to the
+# beginning before it, and it outlives the blocks.
 #
 # With several kinds of layers, a beginning counts only if every kind has what it needs, and the longest such beginning
 # is taken:
@@ -300,7 +301,7 @@ source(Pools.find_beginning)
 
 # %% [markdown]
 # Another prompt may share only the first half of this text. Then it needs the blocks just before the place where the
-# two part. These were given back early, so they are the first to be used again.
+# two texts begin to differ. These blocks were given back early, so they are the first to be reused.
 #
 # ## Is it right?
 #
@@ -329,9 +330,9 @@ source(sliding_window, reach)
 source(BlockManager.release_unseen)
 
 # %% [markdown]
-# Its tables are lists, which a GPU can read, so blocks that were given back keep their places there. And a hit needs
-# the whole beginning, as in stage 4. [Attention](../docs/attention.md#sliding-windows) says how the kernels skip the
-# keys before a window.
+# Its tables are lists, which a GPU can read, so a block that was given back keeps its place in the list. And a hit
+# needs the whole beginning, as in stage 4. [Attention](../docs/attention.md#sliding-windows) says how the kernels skip
+# the keys before a window.
 #
 # ## What still hurts
 #

@@ -40,7 +40,7 @@ def load_model(
 
     `dtype=None` keeps the checkpoint's dtype on a GPU and takes float32 on a CPU, where bf16 is slow and less exact.
     An elective has models of its own: `build` makes those of `model_types`, whose tensors are then as strictly checked.
-    `windows`: whether the caller knows what to do with sliding windows.
+    `windows`: whether the caller supports sliding windows; otherwise a model that has them is refused.
     Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():

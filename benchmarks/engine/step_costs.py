@@ -41,10 +41,10 @@ RECORDINGS = Recordings(
 def run(options: Namespace) -> bool:
     """Measure, fit and write the card. Prints what the fit misses.
 
-    Raises RuntimeError for a mixture of experts: the factors of a card do not tell the reading of experts apart.
+    Raises RuntimeError for a mixture of experts: a card has no factor for the reading of experts.
     """
     if read_architecture(options.model)[0].num_experts:
-        raise RuntimeError(f"{options.model.name} is a mixture of experts; measure a model without, and derive from it")
+        raise RuntimeError(f"{options.model.name} is a mixture of experts; measure a model without experts")
     cpu = options.device == "cpu"
     options = Namespace(**vars(options) | ({"threads": 1} if cpu else {}))
     grid = step_scenes.QUICK_GRID if options.quick or cpu else step_scenes.GRID
@@ -110,7 +110,7 @@ def make_card(
     observations = [Observation(p["name"], [StepShape(*p["shape"])], p["device"]) for p in points]
     least = {} if cpu else least_factors(Needs(architecture, itemsize), rates)  # a CPU may have it all in its caches
     time, missed = fit_device(observations, recordings, least)
-    # A chunk that goes on costs the host less than a sequence that begins. In traffic nearly all chunks begin one.
+    # A chunk costs the host less if it does not begin a sequence. But in traffic nearly all chunks begin one.
     known = [p for p in points if p["host"] is not None and not p["name"].startswith("chunks")]
     host = fit_host([(StepShape(*p["shape"]), p["host"], p["device"] + p["host"]) for p in known])
     return Card(

@@ -78,7 +78,7 @@ def expert_tiles(pairs: list[int], gated: bool, shared: int, itemsize: int) -> l
 
 def experts(device: torch.device) -> list[Contest]:
     """Both products of a layer, by themselves: the pairs of random routings, sorted beforehand. Where there is FP8 the
-    same for weights in FP8, by a scale per channel and by one per block."""
+    same for weights in FP8, with a scale per channel and with a scale per block."""
     from nanovllm.kernels import has_fp8
     from nanovllm.kernels.cards import first_fit
     from nanovllm.kernels.launch import shared_memory

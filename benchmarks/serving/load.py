@@ -158,7 +158,7 @@ async def request(port: int, behaviour: Behaviour, body: dict[str, Any], due: fl
 
 
 async def until(due: float) -> None:
-    """Sleep until `due`, in seconds of `time.perf_counter`. An event loop wakes up to a millisecond late, a thread does
+    """Sleep until `due`, in seconds of `time.perf_counter`. An event loop may wake a millisecond late, a thread does
     not."""
     if (left := due - time.perf_counter()) > 0:
         await asyncio.to_thread(time.sleep, left)

@@ -31,7 +31,7 @@ def select_backend(
         head_dim: elements per head.
         block_size: tokens per block of the KV cache.
         dtype: of the queries.
-        kv_dtype: of the KV cache, if it has another one.
+        kv_dtype: of the KV cache; None: the same as `dtype`.
 
     Raises:
         ValueError: if that backend cannot serve this device, shape or dtype. The message says why and what to do.

@@ -4,9 +4,9 @@ Slots number the places of the KV cache: slot = block * block_size + offset. The
 tensor [2, num_blocks + 1, block_size, Hkv, D]: keys, then values. Its last block is the scratch block, which belongs to
 no sequence. Padding writes there, because slot -1 would be the last slot of somebody's block.
 
-The cache has the dtype of the queries, or FP8 (e4m3). In FP8 a key is what is stored times the scale of the layer's
-keys, and a value likewise. A query reads all keys from the cache, also those of its own step. So all queries see the
-same rounded keys, however a text is cut into steps, and whoever computed them.
+The cache has the dtype of the queries, or FP8 (e4m3). In FP8 a key is the stored number times the layer's key scale.
+Values have a scale of their own. A query reads all keys from the cache, also those of its own step. So all queries see
+the same rounded keys, however a text is cut into steps, and whichever request computed them.
 """
 
 from collections.abc import Sequence

@@ -19,8 +19,8 @@ PROMPT_SIZES = (64, 128, 256, *range(384, 1024, 128), *range(1024, 2048, 256), *
 # guess included. A place costs a little even if it is empty, so there are recordings with few places, and with one for
 # every sequence that may run.
 FEW_PLACES = 64
-# Steps with at most so many tokens and `FEW_PLACES` sequences, in which a chunk lies behind at least so many keys, have
-# kernels of their own for attention, and recordings of their own. With fewer keys or more tokens the usual kernels are
+# A step with at most so many tokens and `FEW_PLACES` sequences, in which a chunk follows at least so many keys, has
+# kernels of its own for attention, and recordings of its own. With fewer keys or more tokens the usual kernels are
 # faster on an H200.
 MOST_CUT_TOKENS = 512
 LONG_CONTEXT = 4096
@@ -39,7 +39,7 @@ class StepSizes:
     max_several: int  # tokens that a step may have for a decode recording if a sequence has several of them
     max_keys: int  # keys that the tokens of such sequences may read together, each token by itself
     places: list[int]  # of the recordings with prompts, ascending; may be empty
-    most_cut: int = 0  # tokens: up to here recordings with prompts and few places have a twin for long contexts
+    most_cut: int = 0  # tokens: up to here, recordings with prompts and few places have a twin for long contexts
 
     @property
     def with_prompts(self) -> list[tuple[int, int]]:

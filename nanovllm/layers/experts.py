@@ -41,8 +41,8 @@ class Experts(nn.Module):
 
     With several ranks, each has some neurons of every expert, or some whole experts, and gives its part of a sum.
 
-    place: if ranks have whole experts, which of how many ranks this is. It then has E experts of E * ranks, those from
-        rank * E on. Otherwise (0, 1).
+    place: (rank, ranks) if ranks have whole experts: of E * ranks experts this rank has E, those from rank * E on. If
+        each rank has a part of every expert, (0, 1).
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Experts(nn.Module):
                 yield f"{expert}.down_proj.{kind}", down
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T, H] -> [T, H]: the outputs of each token's experts, of those that are here, summed by their weights."""
+        """x [T, H] -> [T, H]: the weighted sum of the outputs of each token's experts, those of this rank alone."""
         kernel = kernels.fused_kernels(x.device).grouped_mlp or grouped_mlp
         return kernel(x, self.gate_up_proj, self.down_proj, *routing, self.place, self.scales)
 

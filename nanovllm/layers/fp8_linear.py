@@ -32,7 +32,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     A channel's largest weight becomes the largest number of FP8. A channel of zeros has the scale 1.
     """
     largest = weight.float().abs().amax(-1, keepdim=True)  # [..., out, 1]
-    # A tensor of one value: to divide by a number, a GPU multiplies by its inverse, and rounds otherwise than a CPU
+    # Not by a number: for that, a GPU multiplies by its inverse, which rounds differently from a division on a CPU
     scale = torch.where(largest > 0, largest / torch.full_like(largest, FP8_MAX), 1.0)
     return (weight.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 

@@ -41,7 +41,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """A weight [out, in] in FP8 with its scales, or those of all experts [E, out, in]. An index reads a part of it,
+    """A weight [out, in] in FP8 with its scales, or the weights of all experts [E, out, in]. An index reads a part,
     widened to float32, on the device of the scales. The interface is that of a slice of safetensors (`get_slice`).
 
     values: the stored values, with the same interface. scale: [ceil(out / rows), ceil(in / columns)] float32, or one
@@ -151,7 +151,7 @@ def names_of(path: str, layer: Linear) -> Iterator[str]:
 def is_projection(name: str) -> bool:
     """Whether `quantization="fp8"` quantises a weight: it is not of the head, the embedding, a norm or a router.
 
-    All experts of a layer may be in one tensor, which has no "weight" in its name."""
+    If all experts of a layer are in one tensor, its name does not end with ".weight"."""
     return name.removesuffix(".weight").endswith("_proj")
 
 

@@ -1,8 +1,8 @@
 """The scales of a KV cache in FP8, if a checkpoint has them: one for the keys of a layer, and one for the values.
 
-Writers of checkpoints call them by several names, which are those that vLLM knows. A layer without scales has 1.0. In
-the place of a scale that was not found out, some writers store -1, which counts as 1.0 too. Unless the KV cache is in
-FP8, the scales are not used.
+Checkpoints use several names for them: here they are the names that vLLM knows. A layer without scales has 1.0. Some
+checkpoints have -1 where a scale was not determined, which counts as 1.0 too. The scales are used only if the KV cache
+is in FP8.
 """
 
 import math
@@ -19,7 +19,7 @@ NAME = re.compile(
 
 
 def take_kv_scales(found: Mapping[str, Any], num_layers: int) -> tuple[dict[str, Any], list[KVScales], list[str]]:
-    """Of `found` (name to `loader.Stored`): what is no such scale, the scales of each layer, and complaints."""
+    """Of `found` (name to `loader.Stored`): all that is no such scale, the scales of each layer, and complaints."""
     others, scales, complaints = dict[str, Any](), [KVScales()] * num_layers, list[str]()
     for name, stored in found.items():
         match = NAME.fullmatch(name)

@@ -31,7 +31,7 @@ class MoEConfig:
     norm_topk_prob: bool  # whether the weights of a token's experts are divided by their sum
     dense_layers: frozenset[int]  # layers with a plain MLP in place of the experts
     expert_parallel: bool = False  # whether each rank has whole experts; if not, it has a part of every expert
-    expert_ranks: int = 1  # of a rank's share: the ranks that the experts are dealt out to
+    expert_ranks: int = 1  # of a rank's share: the ranks among which the experts are divided
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -52,12 +52,12 @@ class MoEConfig:
     def share(self, ranks: int) -> Self:
         """What each of so many ranks has: some whole experts, or a part of every expert; and a part of the shared one.
 
-        Raises ValueError if the experts cannot be dealt out evenly.
+        Raises ValueError if whole experts cannot be divided evenly among the ranks.
         """
         if self.expert_parallel and self.num_experts % ranks:
             fitting = ", ".join(str(n) for n in range(1, self.num_experts + 1) if self.num_experts % n == 0)
             raise ValueError(
-                f"enable_expert_parallel=True: {self.num_experts} experts cannot be dealt out to "
+                f"enable_expert_parallel=True: {self.num_experts} experts cannot be divided evenly among "
                 f"tensor_parallel_size={ranks} ranks; choose one of {fitting}, or leave enable_expert_parallel out"
             )
         return replace(

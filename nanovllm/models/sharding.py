@@ -5,8 +5,9 @@ A rank has some of the heads and some of the neurons of the MLP, or of each expe
 sum over the ranks makes the hidden state whole. With more ranks than KV heads, each KV head is on several ranks. The
 vocabulary is cut as well, padded to a multiple of the ranks.
 
-With expert parallelism a rank has some whole experts in place of neurons of all: of E experts those from rank * E /
-ranks on. All tokens are on every rank anyway. So none travels, and the same sum adds what the ranks' experts give.
+With expert parallelism a rank has whole experts, and not some neurons of every expert. Of E experts it has E / ranks,
+those from rank * E / ranks on. All tokens are on every rank anyway. So no token is sent, and the same sum adds up the
+outputs of the experts.
 """
 
 import re

@@ -104,8 +104,8 @@ def num_kv_blocks(
 
 
 def check_memory(config: EngineConfig, each: int) -> None:
-    """Raises ValueError if the KV cache, whose blocks have so many bytes each, and the rows of persistent state exceed
-    this machine's memory. Where the operating system does not say how much that is, nothing is checked."""
+    """Raises ValueError if the KV cache and the rows of persistent state exceed this machine's memory. If the operating
+    system does not say how large that is, nothing is checked. each: bytes of a block."""
     blocks = config.kv_cache_gib * GIB if config.num_kv_blocks is None else config.num_kv_blocks * each
     needed = blocks + row_bytes(config)
     names = "SC_PAGE_SIZE", "SC_PHYS_PAGES"

@@ -45,10 +45,10 @@ class Rows:
         self.token_ids = torch.zeros(num_rows + 1, max_model_len + 1, dtype=torch.int32, device=device)
         self.block_table = torch.full((num_rows + 1, max_blocks), scratch_block, dtype=torch.int32, device=device)
         self.owner = [-1] * (num_rows + 1)
-        self.writes = Writes(device)  # what the next step needs to find here, and in the sampling parameters
+        self.writes = Writes(device)  # new values here and in the sampling parameters, sent before the next step
 
     def install(self, scheduled: list[Scheduled], known: Sequence[Known]) -> None:
-        """Move all new sequences of a step into their rows, with the tokens known so far. See `writes`."""
+        """Move all new sequences of a step into their rows, with the tokens known so far, by `writes`."""
         lengths = np.array([len(k.token_ids) for k in known])
         first = np.array([s.row for s in scheduled]) * self.token_ids.shape[1]
         places = np.repeat(first, lengths) + ragged_arange(lengths)
@@ -57,8 +57,7 @@ class Rows:
             self.owner[s.row] = s.key
 
     def append_blocks(self, scheduled: list[Scheduled]) -> None:
-        """Append the new blocks of each row to its block table, which is then as long as the step needs. See
-        `writes`."""
+        """Append the new blocks of each row to its block table, by `writes`; it is then as long as the step needs."""
         flat = []
         for s in scheduled:
             end = s.row * self.block_table.shape[1] - (-(s.start + s.num_tokens) // self.block_size)

@@ -73,7 +73,7 @@ class SamplingState:
         self.vocab_size = vocab_size
         self.eos_token_ids = set(eos_token_ids)
         self.in_kernels = in_kernels
-        # All numbers that a row has: in one tensor, so that `install` is one write. The names are parts of it.
+        # All numbers of a row are in one tensor, so that `install` is one write. The names below are views of it.
         self._numbers = torch.zeros(2 * LONGS + INTS + FLOATS, num_rows, dtype=torch.int32, device=device)
         longs = self._numbers[: 2 * LONGS].view(-1).view(torch.int64).view(LONGS, num_rows)
         self.num_prompt_tokens = self._numbers[2 * LONGS]  # [R] int32
@@ -105,8 +105,8 @@ class SamplingState:
         num_prompt_tokens: Sequence[int],
         writes: Writes | None = None,
     ) -> None:
-        """Write the parameters of the sequences that now stand in `rows`, lists at once and numbers with `writes`, if
-        there are other things to be sent with them."""
+        """Write the parameters of the sequences that now stand in `rows`. Lists are sent at once. Numbers are added to
+        `writes`, which the caller sends; without `writes` they are sent at once, too."""
         longs, floats = [], []
         for row, p in zip(rows, params, strict=True):
             self.params[row] = p

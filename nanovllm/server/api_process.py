@@ -87,7 +87,7 @@ def run_api(wires: Wires, sender: int, sock: socket.socket, options: argparse.Na
     """The life of the process."""
     obey_the_parent(wires, options.log_level)
     logging.getLogger("uvicorn.error").addFilter(is_news)
-    from transformers import PreTrainedTokenizerFast  # noqa: F401  # a second, while the engine starts and not after
+    from transformers import PreTrainedTokenizerFast  # noqa: F401  # takes a second: now, while the engine starts
 
     try:
         info = messages.decode_start(control.recv_bytes())

@@ -100,7 +100,7 @@ ENGINE: dict[str, Callable[[str], Any]] = {
 }
 ABOUT = {
     "max_model_len": "tokens of a prompt and its output together (default: 4096, or the model's own if smaller)",
-    "max_num_seqs": "sequences that run at once; the rest waits (default 512)",
+    "max_num_seqs": "sequences that run at once; others wait (default 512)",
     "max_num_batched_tokens": "tokens that a step may compute (default 16384)",
     "num_kv_blocks": "blocks of the KV cache (default: what the free memory allows)",
     "gpu_memory_utilization": "share of the GPU's memory for weights, activations and KV cache together (default 0.9)",
@@ -109,9 +109,9 @@ ABOUT = {
     "speculative": 'guess tokens ahead: \'{"model": "a/smaller-model", "k": 4}\' or \'{"method": "ngram", "k": 4}\'',
     "generation_config": "auto: the checkpoint's sampling defaults, where a request says nothing (default); vllm: none",
     "kvcache_block_size": "tokens of a KV block (default: 256 on a GPU)",
-    "enable_prefix_caching": "sequences share the blocks of equal beginnings (default: they do)",
-    "enable_chunked_prefill": "a prompt may be computed over several steps (default: it may)",
-    "async_scheduling": "a step is planned while the one before it runs (default: it is, on a GPU)",
+    "enable_prefix_caching": "sequences share the KV blocks of equal beginnings (default: on)",
+    "enable_chunked_prefill": "a prompt may be computed over several steps (default: on)",
+    "async_scheduling": "a step is planned while the one before it runs (default: on if there is a GPU)",
 }  # in one line each; more is said in `EngineConfig`
 # Other commands have these, too
 ALSO_ENGINE = "device", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "enable_expert_parallel"
@@ -137,7 +137,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, help="0 is any free one (default %(default)s)")
     add("--root-path", default="", help="the prefix under which a proxy in front has it, such as /llm")
     add("--ssl-certfile", help="with --ssl-keyfile: serve HTTPS")
-    add("--ssl-keyfile", help="the key of --ssl-certfile")
+    add("--ssl-keyfile", help="the private key of --ssl-certfile")
     # Who may ask, and what.
     listed: Any = {"type": names, "action": "extend", "default": []}
     add("--api-key", **listed, help="ask clients for this key; several with commas, or given several times")
@@ -153,7 +153,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--receive-timeout", type=float, default=30.0, help="s for a head, and for a body (default %(default)s)")
     add("--drain-timeout", type=int, default=60, help="s to finish what runs on SIGTERM (default %(default)s)")
     # What it tells.
-    add("--log-level", default="info", choices=LEVELS, help="what is logged at least (default %(default)s)")
+    add("--log-level", default="info", choices=LEVELS, help="messages of this level or higher (default %(default)s)")
     add("--no-access-log", action="store_true", help="no line for each request")
 
     actions = {action.dest: action for action in parser._actions if action.dest != "help"}

@@ -12,8 +12,8 @@ from nanovllm.models.checkpoint import read_json
 from nanovllm.models.moe_config import ExpertKeys, parse_experts
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Those of models/config.py that have no sliding window unless config.json asks for one, and where they say what of
-# experts; it imports torch, and a test compares the two
+# The families of models/config.py that have no sliding window unless config.json asks for one, with the keys that
+# describe their experts. That file imports torch; a test compares the two
 KINDS: dict[str, ExpertKeys | None] = {
     "llama": None,
     "qwen2": None,
@@ -86,7 +86,7 @@ class Architecture:
 
     @property
     def num_expert_parameters(self) -> int:
-        """Of those, the parameters of all experts that are chosen."""
+        """Of those, the parameters of the experts among which a token chooses."""
         return 3 * self.num_expert_layers * self.num_experts * self.hidden_size * self.moe_intermediate_size
 
     @property

@@ -159,7 +159,7 @@ class StepTime:
         experts = reading * after.expert_bytes / before.weight_bytes
         device["step"] = reading * after.weight_bytes / before.weight_bytes - experts + (step - reading) * layers
         launch, recordings, knee = self.launch * layers, self.recordings.for_model(new), self.knee
-        if experts:  # of which a step reads more for what it computes, so that it takes more tokens to the knee
+        if experts:  # a step reads more bytes for each operation, so the knee comes with more tokens
             bytes_of_token = [n.weight_bytes / n.token_operations for n in (before, after)]
             knee = round(knee * bytes_of_token[1] / bytes_of_token[0])
         same = replace(self, device=device, knee=knee, launch=launch, recordings=recordings)

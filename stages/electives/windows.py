@@ -4,8 +4,8 @@ What hurts:   each layer keeps the keys and values of a text until its request e
 The idea:     a layer need not look back to the beginning (Beltagy et al., "Longformer", 2020; Jiang et al., "Mistral
               7B", 2023). Its queries see the last `window` keys, their own included. So a block that lies before the
               window is given back while its request runs. Most models mix such layers with some that see all, whose
-              blocks must stay: each kind of layer gets a pool, and block tables with blocks of its own. And a cached
-              beginning can be used as soon as the blocks that a window still sees are there.
+              blocks must stay. So each kind of layer gets a pool of blocks, and block tables of its own. And a cached
+              beginning can be used if the blocks that a window still sees are there.
 Still hurts:  layers that see all keep everything. The pools have fixed sizes, and lend each other no memory. And gather
               computes scores for keys that the mask then hides; a kernel skips them (nanovllm/kernels/attention).
 """
@@ -29,7 +29,8 @@ from stages.stage_5_continuous_batching import ContinuousBatchingEngine, Schedul
 def read_windows(path: Path) -> tuple[int, ...]:
     """For each layer how many keys a query sees, its own included; 0: all.
 
-    Raises ValueError if config.json names a layer with a window but no window, or not as many layers as there are.
+    Raises ValueError if config.json says that a layer has a window but not how large it is, or if layer_types has not
+    one entry for each layer.
     """
     raw = read_json(path / "config.json")
     layers, is_mistral = raw["num_hidden_layers"], raw["model_type"] == "mistral"
@@ -60,14 +61,14 @@ def see(queries: Tensor, keys: Tensor, window: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """A text up to the end of a block, as the name of that block. Equal ones are one object, so no digest is needed."""
+    """A text up to the end of a block: the name of that block. Equal texts have one object, so no digest is needed."""
 
     parent: "Beginning | None"  # without its last block
     token_ids: tuple[int, ...]  # in its last block
 
 
 class WindowPool(BlockPool):
-    """The blocks of all layers with one window. A table says where block i of a text lies, for those still seen."""
+    """The blocks of all layers with one window. A table says where block i of a text lies, for blocks still seen."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int, first: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -106,7 +107,7 @@ class WindowPool(BlockPool):
         return list(fresh.values())
 
     def give_back(self, seq: Sequence, stop: int) -> list[int]:
-        """Take the blocks before block `stop` of its text out of its table; returns those that are free now."""
+        """Take the blocks before block `stop` of the text out of the table; returns those that are free now."""
         table, freed = self.tables[seq], []
         for i in sorted((i for i in table if i < stop), reverse=True):
             block = table.pop(i)
@@ -118,7 +119,7 @@ class WindowPool(BlockPool):
 
 
 class Pools:
-    """The pools of all kinds of layers: one to the scheduler and in events, which count blocks through all of them."""
+    """The pools of all kinds of layers. To the scheduler they are one pool. Events number the blocks of all pools."""
 
     def __init__(self, pools: list[WindowPool], chunk: int, trace: Trace) -> None:
         self.pools, self.block_size = pools, pools[0].block_size
@@ -168,7 +169,7 @@ class Pools:
             start = count * self.block_size
         wants = []
         for pool, blocks in zip(self.pools, shared, strict=True):
-            # No more than one step can fill: by the next, some are given back
+            # No more blocks than one step can fill: before the next step some are given back
             stop = min(num_tokens, start + self.chunk) if pool.window else num_tokens
             wants.append((pool, pool.needed(start, stop), blocks))
         if not all(pool.has_room(seq, places, blocks) for pool, places, blocks in wants):
@@ -221,7 +222,7 @@ class WindowScheduler(Scheduler):
 
 def make_window_batch(plan: list[Scheduled], pool: WindowPool, device: torch.device) -> Batch:
     """Stage 3's batch for one kind of layers, with a rectangle for each sequence. It has only keys that a new query of
-    the sequence sees: the blocks of older ones may be another's by now."""
+    the sequence sees: the blocks of older keys may belong to another sequence by now."""
     tokens: list[tuple[int, int, int]] = []  # of each that is computed its id, position and slot
     last_tokens: list[int] = []
     rectangles: list[Rectangle] = []
@@ -241,7 +242,7 @@ def make_window_batch(plan: list[Scheduled], pool: WindowPool, device: torch.dev
 
 
 class WindowEngine(ContinuousBatchingEngine):
-    """Stage 5 for models with windows in some or all layers. The blocks of a kind of layers hold these layers alone.
+    """Stage 5 for models with windows in some or all layers. Each kind of layers has blocks of its own.
 
     windows:            how many keys a query sees in each layer, and 0 for all; None: what config.json says.
     num_window_blocks:  blocks for each kind of layers with a window; None: num_blocks, as layers that see all have.
@@ -285,7 +286,7 @@ class WindowEngine(ContinuousBatchingEngine):
         self.scheduler = WindowScheduler(self.pool, max_num_seqs, max_num_batched_tokens, self.trace)
 
     def run(self, plan: list[Scheduled]) -> list[int]:
-        """As in stage 5, but a layer attends by the blocks of its kind."""
+        """As in stage 5, but each layer reads and writes the blocks of its kind."""
         batches = {pool.window: make_window_batch(plan, pool, self.device) for pool in self.pool.pools}
         batch = batches[self.windows[0]]
         hidden = self.model(batch.input_ids, batch.positions, partial(self.attend, batches))  # [T, H]

@@ -228,8 +228,8 @@ def paged_prefill(
 ) -> None:
     """Causal attention of the sequences from `first_sequence` on, any number of queries each, into `inputs.out`.
 
-    config: of `prefill_config`. workspace: for as many rows as `config` has; long contexts are cut if it is given, and
-    then there may be `MOST_SEQUENCES` sequences. first_sequence: sequences before it have one query each, and their
+    config: of `prefill_config`. workspace: if it is given, long contexts are cut. It has as many rows as `config`, and
+    there may be `MOST_SEQUENCES` sequences at most. first_sequence: sequences before it have one query each, and their
     tokens come first. window: keys that a query sees at most, its own included; 0 is no limit.
     Raises ValueError if tiles come by TMA and a block is smaller than one, or if there are too many sequences to cut.
     """
@@ -250,7 +250,7 @@ def paged_prefill(
     programs = fewest_tiles = 0
     if workspace is not None:
         if num_sequences > MOST_SEQUENCES:
-            raise ValueError(f"contexts of {num_sequences} sequences cannot be cut, but those of {MOST_SEQUENCES}")
+            raise ValueError(f"contexts of at most {MOST_SEQUENCES} sequences can be cut; got {num_sequences}")
         m, denom, acc, programs = workspace.m, workspace.denom, workspace.acc, workspace.m.shape[1]
         most_units, fewest_tiles = most_units + programs, workspace.fewest_keys // config.keys
     _prefill_kernel[(num_kv_heads, most_units)](

@@ -4,9 +4,9 @@ Triton compiles a kernel anew when an integer argument or a pointer is divisible
 Arguments that differ from step to step (the number of sequences, where a slice of the step's packed integers begins)
 are therefore kept out of this specialisation by every kernel: no request should wait for a compiler.
 
-*A cache in FP8* (e4m3) is widened in registers. Products are then in fp16, also if the queries are bf16: Hopper has an
-instruction from FP8 to fp16, which is exact, and none to bf16. The scale of the keys is part of that of the scores. The
-scale of the values is applied once, to the sum of a piece.
+*A cache in FP8* (e4m3) is widened in registers. Products are then in fp16, even if the queries are in bf16: Hopper has
+an instruction from FP8 to fp16, which is exact, and none to bf16. The key scale is part of the scale of the scores. The
+value scale is applied once, to the sum of a piece.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class PagedInputs(NamedTuple):
     context_len: Tensor  # [S] int32, at least 1 each: the keys that the last query of a sequence sees
     scale: float  # what scores are multiplied with
     out: Tensor  # [T, Hq, D], contiguous
-    v_scale: float | None = None  # of a cache in FP8: what values are multiplied with. That of keys is in `scale`
+    v_scale: float | None = None  # of a cache in FP8: what values are multiplied with. `scale` includes the key scale
 
 
 def keys_per_tile(head_dim: int, element_size: int, tile_bytes: int) -> int:
@@ -86,7 +86,7 @@ def token_offsets(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def as_computed(q, kv_ptr):  # type: ignore[no-untyped-def]
-    """The queries in the dtype of the products: fp16 in the place of bf16, if the cache is in FP8."""
+    """The queries in the dtype of the products: fp16 instead of bf16, if the cache is in FP8."""
     if kv_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         wide = q.to(tl.float32)
         wide = tl.where(wide > 65504.0, 65504.0, tl.where(wide < -65504.0, -65504.0, wide))  # NaN stays NaN

@@ -3,14 +3,14 @@
 The next turn of a conversation has a handful of new tokens behind thousands of cached ones. Its queries fill a tile or
 two for each KV head, and a program for each tile would leave most of the GPU idle. So in a step with few tokens behind
 a long context, `paged_prefill` shares the tiles of keys out as `paged_decode` does: a program computes a piece, and
-leaves a partial result (m, denom, acc). A second, small kernel merges those of each tile of queries, in the order of
-its keys.
+leaves a partial result (m, denom, acc). A second, small kernel merges the results of each tile of queries, in the order
+of the keys.
 
 How many pieces a tile has follows from the lengths, which are known on the device alone. The fair share of a program is
-the work of the step divided by the programs that run at once. A tile with the work of several shares has as many
-pieces. So there are never more pieces than such programs, and the grid and the memory for partial results depend on
-nothing but the GPU and the model. Tiles with less work than two shares are not cut, and in a step where none is cut the
-second kernel has nothing to do.
+the work of the step divided by the programs that run at once. A tile with the work of several shares is cut into that
+many pieces. So there are never more pieces than programs that run at once, and the grid and the memory for partial
+results depend on the GPU and the model only. Tiles with less work than two shares are not cut. In a step where no tile
+is cut, the second kernel has nothing to do.
 """
 
 from dataclasses import dataclass
@@ -54,8 +54,8 @@ def cut_tiles(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Of the sequences `first_sequence` + `index` [SEQUENCES]: how many tiles of queries each has, 0 beyond the last
-    sequence; and in how many pieces each of these tiles is cut. All pieces of tiles in several are at most `programs`.
-    """
+    sequence; and into how many pieces each of these tiles is cut. The tiles that are cut have at most `programs` pieces
+    in all."""
     exists = index < num_sequences
     start_ptr = query_start_ptr + first_sequence + index
     lengths = tl.load(start_ptr + 1, mask=exists, other=0) - tl.load(start_ptr, mask=exists, other=0)
@@ -85,7 +85,7 @@ def _merge_tiles_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
     WINDOW: tl.constexpr, MERGED: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for MERGED rows of a tile of queries that was cut. It finds out which before it waits."""
+    """One program for MERGED rows of a tile of queries that was cut. It looks up its tile before it waits."""
     if PDL:
         gdc_launch_dependents()
     kv_head = tl.program_id(0) // (ROWS // MERGED)

@@ -19,7 +19,7 @@ from nanovllm.kernels.linear.tiled_linear import num_splits
 
 GROUP = 128
 FEW_TOKENS = 256  # with more tokens the tiles are larger: there are enough programs then, and arithmetic is the limit
-PROGRAMS = 512  # inputs are cut until there are so many: several for each multiprocessor, as one alone waits for L2
+PROGRAMS = 512  # at most, after inputs were cut: several for each multiprocessor, since a single one waits for L2
 BAND = 16  # tiles of outputs that are computed next to each other, so that their weights stay in the L2 cache
 
 
@@ -75,7 +75,7 @@ class BlockTile(NamedTuple):
 
 
 def choose_block_tile(num_tokens: int, outputs: int, inputs: int, rows: int, partial: bool) -> BlockTile:
-    """rows: that share a scale. The inputs of a `partial` layer are cut where it would have few programs."""
+    """rows: of the weights, that share a scale. If a `partial` layer would have few programs, its inputs are cut."""
     if num_tokens > FEW_TOKENS:
         return BlockTile(128, min(128, rows), 8, 1)
     tiles = outputs // 64 * triton.cdiv(num_tokens, 64)

@@ -1,10 +1,10 @@
 """Which kernel computes a linear layer with weights in FP8.
 
-For few tokens the weights are widened, with which the input stays exact: on a Hopper GPU by `weight_prefetch_linear`,
-elsewhere by `widening_linear`. For more tokens the input is quantised as well (`quantise_tokens`), and tensor cores
-multiply in FP8. With a scale per output channel this product is the library's.
-The library knows no scales of blocks, so with those the product is `block_linear`. In FP8 the library gives bf16 alone,
-so in fp16 every step counts as one of few tokens.
+For few tokens the weights are widened, and the input stays exact. On a Hopper GPU `weight_prefetch_linear` does
+this, elsewhere `widening_linear`. For more tokens the input is quantised as well (`quantise_tokens`), and tensor cores
+multiply in FP8. With a scale per output channel the library computes this product. The library knows no scales of
+blocks, so with those `block_linear` computes it. From FP8 the library gives bf16 alone, so in fp16 every step counts as
+one of few tokens.
 """
 
 from functools import cache

@@ -14,9 +14,10 @@ contiguous. A tile is a box [HEADS, KEYS, D], though in the cache the heads of a
 a head are neighbours in shared memory, and the swizzle spreads them over all banks. A box cannot leave out what lies
 beyond the context: scores there are masked, and values there, which may be NaN, are replaced by zeros in registers.
 
-*A cache in FP8* comes as words of two numbers, WORDS for a key of one head (in 16 bits a word is a number). A tile has
-twice the keys then, in as many bytes. `widen.py` says how words become operands: keys as two, for which the queries
-are split in the same way, and values as even and odd dimensions, whose sums are kept apart.
+*A cache in FP8* is loaded as 16-bit words of two numbers. A key of one head has WORDS words. (If the cache is in 16
+bits, each number is a word.) A tile in FP8 has twice the keys in as many bytes. `widen.py` says how words become
+operands. Keys become two operands, and the queries are split in the same way. Values become even and odd dimensions,
+whose sums are kept apart.
 
 *Old tiles are ordered early*, before the predecessor has ended. Unlike a prefetch to L2, what is read here is used. So
 a tile counts as old only if all its keys were written by earlier steps, and these may be read because:
@@ -292,7 +293,7 @@ def ring_decode(
     heads, keys = layout.heads, layout.keys
     early = overlap and overlaps_launches(q.device)
     words = head_dim * kv.element_size() // 2
-    # Of two numbers in FP8 the copy engine is told that they are one word of 16 bits.
+    # The copy engine is told that two numbers in FP8 are one word of 16 bits.
     slots = kv if words == head_dim else kv.view(torch.int16)
     slots = slots.view(-1, num_kv_heads, words).transpose(0, 1)  # [Hkv, slots of K and of V, WORDS]
     boxes = TensorDescriptor.from_tensor(slots, [heads, keys, words], BOXES[words])

@@ -11,14 +11,15 @@ The product is W x^T, so that the 64 rows of Hopper's matrix instruction are out
 the gate and eight of the up projection alternate: a thread then has both numbers of a column, and multiplies them
 itself.
 
-*A handful of tokens.* Then most of the time kernels wait for each other, and for what lies in shared memory. Two things
-help:
-- Cuts. Programs with 64 columns each would be too few. So the 64 rows of a program are fewer columns, and each column
-  is cut into parts: row (c, p) has the inputs of part p. The rows of x are cut likewise. Of all products only those of
-  equal parts are wanted; they are summed. The others cost nothing, since reading the weights takes longer.
-- The norm inside. `norm_linear` does not wait for a kernel that computes the norm of all tokens: every program does so
-  by itself. But every program then reads the residual stream, and what is added to it, of all tokens. So this is slower
-  with more tokens, and the layer before should not leave its result in parts: it is cut within programs, too.
+*A handful of tokens.* With so few, kernels spend most of their time waiting for each other and for shared memory. Two
+things help:
+- Cuts. There would be too few programs of 64 columns each. So a program has fewer columns, and each column is cut into
+  parts, which fill the 64 rows: row (c, p) has the inputs of part p of column c. The rows of x are cut in the same way.
+  Only the products of equal parts are wanted, and they are summed. The other products cost nothing, since reading the
+  weights takes longer.
+- The norm inside. Before `norm_linear` no kernel computes the norm: every program computes it by itself, for all
+  tokens. For this every program reads the residual stream of all tokens, and what is added to it. So with more tokens
+  this is slower. And the layer before should not leave its result in several parts, so it is cut within programs, too.
 
 Weights may be in FP8. They are widened on the way from shared memory to the registers, from which tensor cores take
 them, while the product before is computed. That is exact: bf16 and fp16 have every number of e4m3. The scales are
@@ -153,10 +154,10 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
 
 @cache
 def choose_fp8_tile(num_tokens: int, columns: int, inputs: int, gated: bool, partial: bool) -> PrefetchTile:
-    """`choose_tile` for weights in FP8: the longest steps of which three have room, and four of them at most.
+    """`choose_tile` for weights in FP8: the longest steps of which three have room, of 512 inputs at most.
 
-    To widen takes nearly as long as to read. So the barriers of a step have to be rare, and long parts of the inputs
-    have two programs on a multiprocessor.
+    Widening takes nearly as long as reading. So barriers have to be rare, and there is one for each step. If the parts
+    of the inputs are long, they are cut once more, so that a multiprocessor has two programs.
     """
     tokens = min(64, max(8, triton.next_power_of_2(num_tokens)))
     tiles = columns // (WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS) * triton.cdiv(num_tokens, tokens)
@@ -332,8 +333,7 @@ def weight_prefetch_linear(
 ) -> Tensor:
     """`tiled_linear` on a Hopper GPU, with S = tile.splits. The number of the result's columns is a multiple of 64.
 
-    scale: the weights are in FP8, and this belongs to them as in `widening_linear`; of scales of blocks,
-    tile.inner is 128.
+    scale: of weights in FP8, as in `widening_linear`; the tile is then of `choose_fp8_tile`.
     """
     return _launch(x, None, weight, bias, scale, tile, gated, partial)
 

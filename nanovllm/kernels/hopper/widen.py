@@ -1,9 +1,9 @@
 """From a KV cache in FP8 to the operands of tensor cores, in registers of a Hopper GPU, in Gluon.
 
 An operand of `mma_v2` has its numbers in pairs: a register holds two neighbours along the dimension that is summed up.
-For that, numbers of 16 bits can be loaded from shared memory by an instruction of its own (ldmatrix), numbers of 8 bits
-cannot. So two numbers in FP8, neighbours in memory, count as one word while they are loaded. One instruction widens
-both halves of a word to a register of two numbers in fp16, which is exact.
+An instruction (ldmatrix) loads numbers of 16 bits from shared memory in this layout, but not numbers of 8 bits. So two
+numbers in FP8 that are neighbours in memory count as one word while they are loaded. One instruction widens both halves
+of a word to a register of two numbers in fp16. This is exact.
 """
 
 from triton.experimental import gluon
@@ -32,7 +32,7 @@ def widen_keys(words):  # type: ignore[no-untyped-def]
 
     A register of `words` has the dimensions 4 i to 4 i + 3 of a key. Its first half becomes a register of the first
     operand, its second half one of the second. So row j of the first operand is dimension j // 2 * 4 + j % 2, and row j
-    of the second is the dimension two further. The order of a sum does not matter if queries have the same.
+    of the second is the dimension two further. The queries are loaded in the same order, so the sums are the same.
     """
     return gl.inline_asm_elementwise(WIDEN, "=r,=r,r", [words], [gl.float16, gl.float16], is_pure=True, pack=2)
 

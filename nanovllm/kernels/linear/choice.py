@@ -5,7 +5,7 @@ result is silu(gate) * up. *partial*: the result may come in parts, which the no
 
 A row of the table names a kernel. *skinny*: `skinny_linear`. *tiled*: `tiled_linear` with this tile. *weight_prefetch*:
 `weight_prefetch_linear` with at most `most` tokens per program; where that kernel cannot run, its rows do not count.
-With `handful` it cuts inputs within programs, and can have the norm before a layer inside (`norm_linear`).
+With `handful` it cuts inputs within programs, and it can compute the norm before the layer as well (`norm_linear`).
 *library*: none of ours.
 """
 
@@ -43,8 +43,8 @@ def hopper_linear(device: torch.device) -> ModuleType | None:
 
 
 def choose_norm_linear(num_tokens: int, weight: Tensor, *, gated: bool = False) -> NormLinearKernel | None:
-    """The kernel for the layer together with the addition and norm before it. None: two kernels are faster, or it
-    cannot run.
+    """The kernel for a layer together with the addition and norm before it. None: two kernels are faster, or there is
+    no such kernel for this layer.
 
     Called as f(x, residual, norm_weight, eps, weight, bias=None): first the arguments of `add_rms_norm`. Gives the
     layer's result, and the sum x + residual. With a gate there is no bias.

@@ -48,7 +48,7 @@ def rows_of_weights(  # type: ignore[no-untyped-def]
     LINES: tl.constexpr, LINE: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Where the weights of these output columns begin, and those of the up projection. With PDL the first LINES cache
-    lines of each, from input `begin` on, are asked for: what follows is for the time before the wait."""
+    lines of each, from input `begin` on, are prefetched; the caller then waits for the predecessor."""
     row = weight_ptr + column[:, None].to(tl.int64) * inputs
     up_row = weight_ptr + (outputs + column[:, None]).to(tl.int64) * inputs
     if PDL:

@@ -4,7 +4,7 @@ The pairs of a token and one of its experts are sorted by expert. A tile is some
 many tiles there are depends on the routing, which only the device knows. So as many programs are started as any routing
 could need; each finds its expert from the ends of all experts' pairs, and those that are left over end at once.
 
-Pairs whose expert is on another rank come last, so no tile has them, and nothing is computed for them.
+Pairs whose expert is on another rank come last. No tile has them, and nothing is computed for them.
 
 With few tokens this is the reading of the chosen experts' weights, and tiles have few tokens. With many it is bound by
 arithmetic. Weights in FP8 are widened in registers, as in `widening_linear`, whatever the number of tokens. Grouped
@@ -136,8 +136,8 @@ def grouped_linear(
     token [T K, H], each times its weight.
 
     weight: [E, out, in], if gated [E, 2 out, in]. order, ends: of `sort_pairs`. weights: [T, K] float32.
-    scale: of a weight in FP8, [E, out, 1] or [E, out / 128, in / 128], if gated with twice the rows. Its ends have no
-    masks: in and out are multiples of 128.
+    scale: of a weight in FP8, [E, out, 1] or [E, out / 128, in / 128], if gated with twice the rows. Weights in FP8 are
+    read without masks, so in and out must be multiples of 128.
     """
     num_experts, rows, inputs = weight.shape
     num_pairs, outputs = len(order), rows // 2 if gated else rows

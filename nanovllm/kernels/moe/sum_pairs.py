@@ -1,4 +1,4 @@
-"""The outputs of each token's experts, added up. Those of experts on another rank are not there, and are not read."""
+"""The sum of the outputs of each token's experts. Those of experts on other ranks are not here and not read."""
 
 import triton
 import triton.language as tl
@@ -31,8 +31,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int, first: int = 0) -> Tensor:
-    """parts [T K, H], experts [T, K] int64, both contiguous -> [T, H]: of each token the parts of the experts from
-    `first` to `first + num_experts`, added up in float32."""
+    """parts [T K, H], experts [T, K] int64, both contiguous -> [T, H]: for each token the sum, in float32, of
+    the parts of the `num_experts` experts from `first` on."""
     (num_tokens, chosen), size = experts.shape, parts.shape[1]
     out = parts.new_empty(num_tokens, size)
     columns, pdl = min(COLUMNS, triton.next_power_of_2(size)), overlaps_launches(parts.device)
