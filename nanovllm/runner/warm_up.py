@@ -25,8 +25,8 @@ from nanovllm.startup import part_of_start
 # Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
 # and compiled variants that such steps can need.
 UNRECORDED = [
-    (1,), (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (4,), (16,), (2,) * 16, (2,) * 33, (17,), (65,),
-    (129,),
+    (1,), (1, 1), (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (4,), (16,), (2,) * 16, (2,) * 33, (17,),
+    (65,), (129,), (256,),
 ]  # fmt: skip
 # The last kind has as many tokens as the configuration allows, up to the first number, and sequences as long, up to the
 # second: a large step for every kernel
@@ -35,12 +35,13 @@ LARGE_STEP, LONG_SEQUENCE = 1400, 700
 
 def launch_unrecorded(compute: Callable[[Batch], object], rows: Rows, max_num_tokens: int) -> None:
     """Compute one step of each kind in `UNRECORDED`, except those that the configuration does not allow, a large one,
-    and one with a long context."""
+    and two with a long context."""
     length, num_tokens = min(LONG_SEQUENCE, rows.max_context_len), min(LARGE_STEP, max_num_tokens)
     large = tuple(min(length, num_tokens - start) for start in range(0, num_tokens, length))
     kinds = [[(0, min(n, rows.max_context_len)) for n in of] for of in (*UNRECORDED, large[: rows.scratch_row])]
-    if rows.max_context_len > LONG_CONTEXT:
-        kinds.append([(LONG_CONTEXT, min(17, rows.max_context_len - LONG_CONTEXT))])
+    if (room := min(rows.max_context_len - LONG_CONTEXT, max_num_tokens)) > 1:
+        # Of a few tokens alone the decode kernel would take care
+        kinds += [[(LONG_CONTEXT, min(17, room))], [(LONG_CONTEXT, 2), (0, 17)]]
     for chunks in kinds:
         work = [Scheduled(-1, rows.scratch_row, start, n, sample=True, new_blocks=()) for start, n in chunks]
         if len(work) <= rows.scratch_row and sum(s.num_tokens for s in work) <= max_num_tokens:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
@@ -14,6 +15,9 @@ from nanovllm.graphs.prompt_steps import PromptSteps, RecordedSteps
 from nanovllm.graphs.sizes import PROMPT_SIZES, prompt_sizes
 from nanovllm.models.config import read_config
 from nanovllm.runner import batch, model_runner
+from nanovllm.runner.batch import Batch
+from nanovllm.runner.rows import Rows
+from nanovllm.runner.warm_up import launch_unrecorded
 from tests.engine.test_cuda_graphs import DEFAULTS, DEVICES, make_llm, mixed_params, runner_of, tokens_of
 from tests.stages.requests import PROMPTS
 from tests.weights import lively_qwen3
@@ -114,6 +118,16 @@ def test_chunks_behind_long_contexts(checkpoints: Path, monkeypatch: pytest.Monk
         assert tokens_of(llm, prompts, mixed_params(3)) == expected
     launched, replayed = [(64, False), (64, False), (64, False), (53, True)], [False, True, False, True]
     assert known == launched + [(64, long) for long in replayed]
+
+
+@pytest.mark.parametrize(("max_model_len", "budget", "longest"), [(4097, 8192, 0), (4102, 8192, 17), (9000, 16, 16)])
+def test_a_start_launches_what_is_cut(max_model_len: int, budget: int, longest: int) -> None:
+    """By the prefill kernel, which is for more than a few queries: also where a context is hardly longer than that, or
+    a step is small."""
+    launched: list[Batch] = []
+    launch_unrecorded(launched.append, Rows(8, max_model_len, 16, 10, torch.device("cpu")), budget)
+    long = [made.attention for made in launched if made.attention.long_context]
+    assert max((meta.max_query_len for meta in long), default=0) == longest
 
 
 @pytest.mark.parametrize("device", DEVICES)

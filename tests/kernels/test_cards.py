@@ -104,9 +104,15 @@ def test_no_request_waits_for_a_compiler(capability: int, options: dict[str, Any
 
 
 @pytest.mark.slow
-def test_a_small_engine_on_a_card_that_is_not_here() -> None:
-    options = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "max_model_len": 100, "enforce_eager": True}
-    found = on_card(86, "storm", json.dumps(options))
+@pytest.mark.parametrize(
+    ("capability", "options"),
+    [
+        (86, {"max_num_seqs": 3, "max_num_batched_tokens": 40, "max_model_len": 100}),
+        (90, {"max_num_seqs": 8, "max_num_batched_tokens": 16}),  # contexts are long
+    ],
+)
+def test_a_small_engine_on_a_card_that_is_not_here(capability: int, options: dict[str, Any]) -> None:
+    found = on_card(capability, "storm", json.dumps(options | {"enforce_eager": True}))
     assert found["steps"] > 10 and found["started"] > 15
     assert found["late"] == []
 
