@@ -180,13 +180,13 @@ for name, used in memory.items():
 # With windows everywhere, memory stops growing. With windows in three of four layers it grows a quarter as fast. The
 # longer the text, the more the layers that see all decide.
 #
-# A long *prompt* gains as well. Its layers with a window never get blocks for all of it, only for what one step
-# computes. So it may be much longer than their pool.
+# A long *prompt* gains as well. Its layers with a window never get blocks for all of it, only for the window and for
+# what one step computes. So it may be much longer than their pool.
 #
 # ## What is lost
 #
 # These stories are new to the model, and it was trained without windows. How much larger is its loss if every layer
-# sees only 64 keys? The loss is counted from token 150 on, where every window hides something.
+# sees only 64 keys? The loss is counted from token 150 on, where all windows but the largest hide something.
 
 # %%
 my_guess = None  # times as large
