@@ -48,7 +48,7 @@ PREFIX, HEAD, EMBEDDING = "model.", "lm_head.weight", "model.embed_tokens.weight
 ROWS = 4096  # of head and embedding that are compared at a time
 Files = dict[str, set[str] | None]  # see `weight_files`
 DUMMY_STD = 0.02
-MOST_LISTED = 24  # things that are wrong with a checkpoint, of each kind
+MOST_LISTED = 100  # things that are wrong with a checkpoint, of each kind
 MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
 
