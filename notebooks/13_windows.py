@@ -180,8 +180,8 @@ for name, used in memory.items():
 # With windows everywhere, memory stops growing. With windows in three of four layers it grows a quarter as fast. The
 # longer the text, the more the layers that see all decide.
 #
-# A long *prompt* gains as well. Its layers with a window never get blocks for all of it, only for the window and for
-# what one step computes. So it may be much longer than their pool.
+# A long *prompt* gains as well. Its layers with a window never get blocks for all of it, only for what one step
+# computes. So it may be much longer than their pool.
 #
 # ## What is lost
 #

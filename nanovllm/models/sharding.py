@@ -41,7 +41,7 @@ def shard_config(c: ModelConfig, ranks: int) -> ModelConfig:
     fitting = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
     if c.moe is not None and not c.moe.divides(ranks):
         raise ValueError(
-            f"enable_expert_parallel=True: {c.moe.num_experts} experts cannot be dealt out to "
+            f"enable_expert_parallel=True: {c.moe.num_experts} experts cannot be divided evenly among "
             f"tensor_parallel_size={ranks} ranks; choose one of {fitting}, or leave enable_expert_parallel out"
         )
     if not fits(ranks):
