@@ -187,7 +187,7 @@ for name, used in memory.items():
 # ## What is lost
 #
 # These stories are new to the model, and it was trained without windows. How much larger is its loss if every layer
-# sees only 64 keys? The loss is counted from token 150 on, where every window hides something.
+# sees only 64 keys? The loss is counted from token 150 on, where all windows but the largest hide something.
 
 # %%
 my_guess = None  # times as large

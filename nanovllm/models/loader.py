@@ -48,6 +48,7 @@ PREFIX, HEAD, EMBEDDING = "model.", "lm_head.weight", "model.embed_tokens.weight
 ROWS = 4096  # of head and embedding that are compared at a time
 Files = dict[str, set[str] | None]  # see `weight_files`
 DUMMY_STD = 0.02
+MOST_LISTED = 100  # things that are wrong with a checkpoint, of each kind
 MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
 
@@ -81,7 +82,8 @@ def load_model(
                     routers. Weights that the checkpoint has in FP8 stay so. If `device` cannot read FP8, they are
                     widened to `dtype`.
     expert_parallel: whether each rank has whole experts, and not a part of every expert.
-    group:          of several ranks each loads its own share, and reads nothing else.
+    group:          of several ranks each loads its own share, and reads nothing else. Only a weight that is quantised
+                    here is read whole, since a scale belongs to a whole row.
 
     Raises ValueError naming what is wrong with the path, the configuration, the weights or the device.
     """
@@ -208,9 +210,9 @@ def fill_from_files(
         with torch.device("meta"):
             every = checkpoint_views(Transformer(config, 1), experts_apart=experts_apart)
         wanted = {name: view for name, view in every if not is_elsewhere(name, config, rank, ranks)}
-        complaints += compare(wanted, found)
+        complaints = compare(wanted, found) + complaints
         if complaints:
-            raise ValueError(f"the weights in {path} do not fit its config.json: {'; '.join(complaints)}")
+            raise ValueError(f"the weights in {path} do not fit its config.json: {listed(complaints, '; ')}")
         with torch.no_grad():
             for name, stored in found.items():
                 if quantise and isinstance(stored, Stored) and is_projection(name):
@@ -300,11 +302,17 @@ def compare(wanted: dict[str, Tensor], found: Mapping[str, Stored | Fp8Weight]) 
         if header.get_dtype() not in FLOATS:
             not_floats.append(f"{name} is {header.get_dtype()}")
     kinds = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen, "wrong dtype": not_floats}
-    complaints = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
+    complaints = [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
     if HEAD in missing:
         remedy = "save the model with its head (...ForCausalLM), or, if its head is the embedding, with"
         complaints.append(f"{remedy} tie_word_embeddings: true")
     return complaints
+
+
+def listed(names: list[str], separator: str = ", ") -> str:
+    """The first of these, and how many more there are: with experts there may be thousands."""
+    more = len(names) - MOST_LISTED
+    return separator.join(names[:MOST_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def fill_at_random(model: Transformer) -> None:

@@ -39,6 +39,10 @@ class MoEConfig:
         of_expert = 0 if self.expert_parallel else self.intermediate_size
         return tuple(size for size in (of_expert, self.shared_intermediate_size) if size)
 
+    def divides(self, ranks: int) -> bool:
+        """Whether so many ranks can have as many experts each, if they have whole experts."""
+        return not (self.expert_parallel and self.num_experts % ranks)
+
     @property
     def num_own_experts(self) -> int:
         """The experts of a rank."""
@@ -52,14 +56,8 @@ class MoEConfig:
     def share(self, ranks: int) -> Self:
         """What each of so many ranks has: some whole experts, or a part of every expert; and a part of the shared one.
 
-        Raises ValueError if whole experts cannot be divided evenly among the ranks.
+        ranks: as many as divide what they share, see `shard_config`.
         """
-        if self.expert_parallel and self.num_experts % ranks:
-            fitting = ", ".join(str(n) for n in range(1, self.num_experts + 1) if self.num_experts % n == 0)
-            raise ValueError(
-                f"enable_expert_parallel=True: {self.num_experts} experts cannot be divided evenly among "
-                f"tensor_parallel_size={ranks} ranks; choose one of {fitting}, or leave enable_expert_parallel out"
-            )
         return replace(
             self,
             intermediate_size=self.intermediate_size // (1 if self.expert_parallel else ranks),

@@ -36,13 +36,19 @@ def shard_config(c: ModelConfig, ranks: int) -> ModelConfig:
     neurons = (c.intermediate_size, *(() if c.moe is None else c.moe.sizes))
 
     def fits(n: int) -> bool:
-        return not (heads % n or any(size % n for size in neurons) or (kv_heads % n and n % kv_heads))
+        cut = heads % n or any(size % n for size in neurons) or (kv_heads % n and n % kv_heads)
+        return not cut and (c.moe is None or c.moe.divides(n))
 
-    fitting = [n for n in range(1, heads + 1) if fits(n)]
-    if ranks not in fitting:
+    fitting = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
+    if c.moe is not None and not c.moe.divides(ranks):
+        raise ValueError(
+            f"enable_expert_parallel=True: {c.moe.num_experts} experts cannot be divided evenly among "
+            f"tensor_parallel_size={ranks} ranks; choose one of {fitting}, or leave enable_expert_parallel out"
+        )
+    if not fits(ranks):
         raise ValueError(
             f"tensor_parallel_size={ranks} does not fit a model of {heads} heads, {kv_heads} key/value heads and "
-            f"{' and '.join(map(str, dict.fromkeys(neurons)))} neurons; choose one of {', '.join(map(str, fitting))}"
+            f"{' and '.join(map(str, dict.fromkeys(neurons)))} neurons; choose one of {fitting}"
         )
     return replace(
         c,

@@ -3,6 +3,8 @@
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ MIB = 2**20
 GIB = 2**30
 SHARE = "NANOVLLM_GPU_MEMORY"
 CANDIDATES = 4096  # per row of logits that there is room for, see kernels/fused/threshold.py
+CONTAINER_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
 CONTEXT = GIB  # the most that counts as CUDA's own memory of this process: the driver tells only the sum of all
 
 
@@ -104,17 +107,29 @@ def num_kv_blocks(
 
 
 def check_memory(config: EngineConfig, each: int) -> None:
-    """Raises ValueError if the KV cache and the rows of persistent state exceed this machine's memory. If the operating
-    system does not say how large that is, nothing is checked. each: bytes of a block."""
+    """Raises ValueError if the KV cache, whose blocks have so many bytes each, and the rows of persistent state exceed
+    the memory that there is for all ranks."""
     blocks = config.kv_cache_gib * GIB if config.num_kv_blocks is None else config.num_kv_blocks * each
-    needed = blocks + row_bytes(config)
-    names = "SC_PAGE_SIZE", "SC_PHYS_PAGES"
-    if hasattr(os, "sysconf") and needed > (memory := math.prod(map(os.sysconf, names))):
+    needed, memory = (blocks + row_bytes(config)) * config.tensor_parallel_size, memory_of_machine()
+    if needed > memory:
         knob = "kv_cache_gib" if config.num_kv_blocks is None else "num_kv_blocks"
+        of_ranks = f" on {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
         raise ValueError(
-            f"{knob}={getattr(config, knob)} and max_num_seqs={config.max_num_seqs} need {needed / GIB:.1f} GiB, and "
-            f"this machine has {memory / GIB:.1f} GiB; lower one of them"
+            f"{knob}={getattr(config, knob)} and max_num_seqs={config.max_num_seqs} need {needed / GIB:.1f} GiB"
+            f"{of_ranks}, and this machine has {memory / GIB:.1f} GiB; lower one of them"
         )
+
+
+def memory_of_machine() -> float:
+    """Bytes of this machine, or of this container if it may have less; infinite where nothing says how many."""
+    known = [math.inf]
+    with suppress(AttributeError, ValueError, OSError):  # Windows has no sysconf, and some systems no such names
+        pages = os.sysconf("SC_PHYS_PAGES")
+        known += [pages * os.sysconf("SC_PAGE_SIZE")] if pages > 0 else []
+    for limit in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            known.append(int(limit.read_text()))
+    return min(known)
 
 
 def gpu_share(config: EngineConfig) -> float:

@@ -235,7 +235,7 @@ class Family:
         except (EOFError, OSError):
             api.process.join(GRACE)
             self._on_api_death(api)
-        if not self.announced and all(api.ready for api in self.apis):
+        if not (self.announced or self.ending) and all(api.ready for api in self.apis):
             self.announced = True
             host, port = self.sockets[0].getsockname()[:2]
             address = f"[{host}]" if ":" in host else host

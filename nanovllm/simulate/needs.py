@@ -22,6 +22,8 @@ KINDS: dict[str, ExpertKeys | None] = {
     "qwen2_moe": ExpertKeys(shared_intermediate_size="shared_expert_intermediate_size"),
     "qwen3_moe": ExpertKeys(),
 }
+# Their key/value heads where config.json is silent; those of the others are as many as heads
+KV_HEADS = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def read_architecture(path: Path) -> tuple[Architecture, int]:
             intermediate_size=raw["intermediate_size"],
             num_hidden_layers=raw["num_hidden_layers"],
             num_attention_heads=heads,
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
+            num_key_value_heads=raw.get("num_key_value_heads", KV_HEADS.get(kind)) or heads,
             head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else hidden // heads),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qk_norm=kind in ("qwen3", "qwen3_moe"),

@@ -100,8 +100,9 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.router not in ROUTERS:
             raise ValueError(f"router must be one of {', '.join(ROUTERS)}; got {self.router!r}")
-        if self.engine.fp8_kv_cache:
-            raise ValueError(f"kv_cache_dtype={self.engine.kv_cache_dtype!r} cannot be simulated; take 'auto'")
+        for name in "kv_cache_dtype", "quantization", "enable_expert_parallel":
+            if (value := getattr(self.engine, name)) != getattr(EngineConfig, name):
+                raise ValueError(f"{name}={value!r} cannot be simulated; leave {name} out")
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance must be from 0 to 1; got {self.acceptance!r}")
         if self.max_queue is not None and self.max_queue < 1:

@@ -1,7 +1,11 @@
 """What is set aside before the KV cache gets the rest of a GPU: measured, and computed for what comes later."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,3 +100,35 @@ def test_blocks_get_what_rows_and_graphs_leave(monkeypatch: pytest.MonkeyPatch) 
     less = (blocks(4096, False) - blocks(131072, False)) * each
     assert abs(less - (513 + 3 * 512) * (131072 - 4096) * 4) < 2 * each
     assert (blocks(4096, False) - blocks(4096, True)) * each > 512 * 151936 * 2
+
+
+def test_a_cache_larger_than_the_memory_of_a_container_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its limit counts, where it has one; and all ranks are in it."""
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "CONTAINER_LIMITS", [tmp_path / "none", limit])
+    own = memory.memory_of_machine()
+    limit.write_text("max\n")
+    assert memory.memory_of_machine() == own > GIB
+    limit.write_text(f"{GIB // 2}\n")
+    config = EngineConfig(kv_cache_gib=0.3, max_num_seqs=4, max_model_len=100, kvcache_block_size=16)
+    memory.check_memory(config, 1)
+    with pytest.raises(ValueError, match=r"^kv_cache_gib=0.3 .* need 0.6 GiB on 2 ranks, and .* 0.5 GiB; lower one"):
+        memory.check_memory(replace(config, tensor_parallel_size=2), 1)
+    with pytest.raises(ValueError, match=r"^num_kv_blocks=600 .* need 0.6 GiB, and this machine has 0.5 GiB"):
+        memory.check_memory(replace(config, num_kv_blocks=600), 2**20)
+
+
+@pytest.mark.parametrize("answer", [-1, OSError])
+def test_where_nothing_says_how_much_memory_there_is_nothing_is_refused(
+    answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sysconf(name: str) -> int:
+        if answer == -1:
+            return -1
+        raise answer
+
+    monkeypatch.setattr(memory.os, "sysconf", sysconf)
+    monkeypatch.setattr(memory, "CONTAINER_LIMITS", [])
+    assert memory.memory_of_machine() == math.inf

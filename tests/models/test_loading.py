@@ -17,7 +17,7 @@ from nanovllm.models import loader
 from nanovllm.models.loader import load_model
 from nanovllm.models.transformer import Transformer
 from tests.models.plain_attention import DictAttention
-from tests.weights import lively_qwen3, random_llama, random_qwen2
+from tests.weights import lively_qwen3, lively_qwen3_moe, random_llama, random_qwen2
 
 IDS = torch.tensor([5, 99, 300, 7])
 INDEX = "model.safetensors.index.json"
@@ -91,6 +91,16 @@ def test_everything_that_does_not_fit_is_in_one_error(checkpoints: Path, edit: C
     assert "unexpected: model.layers.0.self_attn.sinks, model.layers.9.mlp.up_proj.weight;" in message
     assert "wrong shape: model.layers.0.mlp.down_proj.weight is [160, 96], not [96, 160];" in message
     assert "wrong dtype: model.layers.0.self_attn.q_norm.weight is I8" in message
+
+
+def test_of_thousands_that_are_missing_the_first_are_named(checkpoints: Path, edit: Callable[..., Path]) -> None:
+    def without_experts(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            del tensors[name]
+
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.0\.mlp\.experts\.0.* and 44 more$") as caught:
+        load_model(edit(lively_qwen3_moe(checkpoints, num_hidden_layers=6), without_experts))
+    assert str(caught.value).count(".experts.") == 100
 
 
 @pytest.mark.parametrize("part", ["q", "k", "v"])

@@ -155,6 +155,21 @@ def test_an_end_in_the_middle_of_the_start_leaves_nothing(tmp_path: Path) -> Non
             gone([], tmp_path)
 
 
+@pytest.mark.slow
+def test_an_api_process_that_cannot_start_ends_the_server_and_nothing_is_said_to_be_served(tmp_path: Path) -> None:
+    broken, folder = tmp_path / "broken" / "fastapi.py", tmp_path / "wires"
+    for path in broken.parent, folder:
+        path.mkdir()
+    broken.write_text("raise RuntimeError('a broken installation')")
+    command = [*SERVER, "--api-servers", "2"]
+    with started(command, TMPDIR=str(folder), PYTHONPATH=str(broken.parent)) as process:
+        assert process.popen.wait(60) == 1
+        process._reader.join(10)
+        assert "a broken installation" in process.output and "before it was ready" in process.output
+        assert "is serving" not in process.output
+        gone([], folder)
+
+
 def num_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 

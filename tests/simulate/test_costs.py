@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import Scheduled, StepHandle, StepMasks, StepPlan, StepResult
-from nanovllm.models.config import FAMILIES
+from nanovllm.models.config import FAMILIES, read_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.simulate import costs as costs_module
 from nanovllm.simulate.costs import Card, IntakeTime, ServerTime, StepShape, load_costs, shape_of
 from nanovllm.simulate.fit import Observation, fit_device, fit_host, fit_intake, non_negative_least_squares
-from nanovllm.simulate.needs import KINDS, Architecture, Needs, read_architecture
+from nanovllm.simulate.needs import KINDS, KV_HEADS, Architecture, Needs, read_architecture
 from nanovllm.simulate.step_time import DEVICE_TERMS, HOST_TERMS, Recordings, StepTime
 
 # --- counts of real plans ---------------------------------------------------------------------------------------------
@@ -344,6 +344,7 @@ def test_a_kind_of_model_that_is_not_counted_is_refused(tmp_path: Path) -> None:
     windows = {kind: family.windows for kind, family in FAMILIES.items()}
     on_request = {kind for kind, keys in windows.items() if keys is None or keys.has_switch or keys.default is None}
     assert {kind: FAMILIES[kind].experts for kind in on_request} == KINDS
+    assert all(FAMILIES[kind].num_key_value_heads == KV_HEADS.get(kind) for kind in KINDS)
     config = json.loads((Path(__file__).parents[2] / "benchmarks/shapes/Qwen3-0.6B/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
     with pytest.raises(ValueError, match="model_type 'mistral' is not supported; choose a model of llama"):
@@ -355,3 +356,15 @@ def test_a_kind_of_model_that_is_not_counted_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
     with pytest.raises(ValueError, match="use_sliding_window is not supported; choose a model without windows"):
         read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(("said", "heads"), [({}, 4), ({"num_key_value_heads": None}, 16)])
+def test_key_value_heads_that_config_json_leaves_out_are_the_family_s(
+    tmp_path: Path, said: dict[str, None], heads: int
+) -> None:
+    """As the engine reads them, and Hugging Face."""
+    raw = json.loads((Path(__file__).parents[2] / "benchmarks/shapes/Qwen3-0.6B/config.json").read_text())
+    raw |= {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    del raw["num_key_value_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(raw | said))
+    assert read_architecture(tmp_path)[0].num_key_value_heads == heads == read_config(tmp_path).num_key_value_heads

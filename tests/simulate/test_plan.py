@@ -31,10 +31,13 @@ def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     return Scenario(model="any", card="made up", engine=EngineConfig(), workload=workload, fleet=FleetOptions())
 
 
-def test_a_kv_cache_in_fp8_is_not_simulated(scenario: Scenario) -> None:
-    """No card knows what a step with it costs."""
-    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' cannot be simulated; take 'auto'"):
-        replace(scenario, engine=EngineConfig(kv_cache_dtype="fp8"))
+@pytest.mark.parametrize(
+    "option", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"enable_expert_parallel": True}]
+)
+def test_what_no_card_knows_the_cost_of_is_not_simulated(scenario: Scenario, option: dict[str, Any]) -> None:
+    [(name, value)] = option.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r} cannot be simulated; leave {name} out"):
+        replace(scenario, engine=EngineConfig(**option))
 
 
 ONE, TWO = SetUp(1, 256, 16), SetUp(2, 256, 16)
