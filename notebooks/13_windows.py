@@ -331,7 +331,7 @@ source(BlockManager.release_unseen)
 
 # %% [markdown]
 # Its tables are lists, which a GPU can read, so a block that was given back keeps its place in the list. And a hit
-# needs the whole beginning, as in stage 4. [Attention](../docs/attention.md#sliding-windows) says how the kernels skip
+# needs the whole beginning, as in stage 4. [Attention](../docs/attention.md) says how the kernels skip
 # the keys before a window.
 #
 # ## What still hurts
