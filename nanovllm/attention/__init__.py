@@ -5,8 +5,8 @@ import logging
 import torch
 
 from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
-from nanovllm.attention.torch_ref import FP8, TorchRefBackend
-from nanovllm.kernels import has_fp8, why_no_kernels
+from nanovllm.attention.torch_ref import TorchRefBackend
+from nanovllm.kernels import FP8, has_fp8, why_no_kernels
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "select_backend"]
 

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Shared
+from nanovllm.kernels import FP8, FP8_MAX
 
 # Contexts of at least half the longest one share its rectangle. So padding is less than half of what is gathered. Finer
 # classes would pay more for their calls than they save.
 MIN_FILL = 0.5
 # What a rectangle gathers at most, unless one sequence alone has more: so it is still in a CPU's cache when it is read.
 MAX_BYTES = 4 * 1024 * 1024
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Shared
-from nanovllm.attention.torch_ref import FP8, write_kv
+from nanovllm.attention.torch_ref import write_kv
+from nanovllm.kernels import FP8
 from nanovllm.kernels.attention.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode, plan_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
 from nanovllm.kernels.attention.paged_tile import PagedInputs

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0  # the dtype of all that is kept in FP8, and its largest number
+
 
 def why_no_kernels(device: torch.device) -> str | None:
     """The reason why the Triton kernels cannot run on `device`; None if they can."""

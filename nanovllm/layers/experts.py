@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.layers.fp8_linear import FP8, GRAIN, widen
+from nanovllm.kernels import FP8
+from nanovllm.layers.fp8_linear import GRAIN, widen
 from nanovllm.layers.linear import silu_and_mul
 
 

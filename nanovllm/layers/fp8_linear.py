@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
+from nanovllm.kernels import FP8, FP8_MAX
 from nanovllm.layers.linear import Linear, MergedLinear, silu_and_mul
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 GRAIN = 128, 64  # for the kernels, a layer's inputs are a multiple of the first, each part's outputs of the second
 
 

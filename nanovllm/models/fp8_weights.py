@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import Group
+from nanovllm.kernels import FP8
 from nanovllm.layers.experts import Experts, Fp8Experts
-from nanovllm.layers.fp8_linear import FP8, Fp8Linear, Fp8MergedLinear, can_stay, quantise
+from nanovllm.layers.fp8_linear import Fp8Linear, Fp8MergedLinear, can_stay, quantise
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.quantization import Fp8Format

@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanovllm.distributed.group import Group
-from nanovllm.kernels import has_bfloat16, has_fp8
+from nanovllm.kernels import FP8, has_bfloat16, has_fp8
 from nanovllm.layers.experts import Experts
-from nanovllm.layers.fp8_linear import FP8
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.layers.norm import OffsetRMSNorm
 from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids, weight_files

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from nanovllm.attention import select_backend
 from nanovllm.attention.interface import AttentionMetadata, BoundAttention
-from nanovllm.attention.torch_ref import FP8
+from nanovllm.kernels import FP8
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.batch import Batch
 

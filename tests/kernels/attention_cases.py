@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.attention.interface import UNSCALED, AttentionBackend, AttentionMetadata, KVScales, Shared
-from nanovllm.attention.torch_ref import FP8, to_fp8
+from nanovllm.attention.torch_ref import to_fp8
+from nanovllm.kernels import FP8
 
 if TYPE_CHECKING:
     from nanovllm.kernels.attention.paged_tile import PagedInputs

@@ -9,7 +9,8 @@ import torch
 
 from nanovllm.attention import select_backend
 from nanovllm.attention.interface import AttentionBackend, KVScales
-from nanovllm.attention.torch_ref import FP8, TorchRefBackend, to_fp8, write_kv
+from nanovllm.attention.torch_ref import TorchRefBackend, to_fp8, write_kv
+from nanovllm.kernels import FP8
 from tests.kernels.attention_cases import Case, Lengths, check, make_case
 from tests.kernels.test_attention_gpu import DECODE, PREFILL, TOLERANCE, VERIFY
 

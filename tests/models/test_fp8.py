@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.facts import checkpoint_facts
-from nanovllm.layers.fp8_linear import FP8, Fp8Linear, quantise, widen
+from nanovllm.kernels import FP8
+from nanovllm.layers.fp8_linear import Fp8Linear, quantise, widen
 from nanovllm.models import loader
 from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model

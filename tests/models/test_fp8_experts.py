@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.kernels import FP8
 from nanovllm.layers.experts import Experts, Fp8Experts
-from nanovllm.layers.fp8_linear import FP8
 from nanovllm.models.config import read_config
 from nanovllm.models.loader import load_model
 from tests import oracle
