@@ -48,7 +48,7 @@ class Sizes:
     validation_stories: int = 500
     target_steps: int = 7885
     draft_steps: int = 2783
-    moe_steps: int = 3300
+    moe_steps: int = 6600
     batch_tokens: int = 32768
     stories: int = 200  # that are told, for the share that keeps its facts
     new_tokens: int = 1100  # a story that is not over by then has failed
