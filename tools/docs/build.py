@@ -180,8 +180,6 @@ def prepare(source: Path) -> None:
     extra = source / "extra"
     write(extra / "sample_trace.html", sample_trace(load_race(DEFAULT)[-1]))
     slides.build(map(read_lecture, lecture_paths()), extra / "lectures")
-    index = extra / "lectures" / "index.html"  # beside which the page of the scheduler would be once more
-    write(index, index.read_text(encoding="utf-8").replace('"live_scheduler.html"', '"../live_scheduler.html"'))
 
 
 def sample_trace(run: EngineRun) -> str:
@@ -203,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     quiet = [] if sys.stdout.isatty() else ["-q"]  # a person would wait for a minute without a word
     code = subprocess.run([*map(str, command), *quiet], cwd=ROOT).returncode
     if code == 0:
-        scheduler_page.write(out / "html")
+        scheduler_page.write(out / "html" / "lectures")
         print(out / "html" / "index.html")
     return code
 
