@@ -177,10 +177,13 @@ def tell_stories(
     torch.manual_seed(0)
     for first in range(0, count, STORIES_AT_ONCE):
         some = openings[first : first + STORIES_AT_ONCE]
-        prompts = tokenizer([start.text for start in some], padding=True, padding_side="left", return_tensors="pt")
+        prompts = [tokenizer(start.text).input_ids for start in some]
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[EOS_ID] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)  # [B, L]
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         output = target.generate(
-            input_ids=prompts.input_ids.to(device),  # [B, L]
-            attention_mask=prompts.attention_mask.to(device),
+            input_ids=ids,
+            attention_mask=mask,
             do_sample=True,
             temperature=TEMPERATURE,
             top_k=0,
@@ -189,7 +192,7 @@ def tell_stories(
             eos_token_id=EOS_ID,
             pad_token_id=EOS_ID,
         )
-        for start, row in zip(some, output[:, prompts.input_ids.shape[1] :].tolist(), strict=True):
+        for start, row in zip(some, output[:, longest:].tolist(), strict=True):
             ended = EOS_ID in row
             new = row[: row.index(EOS_ID)] if ended else row
             text = start.text + tokenizer.decode(new)

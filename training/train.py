@@ -1,6 +1,7 @@
 """Train the embedded model, its draft and its mixture of experts: corpus, tokenizer, models, evaluation, report.
 
 On one GPU, within a few minutes: `python -m training.train --out assets`.
+The mixture of experts alone, with the tokenizer and beside the figures of the embedded models: `--only moe`.
 On a CPU it takes hours; `--smoke` runs the same code on a miniature within a minute or two.
 """
 
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 
 from training.corpus import EOS, EOS_ID, VOCAB_SIZE, Corpus, build_corpus, build_validation, train_tokenizer
 from training.loop import Plan, train
@@ -32,6 +34,7 @@ from training.models import (
     tell_stories,
 )
 
+ASSETS: Final = Path(__file__).resolve().parent.parent / "assets"
 HELD_OUT_RULE: Final = 'crc32("name|species|object") divisible by 50'
 LEARNING_RATE: Final = 3e-3
 
@@ -55,19 +58,19 @@ SMOKE: Final = Sizes(200_000, 2_000, 4, 6, 6, 6, 1024, 2, 20)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where the models and the report go")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="a miniature run of everything")
-    args = parser.parse_args(arguments)
+    args = _parse(arguments)
     sizes, seed, out = SMOKE if args.smoke else Sizes(), args.seed, args.out
+    kinds = [args.only] if args.only else ["target", "draft", "moe"]
     directories = {"target": out / "story_model", "draft": out / "story_draft", "moe": out / "story_moe"}
     steps = {"target": sizes.target_steps, "draft": sizes.draft_steps, "moe": sizes.moe_steps}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cuda.matmul.allow_tf32 = True
 
     start = time.monotonic()
-    tokenizer = train_tokenizer(seed, sizes.tokenizer_stories)
+    if args.only:
+        tokenizer = Tokenizer.from_file(str(ASSETS / "story_model" / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(seed, sizes.tokenizer_stories)
     print(f"tokenizer: {tokenizer.get_vocab_size()} entries, {time.monotonic() - start:.0f} s", flush=True)
     corpus = build_corpus(tokenizer, seed, sizes.corpus_tokens)
     validation = build_validation(tokenizer, seed, sizes.validation_stories)
@@ -75,41 +78,44 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"corpus: {size}, {time.monotonic() - start:.0f} s", flush=True)
 
     figures: dict[str, dict[str, Any]] = {}
-    for kind, directory in directories.items():
-        directory.mkdir(parents=True, exist_ok=True)
-        save_tokenizer(tokenizer, directory, None if kind == "draft" else CHAT_TEMPLATE)
+    for kind in kinds:
+        directories[kind].mkdir(parents=True, exist_ok=True)
+        save_tokenizer(tokenizer, directories[kind], None if kind == "draft" else CHAT_TEMPLATE)
         model: Any = make_model(kind, seed).to(device)
         plan = Plan(steps[kind], sizes.batch_tokens, LEARNING_RATE, seed)
-        figures[kind] = train(kind, model, corpus, validation, plan, partial(save, model, directory))
+        figures[kind] = train(kind, model, corpus, validation, plan, partial(save, model, directories[kind]))
 
-    target, draft, moe = (load(directory, device) for directory in directories.values())
     machine = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    judged = judge_experts(moe, validation, device)
-    validated = {"stories": len(validation.lengths), "tokens": len(validation.tokens)}
-    told = {kind: _tell(model, directories[kind], sizes, device) for kind, model in (("target", target), ("moe", moe))}
-    report = {
-        "seed": seed,
-        "corpus": _describe(corpus),
-        "vocab_size": VOCAB_SIZE,
-        "eos": EOS,
-        "eos_id": EOS_ID,
-        **machine,
-        "target": figures["target"],
-        "draft": figures["draft"],
-        "validation": compare(target, draft, validation, device) | validated,
-        "stories": told["target"],
-        "moe": {
-            **figures["moe"],
+    if "target" in kinds:
+        target, draft = load(directories["target"], device), load(directories["draft"], device)
+        report: dict[str, Any] = {
+            "seed": seed,
+            "corpus": _describe(corpus),
+            "vocab_size": VOCAB_SIZE,
+            "eos": EOS,
+            "eos_id": EOS_ID,
             **machine,
-            **judged,
-            "stories": {name: told["moe"][name] for name in ("count", "kept", "share", "temperature")},
-        },
-    }
-    print(report["validation"], report["moe"], sep="\n", flush=True)
+            "target": figures["target"],
+            "draft": figures["draft"],
+            "validation": {
+                **compare(target, draft, validation, device),
+                "stories": len(validation.lengths),
+                "tokens": len(validation.tokens),
+            },
+        }
+        print(report["validation"], flush=True)
+        report["stories"] = _tell(target, directories["target"], sizes, device)
+    else:
+        report = json.loads((ASSETS / "training.json").read_text(encoding="utf-8"))
+    moe = load(directories["moe"], device)
+    report["moe"] = {**figures["moe"], **machine, **judge_experts(moe, validation, device)}
+    print(report["moe"], flush=True)
+    told = _tell(moe, directories["moe"], sizes, device)
+    report["moe"]["stories"] = {name: told[name] for name in ("count", "kept", "share", "temperature")}
     (out / "training.json").write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     (out / "README.md").write_text(render_readme(report), encoding="utf-8")
     print(f"{time.monotonic() - start:.0f} s in all", flush=True)
@@ -158,6 +164,16 @@ def _describe(corpus: Corpus) -> dict[str, Any]:
         "too_long": corpus.too_long,
         "held_out_rule": HELD_OUT_RULE,
     }
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where the models and the report go")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=["moe"], help="train this model alone")
+    parser.add_argument("--smoke", action="store_true", help="a miniature run of everything")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
