@@ -213,8 +213,11 @@ def test_an_engine_that_fails_is_named_and_the_others_are_ended(fake: None, caps
     assert len(started) == 3 and all(racer.process.poll() is not None for racer in started)
 
 
-def test_a_race_is_kept_as_it_was(fake: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--record --requests 4 --tokens 2 --stages 2 nanovllm --commit abc --out".split()
+def test_a_race_is_kept_as_it_was(
+    fake: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOVLLM_COMMIT", "abc")
+    options = "--record --requests 4 --tokens 2 --stages 2 nanovllm --out".split()
     race.main([*options, str(tmp_path)])
     said = capsys.readouterr().out
     assert f"2 recordings of {sum(p.stat().st_size for p in tmp_path.iterdir()) / 1000:.0f} kB" in said

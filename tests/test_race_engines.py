@@ -89,7 +89,7 @@ def test_progress_is_told_now_and_then_and_events_are_all_kept() -> None:
 @pytest.mark.slow
 def test_real_engines_race_and_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "made"
-    options = "--record --requests 4 --tokens 2 --stages 1 5 nanovllm --commit abc --out".split()
+    options = "--record --requests 4 --tokens 2 --stages 1 5 nanovllm --out".split()
     race.main([*options, str(directory)])
     said = capsys.readouterr().out
     assert said.count(" 4 of 4") == 3 and "\x1b" not in said
@@ -102,7 +102,7 @@ def test_real_engines_race_and_are_replayed(tmp_path: Path, capsys: pytest.Captu
 def test_real_engines_race_on_a_gpu(tmp_path: Path) -> None:
     """Texts may differ there: in 16 bits it depends on the batch which of two equally good tokens wins."""
     options = ["--record", "--device", "cuda", "--requests", "6", "--tokens", "4", "--stages", "1", "6", "nanovllm"]
-    race.main([*options, "--out", str(tmp_path), "--commit", "abc"])
+    race.main([*options, "--out", str(tmp_path)])
     recordings = load_race(tmp_path)
     assert [r.engine for r in recordings] == ["stage_1", "stage_6", "nanovllm"]
     for recording in recordings:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.engine import SHAPE, steps
 from benchmarks.lib import roofline, workloads
-from nanovllm.engine.plan import Scheduled
+from nanovllm.engine.plan import Scheduled, StepPlan
 from nanovllm.models.config import read_config
 from nanovllm.models.transformer import Transformer
 from nanovllm.simulate.needs import KINDS, Needs, read_architecture
@@ -60,14 +60,13 @@ def test_costs_are_what_counting_step_by_step_gives() -> None:
 def test_the_least_of_all_steps_is_the_limit_of_the_run() -> None:
     """Prompts in two chunks, decodes beside them, sequences that end at different times."""
     (c, _), limits = read_architecture(SHAPE), roofline.Limits(bytes_per_second=3e12, operations_per_second=7e14)
-    reckon = steps.Reckoner(c, limits, itemsize=2)
     plans = [
         [Scheduled(0, 0, 0, 3, True, ()), Scheduled(1, 1, 0, 6, False, ())],
         [Scheduled(0, 0, 3, 1, True, ()), Scheduled(1, 1, 6, 4, True, ())],
         [Scheduled(0, 0, 4, 1, True, ()), Scheduled(1, 1, 10, 1, True, ())],
         [Scheduled(0, 0, 5, 1, True, ())],
     ]
-    found = [reckon(plan) for plan in plans]
+    found = [steps.least_of(StepPlan(i, plan), Needs(c, 2), limits) for i, plan in enumerate(plans)]
     assert [kind for kind, _ in found] == [steps.PROMPTS] * 2 + [steps.kind_of(2)] * 2
     costs = roofline.costs_of(c, [3, 10], [4, 2], itemsize=2)
     # the limit has weights in each of the three steps that request 0 decodes in, one of which has a prompt beside it

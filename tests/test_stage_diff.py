@@ -18,12 +18,12 @@ VOID = {"meta", "br", "hr"}
 
 
 class Page(HTMLParser):
-    """Checks that elements close in order, and keeps the text of <code> and every address that is mentioned."""
+    """Checks that elements close in order, and keeps the text and every address that is mentioned."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.code: list[str] = []
+        self.text = ""
         self.addresses: list[str] = []
         self.feed(html)
         assert not self.open
@@ -32,15 +32,12 @@ class Page(HTMLParser):
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "data", "action")]
         if tag not in VOID:
             self.open.append(tag)
-        if tag == "code":
-            self.code.append("")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "code" in self.open:
-            self.code[-1] += data
+        self.text += data
 
 
 def was(diff: StageDiff) -> dict[str, str | None]:
@@ -131,11 +128,11 @@ def test_the_page_is_whole_and_loads_nothing(number: int) -> None:
     html = page(compare(number))
     parsed = Page(html)
     assert parsed.addresses == [] and not re.search(r"https?://|@import|url\(|<script|<link", html)
-    assert "prefers-color-scheme: dark" in html and 'name="viewport"' in html
-    shown = parsed.code
-    for pair in compare(number).pairs:
-        if pair.new and not pair.old:
-            assert any(shown[i : i + len(pair.new.lines)] == list(pair.new.lines) for i in range(len(shown)))
+    assert "prefers-color-scheme: light" in html and 'name="viewport"' in html
+    shown = [line[7:].rstrip() for line in parsed.text.splitlines()]  # behind number and sign
+    diff = compare(number)
+    for whole in [*diff.added, *diff.removed]:
+        assert any(shown[i : i + len(whole.lines)] == list(whole.lines) for i in range(len(shown))), whole.label
 
 
 def test_the_terminal_shows_the_change_side_by_side(

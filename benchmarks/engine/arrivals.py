@@ -11,17 +11,18 @@
 
 import statistics
 from argparse import Namespace
+from typing import Any
 
 from benchmarks.engine import ours, vllm
 from benchmarks.lib.harness import Measured, Showcase, higher, lower
 from benchmarks.lib.process import Engine, random_prompts
 
-SHARED = {"num_requests": 64, "shared": 2048, "own": 64, "num_tokens": 64, "highest_id": 10_000}
+SHARED: dict[str, Any] = {"num_requests": 64, "shared": 2048, "own": 64, "num_tokens": 64, "highest_id": 10_000}
 QUICK_SHARED = {"num_requests": 4, "shared": 48, "own": 4, "num_tokens": 3, "highest_id": 500}
 AT_ONCE, AFTER_ONE = "all at once", "after one"
 
-STREAMS = {"streams": 32, "stream_prompt": 128, "tokens": 400, "arrivals": 8, "every": 40, "long_prompt": 3000}
-STREAMS |= {"highest_id": 10_000}
+STREAMS: dict[str, Any] = {"streams": 32, "stream_prompt": 128, "tokens": 400, "arrivals": 8, "every": 40}
+STREAMS |= {"long_prompt": 3000, "highest_id": 10_000}
 QUICK_STREAMS = {"streams": 3, "stream_prompt": 8, "tokens": 12, "arrivals": 2, "every": 4, "long_prompt": 100}
 QUICK_STREAMS |= {"highest_id": 500}
 WAITS = {

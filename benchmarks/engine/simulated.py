@@ -80,34 +80,19 @@ class Compared(NamedTuple):
     ranks: int = 1
 
 
-def headline(engine: Engine) -> list[Measured]:
-    return speed.measure_headline(engine, 1, asdict(workloads.HEADLINE))
+def by_batch(batches: list[int]) -> tuple[tuple[str, str], ...]:
+    return tuple((f"batch {batch}", metric) for batch in batches for metric in ("ms_per_token", "first_token_ms"))
 
 
-def small_batches(engine: Engine) -> list[Measured]:
-    return speed.measure_small(engine, 1, **speed.SMALL)
+headline = partial(speed.measure_headline, repeats=1, sizes=asdict(workloads.HEADLINE))
+small_batches = partial(speed.measure_small, repeats=1, **speed.SMALL)
+shared_prefix = partial(arrivals.measure_shared, repeats=1, **arrivals.SHARED)
+streams = partial(arrivals.measure_streams, repeats=1, **arrivals.STREAMS)
+of_ranks = partial(speed.measure_small, repeats=1, **tensor_parallel.FULL)
 
-
-def shared_prefix(engine: Engine) -> list[Measured]:
-    return arrivals.measure_shared(engine, 1, **arrivals.SHARED)
-
-
-def streams(engine: Engine) -> list[Measured]:
-    return arrivals.measure_streams(engine, 1, **arrivals.STREAMS)
-
-
-def of_ranks(engine: Engine) -> list[Measured]:
-    return speed.measure_small(engine, 1, **tensor_parallel.FULL)
-
-
-SMALL = tuple(
-    (f"batch {batch}", metric) for batch in speed.SMALL["batches"] for metric in ("ms_per_token", "first_token_ms")
-)
+SMALL, RANKS = by_batch(speed.SMALL["batches"]), by_batch(tensor_parallel.FULL["batches"])
 SHARED = tuple(
     (s, m) for s in (arrivals.AT_ONCE, arrivals.AFTER_ONE) for m in ("first_tokens_ms", "requests_per_second")
-)
-RANKS = tuple(
-    (f"batch {batch}", m) for batch in tensor_parallel.FULL["batches"] for m in ("ms_per_token", "first_token_ms")
 )
 WAITS = tuple(("mixed", metric) for metric in ("gap_p50_ms", "gap_p99_ms", "prompt_wait_ms"))
 RUNS = (
@@ -188,11 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = compare(options.card, options.results)
     if not rows:
         sys.exit(f"nothing was recorded on {costs.card} in {options.results}")
-    result = {
-        "name": "simulated",
-        "source": costs.source,
-        "rows": rows,
-    }
+    result = {"name": "simulated", "source": costs.source, "rows": rows}
     print("\n".join(table({"simulated": result})))
     harness.write_json(result, options.out / f"simulated.{costs.card}.json")
 

@@ -16,7 +16,7 @@ import json
 import time
 from argparse import Namespace
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,8 +30,9 @@ from benchmarks.lib.harness import Measured, Showcase, lower
 from benchmarks.lib.process import SAMPLED, Engine, random_prompts
 from benchmarks.lib.roofline import Limits
 from benchmarks.lib.tables import Result
-from nanovllm.engine.plan import Scheduled
-from nanovllm.simulate.needs import Architecture, Needs, read_architecture
+from nanovllm.engine.plan import StepPlan
+from nanovllm.simulate.needs import Needs, read_architecture
+from nanovllm.simulate.step_shape import shape_of
 
 MARK = "benchmark step"
 UNMARKED = 5
@@ -171,50 +172,34 @@ def kind_of(batch: int) -> str:
 KINDS = (PROMPTS, *(kind_of(batch) for batch in reversed(BATCHES)))
 
 
-class Reckoner:
-    """The least seconds of each step of a run, whose steps come in order."""
-
-    def __init__(self, model: Architecture, limits: Limits, itemsize: int) -> None:
-        self.needs, self.limits = Needs(model, itemsize), limits
-        self.begun: set[int] = set()  # sequences that have their first token
-
-    def __call__(self, scheduled: Sequence[Scheduled]) -> tuple[str, float]:
-        """The kind of a step, and its least seconds."""
-        num_bytes = operations = 0
-        prompts = False
-        for s in scheduled:
-            if s.key in self.begun and s.num_tokens == 1:  # more are computed anew, after a preemption
-                num_bytes += (s.start + 1) * self.needs.key_bytes
-                continue
-            prompts = True
-            pairs = s.num_tokens * s.start + s.num_tokens * (s.num_tokens + 1) // 2
-            operations += s.num_tokens * self.needs.token_operations + pairs * self.needs.pair_operations
-            if s.sample:
-                operations += self.needs.sample_operations
-                self.begun.add(s.key)
-        if not prompts:
-            num_bytes += self.needs.read_bytes(len(scheduled))
-        least = num_bytes / self.limits.bytes_per_second + operations / self.limits.operations_per_second
-        return PROMPTS if prompts else kind_of(len(scheduled)), least
+def least_of(plan: StepPlan, needs: Needs, limits: Limits) -> tuple[str, float]:
+    """The kind of a step, and its least seconds. A last chunk of one token counts as a decode."""
+    step = shape_of(plan)
+    num_bytes = step.decode_keys * needs.key_bytes
+    if not step.prompts:
+        num_bytes += needs.read_bytes(step.decodes)
+    operations = step.prompt_tokens * needs.token_operations + step.prompt_pairs * needs.pair_operations
+    operations += (step.samples - step.decodes) * needs.sample_operations
+    least = num_bytes / limits.bytes_per_second + operations / limits.operations_per_second
+    return PROMPTS if step.prompts else kind_of(step.decodes), least
 
 
 def measure_phases(
     engine: Engine, repeats: int, sizes: dict[str, int], limits: dict[str, float], model: str, itemsize: int
 ) -> list[Measured]:
     """In the process of the engine. Each kind of step: {"steps", "seconds", "least_seconds"}."""
-    chosen, (architecture, _) = workloads.Sizes(**sizes), read_architecture(Path(model))
+    chosen, needs = workloads.Sizes(**sizes), Needs(read_architecture(Path(model))[0], itemsize)
     scheduler = engine.llm.engine.scheduler
     commit = scheduler.commit
 
     found: Measured = {}
-    reckon = Reckoner(architecture, Limits(**limits), itemsize)
     begin = 0.0
 
     def timed_commit(plan: Any, result: Any) -> Any:
         # The plan is not kept: Python's garbage collector would go through all plans again and again.
         nonlocal begin
         end = time.perf_counter()
-        kind, least = reckon(plan.scheduled)
+        kind, least = least_of(plan, needs, Limits(**limits))
         row = found[kind]
         row["steps"] += 1
         row["seconds"] += end - begin
@@ -229,7 +214,6 @@ def measure_phases(
     for number in range(repeats):
         prompts, max_tokens = workloads.headline(number, chosen)
         found = {kind: {"steps": 0, "seconds": 0.0, "least_seconds": 0.0} for kind in KINDS}
-        reckon = Reckoner(architecture, Limits(**limits), itemsize)
         begin = time.perf_counter()
         engine.generate(prompts, max_tokens, SAMPLED)
         repetitions.append(found)

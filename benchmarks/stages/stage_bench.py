@@ -1,6 +1,6 @@
 """Measure a stage's showcase against the stage before it and Hugging Face: `make stage-N-bench`.
 
-    python -m benchmarks.stages.stage_bench 3 [--model DIRECTORY] [--device cuda] [--threads 1] [--rounds 3] [--quick]
+    python -m benchmarks.stages.stage_bench 3 [--model DIRECTORY] [--device cuda] [--rounds 3] [--quick]
 
 Prints a table and writes benchmarks/results/stage_N.json (with the card in its name if there is one). A showcase that
 needs a GPU runs on a CPU as well, but only as `--quick`: that shows that it works, and measures nothing.
@@ -54,7 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of everything that measures stages."""
     parser.add_argument("--model", type=Path, default=harness.EMBEDDED_MODEL, help="checkpoint directory")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of every contender (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of every contender (default 3)")
     parser.add_argument("--quick", action="store_true", help="a tiny workload: for tests, its figures mean nothing")
     parser.add_argument(
@@ -73,15 +72,16 @@ def vocab_size(model: Path) -> int:
 
 def measure(showcase: Showcase, options: argparse.Namespace) -> dict[str, Any]:
     """Run a showcase, with a line for each process; print its table, write its JSON and return it."""
-    if options.rounds < 1 or options.threads < 1:
-        sys.exit(f"--rounds {options.rounds} --threads {options.threads}: both must be at least 1")
+    if options.rounds < 1:
+        sys.exit(f"--rounds {options.rounds}: it must be at least 1")
     several = any(scenario.several_processes for scenario in showcase.scenarios)
     # Neither a quick run, which measures nothing, nor a learner's may end up where the README's tables come from
     elsewhere = options.quick or options.impl == "exercises"
     default = harness.ROOT / "build" / "bench" if elsewhere else harness.RESULTS
     chosen = argparse.Namespace(**vars(options))
     chosen.model, chosen.out = options.model.resolve(), options.out or default
-    chosen.clock = "wall" if several else choose_clock(options.device, options.threads)
+    chosen.threads = 1  # of every contender
+    chosen.clock = "wall" if several else choose_clock(options.device, chosen.threads)
     arguments = {"model": str(chosen.model), "device": chosen.device, "clock": chosen.clock}
     arguments |= {"scenarios": [asdict(scenario) for scenario in showcase.scenarios]}
     comparison = Comparison(replace(showcase, measure=runners.measure, arguments=arguments), chosen)
@@ -189,10 +189,8 @@ def engine_cpu_sentence(results: dict[str, Result]) -> list[str]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Throughput of every contender as bars, with the spread over the rounds; legible at half the page's width."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    from matplotlib import pyplot as plt
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     figure = tables.figures(result)["throughput"]
     titles, values = tables.contender_titles(), figure["values"]
@@ -202,8 +200,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     above = [value["max"] - value["median"] for value in values.values()]
     colours = [STAGE_COLOUR if name in titles else HF_COLOUR for name in values]
 
-    with plt.rc_context({"font.size": 16}):
-        canvas, axes = plt.subplots(figsize=(10, 5.6), layout="constrained")
+    with rc_context({"font.size": 16}):
+        canvas = Figure(figsize=(10, 5.6), layout="constrained")
+        axes = canvas.subplots()
         axes.barh(labels, medians, xerr=[below, above], color=colours, edgecolor="black", ecolor="black", capsize=5)
         for row, (median, upper) in enumerate(zip(medians, above, strict=True)):
             text, where = tables.number(median, "tokens/s"), (median + upper, row)
@@ -215,7 +214,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # No version of matplotlib in the file, so that drawing the same result again gives the same bytes
         canvas.savefig(path, dpi=100, metadata={"Software": None})
-        plt.close(canvas)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

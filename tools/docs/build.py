@@ -3,7 +3,7 @@ but Pyodide, once, for the page on which the scheduler runs.
 
 Sphinx reads what is put together in build/docs/source: the pages of docs/, the notebooks with their stored outputs, a
 page for each source file of SHOWN and for each other source file that a page names, and what is made from the code. The
-lectures, the race as a film and the page of a trace are beside them, each as it is elsewhere.
+lectures with their films, and the page of a trace, are beside them, each as it is elsewhere.
 Links to files of the repository become links to their pages, and so do names of files in the text.
 """
 
@@ -23,7 +23,6 @@ from stages.manifest import load_stages
 from tools import ROOT
 from tools.lectures import slides
 from tools.lectures.lecture import lecture_paths, read_lecture
-from tools.race.film import film, launches, one_step
 from tools.race.replay import DEFAULT
 from tools.race.workload import EngineRun, load_race
 from tools.scheduler_page import build as scheduler_page
@@ -179,14 +178,8 @@ def prepare(source: Path) -> None:
         write(source / "notebooks" / path.name, json.dumps(notebook))
     site.source_pages(source / "source")
     extra = source / "extra"
-    runs = load_race(DEFAULT)
-    write(extra / "race.html", film(runs))
-    write(extra / "launches.html", launches())
-    write(extra / "step.html", one_step())
-    write(extra / "sample_trace.html", sample_trace(runs[-1]))
+    write(extra / "sample_trace.html", sample_trace(load_race(DEFAULT)[-1]))
     slides.build(map(read_lecture, lecture_paths()), extra / "lectures")
-    index = extra / "lectures" / "index.html"  # beside which the page of the scheduler would be once more
-    write(index, index.read_text(encoding="utf-8").replace('"live_scheduler.html"', '"../live_scheduler.html"'))
 
 
 def sample_trace(run: EngineRun) -> str:
@@ -208,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     quiet = [] if sys.stdout.isatty() else ["-q"]  # a person would wait for a minute without a word
     code = subprocess.run([*map(str, command), *quiet], cwd=ROOT).returncode
     if code == 0:
-        scheduler_page.write(out / "html")
+        scheduler_page.write(out / "html" / "lectures")
         print(out / "html" / "index.html")
     return code
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.markup import escape
+from rich.syntax import Syntax
 from rich.table import Table
-from rich.text import Text
 
 from stages.manifest import Chapter, load_chapter
 from tools import ROOT, until_ctrl_c
@@ -113,18 +113,10 @@ def caught_by(verdict: Verdict) -> str:
     return f"[bold]{escape(name)}[/] [dim]{escape(file)}[/]"
 
 
-def changed_lines(source: str, mutated: str) -> Text:
-    """The lines in which the two differ, with their numbers."""
-    shown, old = Text(), 0
-    for line in list(difflib.unified_diff(source.splitlines(), mutated.splitlines(), n=0, lineterm=""))[2:]:
-        if line.startswith("@@"):
-            old = int(line.split()[1].partition(",")[0][1:])
-        else:
-            number = f"{old:4d}" if line.startswith("-") else "    "
-            old += line.startswith("-")
-            shown.append(f"{number} {line[0]} {line[1:].strip()}\n", "red" if line.startswith("-") else "green")
-    shown.rstrip()
-    return shown
+def changes(source: str, mutated: str) -> Syntax:
+    """The lines in which the two differ, as a diff in colours."""
+    diff = list(difflib.unified_diff(source.splitlines(), mutated.splitlines(), n=0, lineterm=""))[2:]
+    return Syntax("\n".join(diff), "diff", theme="monokai", background_color="default", word_wrap=True)
 
 
 def report(stage: Chapter, chosen: SequenceOf[str], console: Console) -> int:
@@ -154,7 +146,7 @@ def report(stage: Chapter, chosen: SequenceOf[str], console: Console) -> int:
             table.add_column(overflow="fold")
             table.add_row("mutant", f"[bold]{mutant.name}[/]")
             table.add_row("mistake", escape(mutant.mistake))
-            table.add_row("change", changed_lines(source, mutated))
+            table.add_row("change", changes(source, mutated))
             table.add_row("caught by", caught_by(verdict))
             table.add_row("effect", f"{escape(mutant.lesson)}\n")
             console.print(table)

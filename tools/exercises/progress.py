@@ -2,7 +2,6 @@
 
     make progress                     reads exercises/ and what earlier runs have recorded: at once
     make progress ARGS=--run          also runs the tests of every stage that has changed since, which takes a while
-    make progress ARGS=--mutants      and plants the mistakes of every stage that passes
 
 Electives count like stages. What `make stage-N-test IMPL=exercises` or `make elective-N-test IMPL=exercises` finds is
 kept in exercises/progress.json together with a digest of the file (tests/stages/conftest.py and
@@ -15,8 +14,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -37,8 +35,6 @@ class Result:
     digest: str
     failed: str | None  # the first test that failed
     passed: int
-    caught: int | None = None  # how many mutants the tests catch; None if they were not run
-    mutants: int = 0
     wrong: list[str] = field(default_factory=list)  # exercises that are filled in, and fail their own tests
 
 
@@ -136,35 +132,20 @@ def run_tests(stage: Chapter, *options: str) -> int:
     return subprocess.run([*command, "-q", *quick_start, *options], cwd=ROOT).returncode
 
 
-def run_stage(stage: Chapter, directory: Path, *, mutants: bool) -> Result:
-    """Run the stage's tests on the learner's file and, if asked and they pass, on the mutants of the project's file."""
-    run_tests(stage, "--tb=no")  # which records what it finds
-    result = load_results(directory)[stage.module_name]
-    if mutants and result.failed is None:
-        from tools.exercises.mutants import load_mutants, report  # here, because importing pytest takes a while
-
-        planted = len(load_mutants(stage))
-        survivors = report(stage, [], Console(highlight=False))
-        return replace(result, caught=planted - survivors, mutants=planted)
-    return result
-
-
 def show(all_progress: list[Progress], console: Console) -> None:
     table = Table()
-    for heading in ("chapter", "exercises", "tests", "mutants caught"):
+    for heading in ("chapter", "exercises", "tests"):
         table.add_column(heading, overflow="fold")
     for p in all_progress:
-        tests, caught = "–", "–"
+        tests = "–"
         if p.result is not None:
             tests = f"[green]{p.result.passed} pass[/]"
             if p.result.failed:
                 tests = (
                     f"[red]{p.result.passed} pass, then one fails[/]" if p.result.passed else "[red]the first fails[/]"
                 )
-            if p.result.caught is not None:
-                caught = f"{p.result.caught} of {p.result.mutants}"
         name = f"{'[green]✓[/] ' if p.done else ''}{p.stage.name} {p.stage.title}"
-        table.add_row(name, p.drawn if p.written else "not begun", tests, caught)
+        table.add_row(name, p.drawn if p.written else "not begun", tests)
     console.print(table)
     holes = sum(p.holes for p in all_progress)
     right = sum(p.holes for p in all_progress if p.done)
@@ -181,20 +162,17 @@ def show(all_progress: list[Progress], console: Console) -> None:
         console.print(f"Or elective {p.stage.name}: {escape(p.next_step)}")
 
 
-def main(argv: list[str] | None = None, directory: Path = EXERCISES, run: Callable[..., Result] = run_stage) -> int:
+def main(argv: list[str] | None = None, directory: Path = EXERCISES) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.exercises.progress", description=__doc__.splitlines()[0])
     parser.add_argument("--run", action="store_true", help="run the tests of what is filled in and has changed")
-    parser.add_argument("--mutants", action="store_true", help="as --run, and plant the mistakes of what passes")
     args = parser.parse_args(argv)
     stages: list[Chapter] = [*load_stages(), *load_electives()]
     console = Console(highlight=False)
-    if args.run or args.mutants:
-        for stage in stages:
-            p = read_progress(stage, directory)
-            stale = p.result is None or (args.mutants and p.result.caught is None and p.result.failed is None)
-            if p.written and stale:
-                console.print(f"{stage.kind} {stage.name}: running its tests")
-                save_result(directory, stage, run(stage, directory, mutants=args.mutants))
+    for stage in stages if args.run else []:
+        p = read_progress(stage, directory)
+        if p.written and p.result is None:
+            console.print(f"{stage.kind} {stage.name}: running its tests")
+            run_tests(stage, "--tb=no")  # which records what it finds
     show([read_progress(stage, directory) for stage in stages], console)
     return 0
 

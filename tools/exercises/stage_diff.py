@@ -8,7 +8,6 @@ is not in its file, and not in the diff.
 import argparse
 import ast
 import difflib
-import html
 import io
 import os
 import re
@@ -18,15 +17,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from string import Template
-from typing import Any
 
-from pygments import highlight  # type: ignore[import-untyped]
-from pygments.formatters import HtmlFormatter, TerminalFormatter  # type: ignore[import-untyped]
-from pygments.lexers import PythonLexer  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.markup import escape
+from rich.syntax import Syntax
 from rich.table import Column, Table
+from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from stages.manifest import Stage, load_stage
@@ -36,7 +32,18 @@ from tools.exercises.exercises import Definition, definitions, docstrings, solut
 CONTEXT = 3  # unchanged lines shown around a change
 SIDE_BY_SIDE = 120  # columns of a terminal that has room for two versions beside each other
 STYLES = {"-": "on #4a1f24", "+": "on #163d24", " ": ""}
-ANSI, HTML = TerminalFormatter(bg="dark"), HtmlFormatter(nowrap=True)
+PYTHON = Syntax("", "python", theme="ansi_dark")
+PAGE_WIDTH = 180  # columns
+# What rich fills in to make a page. Its colours are those of a dark terminal; by day they change places.
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+{stylesheet}
+html {{ color: {foreground}; background: {background}; }}
+@media (prefers-color-scheme: light) {{ html {{ filter: invert(1) hue-rotate(180deg); }} }}
+</style>
+<pre><code>{code}</code></pre></html>
+"""
 DOCSTRING, IMPORTS, ENGINE = "docstring", "imports", "engine"
 NOT_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
 
@@ -282,16 +289,15 @@ def counterpart(file: StageFile, unit: Unit, base: int) -> Unit | None:
 
 
 @cache
-def coloured(unit: Unit, formatter: Any) -> list[str]:
-    """The lines of a unit in colours, none of which reaches across lines."""
-    shown: str = highlight("\n".join(unit.lines), PythonLexer(stripnl=False), formatter)
-    return shown.removesuffix("\n").split("\n")
+def coloured(unit: Unit) -> list[Text]:
+    """The lines of a unit in colours."""
+    return [*PYTHON.highlight("\n".join(unit.lines)).split("\n", allow_blank=True)]
 
 
-# --- in the terminal --------------------------------------------------------------------------------------------------
+# --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def show(diff: StageDiff, console: Console) -> None:
+def show(diff: StageDiff, pairs: list[Pair], console: Console) -> None:
     console.print(Text(diff.title, style="bold"))
     table = Table(show_header=False, box=None, padding=(0, 2, 1, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -299,7 +305,7 @@ def show(diff: StageDiff, console: Console) -> None:
     for name, text in diff.facts():
         table.add_row(name, escape(text))
     console.print(table)
-    for pair in diff.pairs:
+    for pair in pairs:
         console.print(Text(f"\n{pair.title}", style="bold"))
         for block in pair.blocks():
             if block.skipped:
@@ -320,43 +326,15 @@ def numbered(sign: str, unit: Unit, lines: range) -> Table:
     table.add_column(width=1, no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
     for i in lines:
-        table.add_row(str(unit.first_line + i), sign, Text.from_ansi(coloured(unit, ANSI)[i]), style=STYLES[sign])
+        table.add_row(str(unit.first_line + i), sign, coloured(unit)[i], style=STYLES[sign])
     return table
 
 
-# --- as a page --------------------------------------------------------------------------------------------------------
-
-
 def page(diff: StageDiff) -> str:
-    """One HTML file, which loads nothing, follows light and dark, and fits a phone."""
-    facts = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in diff.facts())
-    gone = "".join(section(Pair(unit, None)) for unit in diff.removed)
-    return Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).substitute(
-        title=html.escape(diff.title),
-        facts=facts,
-        units="\n".join(section(pair) for pair in diff.pairs),
-        gone=f"\n<details><summary>What is gone</summary>{gone}</details>" if gone else "",
-    )
-
-
-def section(pair: Pair) -> str:
-    blocks = []
-    for block in pair.blocks():
-        if block.skipped:
-            blocks.append(f'<div class="gap">⋯ {block.skipped} lines the same</div>')
-        sides = [html_lines(unit, lines) for _, unit, lines in pair.sides(block)]
-        if len(sides) == 1:  # not coloured, since all lines are new or all are gone
-            blocks.append(f'<div class="block single"><div class="side">{sides[0]}</div></div>')
-        elif any(sides):
-            kind, (old, new) = "equal" if block.equal else "changed", sides
-            both = f'<div class="side old">{old}</div><div class="side new">{new}</div>'
-            blocks.append(f'<div class="block {kind}">{both}</div>')
-    return f"<section><h2>{html.escape(pair.title)}</h2>{''.join(blocks)}</section>"
-
-
-def html_lines(unit: Unit, lines: range) -> str:
-    numbered = ((unit.first_line + i, coloured(unit, HTML)[i]) for i in lines)
-    return "".join(f'<div class="row"><span>{number}</span><code>{code}</code></div>' for number, code in numbered)
+    """What a wide terminal shows, as an HTML file that loads nothing; and below it the code that is gone."""
+    console = Console(highlight=False, width=PAGE_WIDTH, record=True, file=io.StringIO())
+    show(diff, diff.pairs + [Pair(unit, None) for unit in diff.removed], console)
+    return console.export_html(theme=MONOKAI, code_format=PAGE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -373,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
     target = args.html or ROOT / "build" / "diff" / f"stage_{args.stage}.html"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page(diff), encoding="utf-8")
-    show(diff, console)
+    show(diff, diff.pairs, console)
     console.print(f"\nThe same in a browser: {target}", soft_wrap=True)
     return 0
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import base64
 import html
-import os
 import re
 import sys
 import textwrap
@@ -27,7 +26,7 @@ from pygments import highlight  # type: ignore[import-untyped]
 from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 
-from tools import ROOT
+from tools import ROOT, until_ctrl_c
 from tools.exercises.exercises import lecture_exercises
 from tools.lectures import pulls
 from tools.lectures.lecture import (
@@ -338,10 +337,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_ctrl_c(main))

@@ -34,7 +34,7 @@ from nanovllm.trace_view.recording import add_texts
 from stages.manifest import Chapter, Elective, Stage, load_elective, load_stage, load_stages
 from tools import until_ctrl_c
 from tools.exercises import mine
-from tools.race.replay import LASTS, Inside, Player, check_speed, keyboard
+from tools.race.replay import LASTS, Inside, Player, keyboard
 from tools.race.views import EngineView
 from tools.race.workload import (
     EMBEDDED_MODEL,
@@ -248,13 +248,7 @@ def tell_replays(engine: Any, on_event: Callable[[Event], None]) -> None:
 
 
 def show(
-    console: Console,
-    stage: Chapter,
-    tokenizer: Tokenizer,
-    model: Path,
-    device: str,
-    impl: str = "stages",
-    speed: float = 1.0,
+    console: Console, stage: Chapter, tokenizer: Tokenizer, model: Path, device: str, impl: str = "stages"
 ) -> None:
     """Run one stage on a handful of requests and draw it while it works."""
     workload = demo_workload(lambda text: tokenizer.encode(text).ids, LIVE_LENGTHS)
@@ -265,7 +259,7 @@ def show(
     with live.running(engine) as thread:
         if console.is_terminal:
             with keyboard() as wait:
-                if not Player(live, speed=speed).play(console, wait):
+                if not Player(live).play(console, wait):
                     return
         else:
             thread.join()
@@ -290,7 +284,6 @@ def main(arguments: list[str] | None = None) -> None:
     alone = parser.add_mutually_exclusive_group()
     alone.add_argument("--stage", type=int, metavar="N", help="one stage alone, live")
     alone.add_argument("--elective", metavar="NAME", help="one elective alone, live")
-    parser.add_argument("--speed", type=float, default=1.0, help="of one alone: 2 is twice as fast, 0.5 slow motion")
     parser.add_argument("--model", type=Path, help="checkpoint directory (default: the embedded model)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
@@ -303,7 +296,6 @@ def main(arguments: list[str] | None = None) -> None:
     stage: Chapter | None = None
     model: Path = options.model or EMBEDDED_MODEL
     try:
-        check_speed(options.speed)
         if options.stage is not None:
             stage = load_stage(options.stage)
             if options.impl == "exercises":
@@ -322,7 +314,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)  # as fast as two on a model this small, and it disturbs nobody
     if stage:
-        show(console, stage, tokenizer, model, options.device, options.impl, options.speed)
+        show(console, stage, tokenizer, model, options.device, options.impl)
         return
     stages = [stage for stage in load_stages() if stage.number not in NEEDS_A_GPU]
     tell_stories(console, stages, tokenizer, model, options.device, STORY_TOKENS)

@@ -4,11 +4,7 @@
 
 function makePlayer(box, show, {speeds, speed, from = 0, keys = {}}) {
   let at = from, since = null;  // where it was when the clock last began to run, and when that was
-  const button = (text, title, press) => {
-    const made = document.createElement("button");
-    Object.assign(made, {textContent: text, title, onclick: press});
-    return made;
-  };
+  const button = (text, title, press) => Object.assign(element("button", "", text), {title, onclick: press});
   const now = () => Math.min(show.duration, since === null ? at : at + speed * (performance.now() - since) / 1e3);
   const draw = () => {
     const t = now();
@@ -35,9 +31,8 @@ function makePlayer(box, show, {speeds, speed, from = 0, keys = {}}) {
   };
   const faster = by => setSpeed(speeds[Math.max(0, Math.min(speeds.length - 1, speeds.indexOf(speed) + by))]);
   const play = button("▶", "play or pause (space)", () => since === null ? start() : stop());
-  const clock = document.createElement("output"), scrub = document.createElement("input"), rates = document.createElement("span");
+  const clock = element("output"), scrub = element("input"), rates = element("span", "rates");
   Object.assign(scrub, {type: "range", min: 0, step: "any", ariaLabel: "time", oninput: () => seek(Number(scrub.value))});
-  rates.className = "rates";
   rates.append(...speeds.map(rate => button(rate <= .01 ? `1/${Math.round(1 / rate)}` : `${rate}×`, "speed (+ and −)", () => setSpeed(rate))));
   box.append(button("◀", "one step back (←)", () => step(-1)), play, button("▶▏", "one step on (→)", () => step(1)), clock, scrub, rates);
   const pressed = {
@@ -54,6 +49,13 @@ function makePlayer(box, show, {speeds, speed, from = 0, keys = {}}) {
   const asked = /\bt=([\d.]+)/.exec(location.search + location.hash);
   if (asked) seek(Number(asked[1])); else draw();
   return {draw, seek};
+}
+
+function element(tag, className = "", ...children) {
+  const made = document.createElement(tag);
+  made.className = className;
+  made.append(...children);
+  return made;
 }
 
 // The data of the page, unpacked, goes to `show`; its colours are those of the day or of the night.

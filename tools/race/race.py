@@ -1,7 +1,7 @@
 """The stages and the engine on one workload, side by side: `make race`.
 
     python -m tools.race.race [--stages 1 4 5 nanovllm] [--device cuda] [--requests 24] [--tokens 10] [--seed 0]
-    [--model DIRECTORY_OR_SHAPE] [--together] [--record [--out DIRECTORY] [--commit HASH]]
+    [--model DIRECTORY_OR_SHAPE] [--together] [--record [--out DIRECTORY]]
 
 Each engine has a process of its own. They all get ready together and then run one at a time, because two engines on
 two cores slow each other down. Beside the engine that runs, the picture shows how far the earlier ones were after the
@@ -264,8 +264,7 @@ def save_all(workload: Workload, results: dict[str, Any], options: argparse.Name
     held = Race(
         made=datetime.date.today().isoformat(),
         machine=machine,
-        # A copy of the working tree has no git to ask, so it can be told
-        commit={"hash": options.commit, "modified": False} if options.commit else commit("stages", "nanovllm"),
+        commit=commit("stages", "nanovllm"),
         model=recorded_name(options.model.resolve()),
         together=options.together,
         workload=workload,
@@ -291,7 +290,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--together", action="store_true", help="all at once, in each other's way")
     parser.add_argument("--record", action="store_true", help="keep the race in files")
     parser.add_argument("--out", type=Path, help="directory of the files (default: build/recordings/cpu, or the card)")
-    parser.add_argument("--commit", help="what is recorded, where there is no git to ask")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -301,8 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         options.model = find_model(options.model)
         if options.record:
-            save_all(*race(options, console, clock_for(options)), options, console)
-            return
+            return save_all(*race(options, console, clock_for(options)), options, console)
         race(options, console)
     except (ValueError, RuntimeError) as error:
         sys.exit(str(error))

@@ -247,11 +247,6 @@ def keyboard() -> Iterator[Wait]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
 
 
-def check_speed(speed: float) -> None:
-    if not (speed > 0 and math.isfinite(speed)):
-        raise ValueError(f"--speed must be a positive number, got {speed:g}")
-
-
 def make_show(directory: Path, engine: str | None) -> RaceShow | EngineShow:
     """The race, or one engine. Raises ValueError, in one line, for what cannot be shown."""
     if engine is None:
@@ -275,8 +270,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     try:
-        if options.speed is not None:
-            check_speed(options.speed)
+        if options.speed is not None and not 0 < options.speed < math.inf:
+            raise ValueError(f"--speed must be a positive number, got {options.speed:g}")
         show = make_show(options.recording, options.engine)
         if not 0 <= (options.start or 0) <= show.duration:
             raise ValueError(f"--from must be from 0 to {show.duration:.2f} seconds, got {options.start:g}")
