@@ -21,31 +21,34 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 class Writes:
-    """New values for single elements of tensors on one device: gathered on the host, and sent in one copy.
+    """New values for single elements of `memory` [M] int32: gathered on the host, and sent in one copy.
 
-    A new sequence changes a few numbers in several tensors. With a copy of its own for each tensor, the host would be
-    busy for longer than the device needs for a step.
+    A new sequence changes a few numbers in several tensors, which are all parts of this memory. With a copy and a
+    kernel of its own for each tensor, the host would be busy for longer than the device needs for a step.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._parts: list[tuple[Tensor, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._places: list[npt.NDArray[Any]] = []
+        self._values: list[npt.NDArray[Any]] = []
 
-    def add(self, tensor: Tensor, places: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
-        """tensor: int32 of any shape, contiguous. places: indices of elements in the flattened tensor. values: one for
-        each place. No element may be written twice before `send`."""
-        self._parts.append((tensor, places.ravel(), values.ravel()))
+    def add(self, part: Tensor, places: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """part: a contiguous view of the memory. places: indices of elements in the flattened part. values: one for
+        each place, int32. No element may be written twice before `send`."""
+        self._places.append(places.ravel() + part.storage_offset())
+        self._values.append(values.ravel())
 
     def send(self) -> None:
-        if not self._parts:
+        if not self._places:
             return
-        arrays = [places for _, places, _ in self._parts] + [values for *_, values in self._parts]
-        places, values = to_device(np.concatenate(arrays, dtype=np.int64), self.device).chunk(2)
-        lengths = [len(numbers) for _, numbers, _ in self._parts]
-        parts = zip(self._parts, places.split(lengths), values.int().split(lengths), strict=True)
-        for (tensor, *_), some_places, some_values in parts:
-            tensor.view(-1)[some_places] = some_values
-        self._parts.clear()
+        places = np.concatenate(self._places, dtype=np.int64)
+        sent = np.empty(3 * len(places), dtype=np.int32)  # two words for each place, then the values
+        sent[: 2 * len(places)] = places.view(np.int32)
+        np.concatenate(self._values, out=sent[2 * len(places) :])
+        on_device = to_device(sent, self.memory.device)
+        self.memory[on_device[: 2 * len(places)].view(torch.int64)] = on_device[2 * len(places) :]
+        self._places.clear()
+        self._values.clear()
 
 
 def host_buffers(length: int, copies: int, device: torch.device) -> Iterator[Tensor]:

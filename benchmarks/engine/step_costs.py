@@ -123,7 +123,7 @@ def make_card(
         rates=rates,
         kv_tokens=told["kv_tokens"],
         time=replace(time, host=host),
-        intake=IntakeTime(*fit_intake(intake)),
+        intake=IntakeTime(*fit_intake(intake), told["wake"]),
         server=server,
         all_reduce=all_reduces(card),
         residuals=missed.as_json(),
@@ -172,8 +172,9 @@ def describe(card: Card) -> str:
     lines += [f"  device, {name}: {1e6 * value:.4g} us" for name, value in time.device.items() if value]
     lines += [f"  host, {name}: {1e6 * value:.4g} us" for name, value in time.host.items() if value]
     lines.append(f"  launching kernel by kernel: {1e3 * time.launch:.2f} ms")
-    request, token = (1e6 * seconds for seconds in card.intake)
+    request, token, wake = (1e6 * seconds for seconds in card.intake)
     lines.append(f"  intake: {request:.3g} us per request, {token:.3g} us per token of its prompt")
+    lines.append(f"  the first step after a pause: {wake:.3g} us more")
     lines.append(f"  server: {', '.join(f'{1e6 * v:.3g} us per {n}' for n, v in card.server._asdict().items())}")
     lines.append(
         f"  the fit misses {missed['median_percent']:.1f}% in the median, {missed['worst_percent']:.1f}% at most "

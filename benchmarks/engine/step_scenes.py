@@ -8,6 +8,7 @@ overlaps nothing, the host's time is what lies between a result and the next sub
 
 import random
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -31,6 +32,7 @@ GRID: dict[str, Any] = {
     "masked": [1, 8, 64],
     "guesses": {"batches": [1, 8, 32, 64], "numbers": [1, 3, 7], "context": 512},
     "steps": 12,
+    "pauses": 12,
     "most_tokens": 2**19,  # of all sequences of a batch together
     "highest_id": 10_000,
 }
@@ -42,10 +44,14 @@ QUICK_GRID: dict[str, Any] = {
     "masked": [1, 4],
     "guesses": {"batches": [1, 4], "numbers": [1, 3], "context": 64},
     "steps": 5,
+    "pauses": 3,
     "most_tokens": 2**13,
     "highest_id": 500,
 }
 GRAMMAR = r"[a-z ]{300,400}"
+
+
+PAUSE = 0.1  # seconds
 
 
 class Step(NamedTuple):
@@ -244,6 +250,22 @@ class Bench:
             yield from self.steady(f"{batch} masked decodes", lambda shape, batch=batch: shape.masked == batch)
             self.clear()
 
+    def wake(self) -> float:
+        """Seconds by which a lone prompt takes longer after a pause than right behind another: a processor that has
+        been idle is slow at first."""
+        found = []
+        for pause in 0.0, PAUSE:
+            seconds = []
+            for _ in range(self.grid["pauses"]):
+                time.sleep(pause)
+                self.add([200], 1)
+                start = self._now()
+                while self.core.has_unfinished():
+                    self.core.advance()
+                seconds.append(self._now() - start + self.intake.pop()[-1])
+            found.append(statistics.median(seconds))
+        return max(0.0, found[1] - found[0])
+
     def guesses(self) -> Iterator[dict[str, Any]]:
         """Verification of guesses, whatever they are."""
         grid, scheduler = self.grid["guesses"], self.core.scheduler
@@ -296,13 +318,15 @@ def mean_shape(steps: list[Step]) -> list[int]:
 def measure(
     engine: Engine, repeats: int, grid: dict[str, Any], scenes: list[str], overlapped: bool, clock: ClockName
 ) -> list[Any]:
-    """In the process of the engine: of each repetition the points and the intake, and the KV cache's size in tokens."""
+    """In the process of the engine: of each repetition the points, the intake and `wake`, and the KV cache's size in
+    tokens."""
     bench = Bench(engine, grid, overlapped, clock)
     kv_tokens = bench.default.num_kv_blocks * bench.default.kvcache_block_size
     repetitions = []
     for repeat in range(-1, repeats):  # the first is for warming up: kernels are compiled for the sizes of steps
         found = [point for scene in scenes for point in getattr(bench, scene)()]
         if repeat >= 0:
-            repetitions.append({"points": found, "kv_tokens": kv_tokens, "intake": bench.intake})
+            intake = bench.intake
+            repetitions.append({"points": found, "kv_tokens": kv_tokens, "intake": intake, "wake": bench.wake()})
         bench.intake = []
     return repetitions

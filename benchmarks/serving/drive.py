@@ -43,6 +43,13 @@ def arrivals(rate: float, seconds: float, seed: int, gpu: bool = False) -> list[
     return found
 
 
+class Seen(NamedTuple):
+    """What clients saw, and when the requests were sent indeed, in seconds from the start."""
+
+    figures: Figures
+    sent: list[float]
+
+
 def figures(answers: list[dict[str, Any]], gaps: list[float]) -> Figures:
     """Of answers as `speed.request` gives them, with ends in seconds from the start. Raises RuntimeError for one that
     is not whole."""
@@ -72,22 +79,23 @@ def client(port: int, asked: list[Asked], start: float) -> tuple[list[dict[str, 
     return asyncio.run(ask(port, asked, start))
 
 
-def over_http(port: int, asked: list[Asked], clients: int) -> Figures:
-    """What clients in processes of their own see."""
+def over_http(port: int, asked: list[Asked], clients: int) -> Seen:
+    """What clients in processes of their own see, who are on time."""
     with multiprocessing.get_context("spawn").Pool(clients) as pool:
         pool.map(abs, range(clients))  # they are there
         for wave in arrivals(*WARM_UP), asked:
             start = time.perf_counter() + 0.2
             parts = pool.starmap(client, [(port, wave[i::clients], start) for i in range(clients)], chunksize=1)
-    return figures([a for answers, _ in parts for a in answers], [gap for _, gaps in parts for gap in gaps])
+    found = figures([a for answers, _ in parts for a in answers], [gap for _, gaps in parts for gap in gaps])
+    return Seen(found, [one.time for one in asked])
 
 
-def measure_async(waves: list[list[list[Any]]], model: str, config: dict[str, Any]) -> list[Figures]:
-    """In a process of its own: figures of the last wave."""
+def measure_async(waves: list[list[list[Any]]], model: str, config: dict[str, Any]) -> list[Seen]:
+    """In a process of its own: the last wave. A caller of the same process is late if the engine keeps it waiting."""
     return [asyncio.run(in_process([[Asked(*one) for one in wave] for wave in waves], model, config))]
 
 
-async def in_process(waves: list[list[Asked]], model: str, config: dict[str, Any]) -> Figures:
+async def in_process(waves: list[list[Asked]], model: str, config: dict[str, Any]) -> Seen:
     from nanovllm import AsyncLLM, SamplingParams
 
     async with AsyncLLM(model, skip_tokenizer_init=True, **config) as llm:
@@ -96,23 +104,24 @@ async def in_process(waves: list[list[Asked]], model: str, config: dict[str, Any
 
             async def read(one: Asked, start: float, gaps: list[float]) -> dict[str, Any]:
                 params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=one.max_tokens)
-                first, last, tokens = None, 0.0, 0
+                first, last, tokens, sent = None, 0.0, 0, time.perf_counter() - start
                 async for output in llm.generate({"prompt_token_ids": one.prompt}, params):
                     now = time.perf_counter()
                     tokens += len(output.outputs[0].token_ids)
                     if first is None:
-                        first = now - start - one.time
+                        first = now - start - sent
                     else:
                         gaps.append(now - last)
                     last = now
-                return {"tokens": tokens, "first": first, "finished": tokens == one.max_tokens, "end": last - start}
+                told = {"tokens": tokens, "first": first, "finished": tokens == one.max_tokens, "sent": sent}
+                return {**told, "end": last - start}
 
             tasks = []
             for one in wave:
-                await load.until(start + one.time)
+                await asyncio.sleep(start + one.time - time.perf_counter())
                 tasks.append(asyncio.create_task(read(one, start, gaps)))
             answers = list(await asyncio.gather(*tasks))
-    return figures(answers, gaps)
+    return Seen(figures(answers, gaps), [answer["sent"] for answer in answers])
 
 
 class BusyClock:
@@ -129,7 +138,7 @@ class BusyClock:
         self._offset += max(0.0, when - self())
 
 
-def measure_engine(waves: list[list[list[Any]]], model: str, config: dict[str, Any]) -> list[Figures]:
+def measure_engine(waves: list[list[list[Any]]], model: str, config: dict[str, Any]) -> list[Seen]:
     """In a process of its own, with one thread: the engine's own loop. Nobody waits for a request to come."""
     from nanovllm import LLM, SamplingParams
 
@@ -158,7 +167,7 @@ def measure_engine(waves: list[list[list[Any]]], model: str, config: dict[str, A
                     gaps.append(now - answer["end"])
                 answer["tokens"] += len(token_ids)
                 answer["end"], answer["finished"] = now, seq.finish_reason is not None
-    return [figures(answers, gaps)]
+    return [Seen(figures(answers, gaps), [one.time for one in coming])]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from nanovllm.sampling_params import SamplingParams
 ROOT = Path(__file__).parents[2]  # not from `benchmarks.lib`, which imports torch
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
 VOCAB_SIZE = 4096
+PAUSE = 0.05  # seconds between requests of which each is alone
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
 CONFIG = EngineConfig(
     num_kv_blocks=8192,
@@ -261,25 +263,68 @@ def serving(rate: float, api_servers: int = 1) -> Iterator[tuple[subprocess.Pope
         popen.wait()
 
 
-def server_time(seconds: float) -> dict[str, float]:
-    """CPU seconds that HTTP adds to a request and to a token, at a load that leaves the server time to spare.
+async def first_tokens(port: int, number: int, step_seconds: float) -> float:
+    """Median of the seconds from the request to its first token, less those of its step. Nothing else is asked
+    meanwhile, and connections are open before."""
+    content = json.dumps({"prompt": "Once upon a time", "max_tokens": 2, "stream": True, "ignore_eos": True}).encode()
+    found = []
+    for _ in range(number):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(PAUSE)
+        start, read = time.perf_counter(), b""
+        writer.write(f"{HEAD}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        while b'"text":' not in read:
+            read += await reader.read(2**16)
+        found.append(time.perf_counter() - start - step_seconds)
+        writer.close()
+    return statistics.median(found)
 
-    Long answers cost by the token. With short ones, what they cost beyond their tokens is the request's.
-    """
-    streams, short = 16, 4
-    with serving(rate=2000) as (popen, port):
+
+def server_time(seconds: float) -> dict[str, float]:
+    """What HTTP adds: to a request, until it has its first token, in seconds of the clock; to a token, in seconds of
+    the CPU, at a load that leaves the server time to spare."""
+    streams, rate = 16, 2000
+    with serving(rate) as (popen, port):
         pids = children(popen.pid)
-        long, few = (
-            asyncio.run(measure(port, pids, argparse.Namespace(streams=streams, max_tokens=n, seconds=seconds)))
-            for n in (1000, short)
-        )
+        asked = argparse.Namespace(streams=streams, max_tokens=1000, seconds=seconds)
+        request = asyncio.run(first_tokens(port, 20, 1 / rate))
+        long = asyncio.run(measure(port, pids, asked))
     engine, api = (sum(long[f"{who}_us_per_token"]) for who in ("engine", "api"))
-    both = sum(map(sum, (few["engine_us_per_token"], few["api_us_per_token"])))
     return {
-        "request": 1e-6 * short * max(0.0, both - engine - api),
+        "request": max(0.0, request),
         "engine_token": 1e-6 * max(0.0, engine - engine_alone(streams)),
         "api_token": 1e-6 * api,
     }
+
+
+async def async_time(number: int = 20, num_tokens: int = 500) -> dict[str, float]:
+    """What `AsyncLLM` adds, of the same names. Its callers and the step loop are threads of one process, which cannot
+    both run: what callers do for a token also keeps the step loop waiting."""
+    from nanovllm import AsyncLLM
+
+    streams, rate, prompt = 16, 2000, {"prompt_token_ids": [1] * 16}
+
+    async def answer(num_tokens: int) -> float:
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        start, first = time.perf_counter(), 0.0
+        async for _ in llm.generate(prompt, params):
+            first = first or time.perf_counter() - start
+        return first
+
+    async with AsyncLLM(EMBEDDED_MODEL, skip_tokenizer_init=True, device="cpu", num_kv_blocks=1024) as llm:
+        engine = llm.llm.engine
+        real, engine.executor = engine.executor, FakeExecutor(rate)
+        found = []
+        for _ in range(number):
+            await asyncio.sleep(PAUSE)
+            found.append(await answer(2) - 1 / rate)
+        engine.executor = FakeExecutor(1e12)
+        start = time.perf_counter()
+        await asyncio.gather(*[answer(num_tokens) for _ in range(streams)])
+        token = (time.perf_counter() - start) / (streams * num_tokens)
+        engine.executor = real
+    token = max(0.0, token - 1e-6 * engine_alone(streams))
+    return {"request": max(0.0, statistics.median(found)), "engine_token": token, "api_token": token}
 
 
 if __name__ == "__main__":

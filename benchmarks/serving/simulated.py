@@ -9,6 +9,7 @@ share caches and memory: `load` in the result is the number of processes that wa
 """
 
 import argparse
+import asyncio
 import os
 import random
 import sys
@@ -23,12 +24,13 @@ from benchmarks.lib import harness, tables
 from benchmarks.lib.harness import Contender, Measure
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
-from benchmarks.serving import speed
+from benchmarks.serving import mock, speed
 from benchmarks.serving.drive import (
     SHARES,
     WARM_UP,
     Asked,
     Figures,
+    Seen,
     arrivals,
     measure_async,
     measure_engine,
@@ -72,7 +74,7 @@ def simulate(costs: Costs, asked: list[Asked], config: EngineConfig, replicas: i
     """The same figures in virtual time."""
 
     def make(number: int) -> Replica:
-        return Replica(number, config, costs, vocab_size=VOCAB_SIZE, server=server)
+        return Replica(number, config, costs, vocab_size=VOCAB_SIZE, intake=costs.intake, server=server)
 
     router = PowerOfTwoChoices(random.Random(0), config.kvcache_block_size or 16)
     told = Fleet(make, router, Given(asked), FleetOptions(replicas=replicas, server=server)).run().report()
@@ -90,7 +92,7 @@ class Setting(NamedTuple):
 
     title: str
     rates: list[float]
-    real: Callable[[list[Asked]], Figures]
+    real: Callable[[list[Asked]], Seen]
     replicas: int
     server: ServerTime
 
@@ -102,19 +104,20 @@ def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
     serve = [sys.executable, "-m", "nanovllm.cli", "serve", str(options.model), "--port", "0", "--max-queue", "100000"]
     ray = [sys.executable, "examples/ray_serve.py", str(options.model), "--replicas", "2", "--port", str(options.port)]
     clients = speed.CLIENTS if gpu else 1
+    callers = ServerTime(**asyncio.run(mock.async_time()))
 
-    def in_process(title: str, measure: Measure, asked: list[Asked]) -> Figures:
+    def in_process(title: str, measure: Measure, asked: list[Asked]) -> Seen:
         arguments = {"waves": [arrivals(*WARM_UP), asked], "model": str(options.model), "config": config}
-        found: list[Figures] = harness.run_process(Contender(title), measure, arguments, options)["repetitions"]
-        return found[0]
+        [found] = harness.run_process(Contender(title), measure, arguments, options)["repetitions"]
+        return Seen(*found)
 
-    def server(command: list[str], asked: list[Asked]) -> Figures:
+    def server(command: list[str], asked: list[Asked]) -> Seen:
         with process(command, r"serving at http://127\.0\.0\.1:(\d+)") as port:
             return over_http(port, asked, clients)
 
     found = [
-        Setting(title, options.rates, partial(in_process, title, measure), 1, ServerTime())
-        for title, measure in (("engine", measure_engine), ("AsyncLLM", measure_async))
+        Setting(title, options.rates, partial(in_process, title, measure), 1, added)
+        for title, measure, added in (("engine", measure_engine, ServerTime()), ("AsyncLLM", measure_async, callers))
         if title == "AsyncLLM" or not gpu
     ]
     if (options.model / "tokenizer.json").is_file():
@@ -141,8 +144,10 @@ def compare(options: argparse.Namespace, costs: Costs) -> Iterator[dict[str, Any
         for rate in rates:
             asked = arrivals(rate, options.seconds, 1, gpu)
             busy = os.getloadavg()[0]
-            row = {"where": title, "rate": rate, "load": busy, "measured": real(asked)}
-            row["simulated"] = simulate(costs, asked, config, replicas, server)
+            seen = real(asked)
+            sent = [one._replace(time=time) for one, time in zip(asked, seen.sent, strict=True)]
+            row = {"where": title, "rate": rate, "load": busy, "measured": seen.figures}
+            row["simulated"] = simulate(costs, sent, config, replicas, server)
             print(*rows_of(row), sep="\n", flush=True)
             yield row
 

@@ -7,26 +7,32 @@ the scratch row, which writes to the scratch block.
 
 A step that verifies guesses or computes a few tokens of a prompt is replayed as well. Every token is then a decode of
 its own, in the row of its sequence, one position on. All keys are written before any is read, so each token sees
-the tokens before it. The price: the context is read once per token, instead of once for all. So such a step has at
+the tokens before it. A recording samples after every token. After a token of a prompt that does so in the scratch row,
+where nobody looks. The price: the context is read once per token, instead of once for all. So such a step has at
 most `max_several` tokens, which read at most `max_keys` keys. Larger steps are for `prompt_steps.py`.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs.cuda_graph import Recorder, Step
 from nanovllm.graphs.sizes import StepSizes
-from nanovllm.pinned import host_buffers, to_device
+from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled
 
-# What is recorded: from the rows and positions of B tokens, [2, B] int32 on the device, to what the step sampled.
+NO_TOKENS = np.zeros((3, 0), dtype=np.int32)
+
+# What is recorded: from three numbers of each of B tokens, [3, B] int32 on the device, to what the step sampled. The
+# numbers: the row to sample in, the row to compute in, and the position there.
 DecodeStep = Callable[[Tensor], Sampled]
 
 
@@ -41,60 +47,65 @@ class DecodeSteps:
         self.sizes, self.max_several, self.max_keys = sizes.decodes, sizes.max_several, sizes.max_keys
         self.token_ids, self.scratch_row = token_ids, len(token_ids) - 1
         largest, device = self.sizes[-1], token_ids.device
-        shared = torch.zeros(2 * largest, dtype=torch.int32, device=device)
-        self.numbers = {size: shared[: 2 * size].view(2, size) for size in self.sizes}  # rows, then positions
-        self._host = host_buffers(2 * largest, copies, device)
+        length = 3 * aligned(largest)
+        shared = torch.zeros(length, dtype=torch.int32, device=device)
+        self._numbers = {size: shared[: 3 * aligned(size)].view(3, -1) for size in self.sizes}
+        self.numbers = {size: numbers[:, :size] for size, numbers in self._numbers.items()}
+        self._host = host_buffers(length, copies, device)
         self._replays: dict[int, Step] = {}
         # The largest first: the smaller ones then fit into the memory that it left in the pool.
         for size in tqdm(self.sizes[::-1], desc="recording decode steps", disable=device.type == "cpu", leave=False):
-            self.load(size, [])
+            self.load(size, NO_TOKENS)
             self._replays[size] = recorder(partial(step, self.numbers[size]))
 
     def replay(self, scheduled: Sequence[Scheduled]) -> Sampled | None:
         """Compute this work if it fits a recording and a replay pays; otherwise do nothing and return None."""
         several = [s for s in scheduled if s.num_tokens > 1 or not s.sample]
         if not several:  # almost always
-            return self.run([(s.row, s.start) for s in scheduled])
-        tokens = self._tokens(scheduled, several)
-        if tokens is None:
+            return self.run(np.array([(s.row, s.row, s.start) for s in scheduled], dtype=np.int32).T)
+        if not self._fits(scheduled, several):
             return None
-        behind = [s.sample and i >= s.num_tokens - len(s.guesses) - 1 for s in scheduled for i in range(s.num_tokens)]
-        if all(behind):
-            return self.run(tokens)
-        # A recording samples after every token. Where that was not asked for, the token that stood there is put back.
-        array, chosen = np.array(tokens), np.flatnonzero(behind)
-        row, before = np.delete(array, chosen, axis=0).T
-        numbers = to_device(np.concatenate((row, before + 1, chosen)), self.token_ids.device)
-        row_kept, kept, sampled = numbers.split((len(row), len(row), len(chosen)))
-        known = self.token_ids[row_kept, kept]
-        step = self.run(tokens)
-        self.token_ids[row_kept, kept] = known
-        return step.at(sampled)
+        numbers = [(s.row, s.start, s.num_tokens, s.sample and len(s.guesses) + 1) for s in scheduled]
+        row, start, length, num_sampled = np.array(numbers, dtype=np.int32).T
+        # The tokens of a row stand side by side and in order: `ring_decode` relies on it.
+        place, row = ragged_arange(length), np.repeat(row, length)
+        asked = place >= np.repeat(length - num_sampled, length)
+        step = self.run(np.stack((np.where(asked, row, self.scratch_row), row, np.repeat(start, length) + place)))
+        return step if asked.all() else step._replace(chosen=np.flatnonzero(asked))
 
-    def _tokens(self, scheduled: Sequence[Scheduled], several: list[Scheduled]) -> list[tuple[int, int]] | None:
-        """Row and position of every token of the step, those of a row side by side and in order: `ring_decode` relies
-        on it. None if there are too many tokens, or they would read too much."""
+    def _fits(self, scheduled: Sequence[Scheduled], several: list[Scheduled]) -> bool:
+        """Whether there are not too many tokens, and these would not read too much."""
         longer = [s for s in several if s.num_tokens > 1]
         num_tokens = sum(s.num_tokens for s in scheduled)
         keys = sum(s.num_tokens * (s.start + s.num_tokens) for s in longer)
         most = self.max_several if longer else num_tokens
-        if num_tokens > min(most, self.sizes[-1]) or keys > self.max_keys:
-            return None
-        return [(s.row, s.start + i) for s in scheduled for i in range(s.num_tokens)]
+        return num_tokens <= min(most, self.sizes[-1]) and keys <= self.max_keys
 
-    def run(self, tokens: list[tuple[int, int]]) -> Sampled:
-        """Replay the smallest recording that has room for these decodes, each a row and the position that it computes.
-        Returns what was sampled after each of them."""
-        size = self.sizes[bisect_left(self.sizes, len(tokens))]
+    def run(self, tokens: NDArray[Any]) -> Sampled:
+        """Replay the smallest recording that has room for these decodes [3, N]: the row that each samples in, the row
+        that it is computed in, and the position. Returns what was sampled after each of them."""
+        n = tokens.shape[1]
+        size = self.sizes[bisect_left(self.sizes, n)]
         self.load(size, tokens)
-        return self._replays[size]().at(slice(len(tokens)))
+        return self._replays[size]().at(slice(n))
 
-    def load(self, size: int, tokens: list[tuple[int, int]]) -> None:
-        """Send rows and positions to the device, in one copy. The rest of the batch is the scratch row."""
-        host = next(self._host)[: 2 * size].view(2, size)
-        array, n = host.numpy(), len(tokens)
-        if n:
-            array[:, :n] = np.array(tokens, dtype=np.int32).T
-        array[0, n:] = self.scratch_row
-        array[1, n:] = 0
-        self.numbers[size].copy_(host, non_blocking=True)
+    def load(self, size: int, tokens: NDArray[Any]) -> None:
+        """Send decodes [3, N] to the device, in one copy. The rest of the batch is the scratch row."""
+        numbers, n = self._numbers[size], tokens.shape[1]
+        host = next(self._host)[: numbers.numel()].view(3, -1)
+        array = host.numpy()
+        array[:, :n] = tokens
+        array[:2, n:] = self.scratch_row
+        array[2, n:] = 0
+        numbers.copy_(host, non_blocking=True)
+
+
+def aligned(size: int) -> int:
+    """Numbers of a line that the next line follows 16 bytes aligned, so that one kernel serves all sizes."""
+    return -(-size // 4) * 4
+
+
+def ragged_arange(lengths: NDArray[Any]) -> NDArray[Any]:
+    """0..lengths[0]-1, 0..lengths[1]-1, ... in one array, without a loop."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from nanovllm.engine.plan import Scheduled
 from nanovllm.graphs.cuda_graph import Recorder, Step
-from nanovllm.graphs.decode_steps import DecodeSteps
+from nanovllm.graphs.decode_steps import NO_TOKENS, DecodeSteps
 from nanovllm.pinned import host_buffers
 from nanovllm.sampling.sampler import Sampled
 
-# What is recorded: from the rows and positions [2, B] of a recorded decode step, the rows [B] that get masks, and their
+# What is recorded: from the numbers [3, B] of a recorded decode step, the rows [B] that get masks, and their
 # masks [B, W], all int32 on the device, to what the step sampled. If fewer than B rows get masks, the others of these B
 # are the scratch row.
 MaskedTail = Callable[[Tensor, Tensor, Tensor], Sampled]
@@ -45,7 +45,7 @@ class MaskedTails:
         self._host = host_buffers(length, COPIES, device)
         self._replays: dict[int, Step] = {}
         for size in self.sizes[::-1]:  # the largest first, as in `DecodeSteps`
-            decodes.load(size, [])
+            decodes.load(size, NO_TOKENS)
             self._load(size, [], np.empty((0, width), dtype=np.int32))
             rows, masks = self._words[: size * (1 + width)].split([size, size * width])
             self._replays[size] = recorder(partial(tail, decodes.numbers[size], rows, masks.view(size, width)))

@@ -82,9 +82,10 @@ class PromptSteps:
         host = next(self._host)[: sum(lengths)]
         # A missing sequence begins after the last token; a missing sample is taken from the scratch row.
         fills = [0, 0, self.scratch_row, size, 1, 0, self.scratch_row, 0]
-        for part, place, fill in zip(self.pack([*scheduled, *padding]), host.split(lengths), fills, strict=True):
-            array = place.numpy()
-            array[: len(part)], array[len(part) :] = part, fill
+        array, end = host.numpy(), 0
+        for part, length, fill in zip(self.pack([*scheduled, *padding]), lengths, fills, strict=True):
+            start, end = end, end + length
+            array[start : start + len(part)], array[start + len(part) : end] = part, fill
         self._numbers[: len(host)].copy_(host, non_blocking=True)
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from nanovllm.attention.interface import AttentionMetadata
 from nanovllm.engine.plan import Scheduled
+from nanovllm.graphs.decode_steps import ragged_arange
 from nanovllm.graphs.sizes import FEW_PLACES, MOST_CUT_TOKENS, has_long_context
 from nanovllm.kernels import fused_kernels
 from nanovllm.pinned import to_device
-from nanovllm.runner.rows import Rows, ragged_arange
+from nanovllm.runner.rows import Rows
 
 
 @dataclass
@@ -103,8 +104,9 @@ class DecodeInputs:
         self.block_table = ints(max_tokens, rows.block_table.shape[1])
 
     def look_up(self, numbers: Tensor) -> Batch:
-        """numbers: rows and positions [2, B] int32. Fills in what follows from them, as part of what is recorded."""
-        rows, positions = numbers.unbind()  # [B] each
+        """numbers [3, B] int32: the row to sample in, the row to compute in, and the position. Fills in what follows
+        from them, as part of what is recorded."""
+        sampled_rows, rows, positions = numbers.unbind()  # [B] each
         b, known = len(positions), self.rows
         input_ids, slots, context_len = self.input_ids[:b], self.slots[:b], self.context_len[:b]  # [B] each
         table = self.block_table[:b]  # [B, M]
@@ -114,7 +116,7 @@ class DecodeInputs:
         maxima = b, 1, known.max_context_len  # of which the first is the number of decodes
         attention = AttentionMetadata(slots, self.query_start[: b + 1], context_len, table, *maxima)
         # A new token is sampled after each token, and goes right after its context.
-        return Batch(input_ids, positions, attention, None, rows, context_len)
+        return Batch(input_ids, positions, attention, None, sampled_rows, context_len)
 
 
 def decode_inputs_reference(

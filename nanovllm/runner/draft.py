@@ -117,7 +117,7 @@ class DraftModel:
     def _guess(self, scheduled: list[Scheduled], needs: Needs, all_greedy: bool) -> Tensor | None:
         """One turn: compute tokens, and write a guess after each that samples. Returns the guesses' distributions."""
         if self.recorded is not None and all(s.sample and s.num_tokens == 1 for s in scheduled):
-            step = self.recorded.run([(s.row, s.start) for s in scheduled])
+            step = self.recorded.run(np.array([(s.row, s.row, s.start) for s in scheduled], dtype=np.int32).T)
             if all_greedy and needs == Needs():
                 return None  # the recording wrote the guesses
             rows, positions, logits = step.rows, step.positions, step.logits

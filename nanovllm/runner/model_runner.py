@@ -34,7 +34,7 @@ from nanovllm.runner.step_output import StepOutput
 from nanovllm.runner.warm_up import launch_unrecorded, rehearse
 from nanovllm.sampling.masks import masks_of_rows
 from nanovllm.sampling.sampler import Sampled, Sampler, gather_logits
-from nanovllm.sampling.state import Needs, SamplingState
+from nanovllm.sampling.state import WORDS, Needs, SamplingState
 from nanovllm.startup import part_of_start
 
 
@@ -96,10 +96,11 @@ class ModelRunner:
             model.allocate_kv_cache(self.num_kv_blocks)
 
         # Rows: tokens, blocks and sampling parameters of each running sequence
-        self.rows = Rows(config.max_num_seqs, config.max_model_len, block_size, self.num_kv_blocks, device)
+        self.rows = Rows(config.max_num_seqs, config.max_model_len, block_size, self.num_kv_blocks, device, WORDS)
         # A rank of several does not see all logits, and a draft's guesses need distributions: the full tail has both.
         in_kernels = fused_kernels(device).sample_rows is not None and self.group.size == 1 and draft is None
-        self.state = SamplingState(self.rows.token_ids, self.vocab_size, loaded.eos_token_ids, in_kernels)
+        kept = self.rows.token_ids, self.vocab_size, loaded.eos_token_ids
+        self.state = SamplingState(*kept, in_kernels, self.rows.numbers)
         self.sampler = Sampler(self.state, self.group)
         # With guesses, each token of a sequence has a mask of its own.
         self.records_tails = with_masks and in_kernels and not self.speculates
@@ -123,6 +124,8 @@ class ModelRunner:
             step, prompts = self.launch_and_score(plan)
             return Computed(step, sampling, needs, q, prompts)
         step = self.replay(plan.scheduled) or self.launch(plan.scheduled)
+        if needs is not None or plan.masked or self.speculates:
+            step = step.asked()
         tails = self.recorded.tails if plan.masked and self.recorded is not None else None
         tails = tails if tails is not None and tails.fit(plan.scheduled) else None
         return Computed(step, sampling, needs, q, tails=tails)
@@ -135,7 +138,8 @@ class ModelRunner:
             step, masks = tails.replay(len(sampling), *masks_of_rows(masks, sampling, self.state)), None
         token_ids, logprobs = self.sampler.finish(step, sampling, needs, q, masks)
         wanted = [] if logprobs is None else [self.state.params[s.row].logprobs for s in sampling]
-        return StepOutput(token_ids, step.guesses, [len(s.guesses) + 1 for s in sampling], logprobs, wanted, prompts)
+        num_sampled = [len(s.guesses) + 1 for s in sampling]
+        return StepOutput(token_ids, step.guesses, num_sampled, logprobs, wanted, prompts, step.chosen)
 
     def update_rows(self, plan: StepPlan, sequences: Mapping[int, Known]) -> None:
         """Apply what a plan changes: rows given up, sequences that move into a row, new blocks of a row."""

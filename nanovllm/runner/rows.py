@@ -6,10 +6,9 @@ the same rows are in `sampling/state.py`.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from nanovllm.engine.plan import Scheduled
@@ -31,29 +30,41 @@ class Rows:
     token_ids [R + 1, max_model_len + 1] int32: every known token, the newest included. `install` writes what is known
         when a sequence moves in, the sampler every new token, and `runner/draft.py` the guesses after the last one.
     block_table [R + 1, M] int32: written by `append_blocks`; the scratch block where there is no block yet.
+    numbers [num_numbers, R + 1] int32: for `sampling/state.py`.
     owner [R + 1], on the host: the key of the sequence in each row, -1 for none. The runner compares it with a plan.
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, block_size: int, scratch_block: int, device: torch.device
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        scratch_block: int,
+        device: torch.device,
+        num_numbers: int = 0,
     ) -> None:
         self.device = device
         self.block_size = block_size
         self.scratch_row, self.scratch_block = num_rows, scratch_block
         self.max_context_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
-        self.token_ids = torch.zeros(num_rows + 1, max_model_len + 1, dtype=torch.int32, device=device)
-        self.block_table = torch.full((num_rows + 1, max_blocks), scratch_block, dtype=torch.int32, device=device)
+        shapes = (num_numbers, num_rows + 1), (num_rows + 1, max_model_len + 1), (num_rows + 1, max_blocks)
+        lengths = [-(-height * width // 64) * 64 for height, width in shapes]  # kernels want aligned tensors
+        memory = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
+        parts = zip(memory.split(lengths), shapes, strict=True)
+        self.numbers, self.token_ids, self.block_table = (
+            part[: height * width].view(height, width) for part, (height, width) in parts
+        )
+        self.block_table.fill_(scratch_block)
         self.owner = [-1] * (num_rows + 1)
-        self.writes = Writes(device)  # new values here and in the sampling parameters, sent before the next step
+        self.writes = Writes(memory)  # new values, sent before the next step
 
     def install(self, scheduled: list[Scheduled], known: Sequence[Known]) -> None:
         """Move all new sequences of a step into their rows, with the tokens known so far, by `writes`."""
-        lengths = np.array([len(k.token_ids) for k in known])
-        first = np.array([s.row for s in scheduled]) * self.token_ids.shape[1]
-        places = np.repeat(first, lengths) + ragged_arange(lengths)
-        self.writes.add(self.token_ids, places, np.concatenate([k.token_ids for k in known]))
-        for s in scheduled:
+        for s, k in zip(scheduled, known, strict=True):
+            first = s.row * self.token_ids.shape[1]
+            places = np.arange(first, first + len(k.token_ids))
+            self.writes.add(self.token_ids, places, np.array(k.token_ids, dtype=np.int32))
             self.owner[s.row] = s.key
 
     def append_blocks(self, scheduled: list[Scheduled]) -> None:
@@ -63,7 +74,7 @@ class Rows:
             end = s.row * self.block_table.shape[1] - (-(s.start + s.num_tokens) // self.block_size)
             flat += list(enumerate(s.new_blocks, start=end - len(s.new_blocks)))
         places, block_ids = np.array(flat).T
-        self.writes.add(self.block_table, places, block_ids)
+        self.writes.add(self.block_table, places, block_ids.astype(np.int32))
 
     def write_guesses(self, scheduled: list[Scheduled]) -> None:
         """Put the guesses of a plan after the last known token of their rows."""
@@ -74,9 +85,3 @@ class Rows:
         ]
         row, position, token_ids = to_device(np.array(flat, dtype=np.int32).T.copy(), self.device)
         self.token_ids[row, position] = token_ids
-
-
-def ragged_arange(lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """0..lengths[0]-1, 0..lengths[1]-1, ... in one array, without a loop."""
-    starts = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)

@@ -1,6 +1,8 @@
 """What a step sampled, on its way to the host."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import TokenLogprobs
@@ -15,6 +17,7 @@ class StepOutput:
     guessed there, None if nobody guesses. num_sampled: how many of the N tokens each sequence has. wanted: how many
     of the likeliest tokens each sequence asked for, None for none. Without log-probabilities nobody reads `wanted`.
     prompts: log-probabilities of prompts, to be read after the tokens; None if nobody asked.
+    chosen: which of the tokens count, None for all; not with guesses or log-probabilities.
     """
 
     def __init__(
@@ -25,8 +28,9 @@ class StepOutput:
         logprobs: TopLogprobs | None,
         wanted: list[int | None],
         prompts: PromptLogprobs | None = None,
+        chosen: NDArray[np.int64] | None = None,
     ) -> None:
-        self.num_sampled, self.wanted, self.prompts = num_sampled, wanted, prompts
+        self.num_sampled, self.wanted, self.prompts, self.chosen = num_sampled, wanted, prompts, chosen
         self.ready: torch.cuda.Event | None = None
         self.token_ids, self.guesses, self.logprobs = token_ids, guesses, logprobs
         if token_ids.is_cuda:
@@ -41,7 +45,7 @@ class StepOutput:
         bad row; and log-probabilities where wanted."""
         if self.ready is not None:
             self.ready.synchronize()
-        token_ids = self.token_ids.tolist()
+        token_ids = (self.token_ids if self.chosen is None else self.token_ids[self.chosen]).tolist()
         if self.guesses is None and self.logprobs is None:  # almost always: one token each
             return [([token], None) for token in token_ids]
         of_token: list[TokenLogprobs | None] = [None] * len(token_ids)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.distributed.group import Group
@@ -36,19 +37,27 @@ MAX_SCORES = 2**23
 
 class Sampled(NamedTuple):
     """What the plain tail of a step sampled: N tokens. Each sequence that samples has a token after its last known
-    token and a token after every guess. The next replay of a recorded step overwrites the tensors."""
+    token and a token after every guess. The next replay of a recorded step overwrites the tensors.
+
+    A recording may have sampled more than was asked for. `chosen` says, on the host, which of its tokens count.
+    """
 
     rows: Tensor  # [N] int32
     positions: Tensor  # [N] int32, where in its row each token went
     token_ids: Tensor  # [N] int64
     logits: Tensor  # [N, V], of several ranks [N, V / R]
     guesses: Tensor | None  # [N] int64: the guess that was at each position before; None if nobody guesses
+    chosen: NDArray[np.int64] | None = None  # None: all
 
     def at(self, index: slice | Tensor) -> "Sampled":
         """Some of the tokens."""
-        rows, positions, token_ids, logits, guesses = self
+        rows, positions, token_ids, logits, guesses, _ = self
         guesses = None if guesses is None else guesses[index]
         return Sampled(rows[index], positions[index], token_ids[index], logits[index], guesses)
+
+    def asked(self) -> "Sampled":
+        """The tokens that count, on the device."""
+        return self if self.chosen is None else self.at(to_device(self.chosen, self.rows.device))
 
 
 class Sampler:

@@ -15,6 +15,7 @@ from nanovllm.pinned import Writes, to_device
 from nanovllm.sampling_params import MAX_BAD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 
 LONGS, INTS, FLOATS = 8, 1, 6  # how many numbers of each kind a row has
+WORDS = 2 * LONGS + INTS + FLOATS  # of 32 bits
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,17 @@ class SamplingState:
     from other sequences.
 
     token_ids [R, L] int32 belongs to the caller, who keeps it up to date: penalties count prompt and output so far.
+    numbers [WORDS, R] int32: memory for what `install` writes, of which the caller has `Writes`; None makes some.
     in_kernels: the plain tail does all that a row may ask for, except log-probabilities and grammars.
     """
 
     def __init__(
-        self, token_ids: Tensor, vocab_size: int, eos_token_ids: Iterable[int], in_kernels: bool = False
+        self,
+        token_ids: Tensor,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        in_kernels: bool = False,
+        numbers: Tensor | None = None,
     ) -> None:
         num_rows, device = token_ids.shape[0], token_ids.device
         self.device = device
@@ -74,7 +81,11 @@ class SamplingState:
         self.eos_token_ids = set(eos_token_ids)
         self.in_kernels = in_kernels
         # All numbers of a row are in one tensor, so that `install` is one write. The names below are views of it.
-        self._numbers = torch.zeros(2 * LONGS + INTS + FLOATS, num_rows, dtype=torch.int32, device=device)
+        self._numbers = token_ids.new_zeros(WORDS, num_rows) if numbers is None else numbers
+        # Where the words of row 0 stand, and how far from there those of the next row are
+        self._first = np.arange(WORDS) * num_rows
+        self._first[: 2 * LONGS] = (2 * num_rows * np.arange(LONGS)[:, None] + np.arange(2)).ravel()
+        self._step = np.repeat([2, 1], [2 * LONGS, INTS + FLOATS])
         longs = self._numbers[: 2 * LONGS].view(-1).view(torch.int64).view(LONGS, num_rows)
         self.num_prompt_tokens = self._numbers[2 * LONGS]  # [R] int32
         floats = self._numbers[2 * LONGS + INTS :].view(torch.float32)
@@ -118,14 +129,11 @@ class SamplingState:
             floats.append((p.temperature, p.top_p, log_min_p, *penalties))
             lengths = self._install_lists(row, p) if self._is_edited(p) else (0,) * 5
             longs.append((p.seed, self._top_k(p), p.min_tokens, *lengths))
-        num_rows, place = self._numbers.shape[1], np.array(rows)[:, None]
-        first = 2 * (np.arange(LONGS) * num_rows + place)  # [N, LONGS]: each has two words of 32 bits
-        others = np.arange(2 * LONGS, len(self._numbers)) * num_rows + place
-        places = (first[:, :, None] + np.arange(2)).reshape(len(rows), -1), others
+        places = self._first + self._step * np.array(rows)[:, None]  # [N, WORDS]
         prompts = np.array(num_prompt_tokens, dtype=np.int32)[:, None]
         values = np.array(longs, dtype=np.int64), prompts, np.array(floats, dtype=np.float32)
-        told = writes or Writes(self.device)
-        told.add(self._numbers, np.hstack(places), np.hstack([part.view(np.int32) for part in values]))
+        told = writes or Writes(self._numbers.view(-1))
+        told.add(self._numbers, places, np.hstack([part.view(np.int32) for part in values]))
         if writes is None:
             told.send()
 

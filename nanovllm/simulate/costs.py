@@ -32,11 +32,19 @@ class StepCosts(Protocol):
     def host_seconds(self, shape: StepShape) -> float: ...
 
 
+HALF_ASLEEP = 0.004  # seconds: so short a pause costs half of what a long one costs (measured on the host of an H200)
+
+
 class IntakeTime(NamedTuple):
     """What adding a request costs the host, in seconds: checking it, and copying its prompt."""
 
     request: float = 0.0
     prompt_token: float = 0.0
+    wake: float = 0.0  # if nothing ran for a long time before: a processor that has been idle is slow at first
+
+    def wake_seconds(self, idle: float) -> float:
+        """What the first step takes longer after so many seconds without one."""
+        return self.wake * idle / (idle + HALF_ASLEEP)
 
     def seconds(self, num_prompt_tokens: int) -> float:
         return self.request + self.prompt_token * num_prompt_tokens

@@ -206,8 +206,9 @@ class Replica:
         self._load, self._num_arrived = (engine.num_waiting, engine.num_free_seats), 0
         if not engine.has_unfinished():
             return None
+        idle = max(0.0, now - self.clock.now)
         self.clock.wait_until(now)
-        self.clock.now += self._to_take_in
+        self.clock.now += self._to_take_in + self.intake.wake_seconds(idle)
         self._to_take_in = 0.0
         num_steps, executor.delivered = executor.num_steps, {}
         engine.advance()

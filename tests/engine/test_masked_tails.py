@@ -211,7 +211,7 @@ def test_each_mask_is_with_its_row_and_the_rest_is_scratch() -> None:
 
     def step(numbers: Tensor) -> Sampled:
         size = numbers.shape[1]
-        return Sampled(numbers[0], numbers[1] + 1, torch.zeros(size, dtype=torch.int64), torch.zeros(size, 1), None)
+        return Sampled(numbers[0], numbers[2] + 1, torch.zeros(size, dtype=torch.int64), torch.zeros(size, 1), None)
 
     def tail(numbers: Tensor, rows: Tensor, masks: Tensor) -> Sampled:
         seen.append((numbers.clone(), rows.clone(), masks.clone()))

@@ -12,7 +12,7 @@ from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import Scheduled, StepMasks, StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.simulate.arrivals import VOCAB_SIZE, Query
-from nanovllm.simulate.costs import IntakeTime, ServerTime
+from nanovllm.simulate.costs import HALF_ASLEEP, IntakeTime, ServerTime
 from nanovllm.simulate.histogram import Histogram
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.step_shape import shape_of
@@ -146,8 +146,25 @@ def test_what_a_query_costs_beside_its_steps() -> None:
 
     assert finished() == [(1.0, 2.0)] * 3
     assert finished(intake=IntakeTime(0.5, 0.1)) == [(pytest.approx(5.5), pytest.approx(6.5))] * 3
+    assert finished(intake=IntakeTime(wake=0.5)) == [(1.0, 2.0)] * 3, "nothing was idle before"
     assert finished(server=ServerTime(engine_token=0.5)) == [(2.5, 5.0)] * 3
     assert finished(server=ServerTime(api_token=0.5)) == [(2.0, 3.0)] * 3, "the middle one of three"
+
+
+def test_a_replica_that_was_idle_is_slow_at_first() -> None:
+    """The longer, the slower, up to `wake`; a turn right behind another is not."""
+    costs = Linear(step=1.0, host=0.0, decode=0.0, key=0.0, prompt_token=0.0)
+
+    def first(idle: float) -> float:
+        replica = Replica(0, config(async_scheduling=False), costs, vocab_size=VOCAB_SIZE, intake=IntakeTime(wake=0.5))
+        replica.add(Query(0, idle, [1] * 10, max_tokens=2), idle)
+        ends = [replica.begin_turn(idle) or 0.0]
+        replica.end_turn(ends[-1], Histogram())
+        ends.append(replica.begin_turn(ends[-1]) or 0.0)
+        assert ends[1] - ends[0] == pytest.approx(1.0)
+        return ends[0] - idle - 1.0
+
+    assert first(0.0) == 0 and first(HALF_ASLEEP) == pytest.approx(0.25) and first(1e6) == pytest.approx(0.5)
 
 
 def test_guesses_are_right_as_often_as_asked() -> None:

@@ -1,5 +1,6 @@
 """The benchmark of steps, from a grid on a tiny model to a card; and the drivers of what is simulated."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ TINY: dict[str, Any] = {
     "masked": [1],
     "guesses": {"batches": [2], "numbers": [1, 3], "context": 16},
     "steps": 3,
+    "pauses": 1,
     "most_tokens": 2**11,
     "highest_id": 500,
 }
@@ -40,7 +42,7 @@ def points_of(model: Path, scenes: list[str], overlapped: bool, **config: Any) -
         [found] = step_scenes.measure(engine, 1, TINY, scenes, overlapped, "cpu")
     finally:
         engine.llm.close()
-    assert found["kv_tokens"] == 128 * 16 and all(seconds > 0 for *_, seconds in found["intake"])
+    assert found["kv_tokens"] == 128 * 16 and found["wake"] >= 0 and all(seconds > 0 for *_, seconds in found["intake"])
     return {point["name"]: point for point in found["points"]}
 
 
@@ -123,6 +125,11 @@ def test_launching_belongs_to_the_step_that_is_launched() -> None:
 def test_what_http_costs_is_measured() -> None:
     found = mock.server_time(seconds=1)
     assert 0 < found["api_token"] < 0.01 and 0 < found["engine_token"] < 0.01 and 0 <= found["request"] < 0.1
+
+
+def test_what_callers_of_async_llm_cost_is_measured() -> None:
+    found = asyncio.run(mock.async_time(number=2, num_tokens=50))
+    assert 0 < found["api_token"] == found["engine_token"] < 0.01 and 0 < found["request"] < 0.1
 
 
 def test_figures_of_answers() -> None:
