@@ -28,7 +28,8 @@ class Routing(NamedTuple):
 def route(logits: Tensor, num_chosen: int, *, normalise: bool) -> Routing:
     """The likeliest experts of each token, and their probabilities, or their shares of the sum of these.
 
-    logits: [T, E]. A token whose logits are not finite goes to some experts, like any other.
+    logits: [T, E], or what `Linear.product` gives with partial=True. A token whose logits are not finite goes to some
+    experts, like any other.
     """
     fused = kernels.fused_kernels(logits.device).route
     if fused is not None:

@@ -50,7 +50,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> SubLayerOutput:
         """x [T, H] -> [T, H], or what is left to the norm that follows: see `Linear.partial`."""
-        routing = route(self.gate(x), self.num_chosen, normalise=self.normalise)
+        routing = route(self.gate.product(x, partial=True), self.num_chosen, normalise=self.normalise)
         if self.shared_expert is None and self.group is None:
             return self.experts(x, routing, partial=True)
         y = self.experts(x, routing)  # [T, H]

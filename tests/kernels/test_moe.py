@@ -190,6 +190,9 @@ def test_route(where: Where, num_experts: int, num_chosen: int, normalise: bool)
     chosen = probabilities.gather(1, experts)
     assert torch.allclose(chosen, probabilities.topk(num_chosen).values, rtol=1e-5)
     assert all(len(set(row)) == num_chosen for row in experts.tolist())
+    halves = torch.stack([logits.float() / 4, logits.float() * 3 / 4])
+    in_parts = route(halves, num_chosen, normalise=normalise)
+    assert torch.equal(in_parts[0], experts) and torch.allclose(in_parts[1], weights, rtol=1e-5)
 
 
 def test_route_of_equals_and_of_what_is_not_a_number(where: Where) -> None:

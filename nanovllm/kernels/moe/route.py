@@ -13,15 +13,17 @@ from nanovllm.kernels.launch import overlaps_launches
 def _route_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, experts_ptr, weights_ptr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr, NORMALISE: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
+    token, num_tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     expert, slot = tl.arange(0, PADDED), tl.arange(0, SLOTS)
     exists = expert < EXPERTS
     logits = tl.load(logits_ptr + token * EXPERTS + expert, mask=exists, other=-float("inf")).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        logits += tl.load(logits_ptr + (split * num_tokens + token) * EXPERTS + expert, mask=exists, other=0.0)
     odds = tl.exp(logits - tl.max(logits, 0))
     total = tl.sum(odds, 0)
     # A probability and its expert are one number, so that one maximum finds both: the probability's bits, which are in
@@ -45,14 +47,16 @@ def _route_kernel(  # type: ignore[no-untyped-def]
 
 
 def route(logits: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """logits [T, E], contiguous -> experts [T, K] int64, weights [T, K] float32: see `layers/experts.py`."""
-    num_tokens, num_experts = logits.shape
+    """logits [T, E], or parts of them [S, T, E] float32, to be summed over S -> experts [T, K] int64, weights [T, K]
+    float32: see `layers/experts.py`. logits: contiguous."""
+    num_tokens, num_experts = logits.shape[-2:]
     experts = logits.new_empty(num_tokens, num_chosen, dtype=torch.int64)
     weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
     pdl = overlaps_launches(logits.device)
     _route_kernel[(num_tokens,)](
         logits, experts, weights,
         EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), CHOSEN=num_chosen,
-        SLOTS=triton.next_power_of_2(num_chosen), NORMALISE=normalise, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        SLOTS=triton.next_power_of_2(num_chosen), NORMALISE=normalise,
+        SPLITS=len(logits) if logits.dim() == 3 else 1, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return experts, weights
