@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.lib.harness import Contender
 from benchmarks.lib.workloads import SHAPES
 
-SHAPE, LARGE_SHAPE = SHAPES / "Qwen3-0.6B", SHAPES / "Qwen3-8B"
+SHAPE, LARGE_SHAPE, EXPERTS_SHAPE = (SHAPES / f"Qwen3-{size}" for size in ("0.6B", "8B", "30B-A3B"))
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:

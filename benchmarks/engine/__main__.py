@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.engine import (
+    EXPERTS_SHAPE,
     LARGE_SHAPE,
     SHAPE,
     ablations,
@@ -40,12 +41,13 @@ SHOWCASES = {
     "phases": steps.phases,
     "quantised": quantised.showcase,
     "kv_cache": quantised.kv_cache,
+    "experts": quantised.experts,
     "ablations": ablations.showcase,
     "tensor_parallel": ranks.showcase,
 }
 SPECULATION = "speculation"  # two results, each of one process with two engines
 STEP_COSTS = "step_costs"  # a card for `nanovllm simulate`
-LARGE = ("tensor_parallel", "quantised", SPECULATION)
+SHAPES = dict.fromkeys(("tensor_parallel", "quantised", SPECULATION), LARGE_SHAPE) | {"experts": EXPERTS_SHAPE}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -76,7 +78,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(name: str, options: argparse.Namespace) -> bool:
     """Measure one benchmark, and say whether nothing is missing."""
     small = options.quick or (name in (SPECULATION, STEP_COSTS) and options.device == "cpu")
-    model = options.model or (EMBEDDED_MODEL if small else LARGE_SHAPE if name in LARGE else SHAPE)
+    model = options.model or (EMBEDDED_MODEL if small else SHAPES.get(name, SHAPE))
     chosen = argparse.Namespace(**vars(options) | {"model": model.resolve()})
     try:
         if name == SPECULATION:

@@ -1,12 +1,13 @@
 """FP8 beside bf16: small batches, which read little besides weights, and the headline workload.
 
-`quantised`: weights in FP8.
+`quantised`: weights in FP8. `experts`: the same for a mixture of experts.
 
 - "bf16": the model as it is.
 - "FP8 by channel": the same, quantised while it is loaded, with a scale for each output channel.
 - "FP8 in blocks": the layout of Qwen's own checkpoints in FP8, with a scale for each 128 x 128 weights.
 
-vLLM is measured with "bf16" and "FP8 in blocks".
+vLLM is measured with "bf16" and "FP8 in blocks". In `experts` all tokens are drawn: sequences that go on with the same
+token would go through the same experts, and read fewer weights than others.
 
 `kv_cache`: keys and values in FP8, and weights in bf16. vLLM is measured with both dtypes of the KV cache.
 
@@ -15,14 +16,14 @@ The weights are random. Steps take as long as with real ones.
 
 from argparse import Namespace
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import ours, speed, vllm
 from benchmarks.lib import workloads
 from benchmarks.lib.harness import Contender, Measured, Showcase, by_batch, higher
-from benchmarks.lib.process import Engine
+from benchmarks.lib.process import SAMPLED, Engine
 
-BLOCKS = workloads.SHAPES / "Qwen3-8B-FP8"
 CONTENDERS = "bf16", "FP8 by channel", "FP8 in blocks"
 KINDS = {"bf16": "auto", "KV cache in FP8": "fp8"}
 
@@ -33,20 +34,28 @@ def measure(engine: Engine, repeats: int, sizes: dict[str, int], small: dict[str
     return [headline | batch for headline, batch in zip(headlines, batches, strict=True)]
 
 
-def in_blocks(contender: Contender) -> Contender:
-    """With the shape of a checkpoint in blocks for its model."""
-    return Contender(contender.name, {**contender.spec, "model": str(BLOCKS)})
+def in_blocks(contender: Contender, model: Path) -> Contender:
+    """With the shape of a checkpoint in blocks of `model`, whose directory has Qwen's name for it."""
+    return Contender(contender.name, {**contender.spec, "model": f"{model}-FP8"})
 
 
-def showcase(options: Namespace) -> Showcase:
+def of_weights(options: Namespace, name: str, title: str, **more: Any) -> Showcase:
     plain, channel, blocks = CONTENDERS
     contenders = [ours(options, plain), ours(options, channel, quantization="fp8")]
     if not options.quick:  # there is no small model in blocks
-        contenders.append(in_blocks(ours(options, blocks)))
+        contenders.append(in_blocks(ours(options, blocks), options.model))
     contenders += vllm(options, f"vLLM, {plain}")
     if not options.quick:
-        contenders += map(in_blocks, vllm(options, f"vLLM, {blocks}"))
-    return compared(options, "quantised", "Weights in FP8", contenders, channel, plain)
+        contenders += (in_blocks(contender, options.model) for contender in vllm(options, f"vLLM, {blocks}"))
+    return compared(options, name, title, contenders, channel, plain, **more)
+
+
+def showcase(options: Namespace) -> Showcase:
+    return of_weights(options, "quantised", "Weights in FP8")
+
+
+def experts(options: Namespace) -> Showcase:
+    return of_weights(options, "experts", "A mixture of experts", kinds=SAMPLED)
 
 
 def kv_cache(options: Namespace) -> Showcase:
@@ -58,10 +67,11 @@ def kv_cache(options: Namespace) -> Showcase:
 
 
 def compared(
-    options: Namespace, name: str, title: str, contenders: list[Contender], contender: str, rival: str
+    options: Namespace, name: str, title: str, contenders: list[Contender], contender: str, rival: str, **more: Any
 ) -> Showcase:
+    """more: of small batches, for `speed.measure_small`."""
     sizes = workloads.QUICK if options.quick else workloads.HEADLINE
-    small = speed.QUICK_SMALL if options.quick else speed.SMALL
+    small = (speed.QUICK_SMALL if options.quick else speed.SMALL) | more
     return Showcase(
         name=name,
         title=title,

@@ -35,6 +35,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, tables.Result]], li
     "engine_cpu": (("engine_cpu", "engine_cpu_smollm2"), stage_bench.engine_cpu_table),
     "quantised": (("quantised",), tables.of_engine),
     "kv_cache": (("kv_cache",), tables.of_engine),
+    "experts": (("experts",), tables.of_engine),
     "speculation": (("speculation", "speculation_ngram"), speculation.table),
     "gpu_tests": (("gpu_tests",), gpu_tests.table),
     "tensor_parallel": (("tensor_parallel",), tensor_parallel.table),

@@ -28,7 +28,8 @@ class Routing(NamedTuple):
 def route(logits: Tensor, num_chosen: int, *, normalise: bool) -> Routing:
     """The likeliest experts of each token, and their probabilities, or their shares of the sum of these.
 
-    logits: [T, E]. A token whose logits are not finite goes to some experts, like any other.
+    logits: [T, E], or what `Linear.product` gives with partial=True. A token whose logits are not finite goes to some
+    experts, like any other.
     """
     fused = kernels.fused_kernels(logits.device).route
     if fused is not None:
@@ -83,10 +84,12 @@ class Experts(nn.Module):
                 yield f"{expert}.up_proj.{kind}", up
                 yield f"{expert}.down_proj.{kind}", down
 
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T, H] -> [T, H]: the weighted sum of the outputs of each token's experts, those of this rank alone."""
-        kernel = kernels.fused_kernels(x.device).grouped_mlp or grouped_mlp
-        return kernel(x, self.gate_up_proj, self.down_proj, *routing, self.place, self.scales)
+    def forward(self, x: Tensor, routing: Routing, *, partial: bool = False) -> Tensor:
+        """x [T, H] -> [T, H]: the weighted sum of the outputs of each token's experts, those of this rank alone. With
+        partial=True the result may be [S, T, H], to be summed over S."""
+        fused = kernels.fused_kernels(x.device)
+        kernel, partial = fused.grouped_mlp or grouped_mlp, partial and fused.add_rms_norm is not None
+        return kernel(x, self.gate_up_proj, self.down_proj, *routing, self.place, self.scales, partial=partial)
 
     def can_stay(self) -> bool:
         """Whether the kernel can read the weights in FP8, by their sizes."""
@@ -131,8 +134,11 @@ def grouped_mlp(
     weights: Tensor,
     place: tuple[int, int] = (0, 1),
     scales: tuple[Tensor, Tensor] | None = None,
+    *,
+    partial: bool = False,
 ) -> Tensor:
     """`Experts.forward` in plain PyTorch: one expert after another, each with all its tokens. Waits for the device.
+    `partial` makes no difference.
 
     A token's result does not depend on its company, but for the rounding of larger or smaller matrix products.
     """

@@ -50,7 +50,10 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> SubLayerOutput:
         """x [T, H] -> [T, H], or what is left to the norm that follows: see `Linear.partial`."""
-        y = self.experts(x, route(self.gate(x), self.num_chosen, normalise=self.normalise))  # [T, H]
+        routing = route(self.gate.product(x, partial=True), self.num_chosen, normalise=self.normalise)
+        if self.shared_expert is None and self.group is None:
+            return self.experts(x, routing, partial=True)
+        y = self.experts(x, routing)  # [T, H]
         if self.shared_expert is not None:
             shared = self.shared_expert.down_proj(self.shared_expert.gate_up_proj.gated(x))  # [T, H], not in parts
             y = y + self.shared_expert_gate(x).sigmoid() * shared

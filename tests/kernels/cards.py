@@ -43,6 +43,12 @@ def shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, **o
     return QWEN3 | sizes | {"num_key_value_heads": kv_heads, "head_dim": head_dim} | other
 
 
+SHARED_EXPERT = {
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
 WINDOWS = {"sliding_window": 512, "sliding_window_pattern": 2}
 MODELS = {
     "Qwen3-0.6B": QWEN3,
@@ -51,6 +57,7 @@ MODELS = {
     "Gemma-3-1B": shape(1152, 6912, 4, 1, 256, model_type="gemma3_text", vocab_size=262_144, **WINDOWS),
     "Qwen3-8B-FP8": json.loads((SHAPES / "Qwen3-8B/config.json").read_text()) | {"quantization_config": BLOCK},
     "Qwen3-30B-A3B": json.loads((SHAPES / "Qwen3-30B-A3B/config.json").read_text()),
+    "Qwen1.5-MoE-A2.7B": shape(2048, 5632, 16, 16, 128, model_type="qwen2_moe", **SHARED_EXPERT),
 }
 MODELS["Qwen3-30B-A3B-FP8"] = MODELS["Qwen3-30B-A3B"] | {"quantization_config": BLOCK}
 MODELS["Qwen3-30B-A3B-FP8-dynamic"] = MODELS["Qwen3-30B-A3B"] | {"quantization_config": CHANNEL}
@@ -59,7 +66,8 @@ ATTENTION = ("_decode_kernel", "_prefill_kernel", "_ring_kernel", "_warp_special
 IN_FP8 = ("_widening_linear_kernel", "_block_linear_kernel", "_quantise_tokens_kernel")
 OF_EXPERTS = ("_route_kernel", "_sort_kernel", "_grouped_linear_kernel", "_sum_kernel")
 TILED = ("_tiled_linear_kernel", "_grouped_linear_kernel", "_widening_linear_kernel", "_block_linear_kernel")
-TILES = ("TOKENS", "PAIRS", "COLUMNS", "INNER", "SWAPPED", "GATED", "HALVES")  # these decide what a program takes
+# These decide what a program takes
+TILES = ("TOKENS", "PAIRS", "COLUMNS", "INNER", "SWAPPED", "GATED", "SORTED", "HALVES")
 
 
 def one_of_each(noted: Sequence[Variant], names: Sequence[str] | None = None) -> Iterator[Variant]:

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels.moe import grouped_mlp as grouped_mlp_module
 from nanovllm.kernels.moe import sort_pairs as sort_pairs_module
-from nanovllm.kernels.moe.grouped_mlp import choose_tile, grouped_mlp
+from nanovllm.kernels.moe.grouped_mlp import UNSORTED, choose_tile, grouped_mlp
 from nanovllm.kernels.moe.route import route
 from nanovllm.kernels.moe.sort_pairs import sort_pairs
 from nanovllm.layers import experts as layer
@@ -53,12 +53,17 @@ def check(where: Where, num_tokens: int, num_experts: int, num_chosen: int, hidd
         assert found.shape == x.shape and found.dtype == x.dtype
         error = (found.double().cpu() - truth).norm() / truth.norm()
         assert error < (1e-5 if where[1] == torch.float32 else 2e-2), compute.__module__
+    parts = grouped_mlp(x, gate_up, down, experts, weights, partial=True)
+    assert parts.shape == (num_chosen, *x.shape)
+    found = grouped_mlp(x, gate_up, down, experts, weights)
+    assert torch.allclose(parts.float().sum(0), found.float(), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_chosen", "hidden", "inner"),
     [
         (20, 4, 2, 40, 24),  # an expert has two tiles; sizes that are no multiple of a tile
+        (UNSORTED, 3, 2, 40, 24),
         *(
             pytest.param(*sizes, marks=pytest.mark.slow)
             for sizes in (
@@ -185,6 +190,9 @@ def test_route(where: Where, num_experts: int, num_chosen: int, normalise: bool)
     chosen = probabilities.gather(1, experts)
     assert torch.allclose(chosen, probabilities.topk(num_chosen).values, rtol=1e-5)
     assert all(len(set(row)) == num_chosen for row in experts.tolist())
+    halves = torch.stack([logits.float() / 4, logits.float() * 3 / 4])
+    in_parts = route(halves, num_chosen, normalise=normalise)
+    assert torch.equal(in_parts[0], experts) and torch.allclose(in_parts[1], weights, rtol=1e-5)
 
 
 def test_route_of_equals_and_of_what_is_not_a_number(where: Where) -> None:

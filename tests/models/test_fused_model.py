@@ -20,7 +20,7 @@ from nanovllm.kernels.moe.grouped_mlp import grouped_mlp
 from nanovllm.kernels.moe.route import route
 from nanovllm.layers.norm import rms_norm
 from nanovllm.sampling import sampler
-from tests.weights import lively_gemma3, lively_qwen3, random_llama, random_qwen2, random_qwen2_moe
+from tests.weights import lively_gemma3, lively_qwen3, lively_qwen3_moe, random_llama, random_qwen2, random_qwen2_moe
 
 OF_EXPERTS = {"route": route, "grouped_mlp": grouped_mlp}
 KERNELS = {
@@ -47,6 +47,7 @@ def tokens(path: Path) -> list[list[int]]:
         pytest.param(random_qwen2, 24, id="Qwen2, heads of 24, which Triton's vectors cannot be"),
         pytest.param(lively_qwen3, 24, id="Qwen3, heads of 24", marks=pytest.mark.slow),
         pytest.param(random_qwen2, 32, id="Qwen2, heads of 32", marks=pytest.mark.slow),
+        pytest.param(lively_qwen3_moe, 32, id="Qwen3-MoE", marks=pytest.mark.slow),
         pytest.param(random_qwen2_moe, 16, id="Qwen2-MoE", marks=pytest.mark.slow),
         pytest.param(lively_gemma3, 32, id="Gemma 3", marks=pytest.mark.slow),
     ],
@@ -75,8 +76,9 @@ def test_the_kernels_change_no_token(
     monkeypatch.setattr(sampler, "fused_kernels", for_cpu)
     assert tokens(path) == expected
     unused = {"norm_rope_write"} if head_dim == 24 else set()
-    unused |= set() if build is random_qwen2_moe else OF_EXPERTS.keys()
+    unused |= set() if build in (lively_qwen3_moe, random_qwen2_moe) else OF_EXPERTS.keys()
     unused.add("silu_and_mul" if build is lively_gemma3 else "gelu_and_mul")
+    unused |= {"silu_and_mul"} if build is lively_qwen3_moe else set()  # no layer has a plain MLP
     assert used == KERNELS.keys() - unused
 
 

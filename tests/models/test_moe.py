@@ -90,9 +90,9 @@ def test_the_test_models_have_lively_routing(
     """All experts of all layers have tokens, some many more than others; and which expert it is matters."""
     seen: list[Routing] = []
 
-    def spy(*args: Any) -> Tensor:
+    def spy(*args: Any, **options: Any) -> Tensor:
         seen.append(Routing(*args[3:5]))
-        return grouped_mlp(*args)
+        return grouped_mlp(*args, **options)
 
     monkeypatch.setattr(experts_module, "grouped_mlp", spy)
     path = build(checkpoints)

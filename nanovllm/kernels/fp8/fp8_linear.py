@@ -2,30 +2,40 @@
 
 For few tokens the weights are widened, and the input stays exact. On a Hopper GPU `weight_prefetch_linear` does
 this, elsewhere `widening_linear`. For more tokens the input is quantised as well (`quantise_tokens`), and tensor cores
-multiply in FP8. With a scale per output channel the library computes this product. The library knows no scales of
-blocks, so with those `block_linear` computes it. From FP8 the library gives bf16 alone, so in fp16 every step counts as
-one of few tokens.
+multiply in FP8. With a scale per output channel the library computes this product. It knows scales of blocks on Hopper
+alone, and not for every shape; `block_linear` takes their place. From FP8 the library gives bf16 alone, so in fp16
+every step counts as one of few tokens.
 """
 
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
 from nanovllm.kernels.cards import choose
 from nanovllm.kernels.fp8.block_linear import block_linear, choose_block_tile
 from nanovllm.kernels.fp8.quantise_tokens import quantise_tokens
 from nanovllm.kernels.fp8.widening_linear import Tile, widening_linear
 from nanovllm.kernels.fused.silu_and_mul import silu_and_mul
+from nanovllm.kernels.launch import is_hopper
 from nanovllm.kernels.linear.choice import hopper_linear
 
 FEW_TOKENS = 64
+LIBRARY = (12, 9)  # the CUDA version from which the library has scales of blocks
 
 
 @cache  # a step asks for every layer
 def choose_tile(device: torch.device, num_tokens: int, layer: str, num_bytes: int) -> Tile:
     """The tile for a layer, by the table of cards. layer: as in `linear/choice.py`. num_bytes: of the weights."""
     return Tile(**choose(device, "fp8", layer, tokens=num_tokens, kib=num_bytes / 1024))
+
+
+@cache
+def library_has_blocks(device: torch.device, rows: int, inputs: int) -> bool:
+    """Whether the library takes scales of `rows` x 128 weights. It wants a multiple of four scales for each row."""
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+    return is_hopper(device) and version >= LIBRARY and rows == 128 and inputs % 512 == 0
 
 
 def fp8_linear(
@@ -46,10 +56,13 @@ def fp8_linear(
         layer = "gated" if gated else "partial" if partial else "plain"
         tile = choose_tile(x.device, min(len(x), FEW_TOKENS), layer, weight.numel())
         return widening_linear(x, weight, scale, bias, tile=tile, gated=gated, partial=partial)
-    grouped = len(scale) < len(weight)  # a scale for each block, and not for each channel
-    small, x_scale = quantise_tokens(x, grouped=grouped)
-    if grouped:
-        tile = choose_block_tile(len(x), len(weight), x.shape[1], len(weight) // len(scale), partial)
+    rows = len(weight) // len(scale)  # more than one: a scale for each block, and not for each channel
+    small, x_scale = quantise_tokens(x, grouped=rows > 1)
+    if rows > 1 and bias is None and library_has_blocks(x.device, rows, x.shape[1]):
+        blocks = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+        y = scaled_mm(small, weight.t(), x_scale.t(), blocks[0], scale.t(), blocks[1], output_dtype=x.dtype)
+    elif rows > 1:
+        tile = choose_block_tile(len(x), len(weight), x.shape[1], rows, partial)
         y = block_linear(small, x_scale, weight, scale, bias, dtype=x.dtype, tile=tile)
     else:
         # Tensor cores then sum many products before they add them in float32, as in other engines

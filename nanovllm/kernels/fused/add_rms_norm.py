@@ -28,7 +28,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
     x = tl.load(x_ptr + row * SIZE + column, mask=exists, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        x += tl.load(x_ptr + (split * num_rows + row) * SIZE + column, mask=exists, other=0.0)
+        x += tl.load(x_ptr + (split * num_rows + row) * SIZE + column, mask=exists, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + row * SIZE + column, mask=exists, other=0.0)
         x = x.to(sum_ptr.dtype.element_ty)
@@ -41,8 +41,8 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x and residual [T, H], contiguous -> (rms_norm(x + residual), x + residual); without a residual (rms_norm(x), x).
 
-    x may come in parts [S, T, H] float32, which are summed over S (see `tiled_linear`); then there is a residual. The
-    sum is rounded to the dtype of the residual, as it is stored, before it is normalised.
+    x may come in parts [S, T, H], which are summed over S in float32 (see `tiled_linear` and `grouped_mlp`); then there
+    is a residual. The sum is rounded to the dtype of the residual, as it is stored, before it is normalised.
     """
     size = x.shape[-1]
     splits = x.shape[0] if x.dim() == 3 else 1

@@ -139,7 +139,7 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
     exists = (token < num_tokens) & (column < SIZE)
     total = gl.load(parts_ptr + place, mask=exists, other=0.0).to(gl.float32)
     for split in gl.static_range(1, SPLITS):
-        total += gl.load(parts_ptr + split * num_tokens * SIZE + place, mask=exists, other=0.0)
+        total += gl.load(parts_ptr + split * num_tokens * SIZE + place, mask=exists, other=0.0).to(gl.float32)
     total += gl.load(residual_ptr + place, mask=exists, other=0.0).to(gl.float32)
     rounded = total.to(total_ptr.dtype.element_ty)
     total = rounded.to(gl.float32)

@@ -6,9 +6,11 @@ could need; each finds its expert from the ends of all experts' pairs, and those
 
 Pairs whose expert is on another rank come last. No tile has them, and nothing is computed for them.
 
-With few tokens this is the reading of the chosen experts' weights, and tiles have few tokens. With many it is bound by
-arithmetic. Weights in FP8 are widened in registers, as in `widening_linear`, whatever the number of tokens. Grouped
-products are due to Gale et al. ("MegaBlocks", 2022); the tiles are laid out like those of vLLM's fused_moe.
+With few tokens this is the reading of the chosen experts' weights, and tiles have few tokens. With up to `UNSORTED`
+tokens hardly any two go through the same expert. Then nothing is sorted, and each pair is a tile. With many tokens the
+products are bound by arithmetic. Weights in FP8 are widened in registers, as in `widening_linear`, whatever the number
+of tokens. Grouped products are due to Gale et al. ("MegaBlocks", 2022); the tiles are laid out like those of vLLM's
+fused_moe.
 """
 
 from functools import lru_cache
@@ -25,6 +27,8 @@ from nanovllm.kernels.fp8.widening_linear import GROUP, _widened
 from nanovllm.kernels.launch import overlaps_launches, shared_memory
 from nanovllm.kernels.moe.sort_pairs import sort_pairs
 from nanovllm.kernels.moe.sum_pairs import sum_pairs
+
+UNSORTED = 4  # tokens
 
 
 class Tile(NamedTuple):
@@ -52,24 +56,30 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, scale_ptr, order_ptr, ends_ptr, pair_weight_ptr, out_ptr, num_pairs,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr,
     PAIRS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    SORTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    every = tl.arange(0, PADDED)
-    exists = every < EXPERTS
-    end = tl.load(ends_ptr + every, mask=exists, other=0).to(tl.int32)
-    begin = tl.load(ends_ptr + every - 1, mask=exists & (every > 0), other=0).to(tl.int32)
-    tiles = (end - begin + PAIRS - 1) // PAIRS
-    last = tl.cumsum(tiles, 0)  # the tile after each expert's last one
     tile = tl.program_id(1)
-    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    if SORTED:
+        every = tl.arange(0, PADDED)
+        exists = every < EXPERTS
+        end = tl.load(ends_ptr + every, mask=exists, other=0).to(tl.int32)
+        begin = tl.load(ends_ptr + every - 1, mask=exists & (every > 0), other=0).to(tl.int32)
+        tiles = (end - begin + PAIRS - 1) // PAIRS
+        last = tl.cumsum(tiles, 0)  # the tile after each expert's last one
+        expert = tl.sum((last <= tile).to(tl.int32), 0)
+        first_pair = tl.sum(tl.where(every == expert, begin + (tile - last + tiles) * PAIRS, 0), 0)
+        last_pair = tl.sum(tl.where(every == expert, end, 0), 0)
+    else:
+        expert = tl.load(order_ptr + tile).to(tl.int32)
+        first_pair = tile
+        last_pair = tile + 1
     if expert < EXPERTS:
-        first = tl.sum(tl.where(every == expert, begin + (tile - last + tiles) * PAIRS, 0), 0)
-        place = first + tl.arange(0, PAIRS)
-        is_pair = place < tl.sum(tl.where(every == expert, end, 0), 0)
-        pair = tl.load(order_ptr + place, mask=is_pair, other=0).to(tl.int64)
+        place = first_pair + tl.arange(0, PAIRS)
+        is_pair = place < last_pair
+        pair = tl.load(order_ptr + place, mask=is_pair, other=0).to(tl.int64) if SORTED else place.to(tl.int64)
         row = pair // CHOSEN if GATED else place.to(tl.int64)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = (column < OUTPUTS)[:, None]
@@ -123,19 +133,20 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
             out_row = place.to(tl.int64)
         else:
             acc *= tl.load(pair_weight_ptr + pair, mask=is_pair, other=0.0)[:, None]
-            out_row = pair
+            out_row = pair % CHOSEN * (num_pairs // CHOSEN) + pair // CHOSEN
         out_tile = out_ptr + out_row[:, None] * OUTPUTS + column[None, :]
         tl.store(out_tile, acc.to(out_ptr.dtype.element_ty), mask=is_pair[:, None] & (column < OUTPUTS)[None, :])
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, weights: Tensor, tile: Tile,
+    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor | None, weights: Tensor, tile: Tile,
     *, gated: bool, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One of the two products: gated, from tokens x [T, H] to pairs by expert [T K, I]; or else from these to pairs by
-    token [T K, H], each times its weight.
+    """One of the two products: gated, from tokens x [T, H] to pairs by expert [T K, I]; or else from these to parts of
+    a sum over each token's experts [K, T, H], each times its weight.
 
-    weight: [E, out, in], if gated [E, 2 out, in]. order, ends: of `sort_pairs`. weights: [T, K] float32.
+    weight: [E, out, in], if gated [E, 2 out, in]. order, ends: of `sort_pairs`; or else the experts of all pairs [T K]
+    and None: then pairs are by token, and each is a tile. weights: [T, K] float32.
     scale: of a weight in FP8, [E, out, 1] or [E, out / 128, in / 128], if gated with twice the rows. Weights in FP8 are
     read without masks, so in and out must be multiples of 128.
     """
@@ -148,13 +159,14 @@ def grouped_linear(
         inner = GROUP if rows_of_scale > 1 else min(inner, inputs & -inputs)
     widths = tile.pairs * x.element_size() + (2 if gated else 1) * columns * weight.element_size()
     most_stages = shared_memory(x.device) // (widths * inner) - 1
-    out = x.new_empty(num_pairs, outputs)
-    max_tiles = num_pairs // tile.pairs + min(num_pairs, num_experts)
+    shape = (num_pairs,) if gated else (weights.shape[1], weights.shape[0])
+    out = x.new_empty(*shape, outputs)
+    max_tiles = num_pairs if ends is None else num_pairs // tile.pairs + min(num_pairs, num_experts)
     pdl = overlaps_launches(x.device)
     _grouped_linear_kernel[(triton.cdiv(outputs, columns), max_tiles)](
         x, weight, scale, order, ends, weights, out, num_pairs, INPUTS=inputs, OUTPUTS=outputs, EXPERTS=num_experts,
         PADDED=triton.next_power_of_2(num_experts), CHOSEN=weights.shape[1], PAIRS=tile.pairs, COLUMNS=columns,
-        INNER=inner, ROWS=rows_of_scale, GATED=gated, PDL=pdl, num_warps=tile.num_warps,
+        INNER=inner, ROWS=rows_of_scale, GATED=gated, SORTED=ends is not None, PDL=pdl, num_warps=tile.num_warps,
         num_stages=max(1, min(tile.num_stages, most_stages)), launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -162,17 +174,21 @@ def grouped_linear(
 
 def grouped_mlp(
     x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, experts: Tensor, weights: Tensor,
-    place: tuple[int, int] = (0, 1), scales: tuple[Tensor, Tensor] | None = None,
+    place: tuple[int, int] = (0, 1), scales: tuple[Tensor, Tensor] | None = None, *, partial: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [T, H], gate_up_proj [E, 2 I, H], down_proj [E, H, I], experts [T, K] int64, weights [T, K] float32, all
-    contiguous -> [T, H]: see `Experts`, and for scales `Fp8Experts`."""
+    contiguous -> [T, H]: see `Experts`, and for scales `Fp8Experts`. With partial=True [K, T, H], to be summed over K,
+    unless experts are on other ranks."""
     (rank, ranks), num_experts = place, len(down_proj)
     first = rank * num_experts
-    order, ends = sort_pairs(experts, num_experts, first)
+    if ranks == 1 and len(x) <= UNSORTED:
+        order, ends = experts.flatten(), None
+    else:
+        order, ends = sort_pairs(experts, num_experts, first)
     sizes = x.device, down_proj.element_size(), len(x), len(order), num_experts * ranks
     gate, down = choose_tile(*sizes, gated=True), choose_tile(*sizes, gated=False)
     gate_up_scale, down_scale = (None, None) if scales is None else scales
     pairs = order, ends, weights
     hidden = grouped_linear(x, gate_up_proj, *pairs, gate, gated=True, scale=gate_up_scale)  # [T K, I], by expert
-    parts = grouped_linear(hidden, down_proj, *pairs, down, gated=False, scale=down_scale)  # [T K, H], by token
-    return sum_pairs(parts, experts, num_experts, first)
+    parts = grouped_linear(hidden, down_proj, *pairs, down, gated=False, scale=down_scale)  # [K, T, H]
+    return parts if partial and ranks == 1 else sum_pairs(parts, experts, num_experts, first)

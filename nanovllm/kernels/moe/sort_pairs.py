@@ -60,8 +60,10 @@ def sort_pairs(experts: Tensor, num_experts: int, first: int = 0) -> tuple[Tenso
     pairs = experts.flatten()
     if len(pairs) > MAX_COMPARED:
         own = pairs - first
-        ascending, order = own.where((own >= 0) & (own < num_experts), num_experts).sort(stable=True)
-        every = torch.arange(num_experts, device=pairs.device)
+        # Of 16 bits, since the sort takes time by the bits
+        own = own.where((own >= 0) & (own < num_experts), num_experts).short()
+        ascending, order = own.sort(stable=True)
+        every = torch.arange(num_experts, device=pairs.device, dtype=own.dtype)
         return order.int(), torch.searchsorted(ascending, every, right=True, out_int32=True)
     order, ends = (pairs.new_empty(size, dtype=torch.int32) for size in (len(pairs), num_experts))
     pdl = overlaps_launches(pairs.device)
