@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.lib import harness, tables, workloads
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
-from benchmarks.serving.load import percentile, until
+from benchmarks.serving.load import AHEAD, percentile, until
 
 CLIENTS = 8  # processes
 MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 200, 190, 0.6  # tokens; sigma of the logarithm of a length
@@ -49,6 +49,7 @@ async def request(port: int, body: dict[str, Any], due: float, gaps: list[float]
     """One streamed answer. Times in seconds from when it was due; `gaps` gets those between its events."""
     content = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    await until(due)
     writer.write(f"{HEAD}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     first, last, tail = None, 0.0, b""
     while data := await reader.read(2**16):
@@ -71,9 +72,9 @@ async def client(port: int, rate: float, seconds: float, number: int, model: str
     draw = random.Random(number)
     gaps: list[float] = []
     tasks = []
-    start, due, busy = time.perf_counter(), 0.0, time.process_time()
+    start, due, busy = time.perf_counter() + AHEAD, 0.0, time.process_time()
     while (due := due + draw.expovariate(rate)) < seconds:
-        await until(start + due)
+        await until(start + due - AHEAD)
         prompt = " ".join(draw.choice(WORDS) for _ in range(length(draw, MEAN_PROMPT, 1500)))
         body = {"model": model, "prompt": prompt, "max_tokens": length(draw, MEAN_OUTPUT, 1500), "stream": True}
         body |= {"ignore_eos": True, "temperature": 0.6, "stream_options": {"include_usage": True}}

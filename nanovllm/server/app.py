@@ -35,6 +35,7 @@ from nanovllm.text.render import Renderer, TemplateTooSlow
 from nanovllm.text.token_texts import TokenTexts
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+SHORT_TEXT = 256  # characters, which are tokenized sooner than a thread would begin to
 
 
 def build_app(
@@ -104,7 +105,8 @@ def build_app(
         def encode() -> list[list[int]]:
             return [tokenizer.encode(p, add_special_tokens) if isinstance(p, str) else p for p in prompts]
 
-        return await asyncio.to_thread(encode)
+        num_short = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return encode() if num_short <= SHORT_TEXT else await asyncio.to_thread(encode)
 
     async def encode_chat(
         messages: list[ChatMessage],

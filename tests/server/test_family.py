@@ -1,6 +1,7 @@
 """The processes of a server: any of them may be killed, and nothing is left over. With fake tokens, so that they start
 at once; all else is what `nanovllm serve` runs."""
 
+import asyncio
 import gc
 import json
 import os
@@ -211,6 +212,24 @@ def test_a_port_is_shared_with_nobody_else() -> None:
             pass
     with bind("127.0.0.1", port, 2):  # and it is free again at once
         pass
+
+
+def test_no_chunk_waits_for_the_acknowledgement_of_the_chunk_before() -> None:
+    """That is Nagle's algorithm. A client that delays acknowledgements would get its first token 40 ms late."""
+    accepted: asyncio.Queue[int] = asyncio.Queue()
+
+    class Door(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            connection = transport.get_extra_info("socket")
+            accepted.put_nowait(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    async def option(sock: socket.socket) -> int:
+        async with await asyncio.get_running_loop().create_server(Door, sock=sock):
+            with socket.create_connection(sock.getsockname()):
+                return await accepted.get()
+
+    with bind("127.0.0.1", 0, 1) as [sock]:
+        assert asyncio.run(option(sock))
 
 
 def test_several_api_processes_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ from nanovllm.server.json_size import num_values
 from nanovllm.server.openai.chat import ChatRequest
 from nanovllm.server.openai.protocol import CompletionRequest
 from tests.server.harness import Served, greedy, idle, serving, tokens
+from tests.server.scripted import Scripted
 from tests.server.shadow import Gate
 from tests.server.test_errors import CHAT, COMPLETIONS, ask, error_of
 
@@ -107,6 +110,30 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(served: Served
 
 def test_an_error_repeats_only_the_beginning_of_what_it_is_about(served: Served) -> None:
     assert len(error_of(ask(served, COMPLETIONS, {"prompt": "a", "model": "m" * 10_000}), 404)["message"]) < 200
+
+
+def test_a_short_prompt_waits_for_no_thread_and_a_long_one_makes_nobody_wait(scripted: Scripted) -> None:
+    """Threads take longer than what they do for a short prompt. Here all of them are busy with something else."""
+    short: list[dict[str, Any]] = [{"prompt": [5] * 2000}, {"prompt": "x" * 200}]
+    long: list[dict[str, Any]] = [{"prompt": [5] * 3000}, {"prompt": "x" * 1000}]
+    grammar = {"prompt": [5], "structured_outputs": {"regex": "a"}}
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(pool := ThreadPoolExecutor(1))
+        pool.submit((free := threading.Event()).wait, 20)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(scripted.http.app), base_url="http://localhost") as http:
+
+            async def ask(body: dict[str, Any]) -> int:
+                return (await http.post(COMPLETIONS, json=body)).status_code
+
+            waiting = [asyncio.create_task(ask(body)) for body in [*long, grammar]]
+            for body in short:
+                assert await asyncio.wait_for(ask(body), 10) == 200
+            assert not any(task.done() for task in waiting)
+            free.set()
+            assert await asyncio.gather(*waiting) == [200] * 3
+
+    asyncio.run(main())
 
 
 # --- the queue counts sequences --------------------------------------------------------------------------------------
