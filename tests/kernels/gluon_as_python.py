@@ -158,8 +158,9 @@ def language(program_id: Callable[[int], Any]) -> Any:
 
 def as_python(name: str, program: tuple[int, int], cache: Cache) -> Any:
     """A function of `ring_decode`, for one program of the grid."""
+    tma = types.SimpleNamespace(async_copy_global_to_shared=cache.bring)
     names = {
-        "gl": language(program.__getitem__), "mbarrier": BARRIERS, "tma": types.SimpleNamespace(async_copy_global_to_shared=cache.bring),
+        "gl": language(program.__getitem__), "mbarrier": BARRIERS, "tma": tma,
         "mma_v2": lambda a, b, acc: acc + a @ b, "float": float, "range": range, "gdc_wait": cache.wait,
         "widen_keys": widen_keys, "widen_values": widen_values, "in_fp16": lambda q: q,
     }  # fmt: skip

@@ -5,7 +5,6 @@ Triton's interpreter cannot run Gluon. So the kernel runs here as plain Python, 
 """
 
 import types
-from dataclasses import replace
 from typing import Any
 
 import pytest
