@@ -28,16 +28,6 @@ class KVScales(NamedTuple):
 UNSCALED = KVScales()
 
 
-class Projected(NamedTuple):
-    """What a layer's projection gives for T tokens, and what makes queries and keys of it."""
-
-    qkv: Tensor  # [T, Hq + 2 Hkv, D], contiguous
-    norms: tuple[Tensor, Tensor] | None  # weights [D] of the norms of q and k heads
-    table: Tensor  # [L, 2, D/2] float32: cos and sin of each position
-    positions: Tensor  # [T] integers
-    eps: float  # of the norms
-
-
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
     """Which tokens of a step belong to which sequence, and where the keys and values of each sequence lie.
@@ -102,12 +92,6 @@ class AttentionBackend(Protocol):
         limit. What lies before the window of a sequence's first query is never read: those blocks may be another's.
         """
 
-    def attend_projected(
-        self, new: Projected, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared, window: int = 0
-    ) -> Tensor | None:
-        """`write` and `attend` for the tokens of a step as the projection gives them, if one kernel can do both: the
-        result [T, Hq, D]. None: nothing has been done."""
-
 
 @dataclass(frozen=True, eq=False)
 class BoundAttention:
@@ -125,11 +109,6 @@ class BoundAttention:
         """Write the new keys and values, then read all that a query may see."""
         self.backend.write(self.kv[layer], k, v, self.meta.slots, self.scales[layer])
         return self.read(layer, q)
-
-    def from_projection(self, layer: int, new: Projected) -> Tensor | None:
-        """`__call__` as one kernel, for what comes out of the projection [T, Hq + 2 Hkv, D]; None: there is none."""
-        how = self.kv[layer], self.meta, self.scale, self.shared, self.windows[layer]
-        return self.backend.attend_projected(new, *how)
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """`__call__` without the write, for a fused kernel that has written keys and values already."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Projected, Shared
+from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Shared
 from nanovllm.kernels import FP8, FP8_MAX
 
 # Contexts of at least half the longest one share its rectangle. So padding is less than half of what is gathered. Finer
@@ -88,11 +88,6 @@ class TorchRefBackend:
             else:
                 out[rectangle.tokens] = _attend_rectangle(q[rectangle.tokens], kv, rectangle, scale, scales)
         return out
-
-    def attend_projected(
-        self, new: Projected, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared, window: int = 0
-    ) -> None:
-        return None
 
 
 def _rectangles(q: Tensor, kv: Tensor, meta: AttentionMetadata, window: int) -> list[_Rectangle]:

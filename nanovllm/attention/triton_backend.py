@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Projected, Shared
+from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Shared
 from nanovllm.attention.torch_ref import write_kv
 from nanovllm.kernels import FP8
 from nanovllm.kernels.attention.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode, plan_decode
@@ -20,21 +20,20 @@ from nanovllm.kernels.launch import is_hopper
 class HopperKernels(NamedTuple):
     """The modules of `kernels/hopper/` for attention. None: the kernel for any GPU is used."""
 
-    fused_decode: ModuleType | None = None
     ring_decode: ModuleType | None = None
     warp_specialized_prefill: ModuleType | None = None
 
 
 @cache
 def hopper_kernels(device: torch.device) -> HopperKernels:
-    """All on a Hopper GPU; none on others, if Triton has no Gluon where we look for it, or without the folder."""
+    """Both on a Hopper GPU; none on others, if Triton has no Gluon where we look for it, or without the folder."""
     if not is_hopper(device):
         return HopperKernels()
     try:
-        from nanovllm.kernels.hopper import fused_decode, ring_decode, warp_specialized_prefill
+        from nanovllm.kernels.hopper import ring_decode, warp_specialized_prefill
     except (ImportError, AttributeError):
         return HopperKernels()
-    return HopperKernels(fused_decode, ring_decode, warp_specialized_prefill)
+    return HopperKernels(ring_decode, warp_specialized_prefill)
 
 
 class TritonBackend:
@@ -54,7 +53,6 @@ class TritonBackend:
         self._num_sms = num_sms
         self._workspaces: dict[tuple[int, ...], DecodeWorkspace] = {}
         self._prefill_workspaces: dict[tuple[int, ...], PrefillWorkspace] = {}
-        self._arrived: dict[int, Tensor] = {}  # by the number of KV heads: counters of `fused_decode`, usually zero
         self._taken: Tensor | None = None  # counters that the programs of `warp_specialized_prefill` share
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
@@ -89,31 +87,6 @@ class TritonBackend:
             inputs = PagedInputs(q, kv, *tables, scale * k_scale, out, v_scale)
             self._prefill(inputs, meta, num_decodes, window)
         return out
-
-    def attend_projected(
-        self, new: Projected, kv: Tensor, meta: AttentionMetadata, scale: float, shared: Shared, window: int = 0
-    ) -> Tensor | None:
-        hopper, num_sequences = hopper_kernels(kv.device).fused_decode, meta.context_len.shape[0]
-        one_each = meta.max_query_len == 1 and meta.num_decodes == num_sequences
-        if hopper is None or window or not one_each or not hopper.fits(new.qkv, kv, num_sequences):
-            return None
-        num_kv_heads = kv.shape[3]
-        pieces = max(1, self._num_sms // num_kv_heads)
-        key = pieces, 1, new.qkv.shape[1] - 2 * num_kv_heads, kv.shape[4]
-        if key not in self._workspaces:
-            self._workspaces[key] = DecodeWorkspace.allocate(*key, device=kv.device)
-        if num_kv_heads not in self._arrived:
-            size = hopper.MAX_SEQUENCES * num_kv_heads
-            self._arrived[num_kv_heads] = torch.zeros(size, dtype=torch.int32, device=kv.device)
-        plan = shared.get("fused decode plan")
-        planned = plan is not None
-        if plan is None:
-            plan = shared["fused decode plan"] = plan_decode(meta.context_len, pieces, hopper.CONFIG)
-        return hopper.fused_decode(
-            *(new.qkv, kv, new.norms, new.table, new.eps, meta.slots, meta.block_table, meta.context_len, scale),
-            *(self._workspaces[key], self._arrived[num_kv_heads], plan),
-            overlap=planned,
-        )  # type: ignore[no-any-return]
 
     def _decode(self, inputs: PagedInputs, max_queries: int, shared: Shared, window: int) -> None:
         q, kv, context_len = inputs.q, inputs.kv, inputs.context_len

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.attention.interface import UNSCALED, BoundAttention, Projected
+from nanovllm.attention.interface import UNSCALED, BoundAttention
 from nanovllm.distributed.group import Group
 from nanovllm.layers.linear import Embedding, Linear, MergedLinear, ScaledEmbedding, SubLayerOutput
 from nanovllm.layers.norm import OffsetRMSNorm, RMSNorm
@@ -51,13 +51,9 @@ class Attention(nn.Module):
         is_power_of_two = self.head_dim & (self.head_dim - 1) == 0  # Triton's vectors have such lengths only
         if fused is not None and isinstance(attend, BoundAttention) and is_power_of_two:
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-            new = Projected(qkv, norms, rotation.rotary.table, rotation.positions, self.eps)
-            mixed = attend.from_projection(self.layer, new)
-            if mixed is None:
-                kv, slots, scales = attend.kv[self.layer], attend.meta.slots, attend.scales[self.layer]
-                q = fused(qkv, kv, *new[1:4], slots, self.eps, scales)  # [T, Hq, D]
-                mixed = attend.read(self.layer, q)
-            return mixed.flatten(1)
+            kv, slots, scales = attend.kv[self.layer], attend.meta.slots, attend.scales[self.layer]
+            q = fused(qkv, kv, norms, rotation.rotary.table, rotation.positions, slots, self.eps, scales)  # [T, Hq, D]
+            return attend.read(self.layer, q).flatten(1)
         q, k, v = qkv.split(self.heads, dim=1)  # views
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -5,7 +5,6 @@ Triton's interpreter cannot run Gluon. What layouts do is left out here, and not
 
 import threading
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ def load_elements(pointer: Pointer, mask: Any = None, other: float = 0.0) -> tor
 
 def store_elements(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
     index, value, mask = torch.broadcast_tensors(pointer.offset, value, mask)
-    pointer.flat[index[mask]] = value[mask].to(pointer.flat.dtype)
+    pointer.flat[index[mask]] = value[mask]
 
 
 class Barrier:
@@ -69,11 +68,8 @@ class Memory:
     def index(self, i: Any) -> "Memory":
         return Memory(self.tile[int(i)])
 
-    def slice(self, start: int, size: int, dim: int = 0) -> "Memory":
-        return Memory(self.tile.narrow(dim, start, size))
-
-    def reshape(self, shape: list[int]) -> "Memory":
-        return Memory(self.tile.view(shape))
+    def slice(self, start: int, size: int) -> "Memory":
+        return Memory(self.tile[start : start + size])
 
     def permute(self, order: tuple[int, ...]) -> "Memory":
         return Memory(self.tile.permute(order))
@@ -88,8 +84,6 @@ class Memory:
 class Bars(list[Barrier]):
     def index(self, i: Any) -> Barrier:  # type: ignore[override]
         return self[int(i)]
-
-    def _keep_alive(self) -> None: ...
 
 
 BARRIERS = types.SimpleNamespace(
@@ -140,27 +134,20 @@ def tuple_of(*arguments: object) -> tuple[object, ...]:
     return arguments
 
 
-def language(program_id: Callable[[int], Any]) -> Any:
-    """What kernels use of `gl`, as far as all of them agree."""
-    return types.SimpleNamespace(
+def as_python(name: str, program: tuple[int, int], cache: Cache) -> Any:
+    """A function of the kernel, for one program of the grid."""
+    language = types.SimpleNamespace(
         arange=lambda first, last, _: torch.arange(first, last), load=load_elements, store=store_elements,
-        program_id=program_id, static_range=range, rsqrt=torch.rsqrt, BlockedLayout=tuple_of,
-        reshape=lambda x, shape: x.reshape(shape), expand_dims=lambda x, dim: x.unsqueeze(dim),
+        program_id=lambda axis: program[axis],
         where=lambda c, x, y: torch.where(c, x, y), full=lambda shape, value, *_: torch.full(shape, value),
         zeros=lambda shape, *_: torch.zeros(shape), zeros_like=torch.zeros_like, exp2=torch.exp2,
-        maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
-        minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
+        maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)), minimum=torch.minimum,
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
         convert_layout=lambda x, _: x, int64=torch.int64, int32=torch.int32, float32=torch.float32, constexpr=Any,
         NVMMADistributedLayout=tuple_of, DotOperandLayout=tuple_of, SliceLayout=tuple_of,
     )  # fmt: skip
-
-
-def as_python(name: str, program: tuple[int, int], cache: Cache) -> Any:
-    """A function of `ring_decode`, for one program of the grid."""
-    tma = types.SimpleNamespace(async_copy_global_to_shared=cache.bring)
     names = {
-        "gl": language(program.__getitem__), "mbarrier": BARRIERS, "tma": tma,
+        "gl": language, "mbarrier": BARRIERS, "tma": types.SimpleNamespace(async_copy_global_to_shared=cache.bring),
         "mma_v2": lambda a, b, acc: acc + a @ b, "float": float, "range": range, "gdc_wait": cache.wait,
         "widen_keys": widen_keys, "widen_values": widen_values, "in_fp16": lambda q: q,
     }  # fmt: skip
