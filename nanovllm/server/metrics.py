@@ -1,7 +1,4 @@
-"""Figures for Prometheus: every name and label that vLLM's public Grafana dashboard asks for, and answers by status.
-
-`Figures` are plain numbers, which can be sent and added up, so that several processes can count for one server.
-"""
+"""Figures for Prometheus: every name and label that vLLM's public Grafana dashboard asks for, and answers by status."""
 
 import time
 from bisect import bisect_left
@@ -74,14 +71,6 @@ class Figures:
         numbers = self.histograms[name]
         numbers[bisect_left(HISTOGRAMS[name][1], value)] += times
         numbers[-1] += value * times
-
-    def add(self, other: "Figures") -> None:
-        """Take in what another process counted."""
-        for name, counter in other.counters.items():
-            for labels, number in counter.items():
-                self.count(name, *labels, by=number)
-        for name, numbers in other.histograms.items():
-            self.histograms[name] = [a + b for a, b in zip(self.histograms[name], numbers, strict=True)]
 
 
 class Metrics(Collector):
