@@ -15,17 +15,10 @@ from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.report import Statistics
 from nanovllm.simulate.routers import ROUTERS, Router
 
+# Those that change a schedule. What depends on the memory of a GPU is told by the card.
 ENGINE_OPTIONS = (
-    "tensor_parallel_size",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "max_model_len",
-    "kvcache_block_size",
-    "num_kv_blocks",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "async_scheduling",
-    "speculative",
+    "tensor_parallel_size max_num_batched_tokens max_num_seqs max_model_len kvcache_block_size num_kv_blocks "
+    "enable_prefix_caching enable_chunked_prefill async_scheduling speculative".split()
 )
 LONGEST = 2**20  # tokens of a model's context: what the model itself allows is not looked up
 
