@@ -26,7 +26,7 @@ from nanovllm.server.openai.protocol import CompletionRequest, DetokenizeRequest
 from nanovllm.server.openai.replies import ChatReply, CompletionReply, Reply
 from nanovllm.server.openai.response_items import ResponseGeneration
 from nanovllm.server.openai.responses import ResponsesRequest
-from nanovllm.server.openai.scoring import check_scores, make_echoes
+from nanovllm.server.openai.scoring import Echo, check_scores
 from nanovllm.server.openai.tolerance import Unknown
 from nanovllm.server.options import AppOptions
 from nanovllm.server.page import page
@@ -148,8 +148,12 @@ def build_app(
         check_scores(params.prompt_logprobs, prompts, times=body.n if reply.prompts_in_choices else 1)
         salt, field = salt_of(body, request), "prompt" if reply.prompts_in_choices else "messages"
         queued = await add_all(llm, prompts, params, salt, body.priority, field, body.field_of_structure())
-        ids = [token_ids for token_ids, _ in queued]
-        echoes = await asyncio.to_thread(make_echoes, texts, echoed, ids, params.logprobs) if echoed else []
+
+        def make_echoes() -> list[Echo]:
+            """In a thread: long prompts take a while."""
+            return [Echo(texts, text, ids, params.logprobs) for text, (ids, _) in zip(echoed, queued, strict=True)]
+
+        echoes = await asyncio.to_thread(make_echoes) if echoed else []
         generation = Generation(body, queued, reply, meters, options.tells_cached_tokens, echoes)
         return await respond(generation, request)
 

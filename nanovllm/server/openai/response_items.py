@@ -202,13 +202,4 @@ class ResponseGeneration(Generation):
 
 
 # Fields of the request that the answer repeats.
-SHOWN = {
-    "instructions",
-    "max_output_tokens",
-    "metadata",
-    "parallel_tool_calls",
-    "temperature",
-    "tool_choice",
-    "tools",
-    "top_p",
-}
+SHOWN = set("instructions max_output_tokens metadata parallel_tool_calls temperature tool_choice tools top_p".split())
