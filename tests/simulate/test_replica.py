@@ -83,7 +83,7 @@ def by_hand(queries: list[Query], engine_config: EngineConfig, costs: Linear) ->
 )
 def test_the_schedule_is_the_engines_own(asynchronous: bool, options: dict[str, Any]) -> None:
     chosen, costs = config(async_scheduling=asynchronous, **options), Linear()
-    workload = {"rate": 60.0, "queries": 30, "shared_prefix": 40, "num_prefixes": 2}
+    workload: dict[str, Any] = {"rate": 60.0, "queries": 30, "shared_prefix": 40, "num_prefixes": 2}
     expected = by_hand(list(synthetic(**workload).queries()), chosen, costs)
     simulated = fleet(synthetic(**workload), engine=chosen)
     steps: list[Planned] = []
