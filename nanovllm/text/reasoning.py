@@ -45,7 +45,7 @@ class ReasoningSplitter(Splitter):
 
     def finish(self) -> list[Part]:
         rest, self._unread = self._unread, ""
-        blank = self._state == self._closed or (self._kind == "reasoning" and not rest.strip())
+        blank = self._state == self._marked or (self._kind == "reasoning" and not rest.strip())
         return [] if blank or not rest else [Part(self._kind, rest)]
 
     def _before(self, parts: list[Part]) -> bool:
@@ -55,31 +55,26 @@ class ReasoningSplitter(Splitter):
             return False
         if text.startswith(OPEN):
             self._kind, self._unread = "reasoning", text.removeprefix(OPEN)
-        self._state = self._begun if self._kind == "reasoning" else self._content
+        self._state = self._marked if self._kind == "reasoning" else self._content
         return True
 
-    def _begun(self, parts: list[Part]) -> bool:
+    def _marked(self, parts: list[Part]) -> bool:
+        """Behind a marker."""
         self._unread = self._unread.lstrip()
         if self._unread:
-            self._state = self._inside
+            self._state = self._inside if self._kind == "reasoning" else self._content
         return bool(self._unread)
 
     def _inside(self, parts: list[Part]) -> bool:
         reasoning, found, after = self._unread.partition(CLOSE)
         if found:
             parts.append(Part("reasoning", reasoning.rstrip()))
-            self._kind, self._unread, self._state = "content", after, self._closed
+            self._kind, self._unread, self._state = "content", after, self._marked
             return True
         end = len(reasoning) - unsettled(reasoning, CLOSE)
         parts.append(Part("reasoning", reasoning[:end]))
         self._unread = reasoning[end:]
         return False
-
-    def _closed(self, parts: list[Part]) -> bool:
-        self._unread = self._unread.lstrip()
-        if self._unread:
-            self._state = self._content
-        return bool(self._unread)
 
     def _content(self, parts: list[Part]) -> bool:
         parts.append(Part("content", self._unread))
