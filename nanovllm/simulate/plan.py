@@ -96,25 +96,17 @@ class Plan:
     scenario: Scenario  # that the best one was simulated in
 
 
+@dataclass
 class Planner:
     """Finds the plan for a scenario, of which clients, router and card are kept."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        target: Target,
-        set_ups: Sequence[SetUp],
-        max_gpus: int = 256,
-        on_trial: Callable[[str], None] = lambda said: None,
-    ) -> None:
-        """`scenario.workload` is that of a short simulation. `on_trial` is told what is being simulated."""
-        self.scenario = scenario
-        self.target = target
-        self.set_ups = set_ups
-        self.max_gpus = max_gpus
-        self.on_trial = on_trial
-        self.num_trials = 0
-        self._known: dict[tuple[SetUp, int], Outcome] = {}
+    scenario: Scenario  # with the workload of a short simulation
+    target: Target
+    set_ups: Sequence[SetUp]
+    max_gpus: int = 256
+    on_trial: Callable[[str], None] = lambda said: None  # told what is being simulated
+    num_trials: int = field(default=0, init=False)
+    _known: dict[tuple[SetUp, int], Outcome] = field(default_factory=dict, init=False)
 
     def find(self) -> Plan:
         """Raises ValueError if no number of GPUs up to `max_gpus` meets the target, with what comes nearest."""
