@@ -4,6 +4,8 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -146,8 +148,8 @@ def run_simulate(args: argparse.Namespace) -> None:
     chosen = scenario(args, **start, autoscaling=scaling, deaths=tuple(args.die))
     described = chosen.described()
     print(f"{described['model']} on {described['card']}: {described['costs']}")
-    with Progress(args.seconds, args.queries) as progress:
-        statistics = chosen.run(progress)
+    with progress(args.seconds, args.queries) as arrived:
+        statistics = chosen.run(arrived)
     report = statistics.report(chosen.config.tensor_parallel_size)
     print(table(report))
     if args.json is not None:
@@ -199,27 +201,19 @@ def possible_ranks(chosen: Scenario, wanted: list[int]) -> list[int]:
     return good
 
 
-class Progress:
-    """A bar that is told the virtual time of each arrival."""
+@contextmanager
+def progress(seconds: float | None, queries: int | None) -> Iterator[Callable[[float], None]]:
+    """A bar, and the function that is told the virtual time of each arrival."""
+    from tqdm import tqdm
 
-    def __init__(self, seconds: float | None, queries: int | None) -> None:
-        from tqdm import tqdm
+    by_time = queries is None and seconds is not None
+    total, unit = (seconds, "s") if by_time else (queries, " queries")
+    with tqdm(total=total, unit=unit, desc="simulated", dynamic_ncols=True, disable=None, mininterval=0.3) as bar:
 
-        by_time = queries is None and seconds is not None
-        total, unit = (seconds, "s") if by_time else (queries, " queries")
-        self.by_time = by_time
-        self.bar = tqdm(total=total, unit=unit, desc="simulated", dynamic_ncols=True, disable=None, mininterval=0.3)
-        self._last = 0.0
+        def arrived(now: float) -> None:
+            if not by_time:
+                bar.update()
+            elif now - bar.n > 0.1:
+                bar.update(round(now - bar.n, 1))
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.close()
-
-    def __call__(self, now: float) -> None:
-        if not self.by_time:
-            self.bar.update()
-        elif now - self._last > 0.1:
-            self.bar.update(round(now - self._last, 1))
-            self._last = now
+        yield arrived
