@@ -14,6 +14,9 @@ from nanovllm.server.openai.replies import ChatReply, new_call_id
 from nanovllm.server.openai.responses import ResponsesRequest
 from nanovllm.text.parts import Part
 
+# By the type of an item: the type of its text, and what the events of the text have beside the text.
+TEXTS: dict[str, tuple[str, Json]] = {"message": ("output_text", {"logprobs": []}), "reasoning": ("reasoning_text", {})}
+
 
 class Items:
     """The items of one output: messages, function calls and reasoning. An item grows until the next item begins.
@@ -40,11 +43,8 @@ class Items:
                     added = {"part": new_text(kind)}
                     events.append(self._event("response.content_part.added") | {"content_index": 0} | added)
                 self.items[-1]["content"][0]["text"] += part.text
-                more: Json = {"content_index": 0, "delta": part.text}
-                if kind == "message":
-                    events.append(self._event("response.output_text.delta") | more | {"logprobs": []})
-                else:
-                    events.append(self._event("response.reasoning_text.delta") | more)
+                name, more = TEXTS[kind]
+                events.append(self._event(f"response.{name}.delta") | {"content_index": 0, "delta": part.text} | more)
         return events
 
     def end(self, status: str = "completed") -> list[Json]:
@@ -57,12 +57,8 @@ class Items:
             done = {"arguments": item["arguments"], "name": item["name"]}
             events.append(self._event("response.function_call_arguments.done") | done)
         else:
-            [part] = item["content"]
-            done = {"content_index": 0, "text": part["text"]}
-            if item["type"] == "message":
-                events.append(self._event("response.output_text.done") | done | {"logprobs": []})
-            else:
-                events.append(self._event("response.reasoning_text.done") | done)
+            [part], (name, more) = item["content"], TEXTS[item["type"]]
+            events.append(self._event(f"response.{name}.done") | {"content_index": 0, "text": part["text"]} | more)
             events.append(self._event("response.content_part.done") | {"content_index": 0, "part": dict(part)})
         events.append({"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": dict(item)})
         return events
