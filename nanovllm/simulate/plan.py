@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from nanovllm.simulate.report import Statistics
 from nanovllm.simulate.scenario import Scenario
 
 LONGER = 4  # times as many queries for the best set-ups
@@ -125,7 +124,9 @@ class Planner:
             )
         finalists = sorted((self._confirmed(o) for o in found[: NUM_OTHERS + 1] if self._good(o)), key=self._rank)
         others = [*finalists[1:], *(o for o in found if o.set_up not in {f.set_up for f in finalists})][:NUM_OTHERS]
-        return Plan(finalists[0], [(o, self._why(o, finalists[0])) for o in others], self._with(finalists[0]))
+        winner = finalists[0]
+        chosen = with_set_up(self.scenario, winner.set_up, winner.replicas)
+        return Plan(winner, [(o, self._why(o, winner)) for o in others], chosen)
 
     def _good(self, outcome: Outcome) -> bool:
         return outcome.excess(self.target) <= 1
@@ -187,23 +188,19 @@ class Planner:
             self._known[set_up, replicas] = self._simulate(set_up, replicas, self.scenario)
         return self._known[set_up, replicas]
 
-    def _with(self, outcome: Outcome, scenario: Scenario | None = None) -> Scenario:
-        scenario = scenario or self.scenario
-        engine = replace(scenario.engine, **vars(outcome.set_up))
-        if engine.speculative is not None:
-            engine = replace(engine, async_scheduling=None)
-        return replace(scenario, engine=engine, fleet=replace(scenario.fleet, replicas=outcome.replicas))
-
     def _simulate(self, set_up: SetUp, replicas: int, scenario: Scenario) -> Outcome:
         self.num_trials += 1
         self.on_trial(f"{replicas} x {set_up}")
-        chosen = self._with(Outcome(set_up, replicas, 0.0, 0.0, 0.0), scenario)
-        return outcome_of(set_up, replicas, chosen.run(), self.target.percentile)
+        statistics, percentile = with_set_up(scenario, set_up, replicas).run(), self.target.percentile
+        first, gap = statistics.first_token.percentile(percentile), statistics.gap.percentile(percentile)
+        if not statistics.num_finished:
+            first = gap = inf
+        refused = statistics.num_refused / max(1, statistics.num_sent)
+        return Outcome(set_up, replicas, first, 0.0 if gap != gap else gap, refused)
 
 
-def outcome_of(set_up: SetUp, replicas: int, statistics: Statistics, percentile: float) -> Outcome:
-    first, gap = statistics.first_token.percentile(percentile), statistics.gap.percentile(percentile)
-    if not statistics.num_finished:
-        first = gap = inf
-    refused = statistics.num_refused / max(1, statistics.num_sent)
-    return Outcome(set_up, replicas, first, 0.0 if gap != gap else gap, refused)
+def with_set_up(scenario: Scenario, set_up: SetUp, replicas: int) -> Scenario:
+    engine = replace(scenario.engine, **vars(set_up))
+    if engine.speculative is not None:
+        engine = replace(engine, async_scheduling=None)
+    return replace(scenario, engine=engine, fleet=replace(scenario.fleet, replicas=replicas))
