@@ -151,17 +151,27 @@ class Planner:
             return self._trial(set_up, 1)
         if not self._good(quiet := self._quiet(set_up)):
             return quiet
-        if max_gpus < self.max_gpus and not self._good(outcome := self._trial(set_up, most)):
-            return outcome  # another set-up makes do with fewer
-        low, high = 0, 1
-        while not self._good(self._trial(set_up, high)):
-            if high == most:
-                return self._trial(set_up, most)
-            low, high = high, min(2 * high, most)
+        low, high = self._between(set_up, most)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._good(self._trial(set_up, middle)) else (middle, high)
         return self._trial(set_up, high)
+
+    def _between(self, set_up: SetUp, most: int) -> tuple[int, int]:
+        """Replicas that do not suffice, or 0, and more that do, in growing distance: up from 1 as long as nothing is
+        known, else down from what another set-up needs. If `most` do not suffice, that number twice."""
+        step = 1
+        if most < self.max_gpus // set_up.tensor_parallel_size:
+            if not self._good(self._trial(set_up, most)):
+                return most, most
+            high = most
+            while high > 1 and self._good(self._trial(set_up, max(1, high - step))):
+                high, step = max(1, high - step), 2 * step
+            return max(0, high - step), high
+        low = 0
+        while step < most and not self._good(self._trial(set_up, step)):
+            low, step = step, min(2 * step, most)
+        return (low, step) if self._good(self._trial(set_up, step)) else (step, step)
 
     def _quiet(self, set_up: SetUp) -> Outcome:
         """What a query finds that is alone. Where this misses the target, more replicas do not help."""
