@@ -14,7 +14,8 @@ from nanovllm.models.checkpoint import (
     read_sampling_defaults,
     weight_files,
 )
-from nanovllm.models.config import FAMILIES, Family, ModelConfig, read_config
+from nanovllm.models.config import ModelConfig, read_config
+from nanovllm.models.families import FAMILIES, Family
 from nanovllm.models.loader import HEAD, has_own_head
 from nanovllm.models.window_config import FULL, LIMITED
 from nanovllm.text.tokenizer import Tokenizer

@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -140,11 +139,14 @@ class LLM:
         ids = [str(next(self._ids)) for _ in batch]
         try:
             for i, (request_id, prompt, p, order) in enumerate(zip(ids, batch, params, priorities, strict=True)):
-                with naming(f"prompts[{i}]"):
+                try:
                     token_ids = self.encode(prompt)
                     final = self.prepare(p).changed(output_kind=RequestOutputKind.FINAL_ONLY)
                     salt, text = prompt.get("cache_salt"), prompt.get("prompt")
                     self.engine.add_request(request_id, token_ids, final, order, salt, prompt=text)
+                except (ValueError, TypeError) as error:
+                    kind = TypeError if isinstance(error, TypeError) else ValueError  # not all are made of a text
+                    raise kind(f"prompts[{i}]: {error}") from None
             finished = self._run(len(batch), use_tqdm)
         except BaseException as error:
             if not isinstance(error, ValueError | TypeError):  # no refusal, but an interruption
@@ -220,16 +222,6 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-@contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Say in an error which of many it was about."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError  # not all of their kinds are made of a text
-        raise kind(f"{what}: {error}") from None
 
 
 def find_device(name: str | None) -> torch.device:

@@ -5,12 +5,16 @@ over `Stream`. Only the reader holds the stream: when it is dropped, its request
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Self, TypeVar
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
+
+T = TypeVar("T")
 
 
 class EngineDead(RuntimeError):
@@ -49,7 +53,7 @@ class Pending:
         return replace(output, request_id=self.request_id, outputs=choices)
 
 
-class Stream:
+class OutputStream(ABC):
     """The outputs of one request as an asynchronous iterator of deltas: each has, for every choice that went on, the
     text, token ids and log-probabilities since the one before. Joined they are the whole output.
 
@@ -57,17 +61,47 @@ class Stream:
     EngineDead or RequestAborted where the output will not be finished.
     """
 
-    def __init__(self, request: Pending, abort: Callable[[Pending], None]) -> None:
-        self.request_id = request.request_id
-        self._request = request
-        self._abort = partial(abort, request)
+    def __init__(self, request_id: str, abort: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
         self._over = False
 
-    def __aiter__(self) -> "Stream":
+    @abstractmethod
+    async def accepted(self) -> None:
+        """Wait until the engine has accepted the request. Raises QueueFull, or any other reason for a refusal."""
+
+    @abstractmethod
+    async def __anext__(self) -> RequestOutput: ...
+
+    def __aiter__(self) -> Self:
         return self
 
+    async def _unless_cancelled(self, awaited: Awaitable[T]) -> T:
+        """The result of `awaited`. A reader that is cancelled meanwhile aborts its request."""
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Abort the request, if it is not over. Nothing can be read afterwards."""
+        self._over = True
+        self._abort()
+
+    def __del__(self) -> None:
+        self._abort()
+
+
+class Stream(OutputStream):
+    """The stream of an `AsyncLLM`."""
+
+    def __init__(self, request: Pending, abort: Callable[[Pending], None]) -> None:
+        super().__init__(request.request_id, partial(abort, request))
+        self._request = request
+
     async def accepted(self) -> None:
-        """Wait until the engine has taken the request: here `submit` has seen to that."""
+        """Here `submit` has seen to that."""
 
     async def __anext__(self) -> RequestOutput:
         request = self._request
@@ -83,17 +117,5 @@ class Stream:
                 self._over = True
                 raise request.error
             else:
-                try:
-                    await request.news.wait()
-                except asyncio.CancelledError:
-                    await self.aclose()
-                    raise
+                await self._unless_cancelled(request.news.wait())
         raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Abort the request, if it is not over. Nothing can be read afterwards."""
-        self._over = True
-        self._abort()
-
-    def __del__(self) -> None:
-        self._abort()

@@ -86,7 +86,7 @@ def test_the_kinds_of_decode_steps() -> None:
 def test_parameters_are_counted_as_the_model_has_them(family: str, switch: bool, tmp_path: Path) -> None:
     raw = json.loads((SHAPE / "config.json").read_text())
     switches = dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), switch)
-    if KINDS[family] is not None:
+    if KINDS[family].experts is not None:
         experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "mlp_only_layers": [1]}
         raw |= experts | {"shared_expert_intermediate_size": 40}
     (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": family, "num_hidden_layers": 2} | switches))
@@ -97,7 +97,7 @@ def test_parameters_are_counted_as_the_model_has_them(family: str, switch: bool,
     assert counted.num_parameters == sum(p.numel() for p in model.parameters())
     assert counted.num_matrix_parameters == sum(p.numel() for p in model.layers.parameters() if p.dim() > 1)
     of_experts = sum(p.numel() for p in model.layers.parameters() if p.dim() == 3)
-    assert counted.num_expert_parameters == of_experts and (of_experts > 0) == (KINDS[family] is not None)
+    assert counted.num_expert_parameters == of_experts and (of_experts > 0) == (KINDS[family].experts is not None)
     assert counted.num_matrix_parameters - counted.num_active_parameters == pytest.approx(of_experts * 5 / 8)
     assert counted.num_head_parameters == model.embed_tokens.weight.numel()
 

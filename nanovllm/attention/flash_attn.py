@@ -106,7 +106,7 @@ def _prefill_2(
 
 
 class FlashAttnBackend(TritonBackend):
-    """Prefill through the library; write, decode and capture as `TritonBackend` does.
+    """Prefill through the library; decode and capture as `TritonBackend` does.
 
     Args:
         num_sms: multiprocessors of the GPU.

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+from nanovllm.kernels import FP8, FP8_MAX
 
 Shared = dict[Any, Any]  # what the layers of a step have in common, see `AttentionBackend.attend`
 
@@ -58,7 +61,7 @@ class AttentionBackend(Protocol):
     """One way to compute attention over the paged KV cache. Holds no state of sequences or steps.
 
     name: what the configuration calls the backend.
-    capturable: `write` and `attend` read lengths, tables and slots on the device only. So a CUDA graph that recorded
+    capturable: `attend` reads lengths and tables on the device only. So a CUDA graph that recorded
         them follows later changes of the metadata's tensors.
     eager_prefill: steps with prompts must not be recorded even so, because prefill reads lengths on the host.
     """
@@ -66,12 +69,6 @@ class AttentionBackend(Protocol):
     name: str
     capturable: bool
     eager_prefill: bool
-
-    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
-        """Store k and v [T, Hkv, D] of the step's tokens in `slots` [T] of one layer's cache `kv`.
-
-        What is too large for FP8 becomes the largest number there is, and NaN stays NaN.
-        """
 
     def attend(
         self,
@@ -93,6 +90,24 @@ class AttentionBackend(Protocol):
         """
 
 
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """The numbers of FP8 that are nearest to x / scale. What is too large becomes 448 or -448, and NaN stays NaN."""
+    return (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def write_kv(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
+    """Write token i's key and value, of k and v [T, Hkv, D], to the slot `slots[i]` of one layer's cache.
+
+    kv: [2, num_blocks, block_size, Hkv, D], contiguous. slots: [T] int64, block * block_size + offset; padding names a
+    slot of the scratch block, never -1. `norm_rope_write` does this on a GPU, together with what comes before it.
+    """
+    if kv.dtype == FP8:  # PyTorch cannot index numbers of FP8 everywhere, but it can index bytes
+        kv, k, v = kv.view(torch.uint8), to_fp8(k, scales.k).view(torch.uint8), to_fp8(v, scales.v).view(torch.uint8)
+    rows = kv.flatten(1, 2)  # [2, num_slots, Hkv, D], a view
+    rows[0].index_copy_(0, slots, k)
+    rows[1].index_copy_(0, slots, v)
+
+
 @dataclass(frozen=True, eq=False)
 class BoundAttention:
     """Attention of one step, as the model calls it: a backend, the cache of every layer, and the step's metadata."""
@@ -107,7 +122,7 @@ class BoundAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the new keys and values, then read all that a query may see."""
-        self.backend.write(self.kv[layer], k, v, self.meta.slots, self.scales[layer])
+        write_kv(self.kv[layer], k, v, self.meta.slots, self.scales[layer])
         return self.read(layer, q)
 
     def read(self, layer: int, q: Tensor) -> Tensor:

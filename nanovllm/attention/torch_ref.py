@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Shared
-from nanovllm.kernels import FP8, FP8_MAX
+from nanovllm.kernels import FP8
 
 # Contexts of at least half the longest one share its rectangle. So padding is less than half of what is gathered. Finer
 # classes would pay more for their calls than they save.
@@ -38,34 +38,12 @@ class _Rectangle:
     bias: Tensor | None  # else [B, 1, n, L] float, -inf where a query must not look; None: all queries see all
 
 
-def to_fp8(x: Tensor, scale: float) -> Tensor:
-    """The numbers of FP8 that are nearest to x / scale. What is too large becomes 448 or -448, and NaN stays NaN."""
-    return (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-
-
-def write_kv(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
-    """Write token i's key and value, of k and v [T, Hkv, D], to the slot `slots[i]` of one layer's cache.
-
-    kv: [2, num_blocks, block_size, Hkv, D], contiguous. slots: [T] int64, block * block_size + offset; padding names a
-    slot of the scratch block, never -1. scales: see `KVScales`. `norm_rope_write` does this on a GPU, together
-    with what comes before it.
-    """
-    if kv.dtype == FP8:  # PyTorch cannot index numbers of FP8 everywhere, but it can index bytes
-        kv, k, v = kv.view(torch.uint8), to_fp8(k, scales.k).view(torch.uint8), to_fp8(v, scales.v).view(torch.uint8)
-    rows = kv.flatten(1, 2)  # [2, num_slots, Hkv, D], a view
-    rows[0].index_copy_(0, slots, k)
-    rows[1].index_copy_(0, slots, v)
-
-
 class TorchRefBackend:
     """Works on every device, with any block size, head_dim and dtype that PyTorch has; see `AttentionBackend`."""
 
     name = "torch_ref"
     capturable = False
     eager_prefill = False
-
-    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
-        write_kv(kv, k, v, slots, scales)
 
     def attend(
         self,

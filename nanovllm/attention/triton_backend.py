@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.interface import UNSCALED, AttentionMetadata, KVScales, Shared
-from nanovllm.attention.torch_ref import write_kv
 from nanovllm.kernels import FP8
 from nanovllm.kernels.attention.paged_decode import MAX_ROWS, DecodeWorkspace, decode_config, paged_decode, plan_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill, prefill_config
@@ -54,9 +53,6 @@ class TritonBackend:
         self._workspaces: dict[tuple[int, ...], DecodeWorkspace] = {}
         self._prefill_workspaces: dict[tuple[int, ...], PrefillWorkspace] = {}
         self._taken: Tensor | None = None  # counters that the programs of `warp_specialized_prefill` share
-
-    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: KVScales = UNSCALED) -> None:
-        write_kv(kv, k, v, slots, scales)
 
     def attend(
         self,

@@ -4,7 +4,7 @@ A weight is its stored value, an e4m3 number of 8 bits (Micikevicius et al., "FP
 times a scale in float32. An output channel shares a scale, or a block of R x C weights does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import gcd
 
 import torch
@@ -75,14 +75,6 @@ class Fp8MergedLinear(Fp8Linear, MergedLinear):
     def __init__(self, layer: MergedLinear, block: tuple[int, int] | None) -> None:
         super().__init__(layer, block)
         self.parts = layer.parts
-
-    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """The name of each tensor of the checkpoint, and the rows of our parameter that it fills. The scales of
-        "q_proj.weight" are called "q_proj.scale" here, whatever the checkpoint calls them."""
-        for kind, parameter in self.named_parameters():
-            share = len(self.weight) // len(parameter)
-            rows = parameter.split([outputs // share for outputs in self.parts.values()])
-            yield from ((f"{name}.{kind}", part) for name, part in zip(self.parts, rows, strict=True))
 
     def gated(self, x: Tensor) -> Tensor:
         kernel = fp8_kernel(x) if self.bias is None else None

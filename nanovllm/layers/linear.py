@@ -75,10 +75,12 @@ class MergedLinear(Linear):
         self.parts = dict(parts)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """The name of each tensor of the checkpoint ("q_proj.weight"), and the rows of our parameter that it fills."""
+        """The name of each tensor of the checkpoint ("q_proj.weight"), and the rows of our parameter that it fills. The
+        scales of a weight in FP8 are called "q_proj.scale" here, whatever the checkpoint calls them."""
         for kind, parameter in self.named_parameters():
-            for name, rows in zip(self.parts, parameter.split(list(self.parts.values())), strict=True):
-                yield f"{name}.{kind}", rows
+            share = len(self.weight) // len(parameter)  # as many rows of the weight have one of the scales
+            rows = parameter.split([outputs // share for outputs in self.parts.values()])
+            yield from ((f"{name}.{kind}", part) for name, part in zip(self.parts, rows, strict=True))
 
     def gated(self, x: Tensor) -> Tensor:
         """`silu_and_mul` of the product, where the parts are a gate and an up projection: x [T, in] -> [T, out / 2]"""

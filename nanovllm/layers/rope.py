@@ -7,7 +7,6 @@ whose frequencies depend on the length of the text has no place here: keys in th
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,10 +115,6 @@ class RotaryEmbedding(nn.Module):
             table *= scaling.attention_factor
         self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
-    def rotation(self, positions: Tensor) -> "Rotation":
-        """What turns the heads of a step's tokens at `positions` [T], in all layers."""
-        return Rotation(self, positions)
-
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, 1, D] float32, for `apply_rope`."""
         cos, sin = self.table[positions].unbind(1)  # [T, D/2] each
@@ -137,7 +132,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Rotation:
-    """The rotation of one step's tokens. Without a fused kernel cos and sin are made once, for all layers."""
+    """Turns the heads of one step's tokens. Without a fused kernel cos and sin are made once, for all layers."""
 
     def __init__(self, rotary: RotaryEmbedding, positions: Tensor) -> None:
         self.rotary = rotary
@@ -152,21 +147,3 @@ class Rotation:
     def apply(self, x: Tensor) -> Tensor:
         """x [T, heads, D] -> [T, heads, D], turned."""
         return apply_rope(x, *self.cos_sin)
-
-
-class Rotations(NamedTuple):
-    """The rotations of a step, for layers that see the whole text and for layers with a window."""
-
-    full: Rotation
-    local: Rotation
-
-
-class TwoRotaryEmbeddings(nn.Module):
-    """RoPE with two bases (Gemma 3): one for layers that see the whole text, and one for layers with a window."""
-
-    def __init__(self, full: RotaryEmbedding, local: RotaryEmbedding) -> None:
-        super().__init__()
-        self.full, self.local = full, local
-
-    def rotation(self, positions: Tensor) -> Rotations:
-        return Rotations(self.full.rotation(positions), self.local.rotation(positions))

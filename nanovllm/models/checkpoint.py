@@ -15,14 +15,8 @@ WEIGHT_FILES = ("*.safetensors",)
 MAX_HEADER = 100 << 20  # bytes that safetensors allows before the tensors of a file
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
 # What is taken of it, with its name in `SamplingParams`; and what is not, and its "off".
-SAMPLING_DEFAULTS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+SAMPLING_DEFAULTS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+SAMPLING_DEFAULTS["max_new_tokens"] = "max_tokens"
 NOT_SUPPORTED = {
     "num_beams": 1,
     "no_repeat_ngram_size": 0,

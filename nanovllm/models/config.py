@@ -1,44 +1,28 @@
-"""From config.json to `ModelConfig`. What the decoder does not implement is refused by name, and never ignored.
-
-The model families are data. All that differs between them is a row of `FAMILIES`:
-- Llama 2 and 3 ("The Llama 3 Herd of Models", 2024) and the many models that took their shape, SmolLM2 among them:
-  biases only where config.json asks for them.
-- Qwen2 and 2.5 ("Qwen2 Technical Report", 2024): biases on q, k and v, and nowhere else. They are part of the
-  architecture, and config.json does not mention them.
-- Qwen3 ("Qwen3 Technical Report", 2025): each head of q and k is normalised, and a head has 128 dimensions unless
-  config.json says otherwise, whatever the hidden size.
-- Mixtral ("Mixtral of Experts", 2024), Qwen2-MoE ("Qwen1.5-MoE", 2024) and Qwen3-MoE ("Qwen3 Technical Report", 2025):
-  experts in place of the MLP, see `moe_config.py`. The rest of them is Llama, Qwen2 and Qwen3.
-- Mistral ("Mistral 7B", 2023): Llama with a sliding window, see `window_config.py`. Hugging Face calls it Ministral if
-  `layer_types` says which layers have the window.
-- Gemma 3 ("Gemma 3 Technical Report", 2025), text alone: see `GemmaConfig`.
-"""
+"""From config.json to `ModelConfig`. What the decoder does not implement is refused by name, and never ignored."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nanovllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from nanovllm.models.checkpoint import dtype_of_weights, read_json
-from nanovllm.models.moe_config import ExpertKeys, MoEConfig, has_experts, parse_experts
+from nanovllm.models.families import FAMILIES, NEEDED, Family, Raw, shape_of
+from nanovllm.models.moe_config import MoEConfig, has_experts, parse_experts
 from nanovllm.models.quantization import Fp8Format, parse_quantization
-from nanovllm.models.window_config import FULL, KINDS_FOR_WINDOWS, LIMITED, WindowKeys, layer_types, parse_windows
+from nanovllm.models.window_config import FULL, KINDS_FOR_WINDOWS, LIMITED, layer_types, parse_windows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 GELU, GEMMA_LOCAL_THETA = "gelu_pytorch_tanh", 10000.0
-NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SCALINGS: dict[str, type[RopeScaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
     "dynamic": DynamicScaling,
 }
-Raw = Mapping[str, Any]
 KINDS: dict[str, tuple[type, ...]] = {  # of what may be left out; Hugging Face's config classes refuse others, too
     "num_key_value_heads": (int, type(None)),
     "head_dim": (int, type(None)),
@@ -52,71 +36,6 @@ KINDS: dict[str, tuple[type, ...]] = {  # of what may be left out; Hugging Face'
     "rope_scaling": (dict, type(None)),
 }
 POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-
-
-class Family(NamedTuple):
-    """The switches of the decoder, and what holds where config.json is silent.
-
-    A bias is True, False, or the key of config.json that decides. Where that key is absent there is no bias.
-    """
-
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    num_key_value_heads: int | None = 32  # None: num_attention_heads
-    windows: WindowKeys | None = WindowKeys()  # None: no layer has one, whatever config.json says
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    qk_norm: bool = False  # RMSNorm on each head of q and k, before RoPE
-    qkv_bias: bool | str = "attention_bias"
-    o_bias: bool | str = "attention_bias"
-    mlp_bias: bool | str = False
-    experts: ExpertKeys | None = None  # None: an MLP in each layer
-    tie_word_embeddings: bool = False
-    is_gemma: bool = False  # see `GemmaConfig`
-
-
-MISTRAL = Family(
-    num_key_value_heads=8,
-    windows=WindowKeys("all", has_switch=False),
-    max_position_embeddings=131072,
-    qkv_bias=False,
-    o_bias=False,
-)
-FAMILIES = {  # by the `model_type` of config.json
-    "llama": Family(num_key_value_heads=None, windows=None, max_position_embeddings=2048, mlp_bias="mlp_bias"),
-    "mistral": MISTRAL,
-    "qwen2": Family(qkv_bias=True, o_bias=False),
-    "qwen3": Family(head_dim=128, qk_norm=True),
-    "mixtral": Family(
-        num_key_value_heads=8,
-        windows=WindowKeys("always", has_switch=False, default=None),
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=1e6,
-        qkv_bias=False,
-        o_bias=False,
-        experts=ExpertKeys("intermediate_size", norm_topk_prob=True, dense_layers=False),
-    ),
-    "qwen2_moe": Family(
-        num_key_value_heads=16,
-        windows=WindowKeys("alternate"),
-        qkv_bias=True,
-        o_bias=False,
-        experts=ExpertKeys(shared_intermediate_size="shared_expert_intermediate_size"),
-    ),
-    "qwen3_moe": Family(num_key_value_heads=4, windows=WindowKeys("always"), qk_norm=True, experts=ExpertKeys()),
-    "gemma3_text": Family(
-        head_dim=256,
-        num_key_value_heads=4,
-        windows=WindowKeys("pattern", has_switch=False),
-        max_position_embeddings=131072,
-        rope_theta=1e6,
-        qk_norm=True,
-        tie_word_embeddings=True,
-        is_gemma=True,
-    ),
-    "ministral": MISTRAL,
-}
 
 
 @dataclass(frozen=True)
@@ -192,17 +111,12 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
     bad = [key for key in given if not isinstance(raw.get(key), int) or raw[key] < 1]
     if bad:
         raise ValueError(f"lacks a positive number for {', '.join(bad)}")
-    heads = raw["num_attention_heads"]
-    kv_heads = raw.get("num_key_value_heads", family.num_key_value_heads) or heads
+    shape = shape_of(raw, family)
+    heads, kv_heads, head_dim = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
-    head_dim = raw.get("head_dim") or family.head_dim or raw["hidden_size"] // heads
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} is odd; rotary embedding needs pairs")
-
-    def has_bias(switch: bool | str) -> bool:
-        return bool(raw.get(switch, False)) if isinstance(switch, str) else switch
-
     max_positions = raw.get("max_position_embeddings") or family.max_position_embeddings
     gemma = parse_gemma(raw, family, max_positions) if family.is_gemma else None
     full_rope = raw if gemma is None else {**raw, "rope_parameters": ropes_by_kind(raw).get(FULL)}
@@ -210,18 +124,11 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
     if isinstance(scaling, YarnScaling):  # model cards switch it on without raising max_position_embeddings
         max_positions = max(max_positions, int(scaling.original_max_position_embeddings * scaling.factor))
     return ModelConfig(
-        **{key: raw[key] for key in NEEDED},
-        num_key_value_heads=kv_heads,
+        **shape,
         max_position_embeddings=max_positions,
         rms_norm_eps=raw.get("rms_norm_eps", family.rms_norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tie_word_embeddings)),
-        head_dim=head_dim,
-        qk_norm=family.qk_norm,
-        qkv_bias=has_bias(family.qkv_bias),
-        o_bias=has_bias(family.o_bias),
-        mlp_bias=has_bias(family.mlp_bias),
         moe=None if family.experts is None else parse_experts(raw, family.experts),
         windows=parse_windows(raw, family.windows, max_positions),
         attention_scale=(head_dim if gemma is None else raw.get("query_pre_attn_scalar", 256)) ** -0.5,

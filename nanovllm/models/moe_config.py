@@ -1,7 +1,7 @@
 """What config.json says of a mixture of experts.
 
 The families Mixtral, Qwen2-MoE and Qwen3-MoE differ in the names of the numbers, in what the weights of a token's
-experts sum to, in a shared expert, and in layers that have none. All that is data, in `models/config.py`.
+experts sum to, in a shared expert, and in layers that have none. All that is data, in `models/families.py`.
 """
 
 from collections.abc import Mapping

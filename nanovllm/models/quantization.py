@@ -19,6 +19,7 @@ from typing import Any
 BLOCK = 128
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+GROUP = {"targets": ["Linear"], "output_activations": None, "weights": WEIGHTS, "input_activations": ACTIVATIONS}
 DYNAMIC = {"activation_scheme": "dynamic", "fmt": "e4m3"}  # or the keys are absent
 KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 REMEDY = "use an unquantised checkpoint, which quantization='fp8' quantises"
@@ -60,11 +61,7 @@ def parse_quantization(raw: Mapping[str, Any]) -> Fp8Format | None:
         refuse_transforms(said)
         groups = said.get("config_groups")
         for name, group in groups.items() if isinstance(groups, Mapping) and groups else [("group_0", None)]:
-            group, where = group if isinstance(group, Mapping) else {}, f"config_groups.{name}."
-            expect(group, {"targets": ["Linear"], "output_activations": None}, where)
-            for key, wanted in ("weights", WEIGHTS), ("input_activations", ACTIVATIONS):
-                part = group.get(key)
-                expect(part if isinstance(part, Mapping) else {}, wanted, f"{where}{key}.")
+            expect({name: group}, {name: GROUP}, "config_groups.")
         return PER_CHANNEL
     raise refusal("quant_method", method, "'fp8' and 'compressed-tensors'")
 
@@ -80,7 +77,9 @@ def check_kv_cache(scheme: Any) -> None:
 def expect(said: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> None:
     """Raise ValueError if a key of `wanted` has another value in `said`. where: what leads to `said`, for the error."""
     for key, value in wanted.items():
-        if said.get(key) != value:
+        if isinstance(value, Mapping):
+            expect(part if isinstance(part := said.get(key), Mapping) else {}, value, f"{where}{key}.")
+        elif said.get(key) != value:
             raise refusal(f"{where}{key}", said.get(key), repr(value))
 
 

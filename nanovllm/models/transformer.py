@@ -17,7 +17,7 @@ from nanovllm.attention.interface import UNSCALED, BoundAttention
 from nanovllm.distributed.group import Group
 from nanovllm.layers.linear import Embedding, Linear, MergedLinear, ScaledEmbedding, SubLayerOutput
 from nanovllm.layers.norm import OffsetRMSNorm, RMSNorm
-from nanovllm.layers.rope import RotaryEmbedding, Rotation, Rotations, TwoRotaryEmbeddings
+from nanovllm.layers.rope import RotaryEmbedding, Rotation
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.mlp import MLP, GeluMLP, MoE
 
@@ -66,6 +66,8 @@ class Layer(nn.Module):
     The first layer is given no residual.
     """
 
+    is_local = False  # whether it turns heads by RoPE's second base
+
     def __init__(self, c: ModelConfig, layer: int, group: Group | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
@@ -101,11 +103,8 @@ class GemmaLayer(nn.Module):
         self.mlp = GeluMLP(c, c.intermediate_size, group)
         self.post_feedforward_layernorm = make_norm(c, c.hidden_size)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, rotations: Rotations, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
         normed, residual = self.input_layernorm.add(x, residual)
-        rotation = rotations.local if self.is_local else rotations.full
         mixed = self.self_attn.mix(self.self_attn.qkv_proj(normed), rotation, attend)
         x, _ = self.post_attention_layernorm.add(self.self_attn.o_proj(mixed), None)
         normed, residual = self.pre_feedforward_layernorm.add(x, residual)
@@ -124,17 +123,17 @@ class Transformer(nn.Module):
     def __init__(self, c: ModelConfig, max_model_len: int, group: Group | None = None) -> None:
         super().__init__()
         self.config = c
-        rotary = RotaryEmbedding(c.head_dim, c.rope_theta, c.rope_scaling, max_model_len)
+        self.rotary = RotaryEmbedding(c.head_dim, c.rope_theta, c.rope_scaling, max_model_len)
+        self.local_rotary = self.rotary  # of Gemma's layers with a window
         sizes = c.vocab_size, c.hidden_size
         self.embed_tokens: Embedding
-        self.rotary: RotaryEmbedding | TwoRotaryEmbeddings
         if c.gemma is None:
-            self.embed_tokens, self.rotary = Embedding(*sizes, dtype=c.dtype, group=group), rotary
+            self.embed_tokens = Embedding(*sizes, dtype=c.dtype, group=group)
             layers: Iterable[nn.Module] = (Layer(c, i, group) for i in range(c.num_hidden_layers))
         else:
-            local = RotaryEmbedding(c.head_dim, c.gemma.local_rope_theta, c.gemma.local_rope_scaling, max_model_len)
+            local = c.gemma.local_rope_theta, c.gemma.local_rope_scaling
+            self.local_rotary = RotaryEmbedding(c.head_dim, *local, max_model_len)
             self.embed_tokens = ScaledEmbedding(*sizes, c.gemma.embedding_scale, dtype=c.dtype, group=group)
-            self.rotary = TwoRotaryEmbeddings(rotary, local)
             layers = (GemmaLayer(c, i, group) for i in range(c.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
         self.kv_scales = [UNSCALED] * c.num_hidden_layers  # of each layer; a checkpoint may have others
@@ -144,11 +143,11 @@ class Transformer(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """input_ids [T] int32, positions [T] int32 -> hidden [T, H], after the final norm."""
-        rotation = self.rotary.rotation(positions)
+        rotation, local = (Rotation(rotary, positions) for rotary in (self.rotary, self.local_rotary))
         x: SubLayerOutput = self.embed_tokens(input_ids)  # [T, H]
         residual: Tensor | None = None
         for layer in self.layers:
-            x, residual = layer(x, residual, rotation, attend)
+            x, residual = layer(x, residual, local if layer.is_local else rotation, attend)
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

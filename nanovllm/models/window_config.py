@@ -2,7 +2,7 @@
 al., "Mistral 7B", 2023).
 
 The families differ in which layers have a window, in whether config.json has to switch it on, and in its default. All
-that is data, in `models/config.py`. The functions here decide what Hugging Face's classes decide.
+that is data, in `models/families.py`. The functions here decide what Hugging Face's classes decide.
 """
 
 from collections.abc import Mapping, Sequence

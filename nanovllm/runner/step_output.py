@@ -1,5 +1,7 @@
 """What a step sampled, on its way to the host."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,33 +12,25 @@ from nanovllm.runner.prompt_logprobs import PromptLogprobs
 from nanovllm.sampling.logprobs import TopLogprobs
 
 
+@dataclass
 class StepOutput:
-    """The tokens of a step. Whoever reads them waits until the step is done and they are copied.
+    """The tokens of a step. Whoever reads them waits until the step is done and they are copied."""
 
-    token_ids [N] int64: for each sequence one token per guess and one more. guesses [N] int64: what had been
-    guessed there, None if nobody guesses. num_sampled: how many of the N tokens each sequence has. wanted: how many
-    of the likeliest tokens each sequence asked for, None for none. Without log-probabilities nobody reads `wanted`.
-    prompts: log-probabilities of prompts, to be read after the tokens; None if nobody asked.
-    chosen: which of the tokens count, None for all; not with guesses or log-probabilities.
-    """
+    token_ids: Tensor  # [N] int64: for each sequence one token per guess and one more
+    guesses: Tensor | None  # [N] int64: what had been guessed there; None if nobody guesses
+    num_sampled: list[int]  # how many of the N tokens each sequence has
+    logprobs: TopLogprobs | None
+    wanted: list[int | None]  # how many of the likeliest tokens each sequence asked for; not read without `logprobs`
+    prompts: PromptLogprobs | None = None  # log-probabilities of prompts, to be read after the tokens
+    # Which of the tokens count, on the host; None for all. Not with guesses or log-probabilities
+    chosen: NDArray[np.int64] | None = None
 
-    def __init__(
-        self,
-        token_ids: Tensor,
-        guesses: Tensor | None,
-        num_sampled: list[int],
-        logprobs: TopLogprobs | None,
-        wanted: list[int | None],
-        prompts: PromptLogprobs | None = None,
-        chosen: NDArray[np.int64] | None = None,
-    ) -> None:
-        self.num_sampled, self.wanted, self.prompts, self.chosen = num_sampled, wanted, prompts, chosen
+    def __post_init__(self) -> None:
         self.ready: torch.cuda.Event | None = None
-        self.token_ids, self.guesses, self.logprobs = token_ids, guesses, logprobs
-        if token_ids.is_cuda:
-            self.token_ids = token_ids.to("cpu", non_blocking=True)
-            self.guesses = guesses.to("cpu", non_blocking=True) if guesses is not None else None
-            self.logprobs = logprobs.to("cpu", non_blocking=True) if logprobs is not None else None
+        if self.token_ids.is_cuda:
+            self.token_ids = self.token_ids.to("cpu", non_blocking=True)
+            self.guesses = None if self.guesses is None else self.guesses.to("cpu", non_blocking=True)
+            self.logprobs = None if self.logprobs is None else self.logprobs.to("cpu", non_blocking=True)
             self.ready = torch.cuda.Event()
             self.ready.record()
 

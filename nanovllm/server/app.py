@@ -26,7 +26,7 @@ from nanovllm.server.openai.protocol import CompletionRequest, DetokenizeRequest
 from nanovllm.server.openai.replies import ChatReply, CompletionReply, Reply
 from nanovllm.server.openai.response_items import ResponseGeneration
 from nanovllm.server.openai.responses import ResponsesRequest
-from nanovllm.server.openai.scoring import check_scores, make_echoes
+from nanovllm.server.openai.scoring import Echo, check_scores
 from nanovllm.server.openai.tolerance import Unknown
 from nanovllm.server.options import AppOptions
 from nanovllm.server.page import page
@@ -150,8 +150,12 @@ def build_app(
         check_scores(params.prompt_logprobs, prompts, times=body.n if reply.prompts_in_choices else 1)
         salt, field = salt_of(body, request), "prompt" if reply.prompts_in_choices else "messages"
         queued = await add_all(llm, prompts, params, salt, body.priority, field, body.field_of_structure())
-        ids = [token_ids for token_ids, _ in queued]
-        echoes = await asyncio.to_thread(make_echoes, texts, echoed, ids, params.logprobs) if echoed else []
+
+        def make_echoes() -> list[Echo]:
+            """In a thread: long prompts take a while."""
+            return [Echo(texts, text, ids, params.logprobs) for text, (ids, _) in zip(echoed, queued, strict=True)]
+
+        echoes = await asyncio.to_thread(make_echoes) if echoed else []
         generation = Generation(body, queued, reply, meters, options.tells_cached_tokens, echoes)
         return await respond(generation, request)
 
@@ -166,7 +170,7 @@ def build_app(
         prompts = [truncated(prompt, body, max_tokens) for prompt in await encode_texts(given)]
         whole = body.truncate_prompt_tokens is None
         echoed = [prompt if whole and isinstance(prompt, str) else None for prompt in given] if body.echo else []
-        reply = CompletionReply(model_name, body.logprobs, id_of(request))
+        reply = CompletionReply(model_name, body.logprobs, request.state.request_id)
         return await answer(body, request, prompts, params, reply, echoed)
 
     async def prepared(
@@ -197,14 +201,14 @@ def build_app(
         token_ids, params, make_answer = await prepared(
             body, "messages", body.field_of_structure(), "function.parameters"
         )
-        reply = ChatReply(model_name, params.logprobs, id_of(request), make_answer)
+        reply = ChatReply(model_name, params.logprobs, request.state.request_id, make_answer)
         return await answer(body, request, [token_ids], params, reply)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         ignored.note(body.model_extra)
         token_ids, params, make_answer = await prepared(body.chat, "input", "text.format", "parameters")
-        salt, number = salt_of(body.chat, request), id_of(request)
+        salt, number = salt_of(body.chat, request), request.state.request_id
         queued = await add_all(llm, [token_ids], params, salt, body.priority, "input", "text.format")
         reply = ChatReply(model_name, None, number, make_answer)
         name, tells_cached = f"resp_{number}", options.tells_cached_tokens
@@ -251,10 +255,6 @@ def build_app(
         assert config.max_model_len and config.num_kv_blocks and config.kvcache_block_size
         longest = min(config.max_model_len, config.num_kv_blocks * config.kvcache_block_size + 1)
         return max(longest - num_prompt_tokens, 1)
-
-    def id_of(request: Request) -> str:
-        name: str = request.state.request_id
-        return name
 
     def model_card() -> dict[str, Any]:
         kind = {"id": model_name, "object": "model", "created": started, "owned_by": "nanovllm"}

@@ -7,13 +7,13 @@ turn. So a process that is behind with its clients gets fewer and larger deltas.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import index
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import zmq
 
@@ -26,7 +26,7 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.server import messages
 from nanovllm.server.messages import Abort, Add, Counted, End, EngineInfo, Finished, Hello, Scrape, Stop, Taken, Update
 from nanovllm.server.wires import Wires
-from nanovllm.stream import EngineDead, RequestAborted
+from nanovllm.stream import EngineDead, OutputStream, RequestAborted
 from nanovllm.text.bad_words import with_spellings
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.grammars import TokenGrammars
@@ -34,7 +34,6 @@ from nanovllm.text.prompts import encode_prompt
 from nanovllm.text.token_texts import TokenTexts
 from nanovllm.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
 REFUSALS = {kind.__name__: kind for kind in (QueueFull, NeverFits, TypeError, ValueError, RuntimeError)}
 
 
@@ -133,23 +132,16 @@ class RemoteRequest:
         self.wake()
 
 
-class RemoteStream:
-    """The outputs of one request as an asynchronous iterator of deltas, like `stream.Stream`. With FINAL_ONLY
-    parameters, the only delta is the whole output. Closing or dropping the stream aborts its request."""
+class RemoteStream(OutputStream):
+    """The stream of an `EngineClient`. With FINAL_ONLY parameters, the only delta is the whole output."""
 
     def __init__(self, request: RemoteRequest, abort: Callable[[RemoteRequest], None]) -> None:
-        self.request_id = str(request.key)
+        super().__init__(str(request.key), partial(abort, request))
         self._request = request
-        self._abort = partial(abort, request)
         self._final_only = request.params.output_kind is RequestOutputKind.FINAL_ONLY
-        self._over = False
 
     async def accepted(self) -> None:
-        """Wait until the engine has accepted the request. Raises QueueFull, or any other reason for a refusal."""
         await self._request.accepted
-
-    def __aiter__(self) -> "RemoteStream":
-        return self
 
     async def __anext__(self) -> RequestOutput:
         request = self._request
@@ -172,22 +164,6 @@ class RemoteStream:
             request.waiter = request.accepted.get_loop().create_future()
             await self._unless_cancelled(request.waiter)
         raise StopAsyncIteration
-
-    async def _unless_cancelled(self, awaited: Awaitable[T]) -> T:
-        """The result of `awaited`. A reader that is cancelled meanwhile aborts its request."""
-        try:
-            return await awaited
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-
-    async def aclose(self) -> None:
-        """Abort the request if it is not over. Nothing can be read afterwards."""
-        self._over = True
-        self._abort()
-
-    def __del__(self) -> None:
-        self._abort()
 
 
 class Uncounted:

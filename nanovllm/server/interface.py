@@ -8,18 +8,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.stream import OutputStream
 from nanovllm.text.tokenizer import Tokenizer
-
-
-class OutputStream(Protocol):
-    """The deltas of one request; see `stream.Stream`."""
-
-    request_id: str
-
-    async def accepted(self) -> None: ...
-    def __aiter__(self) -> "OutputStream": ...
-    async def __anext__(self) -> RequestOutput: ...
-    async def aclose(self) -> None: ...
 
 
 class Engine(Protocol):

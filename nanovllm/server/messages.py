@@ -10,10 +10,8 @@ choices are the streams `key` to `key + n - 1`.
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, fields
 from itertools import chain
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -21,50 +19,36 @@ from msgspec.msgpack import Decoder, Encoder
 
 from nanovllm.engine.plan import TokenLogprobs
 from nanovllm.outputs import FinishReason, RequestMetrics
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 
-# --- sampling parameters: one struct, made from the fields of the dataclass -------------------------------------------
+# --- sampling parameters ----------------------------------------------------------------------------------------------
 
-
-def wire_type(hint: Any) -> Any:
-    """The type in which a parameter travels: `SamplingParams` accepts any iterable, and makes a tuple of it."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Iterable:
-        return tuple[wire_type(arguments[0]), ...]  # type: ignore[misc]
-    if origin in (Union, UnionType):
-        return Union[tuple(map(wire_type, arguments))]  # noqa: UP007 (a union of types that are known only now)
-    return dict[str, Any] if hint is StructuredOutputsParams else hint
-
-
-def _fields() -> Iterable[tuple[str, Any, Any]]:
-    hints = get_type_hints(SamplingParams)
-    for field in fields(SamplingParams):
-        made = field.default_factory
-        default = field.default if made is MISSING else msgspec.field(default_factory=made)
-        yield field.name, wire_type(hints[field.name]), default
-
-
-# Parameters with their default are left out of the message.
-_Params = msgspec.defstruct("Params", _fields(), omit_defaults=True)
-_encode, _decode_params = Encoder().encode, Decoder(_Params).decode
-_NAMES = [field.name for field in fields(SamplingParams)]
+encode = Encoder().encode
+_decode = Decoder(dict[str, Any]).decode
+_DEFAULTS = SamplingParams()
 
 
 def encode_params(params: SamplingParams) -> msgspec.Raw:
-    values = dict(vars(params))
-    if params.structured_outputs is not None:
-        values["structured_outputs"] = vars(params.structured_outputs)
-    return msgspec.Raw(_encode(_Params(**values)))
+    """Parameters with their default are left out."""
+    return msgspec.Raw(
+        encode({name: value for name, value in vars(params).items() if value != getattr(_DEFAULTS, name)})
+    )
 
 
 def decode_params(raw: msgspec.Raw) -> SamplingParams:
     """The parameters. They are not checked again: the API process checked them when it made them."""
-    found: Any = _decode_params(raw)
-    values = {name: getattr(found, name) for name in _NAMES}
-    if found.structured_outputs is not None:
-        values["structured_outputs"] = StructuredOutputsParams(**found.structured_outputs)
+    values = {name: with_tuples(value) for name, value in _decode(raw).items()}
+    if "structured_outputs" in values:
+        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+    if "output_kind" in values:
+        values["output_kind"] = RequestOutputKind(values["output_kind"])
     return SamplingParams().changed(**values)
+
+
+def with_tuples(value: Any) -> Any:
+    """The same with tuples for lists: a list arrives where a tuple was sent."""
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
@@ -157,7 +141,6 @@ class Quit(Struct, array_like=True, tag=True):
 
 
 ToEngine = Hello | Add | Compiled | Abort | Stop | Finished | Taken | Counted | Scrape | Gone | Quit
-encode = _encode
 decode_to_engine = Decoder(ToEngine).decode
 
 # --- to an API process ------------------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
-"""Figures for Prometheus: every name and label that vLLM's public Grafana dashboard asks for, and answers by status.
-
-`Figures` are plain numbers, which can be sent and added up, so that several processes can count for one server.
-"""
+"""Figures for Prometheus: every name and label that vLLM's public Grafana dashboard asks for, and answers by status."""
 
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -75,14 +73,6 @@ class Figures:
         numbers[bisect_left(HISTOGRAMS[name][1], value)] += times
         numbers[-1] += value * times
 
-    def add(self, other: "Figures") -> None:
-        """Take in what another process counted."""
-        for name, counter in other.counters.items():
-            for labels, number in counter.items():
-                self.count(name, *labels, by=number)
-        for name, numbers in other.histograms.items():
-            self.histograms[name] = [a + b for a, b in zip(self.histograms[name], numbers, strict=True)]
-
 
 class Metrics(Collector):
     """What /metrics says: the figures, and the state of the engine at the time of asking."""
@@ -107,30 +97,32 @@ class Metrics(Collector):
         return RequestObserver(self.figures)
 
     def collect(self) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
         for name, help, value in engine_state(self._llm):
-            gauge = GaugeMetricFamily(name, help, labels=names)
-            gauge.add_metric(values, value)
-            yield gauge
+            yield self._family(GaugeMetricFamily, name, help, [((), value)])
         for name, (help, labels) in COUNTERS.items():
-            counter = CounterMetricFamily(name, help, labels=[*names, *labels])
-            for others, number in list(self.figures.counters[name].items()):
-                counter.add_metric([*values, *others], number, created=self.figures.created)
-            yield counter
+            samples, created = list(self.figures.counters[name].items()), self.figures.created
+            yield self._family(CounterMetricFamily, name, help, samples, labels, created=created)
         for name, (help, bounds) in HISTOGRAMS.items():
             *numbers, total = self.figures.histograms[name]
             buckets = zip([*map(str, map(float, bounds)), "+Inf"], accumulate(numbers), strict=True)
-            histogram = HistogramMetricFamily(name, help, labels=names)
-            histogram.add_metric(values, list(buckets), total)
-            yield histogram
+            yield self._family(HistogramMetricFamily, name, help, [((), list(buckets))], sum_value=total)
         scheduler: Scheduler = self._llm.llm.engine.scheduler
         if scheduler.proposer is not None:
             yield from self._speculation(scheduler)
 
+    def _family(
+        self, kind: Any, name: str, help: str, samples: Iterable[tuple[Sequence[str], Any]],
+        labels: Sequence[str] = (), **more: Any,
+    ) -> Metric:  # fmt: skip
+        """samples: values, each with those of its `labels`, beside which all have the model's name."""
+        family = kind(name, help, labels=[*self._labels, *labels])
+        for own, value in samples:
+            family.add_metric([*self._labels.values(), *own], value, **more)
+        return family
+
     def _speculation(self, scheduler: Scheduler) -> Iterator[Metric]:
         """The scheduler's counts of guessed tokens. A draft is what one step guesses for one sequence; position 0 is
         its first token. Divided by `num_draft_tokens`, `num_accepted_tokens` gives the acceptance rate."""
-        names, values = list(self._labels), list(self._labels.values())
         stats, prefix = scheduler.speculation, "vllm:spec_decode_num"
         accepted = list(stats.accepted)  # the step loop goes on counting meanwhile
         for name, help, number in (
@@ -138,16 +130,11 @@ class Metrics(Collector):
             ("draft_tokens", "Tokens in these drafts.", sum(stats.proposed)),
             ("accepted_tokens", "Those that were accepted.", sum(accepted)),
         ):
-            counter = CounterMetricFamily(f"{prefix}_{name}", help, labels=names)
-            counter.add_metric(values, number)
-            yield counter
-        by_position = CounterMetricFamily(
-            f"{prefix}_accepted_tokens_per_pos", "The same, by position in the draft.", labels=[*names, "position"]
-        )
-        for position in range(scheduler.max_guesses):  # also those that no draft has reached yet
-            number = accepted[position] if position < len(accepted) else 0
-            by_position.add_metric([*values, str(position)], number)
-        yield by_position
+            yield self._family(CounterMetricFamily, f"{prefix}_{name}", help, [((), number)])
+        accepted += [0] * (scheduler.max_guesses - len(accepted))  # also positions that no draft has reached yet
+        by_position = [([str(position)], number) for position, number in enumerate(accepted)]
+        name, help = f"{prefix}_accepted_tokens_per_pos", "The same, by position in the draft."
+        yield self._family(CounterMetricFamily, name, help, by_position, ["position"])
 
 
 def engine_state(llm: Counted) -> Iterator[tuple[str, str, float]]:

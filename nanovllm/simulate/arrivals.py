@@ -127,8 +127,10 @@ def random_text(length: int) -> list[int]:
     return random.Random(0).choices(range(VOCAB_SIZE), k=length)
 
 
-class Synthetic:
-    """Queries by distributions.
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """Who asks what, and when. One of rate and replay is given, and of seconds and queries, with which the arrivals of
+    first turns end, at least one; but a trace ends by itself.
 
     rate:            queries per second, the later turns of conversations included.
     cv:              coefficient of variation of the gaps between arrivals, which follow a gamma distribution: 1 is a
@@ -139,41 +141,62 @@ class Synthetic:
     turns:           mean number of turns of a conversation (geometric). A turn's prompt is all that was said before,
                      and what the user writes then.
     think_seconds:   mean time from an answer to the next turn (exponential).
+    replay:          a recorded trace in place of all this: see `Replay`.
+    speed:           2 plays the trace in half the time.
     """
 
-    def __init__(
-        self,
-        *,
-        rate: float,
-        seconds: float | None = None,
-        num_queries: int | None = None,
-        cv: float = 1.0,
-        prompt_tokens: Lengths,
-        output_tokens: Lengths,
-        shared_prefix: int = 0,
-        num_prefixes: int = 1,
-        turns: float = 1.0,
-        think_seconds: float = 10.0,
-        seed: int = 0,
-    ) -> None:
-        """Arrivals end after `seconds`, or with the first turn of the last of `num_queries`; one of them is given."""
-        self.rate, self.cv, self.turns, self.think_seconds = rate, cv, turns, think_seconds
-        self.seconds, self.num_queries = seconds, num_queries
-        self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
+    rate: float | None = None
+    seconds: float | None = None
+    queries: int | None = None
+    cv: float = 1.0
+    prompt_tokens: Lengths = Lengths("lognormal", 512.0, 0.6)  # it is frozen
+    output_tokens: Lengths = Lengths("lognormal", 128.0, 0.6)
+    shared_prefix: int = 0
+    num_prefixes: int = 1
+    turns: float = 1.0
+    think_seconds: float = 10.0
+    replay: Path | None = None
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if (self.rate is None) == (self.replay is None):
+            raise ValueError("give rate, in queries per second, or replay, a file with a trace; one of them")
+        if self.replay is None and self.seconds is None and self.queries is None:
+            raise ValueError("give seconds or queries, so that the arrivals end")
+        if self.replay is not None and not self.replay.is_file():
+            raise ValueError(f"replay={str(self.replay)!r}: there is no such file")
+        for name in ("rate", "seconds", "queries", "speed"):
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number; got {value!r}")
+        for name, least in (("cv", 0), ("shared_prefix", 0), ("think_seconds", 0), ("num_prefixes", 1), ("turns", 1)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)!r}")
+
+    def make(self, seed: int) -> Workload:
+        return Synthetic(self, seed) if self.replay is None else Replay(self)
+
+
+class Synthetic:
+    """Queries by distributions: see `WorkloadOptions`."""
+
+    def __init__(self, options: WorkloadOptions, seed: int = 0) -> None:
+        self.options = o = options
         self.texts = Texts()
-        self.prefixes = [self.texts.new(shared_prefix) for _ in range(num_prefixes)] if shared_prefix else []
+        self.prefixes = [self.texts.new(o.shared_prefix) for _ in range(o.num_prefixes)] if o.shared_prefix else []
         self._numbers = count()
         self._rng = random.Random(seed)
 
     def queries(self) -> Iterator[Query]:
-        rng, time, mean = self._rng, 0.0, self.turns / self.rate  # of the gaps between conversations
-        for _ in count() if self.num_queries is None else range(self.num_queries):
-            if self.cv:
-                shape = 1 / self.cv**2
+        rng, time, o = self._rng, 0.0, self.options
+        assert o.rate is not None
+        mean = o.turns / o.rate  # of the gaps between conversations
+        for _ in count() if o.queries is None else range(o.queries):
+            if o.cv:
+                shape = 1 / o.cv**2
                 time += rng.gammavariate(shape, mean / shape)
             else:
                 time += mean
-            if self.seconds is not None and time >= self.seconds:
+            if o.seconds is not None and time >= o.seconds:
                 return
             yield self._first(time)
 
@@ -183,17 +206,17 @@ class Synthetic:
         if self.prefixes:
             prompt = self._rng.choice(self.prefixes) + prompt
         number = next(self._numbers)
-        if self.turns == 1:
+        if self.options.turns == 1:
             return Query(number, time, prompt, first.output_tokens)
         turns = []
-        while self._rng.random() > 1 / self.turns:
+        while self._rng.random() > 1 / self.options.turns:
             turns.append(self._turn())
         return Query(number, time, prompt, first.output_tokens, str(number), turns)
 
     def _turn(self) -> Turn:
-        rng = self._rng
-        think = 0.0 if self.turns == 1 else rng.expovariate(1.0) * self.think_seconds
-        return Turn(self.prompt_tokens.draw(rng), self.output_tokens.draw(rng), think)
+        rng, o = self._rng, self.options
+        think = 0.0 if o.turns == 1 else rng.expovariate(1.0) * o.think_seconds
+        return Turn(o.prompt_tokens.draw(rng), o.output_tokens.draw(rng), think)
 
     def follow_up(self, query: Query, token_ids: list[int], now: float) -> Query | None:
         if not query.turns:
@@ -213,19 +236,11 @@ class Replay:
 
     A trace has lengths and no text. Prompts of one session are beginnings of one text, so that a longer prompt finds
     the blocks of a shorter one. Other prompts share nothing.
-
-    speed: 2 plays the trace in half the time.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        seconds: float | None = None,
-        num_queries: int | None = None,
-        speed: float = 1,
-    ) -> None:
-        self.path, self.seconds, self.num_queries, self.speed = path, seconds, num_queries, speed
+    def __init__(self, options: WorkloadOptions) -> None:
+        assert options.replay is not None
+        self.path, self.options = options.replay, options
         self.texts = Texts()
 
     def queries(self) -> Iterator[Query]:
@@ -247,13 +262,14 @@ class Replay:
                 if num_prompt < 1 or num_output < 1:
                     continue
                 start = time if start is None else start
-                time = (time - start) / self.speed
+                time = (time - start) / self.options.speed
                 if time < before:
                     raise ValueError(
                         f"{self.path}, line {reader.line_num}: earlier than the line above; sort the file by time"
                     )
                 before, number = time, next(numbers)
-                if (self.seconds is not None and time >= self.seconds) or number == self.num_queries:
+                ends = self.options.seconds
+                if (ends is not None and time >= ends) or number == self.options.queries:
                     return
                 name = row[session] if session is not None and session < len(row) else ""
                 text = self.texts.named(name, num_prompt) if name else self.texts.new(num_prompt)

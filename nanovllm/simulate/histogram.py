@@ -44,12 +44,6 @@ class Histogram:
                 return min(self.SMALLEST * math.exp((bin + 0.5) * self.WIDTH), self.largest)
         return math.nan
 
-    def share_up_to(self, value: float) -> float:
-        """The share of values at most so large, whole bins at a time; NaN where there is none."""
-        last = int(math.log(value / self.SMALLEST) / self.WIDTH) if value > self.SMALLEST else 0
-        seen = sum(count for bin, count in self.counts.items() if bin <= last)
-        return seen / self.num_values if self.num_values else math.nan
-
     def curve(self) -> list[tuple[float, float]]:
         """For pictures: values, and the share of all that are at most so large."""
         points, seen = [], 0

@@ -9,21 +9,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from nanovllm.models.checkpoint import read_json
+from nanovllm.models.families import FAMILIES, shape_of
 from nanovllm.models.moe_config import ExpertKeys, parse_experts
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# The families of models/config.py that have no sliding window unless config.json asks for one, with the keys that
-# describe their experts. That file imports torch; a test compares the two
-KINDS: dict[str, ExpertKeys | None] = {
-    "llama": None,
-    "qwen2": None,
-    "qwen3": None,
-    "mixtral": ExpertKeys("intermediate_size", norm_topk_prob=True, dense_layers=False),
-    "qwen2_moe": ExpertKeys(shared_intermediate_size="shared_expert_intermediate_size"),
-    "qwen3_moe": ExpertKeys(),
+# Those that have no sliding window unless config.json asks for one
+KINDS = {
+    kind: family
+    for kind, family in FAMILIES.items()
+    if family.windows is None or family.windows.has_switch or family.windows.default is None
 }
-# Their key/value heads where config.json is silent; those of the others are as many as heads
-KV_HEADS = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,8 @@ def read_architecture(path: Path) -> tuple[Architecture, int]:
     not: a decode is counted as if every layer read the whole context.
     """
     raw = read_json(path / "config.json")
-    if raw.get("model_type") not in KINDS:
+    family = KINDS.get(str(raw.get("model_type")))
+    if family is None:
         known = ", ".join(KINDS)
         raise ValueError(
             f"{path / 'config.json'}: model_type {raw.get('model_type')!r} is not supported; choose a model of {known}"
@@ -133,28 +129,14 @@ def read_architecture(path: Path) -> tuple[Architecture, int]:
         raise ValueError(
             f"{path / 'config.json'}: quantization_config is not supported; choose the same model in 16 bits"
         )
-    for key in ("use_sliding_window", *(("sliding_window",) if raw["model_type"] == "mixtral" else ())):
+    has_switch = family.windows is None or family.windows.has_switch
+    for key in ("use_sliding_window", *(() if has_switch else ("sliding_window",))):
         if raw.get(key):
             raise ValueError(f"{path / 'config.json'}: {key} is not supported; choose a model without windows")
     try:
-        hidden, heads, kind = raw["hidden_size"], raw["num_attention_heads"], raw["model_type"]
-        bias = bool(raw.get("attention_bias", False))
-        architecture = Architecture(
-            vocab_size=raw["vocab_size"],
-            hidden_size=hidden,
-            intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=raw.get("num_key_value_heads", KV_HEADS.get(kind)) or heads,
-            head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else hidden // heads),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=kind in ("qwen3", "qwen3_moe"),
-            qkv_bias=(bias and kind != "mixtral") or kind in ("qwen2", "qwen2_moe"),
-            o_bias=bias and kind not in ("qwen2", "qwen2_moe", "mixtral"),
-            mlp_bias=bool(raw.get("mlp_bias", False)) and kind == "llama",
-        )
-        if (keys := KINDS[kind]) is not None:
-            architecture = with_experts(architecture, raw, keys)
+        architecture = Architecture(**shape_of(raw, family))
+        if family.experts is not None:
+            architecture = with_experts(architecture, raw, family.experts)
     except KeyError as error:
         raise ValueError(f"{path / 'config.json'} lacks {error}, without which no step can be counted") from None
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")

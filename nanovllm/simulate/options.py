@@ -4,6 +4,8 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,8 @@ from nanovllm.simulate.fleet import FleetOptions
 from nanovllm.simulate.plan import Planner, SetUp, Target
 from nanovllm.simulate.report import table
 from nanovllm.simulate.routers import ROUTERS
-from nanovllm.simulate.scenario import Scenario, WorkloadOptions
+from nanovllm.simulate.scenario import ENGINE_OPTIONS, Scenario, WorkloadOptions
 
-# Of the engine's options those that change a schedule. What depends on the memory of a GPU is told by the card.
-NUMBERS = [name for name in ENGINE if name not in ("gpu_memory_utilization", "kv_cache_gib", "generation_config")]
-SWITCHES = "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"
 SCALING = [field.name for field in fields(Autoscaling) if field.name != "max_replicas"]
 
 
@@ -52,6 +51,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--card", required=True, help="h200, or a file that `python -m benchmarks.engine step_costs` has written")
     add("--seed", type=int, default=0, help="of all that is drawn: the same seed gives the same results (default 0)")
     add("--json", type=Path, metavar="FILE", help="all results")
+    add("--target-first", type=seconds, help="time to the first token, such as 200ms: for the goodput, and for a plan")
+    add("--target-gap", type=seconds, help="time between two tokens, such as 20ms; in the goodput their mean counts")
     clients = parser.add_argument_group("clients").add_argument
     clients("--rate", type=float, help="queries per second, the later turns of conversations included")
     clients("--cv", type=float, default=1.0, help="of the gaps between arrivals: 1 is Poisson, more comes in bursts")
@@ -65,11 +66,10 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     clients("--think-seconds", type=seconds, default=10.0, help="from an answer to the next turn, on average")
     clients("--max-retries", type=int, default=2, help="after a refusal, each a second later")
     engine = parser.add_argument_group("the engine of a replica").add_argument
-    for name in NUMBERS:
-        engine(f"--{name.replace('_', '-')}", type=ENGINE[name], help=ABOUT[name])
-    engine("--kvcache-block-size", type=int, help=ABOUT["kvcache_block_size"])
-    for name in SWITCHES:
-        engine(f"--{name.replace('_', '-')}", action=argparse.BooleanOptionalAction, help=ABOUT[name])
+    for name in ENGINE_OPTIONS:
+        is_switch = name.startswith("enable_") or name == "async_scheduling"
+        kind: Any = {"action": argparse.BooleanOptionalAction} if is_switch else {"type": ENGINE.get(name, int)}
+        engine(f"--{name.replace('_', '-')}", **kind, help=ABOUT[name])
     engine("--acceptance", type=float, default=0.6, help="probability that a guess is right if all before it are")
     engine("--max-queue", type=int, default=512, help="sequences that may wait before more are refused")
     engine("--engine-only", action="store_true", help="the engine is called directly: no HTTP, no API process")
@@ -85,8 +85,6 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
     parser.add_argument("--seconds", type=seconds, help="in which queries come")
     parser.add_argument("--queries", type=int, help="so many first turns at most")
-    parser.add_argument("--target-first", type=seconds, help="for the goodput: time to the first token, such as 200ms")
-    parser.add_argument("--target-gap", type=seconds, help="for the goodput: mean time per later token")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="distributions, and load over time, as a picture")
     group = parser.add_argument_group("the fleet").add_argument
     group("--replicas", type=int, default=1, help="at the start")
@@ -101,8 +99,6 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
     add = parser.add_argument
-    add("--target-first", type=seconds, help="time to the first token, such as 200ms")
-    add("--target-gap", type=seconds, help="time between two tokens, such as 20ms")
     add("--percentile", type=float, default=99.0, help="of the first tokens and of the gaps that must be in time")
     add("--max-gpus", type=int, default=256, help="at which the search gives up")
     add("--seconds", type=seconds, default=30.0, help="of each simulation; of the best ones four times as long")
@@ -117,24 +113,18 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    names = *NUMBERS, *SWITCHES, "kvcache_block_size"
-    return EngineConfig(**{name: value for name in names if (value := getattr(args, name)) is not None})
-
-
-def scenario(args: argparse.Namespace, **changed: Any) -> Scenario:
-    """What the options of both commands say, and `changed` in place of the defaults of the others."""
+def scenario(args: argparse.Namespace, **fleet: Any) -> Scenario:
+    """What the options of both commands say. `fleet`: fields of `FleetOptions`, in place of their defaults."""
     names = {field.name for field in fields(WorkloadOptions)}
     workload = {name: value for name, value in vars(args).items() if name in names}
-    direct = "model", "card", "router", "router_kwargs", "max_queue", "acceptance", "seed"
-    fleet = {"max_retries": args.max_retries, "max_ongoing_requests": args.max_ongoing_requests}
+    engine = {name: value for name in ENGINE_OPTIONS if (value := getattr(args, name)) is not None}
+    direct = "model", "card", "router", "router_kwargs", "max_queue", "acceptance", "seed", "target_first", "target_gap"
     return Scenario(
         **{name: getattr(args, name) for name in direct},
-        engine=engine_config(args),
-        workload=WorkloadOptions(**workload | changed.pop("workload", {})),
-        fleet=FleetOptions(**fleet | changed.pop("fleet", {})),
+        engine=EngineConfig(**engine),
+        workload=WorkloadOptions(**workload),
+        fleet=FleetOptions(max_retries=args.max_retries, max_ongoing_requests=args.max_ongoing_requests, **fleet),
         with_server=not args.engine_only,
-        **changed,
     )
 
 
@@ -154,13 +144,12 @@ def run_simulate(args: argparse.Namespace) -> None:
     scaling = None
     if args.max_replicas is not None:
         scaling = Autoscaling(max_replicas=args.max_replicas, **{name: getattr(args, name) for name in SCALING})
-    names = "replicas", "startup_seconds"
-    fleet = {name: getattr(args, name) for name in names} | {"autoscaling": scaling, "deaths": tuple(args.die)}
-    chosen = scenario(args, fleet=fleet, target_first=args.target_first, target_gap=args.target_gap)
+    start = {"replicas": args.replicas, "startup_seconds": args.startup_seconds}
+    chosen = scenario(args, **start, autoscaling=scaling, deaths=tuple(args.die))
     described = chosen.described()
     print(f"{described['model']} on {described['card']}: {described['costs']}")
-    with Progress(args.seconds, args.queries) as progress:
-        statistics = chosen.run(progress)
+    with progress(args.seconds, args.queries) as arrived:
+        statistics = chosen.run(arrived)
     report = statistics.report(chosen.config.tensor_parallel_size)
     print(table(report))
     if args.json is not None:
@@ -174,7 +163,7 @@ def run_simulate(args: argparse.Namespace) -> None:
 def run_plan(args: argparse.Namespace) -> None:
     check_writable(args.json)
     target = Target(args.target_first, args.target_gap, args.percentile)
-    chosen = scenario(args, target_first=args.target_first, target_gap=args.target_gap)
+    chosen = scenario(args)
     guesses = [None] if chosen.engine.speculative is None else [None, chosen.engine.speculative]
     set_ups = [
         SetUp(ranks, budget, block_size, guessing)
@@ -212,27 +201,19 @@ def possible_ranks(chosen: Scenario, wanted: list[int]) -> list[int]:
     return good
 
 
-class Progress:
-    """A bar that is told the virtual time of each arrival."""
+@contextmanager
+def progress(seconds: float | None, queries: int | None) -> Iterator[Callable[[float], None]]:
+    """A bar, and the function that is told the virtual time of each arrival."""
+    from tqdm import tqdm
 
-    def __init__(self, seconds: float | None, queries: int | None) -> None:
-        from tqdm import tqdm
+    by_time = queries is None and seconds is not None
+    total, unit = (seconds, "s") if by_time else (queries, " queries")
+    with tqdm(total=total, unit=unit, desc="simulated", dynamic_ncols=True, disable=None, mininterval=0.3) as bar:
 
-        by_time = queries is None and seconds is not None
-        total, unit = (seconds, "s") if by_time else (queries, " queries")
-        self.by_time = by_time
-        self.bar = tqdm(total=total, unit=unit, desc="simulated", dynamic_ncols=True, disable=None, mininterval=0.3)
-        self._last = 0.0
+        def arrived(now: float) -> None:
+            if not by_time:
+                bar.update()
+            elif now - bar.n > 0.1:
+                bar.update(round(now - bar.n, 1))
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.close()
-
-    def __call__(self, now: float) -> None:
-        if not self.by_time:
-            self.bar.update()
-        elif now - self._last > 0.1:
-            self.bar.update(round(now - self._last, 1))
-            self._last = now
+        yield arrived

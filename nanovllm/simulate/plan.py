@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from nanovllm.simulate.report import Statistics
 from nanovllm.simulate.scenario import Scenario
 
 LONGER = 4  # times as many queries for the best set-ups
@@ -96,25 +95,17 @@ class Plan:
     scenario: Scenario  # that the best one was simulated in
 
 
+@dataclass
 class Planner:
     """Finds the plan for a scenario, of which clients, router and card are kept."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        target: Target,
-        set_ups: Sequence[SetUp],
-        max_gpus: int = 256,
-        on_trial: Callable[[str], None] = lambda said: None,
-    ) -> None:
-        """`scenario.workload` is that of a short simulation. `on_trial` is told what is being simulated."""
-        self.scenario = scenario
-        self.target = target
-        self.set_ups = set_ups
-        self.max_gpus = max_gpus
-        self.on_trial = on_trial
-        self.num_trials = 0
-        self._known: dict[tuple[SetUp, int], Outcome] = {}
+    scenario: Scenario  # with the workload of a short simulation
+    target: Target
+    set_ups: Sequence[SetUp]
+    max_gpus: int = 256
+    on_trial: Callable[[str], None] = lambda said: None  # told what is being simulated
+    num_trials: int = field(default=0, init=False)
+    _known: dict[tuple[SetUp, int], Outcome] = field(default_factory=dict, init=False)
 
     def find(self) -> Plan:
         """Raises ValueError if no number of GPUs up to `max_gpus` meets the target, with what comes nearest."""
@@ -133,7 +124,9 @@ class Planner:
             )
         finalists = sorted((self._confirmed(o) for o in found[: NUM_OTHERS + 1] if self._good(o)), key=self._rank)
         others = [*finalists[1:], *(o for o in found if o.set_up not in {f.set_up for f in finalists})][:NUM_OTHERS]
-        return Plan(finalists[0], [(o, self._why(o, finalists[0])) for o in others], self._with(finalists[0]))
+        winner = finalists[0]
+        chosen = with_set_up(self.scenario, winner.set_up, winner.replicas)
+        return Plan(winner, [(o, self._why(o, winner)) for o in others], chosen)
 
     def _good(self, outcome: Outcome) -> bool:
         return outcome.excess(self.target) <= 1
@@ -166,8 +159,7 @@ class Planner:
 
     def _between(self, set_up: SetUp, most: int) -> tuple[int, int]:
         """Replicas that do not suffice, or 0, and more that do, in growing distance: up from 1 as long as nothing is
-        known, else down from what another set-up needs. If `most` do not suffice,
-        that number twice."""
+        known, else down from what another set-up needs. If `most` do not suffice, that number twice."""
         step = 1
         if most < self.max_gpus // set_up.tensor_parallel_size:
             if not self._good(self._trial(set_up, most)):
@@ -206,23 +198,19 @@ class Planner:
             self._known[set_up, replicas] = self._simulate(set_up, replicas, self.scenario)
         return self._known[set_up, replicas]
 
-    def _with(self, outcome: Outcome, scenario: Scenario | None = None) -> Scenario:
-        scenario = scenario or self.scenario
-        engine = replace(scenario.engine, **vars(outcome.set_up))
-        if engine.speculative is not None:
-            engine = replace(engine, async_scheduling=None)
-        return replace(scenario, engine=engine, fleet=replace(scenario.fleet, replicas=outcome.replicas))
-
     def _simulate(self, set_up: SetUp, replicas: int, scenario: Scenario) -> Outcome:
         self.num_trials += 1
         self.on_trial(f"{replicas} x {set_up}")
-        chosen = self._with(Outcome(set_up, replicas, 0.0, 0.0, 0.0), scenario)
-        return outcome_of(set_up, replicas, chosen.run(), self.target.percentile)
+        statistics, percentile = with_set_up(scenario, set_up, replicas).run(), self.target.percentile
+        first, gap = statistics.first_token.percentile(percentile), statistics.gap.percentile(percentile)
+        if not statistics.num_finished:
+            first = gap = inf
+        refused = statistics.num_refused / max(1, statistics.num_sent)
+        return Outcome(set_up, replicas, first, 0.0 if gap != gap else gap, refused)
 
 
-def outcome_of(set_up: SetUp, replicas: int, statistics: Statistics, percentile: float) -> Outcome:
-    first, gap = statistics.first_token.percentile(percentile), statistics.gap.percentile(percentile)
-    if not statistics.num_finished:
-        first = gap = inf
-    refused = statistics.num_refused / max(1, statistics.num_sent)
-    return Outcome(set_up, replicas, first, 0.0 if gap != gap else gap, refused)
+def with_set_up(scenario: Scenario, set_up: SetUp, replicas: int) -> Scenario:
+    engine = replace(scenario.engine, **vars(set_up))
+    if engine.speculative is not None:
+        engine = replace(engine, async_scheduling=None)
+    return replace(scenario, engine=engine, fleet=replace(scenario.fleet, replicas=replicas))

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, ClassVar
 
@@ -19,15 +20,14 @@ from nanovllm.simulate.arrivals import Query
 from nanovllm.simulate.replica import Replica
 
 
+@dataclass
 class Router(ABC):
     """Made once for a fleet, and told of every change in it."""
 
     ray_class: ClassVar[str | None]  # None: Ray Serve has no such router
 
-    def __init__(self, rng: random.Random, block_size: int) -> None:
-        """`block_size`: tokens of a KV block of the replicas."""
-        self.rng = rng
-        self.block_size = block_size
+    rng: random.Random
+    block_size: int  # tokens of a KV block of the replicas
 
     @abstractmethod
     def choose(self, query: Query, replicas: Sequence[Replica]) -> Iterable[Replica]:
@@ -94,6 +94,7 @@ def load_of(replica: Replica) -> int:
     return replica.num_ongoing
 
 
+@dataclass
 class PrefixAffinity(PowerOfTwoChoices):
     """The replica that has seen most of the prompt's beginning, as far as the router knows from what it sent there.
 
@@ -108,17 +109,10 @@ class PrefixAffinity(PowerOfTwoChoices):
 
     ray_class = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
 
-    def __init__(
-        self,
-        rng: random.Random,
-        block_size: int,
-        imbalanced_threshold: float = inf,
-        match_rate_threshold: float = 0.1,
-    ) -> None:
-        super().__init__(rng, block_size)
-        self.imbalanced_threshold = imbalanced_threshold
-        self.match_rate_threshold = match_rate_threshold
-        self._seen: dict[Replica, OrderedDict[bytes, None]] = {}  # digests, least recently met first
+    imbalanced_threshold: float = inf
+    match_rate_threshold: float = 0.1
+    # Digests, least recently met first
+    _seen: dict[Replica, OrderedDict[bytes, None]] = field(default_factory=dict, init=False)
 
     def choose(self, query: Query, replicas: Sequence[Replica]) -> Iterable[Replica]:
         loads = [replica.num_ongoing for replica in replicas]
@@ -156,6 +150,7 @@ class PrefixAffinity(PowerOfTwoChoices):
         return threshold | {"match_rate_threshold": self.match_rate_threshold, "do_eviction": True}
 
 
+@dataclass
 class KVAware(Router):
     """The replica where the query costs least: blocks of prompts that are still to be computed there, its own included,
     and blocks in use.
@@ -167,9 +162,7 @@ class KVAware(Router):
 
     ray_class = "ray.serve.llm.request_router.KVAwareRouter"
 
-    def __init__(self, rng: random.Random, block_size: int, overlap_weight: float = 1.0) -> None:
-        super().__init__(rng, block_size)
-        self.overlap_weight = overlap_weight
+    overlap_weight: float = 1.0
 
     def choose(self, query: Query, replicas: Sequence[Replica]) -> Iterable[Replica]:
         return sorted(replicas, key=lambda replica: self.cost(query, replica))
@@ -184,6 +177,7 @@ class KVAware(Router):
         return self.overlap_weight * to_compute + replica.num_blocks_in_use
 
 
+@dataclass
 class ConsistentHash(Router):
     """A conversation stays with its replica, and only those of a replica that is gone move (Karger et al. 1997). A full
     replica's queries go to the next ones on the ring. A query without a conversation goes anywhere.
@@ -194,14 +188,10 @@ class ConsistentHash(Router):
 
     ray_class = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
-    def __init__(
-        self, rng: random.Random, block_size: int, num_virtual_nodes: int = 100, num_fallback_replicas: int = 2
-    ) -> None:
-        super().__init__(rng, block_size)
-        self.num_virtual_nodes = num_virtual_nodes
-        self.num_fallback_replicas = num_fallback_replicas
-        self._places: list[int] = []
-        self._owners: list[Replica] = []
+    num_virtual_nodes: int = 100
+    num_fallback_replicas: int = 2
+    _places: list[int] = field(default_factory=list, init=False)
+    _owners: list[Replica] = field(default_factory=list, init=False)
 
     def replicas_changed(self, replicas: Sequence[Replica]) -> None:
         ring = {place(f"{r.number}:{i}"): r for r in replicas for i in range(self.num_virtual_nodes)}
@@ -221,10 +211,7 @@ class ConsistentHash(Router):
 
     @property
     def ray_kwargs(self) -> dict[str, Any]:
-        return {
-            "num_virtual_nodes": self.num_virtual_nodes,
-            "num_fallback_replicas": self.num_fallback_replicas,
-        }
+        return {"num_virtual_nodes": self.num_virtual_nodes, "num_fallback_replicas": self.num_fallback_replicas}
 
 
 def place(name: str) -> int:

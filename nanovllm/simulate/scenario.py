@@ -8,67 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, Replay, Synthetic, Workload
+from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, WorkloadOptions
 from nanovllm.simulate.costs import Costs, load_costs
 from nanovllm.simulate.fleet import Fleet, FleetOptions
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.report import Statistics
 from nanovllm.simulate.routers import ROUTERS, Router
 
+# Those that change a schedule. What depends on the memory of a GPU is told by the card.
 ENGINE_OPTIONS = (
-    "tensor_parallel_size",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "max_model_len",
-    "kvcache_block_size",
-    "num_kv_blocks",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "async_scheduling",
-    "speculative",
+    "tensor_parallel_size max_num_batched_tokens max_num_seqs max_model_len kvcache_block_size num_kv_blocks "
+    "enable_prefix_caching enable_chunked_prefill async_scheduling speculative".split()
 )
 LONGEST = 2**20  # tokens of a model's context: what the model itself allows is not looked up
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkloadOptions:
-    """Who asks what, and when: see `Synthetic`, or with `replay` see `Replay`. One of rate and replay is given, and of
-    seconds and queries at least one, but that a trace ends by itself."""
-
-    rate: float | None = None
-    seconds: float | None = None
-    queries: int | None = None
-    cv: float = 1.0
-    prompt_tokens: Lengths = Lengths("lognormal", 512.0, 0.6)  # noqa: RUF009  # it is frozen
-    output_tokens: Lengths = Lengths("lognormal", 128.0, 0.6)  # noqa: RUF009
-    shared_prefix: int = 0
-    num_prefixes: int = 1
-    turns: float = 1.0
-    think_seconds: float = 10.0
-    replay: Path | None = None
-    speed: float = 1.0
-
-    def __post_init__(self) -> None:
-        if (self.rate is None) == (self.replay is None):
-            raise ValueError("give rate, in queries per second, or replay, a file with a trace; one of them")
-        if self.replay is None and self.seconds is None and self.queries is None:
-            raise ValueError("give seconds or queries, so that the arrivals end")
-        if self.replay is not None and not self.replay.is_file():
-            raise ValueError(f"replay={str(self.replay)!r}: there is no such file")
-        for name in ("rate", "seconds", "queries", "speed"):
-            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be a positive number; got {value!r}")
-        for name, least in (("cv", 0), ("shared_prefix", 0), ("think_seconds", 0), ("num_prefixes", 1), ("turns", 1)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)!r}")
-
-    def make(self, seed: int) -> Workload:
-        ends: dict[str, Any] = {"seconds": self.seconds, "num_queries": self.queries}
-        if self.replay is not None:
-            return Replay(self.replay, speed=self.speed, **ends)
-        assert self.rate is not None
-        names = "cv", "prompt_tokens", "output_tokens", "shared_prefix", "num_prefixes", "turns", "think_seconds"
-        return Synthetic(rate=self.rate, seed=seed, **ends, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,7 +231,7 @@ class TokenGrammars:
         name = f"structured_outputs.{params.kind}"
         assert self._ll is not None
         try:
-            text = grammar_text(params)
+            text = LLMatcher.grammar_from_lark(f"{lark_rules(params)}\n{NO_FORCING}\n")
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         matcher = LLMatcher(self._ll, text, log_level=0, limits=self._limits)
@@ -248,15 +248,9 @@ class TokenGrammars:
         return matcher
 
 
-def grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar in the form that llguidance reads. Raises ValueError for a grammar that cannot be translated."""
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_lark(f"{lark_rules(params)}\n{NO_FORCING}\n")
-
-
 def lark_rules(params: StructuredOutputsParams) -> str:
-    """The same in Lark, as llguidance knows it, with a rule `start`."""
+    """The grammar in Lark, as llguidance knows it, with a rule `start`. Raises ValueError for a grammar that cannot be
+    translated."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 

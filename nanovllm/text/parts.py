@@ -1,7 +1,8 @@
 """What an answer consists of: content, reasoning and tool calls, told apart while the text arrives."""
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 
 class Part(NamedTuple):
@@ -16,19 +17,28 @@ class Part(NamedTuple):
     call: int | None = None
 
 
-class Splitter(Protocol):
+class Splitter(ABC):
     """Takes text in pieces, and returns parts. The joined parts do not depend on how the text was cut into pieces.
 
     passes: whether all further text is content.
+
+    Each state takes what it can from the unread text, and returns whether another state goes on.
     """
 
-    passes: bool
+    passes = False
+    _unread = ""
+    _state: Callable[[list[Part]], bool]
 
-    def feed(self, text: str) -> list[Part]: ...
+    def feed(self, text: str) -> list[Part]:
+        self._unread += text
+        parts: list[Part] = []
+        while self._state(parts):
+            pass
+        return parts
 
+    @abstractmethod
     def finish(self) -> list[Part]:
         """The parts that were held back, when no more text will come."""
-        ...
 
 
 class Answer:

@@ -4,10 +4,9 @@ Qwen3 writes both markers itself, unless its template has put an empty block int
 DeepSeek-R1's kind open the block in the prompt, so that the output begins with reasoning.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
-from nanovllm.text.parts import Part, unsettled
+from nanovllm.text.parts import Part, Splitter, unsettled
 
 OPEN, CLOSE = "<think>", "</think>"
 REASONING_PARSERS = "qwen3", "deepseek_r1"  # vLLM's names
@@ -32,7 +31,7 @@ def beginning(parser: str, prompt_end: str) -> Beginning:
     return "inside" if end.endswith(OPEN) or parser == "deepseek_r1" else "before"
 
 
-class ReasoningSplitter:
+class ReasoningSplitter(Splitter):
     """Splits the reasoning of one output from its content.
 
     A block counts only at the beginning of the output. A block that is never closed is reasoning to the end. White
@@ -41,23 +40,13 @@ class ReasoningSplitter:
 
     def __init__(self, begins: Beginning) -> None:
         self._kind: Literal["content", "reasoning"] = "reasoning" if begins == "inside" else "content"
-        self._state: Callable[[list[Part]], bool] = self._content if begins == "after" else self._before
-        self._unread = ""
+        self._state = self._content if begins == "after" else self._before
         self.passes = begins == "after"
-
-    def feed(self, text: str) -> list[Part]:
-        self._unread += text
-        parts: list[Part] = []
-        while self._state(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         rest, self._unread = self._unread, ""
-        blank = self._state == self._closed or (self._kind == "reasoning" and not rest.strip())
+        blank = self._state == self._marked or (self._kind == "reasoning" and not rest.strip())
         return [] if blank or not rest else [Part(self._kind, rest)]
-
-    # Each state takes what it can from the unread text, and returns whether another state goes on.
 
     def _before(self, parts: list[Part]) -> bool:
         """The block may begin here."""
@@ -66,31 +55,26 @@ class ReasoningSplitter:
             return False
         if text.startswith(OPEN):
             self._kind, self._unread = "reasoning", text.removeprefix(OPEN)
-        self._state = self._begun if self._kind == "reasoning" else self._content
+        self._state = self._marked if self._kind == "reasoning" else self._content
         return True
 
-    def _begun(self, parts: list[Part]) -> bool:
+    def _marked(self, parts: list[Part]) -> bool:
+        """Behind a marker."""
         self._unread = self._unread.lstrip()
         if self._unread:
-            self._state = self._inside
+            self._state = self._inside if self._kind == "reasoning" else self._content
         return bool(self._unread)
 
     def _inside(self, parts: list[Part]) -> bool:
         reasoning, found, after = self._unread.partition(CLOSE)
         if found:
             parts.append(Part("reasoning", reasoning.rstrip()))
-            self._kind, self._unread, self._state = "content", after, self._closed
+            self._kind, self._unread, self._state = "content", after, self._marked
             return True
         end = len(reasoning) - unsettled(reasoning, CLOSE)
         parts.append(Part("reasoning", reasoning[:end]))
         self._unread = reasoning[end:]
         return False
-
-    def _closed(self, parts: list[Part]) -> bool:
-        self._unread = self._unread.lstrip()
-        if self._unread:
-            self._state = self._content
-        return bool(self._unread)
 
     def _content(self, parts: list[Part]) -> bool:
         parts.append(Part("content", self._unread))

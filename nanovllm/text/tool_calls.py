@@ -9,11 +9,10 @@ content, and no such text is lost. White space around a call belongs to the form
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.text.parts import Part, unsettled
+from nanovllm.text.parts import Part, Splitter, unsettled
 
 # The usual beginning of a call, up to its arguments. In any other order, a call is held back until it is complete.
 HEAD = re.compile(
@@ -61,27 +60,22 @@ def tool_format(template: str) -> ToolFormat | None:
     return LLAMA3_JSON if asks else None
 
 
-class ToolCallSplitter:
+class ToolCallSplitter(Splitter):
     """Splits the calls of one answer off from its content.
 
     one: only the first call counts, and later calls are dropped.
     """
 
     def __init__(self, form: ToolFormat, one: bool = False) -> None:
-        self._form, self._one, self.passes = form, one, False
+        self._form, self._one = form, one
         self._num_calls = 0
-        self._state: Callable[[list[Part]], bool] = self._first if form.bare else self._content
-        self._unread = ""
+        self._state = self._first if form.bare else self._content
         self._held = ""  # of a call that has only begun: what stands before its JSON
         self._json = JsonObject()  # the object that is being read
         self._num_read = 0  # characters of the unread text that `_json` has read
 
     def feed(self, text: str) -> list[Part]:
-        self._unread += text
-        parts: list[Part] = []
-        while self._state(parts):
-            pass
-        return [part for part in parts if not (self._one and part.call)]  # the first call has the number 0
+        return [part for part in super().feed(text) if not (self._one and part.call)]  # the first has the number 0
 
     def finish(self) -> list[Part]:
         rest = self._held + self._unread
@@ -90,8 +84,6 @@ class ToolCallSplitter:
             rest = ""  # of a call without its end
         self._held = self._unread = ""
         return [Part("content", rest)] if rest else []
-
-    # Each state takes what it can from the unread text, and returns whether another state goes on.
 
     def _content(self, parts: list[Part]) -> bool:
         before, found, after = self._unread.partition(self._form.begin)

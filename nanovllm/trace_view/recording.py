@@ -21,18 +21,7 @@ from nanovllm.trace_view.reasons import Reasons
 FORMAT = 1
 NEEDED = ("t", "step", "type", "request")  # what every event has
 TEMPLATE, PARTS = Path(__file__).with_name("page.html"), Path(__file__).with_name("parts.js")
-KEPT = (
-    "t",
-    "step",
-    "type",
-    "tokens",
-    "cached",
-    "ids",
-    "text",
-    "reason",
-    "taken",
-    "why",
-)  # what the page needs of an event
+KEPT = "t step type tokens cached ids text reason taken why".split()  # what the page needs of an event
 
 
 class Recording:

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.interface import KVScales
-from nanovllm.attention.torch_ref import to_fp8
+from nanovllm.attention.interface import KVScales, to_fp8
 from nanovllm.models.loader import load_model
 from nanovllm.text.tokenizer import Tokenizer
 from tests import oracle

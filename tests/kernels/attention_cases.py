@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.attention.interface import UNSCALED, AttentionBackend, AttentionMetadata, KVScales, Shared
-from nanovllm.attention.torch_ref import to_fp8
+from nanovllm.attention.interface import UNSCALED, AttentionBackend, AttentionMetadata, KVScales, Shared, to_fp8
 from nanovllm.kernels import FP8
 
 if TYPE_CHECKING:

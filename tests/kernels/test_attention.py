@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.attention.interface import AttentionBackend, AttentionMetadata
+from nanovllm.attention.interface import AttentionBackend, AttentionMetadata, write_kv
 from nanovllm.attention.torch_ref import TorchRefBackend
 from tests.kernels.attention_cases import Case, Lengths, as_single_tokens, check, make_case, paged_inputs
 
@@ -293,7 +293,7 @@ def test_write_then_attend_with_padding(name: str, request: pytest.FixtureReques
     rows[:, slots] = float("nan")
     before = case.kv.clone()
 
-    backend.write(case.kv, fused[:, :3], fused[:, 3:], slots)
+    write_kv(case.kv, fused[:, :3], fused[:, 3:], slots)
 
     torch.testing.assert_close(rows[0, slots[:4]], new_k[:4], rtol=0, atol=0)
     torch.testing.assert_close(rows[1, slots[:4]], new_v[:4], rtol=0, atol=0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.interface import AttentionBackend
+from nanovllm.attention.interface import AttentionBackend, write_kv
 from tests.kernels.attention_cases import Case, Lengths, behind_long_contexts, check, make_case, paged_inputs
 
 pytestmark = pytest.mark.gpu
@@ -283,7 +283,7 @@ def test_one_graph_serves_every_length(verify: bool) -> None:
     assert backend.capturable
 
     def step() -> torch.Tensor:
-        backend.write(static.kv, k, v, static.meta.slots)
+        write_kv(static.kv, k, v, static.meta.slots)
         return backend.attend(static.q, static.kv, static.meta, static.scale)
 
     k, v = torch.zeros(2, *static.q.shape[:1], *static.kv.shape[-2:], dtype=torch.bfloat16, device="cuda")

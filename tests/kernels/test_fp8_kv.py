@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.interface import AttentionBackend, KVScales
-from nanovllm.attention.torch_ref import TorchRefBackend, to_fp8, write_kv
+from nanovllm.attention.interface import AttentionBackend, KVScales, to_fp8, write_kv
+from nanovllm.attention.torch_ref import TorchRefBackend
 from nanovllm.kernels import FP8
 from tests.kernels.attention_cases import Case, Lengths, check, make_case
 from tests.kernels.test_attention_gpu import DECODE, PREFILL, TOLERANCE, VERIFY
@@ -135,7 +135,7 @@ def test_scales_are_not_for_other_caches(name: str) -> None:
     check(backend, dataclasses.replace(case, scales=SCALES), FP32)
     kv = torch.zeros_like(case.kv)
     k, v = torch.randn(2, len(case.meta.slots), 2, 64)
-    backend.write(kv, k, v, case.meta.slots, SCALES)
+    write_kv(kv, k, v, case.meta.slots, SCALES)
     assert torch.equal(kv.flatten(1, 2)[:, case.meta.slots], torch.stack((k, v)))
 
 

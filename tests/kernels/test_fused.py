@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanovllm.attention.torch_ref import write_kv
+from nanovllm.attention.interface import write_kv
 from nanovllm.kernels.fused.add_rms_norm import FEW_ROWS, add_rms_norm
 from nanovllm.kernels.fused.decode_inputs import decode_inputs
 from nanovllm.kernels.fused.norm_rope_write import norm_rope_write

@@ -15,6 +15,7 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.server.app import build_app
 from nanovllm.server.client import Uncounted
 from nanovllm.server.options import AppOptions
+from nanovllm.stream import OutputStream
 from nanovllm.text.grammars import TokenGrammars
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -43,18 +44,14 @@ class Script:
     prompt: str = ""
 
 
-class ScriptedStream:
+class ScriptedStream(OutputStream):
     def __init__(self, script: Script, request: Checked) -> None:
-        self.request_id = "0"
+        super().__init__("0", lambda: None)
         streamed = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         self._pieces = list(script.pieces) if streamed else ["".join(script.pieces)]
         self._script, self._request = script, request
 
     async def accepted(self) -> None: ...
-    async def aclose(self) -> None: ...
-
-    def __aiter__(self) -> "ScriptedStream":
-        return self
 
     async def __anext__(self) -> RequestOutput:
         if not self._pieces:

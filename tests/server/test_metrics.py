@@ -97,21 +97,6 @@ def test_refusals_are_counted_by_their_status(tight: Served) -> None:
     }
 
 
-def test_figures_of_several_processes_add_up() -> None:
-    parts = [Figures(), Figures()]
-    for number, part in enumerate(parts, start=1):
-        part.count("http_requests", "/v1/completions", "POST", str(number * 100))
-        part.count("vllm:prompt_tokens", by=number)
-        part.observe("vllm:request_prompt_tokens", number, times=3)
-    total = Figures()
-    for part in parts:
-        total.add(part)
-    assert total.counters["vllm:prompt_tokens"] == {(): 3}
-    assert total.counters["http_requests"] == {("/v1/completions", "POST", f"{n}00"): 1 for n in (1, 2)}
-    assert total.histograms["vllm:request_prompt_tokens"][:3] == [3, 3, 0]
-    assert total.histograms["vllm:request_prompt_tokens"][-1] == 9
-
-
 def test_gaps_between_tokens_are_told_from_the_first_token_on() -> None:
     """Two tokens in 0.4 s behind the first of a whole answer: twice 0.2 s."""
     figures = Figures()

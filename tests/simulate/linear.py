@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, Synthetic, Workload
+from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, Synthetic, Workload, WorkloadOptions
 from nanovllm.simulate.costs import StepShape
 from nanovllm.simulate.fleet import Fleet, FleetOptions
 from nanovllm.simulate.replica import Replica
@@ -37,10 +37,10 @@ def config(**options: Any) -> EngineConfig:
     return EngineConfig(**values | {"max_num_batched_tokens": 256, "async_scheduling": True} | options)
 
 
-def synthetic(**options: Any) -> Synthetic:
-    values: dict[str, Any] = {"rate": 40.0, "num_queries": 200, "seed": 1}
+def synthetic(seed: int = 1, **options: Any) -> Synthetic:
+    values: dict[str, Any] = {"rate": 40.0, "queries": 200}
     values |= {"prompt_tokens": Lengths.parse("uniform:20,300"), "output_tokens": Lengths.parse("uniform:1,60")}
-    return Synthetic(**values | options)
+    return Synthetic(WorkloadOptions(**values | options), seed)
 
 
 def fleet(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, Query, Replay, Texts
+from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, Query, Replay, Texts, WorkloadOptions
 from tests.simulate.linear import synthetic
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -26,14 +26,12 @@ BURST_GPT = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response t
 
 def replay(path: Path, text: str, **options: Any) -> list[Query]:
     path.write_text(text)
-    return list(Replay(path, **options).queries())
+    return list(Replay(WorkloadOptions(replay=path, **options)).queries())
 
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
 def test_gaps_have_the_mean_and_the_variation_that_were_asked_for(cv: float) -> None:
-    times = [
-        q.time for q in synthetic(rate=50.0, num_queries=12_000, cv=cv, prompt_tokens=Lengths.parse("2")).queries()
-    ]
+    times = [q.time for q in synthetic(rate=50.0, queries=12_000, cv=cv, prompt_tokens=Lengths.parse("2")).queries()]
     gaps = [b - a for a, b in pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(0.02, rel=0.08)
     assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(cv, abs=0.01 + 0.08 * cv)
@@ -85,12 +83,12 @@ def test_a_conversation_grows_turn_by_turn() -> None:
 
 
 def test_arrivals_end_in_time() -> None:
-    queries = list(synthetic(num_queries=None, seconds=3.0, rate=100.0).queries())
+    queries = list(synthetic(queries=None, seconds=3.0, rate=100.0).queries())
     assert queries[-1].time < 3.0 and len(queries) == pytest.approx(300, rel=0.2)
 
 
 def test_nothing_is_made_before_it_is_wanted() -> None:
-    assert len(list(islice(synthetic(num_queries=10**12).queries(), 3))) == 3
+    assert len(list(islice(synthetic(queries=10**12).queries(), 3))) == 3
 
 
 def test_azures_trace(tmp_path: Path) -> None:
@@ -102,9 +100,7 @@ def test_azures_trace(tmp_path: Path) -> None:
     ]
     assert [q.time for q in queries] == pytest.approx([0.0, 4.314579, 64.8], abs=1e-5)
     assert (
-        len(replay(tmp_path / "t.csv", AZURE, seconds=10.0))
-        == len(replay(tmp_path / "t.csv", AZURE, num_queries=2))
-        == 2
+        len(replay(tmp_path / "t.csv", AZURE, seconds=10.0)) == len(replay(tmp_path / "t.csv", AZURE, queries=2)) == 2
     )
     assert replay(tmp_path / "t.csv", AZURE, speed=2.0)[-1].time == pytest.approx(32.4, abs=1e-5)
     newer = AZURE.replace("2023-11-16 18:15:46.6805900", "2024-05-10 00:00:00.009930+00:00").splitlines()[:2]

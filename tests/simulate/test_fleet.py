@@ -47,7 +47,7 @@ ROUTER = [pytest.param(name, marks=() if name == "prefix" else pytest.mark.slow)
 @pytest.mark.parametrize("router", ROUTER)
 def test_every_query_ends_once(router: str) -> None:
     """Over deaths, refusals and conversations; and the clock never runs back."""
-    workload = synthetic(rate=300.0, num_queries=150, turns=2.0, think_seconds=0.3, cv=2.0)
+    workload = synthetic(rate=300.0, queries=150, turns=2.0, think_seconds=0.3, cv=2.0)
     stats = Watched()
     simulated = fleet(workload, router, statistics=stats, engine=config(max_num_seqs=2), max_retries=1, **STORMY)
     times: list[float] = []
@@ -82,7 +82,7 @@ def test_no_token_is_lost_or_counted_twice() -> None:
 @pytest.mark.parametrize("router", ROUTERS)
 def test_what_is_over_goes_without_a_garbage_collector(router: str) -> None:
     """In a run there is none. So nothing may refer to itself in a circle, also after deaths and refusals."""
-    workload = synthetic(rate=300.0, num_queries=80, turns=2.0, think_seconds=0.3, cv=2.0)
+    workload = synthetic(rate=300.0, queries=80, turns=2.0, think_seconds=0.3, cv=2.0)
     simulated = fleet(workload, router, engine=config(max_num_seqs=2), max_retries=1, **STORMY)
     collects: set[bool] = set()
     simulated.on_progress = lambda now: collects.add(gc.isenabled())
@@ -94,7 +94,7 @@ def test_what_is_over_goes_without_a_garbage_collector(router: str) -> None:
     finally:
         gc.enable()
     assert simulated.statistics.num_resent and simulated.statistics.num_refused, "else this would prove little"
-    again = fleet(synthetic(num_queries=3), router)
+    again = fleet(synthetic(queries=3), router)
     again.on_progress = simulated.on_progress
     again.run()
     assert collects == {False} and gc.isenabled()
@@ -103,7 +103,7 @@ def test_what_is_over_goes_without_a_garbage_collector(router: str) -> None:
 @pytest.mark.parametrize("router", ROUTER)
 def test_the_same_seed_gives_the_same_result(router: str) -> None:
     def run(seed: int) -> str:
-        workload = synthetic(turns=2.0, shared_prefix=64, num_prefixes=3, think_seconds=1.0, num_queries=40, seed=seed)
+        workload = synthetic(turns=2.0, shared_prefix=64, num_prefixes=3, think_seconds=1.0, queries=40, seed=seed)
         return json.dumps(fleet(workload, router, replicas=3, deaths=((1.0, 1),)).run().report())
 
     assert run(1) == run(1) != run(2)
@@ -112,7 +112,7 @@ def test_the_same_seed_gives_the_same_result(router: str) -> None:
 @pytest.mark.parametrize("rate", [pytest.param(20.0, id="half empty", marks=pytest.mark.slow), 200.0])
 def test_a_slower_card_is_never_better(rate: float) -> None:
     def run(slower: float) -> dict[str, Any]:
-        return fleet(synthetic(rate=rate, num_queries=100), costs=Linear(slower), replicas=2).run().report()
+        return fleet(synthetic(rate=rate, queries=100), costs=Linear(slower), replicas=2).run().report()
 
     found = [run(slower) for slower in (1.0, 1.3, 2.0)]
     for fast, slow in pairwise(found):
@@ -127,7 +127,7 @@ def test_one_at_a_time_is_the_queue_of_the_textbook(utilisation: float) -> None:
     costs = Linear(step=0.9, host=0.1, decode=0.0, key=0.0, prompt_token=0.0)
     num_queries = 2_000 if utilisation < 0.6 else 30_000
     one = Lengths.parse("1")
-    workload = synthetic(rate=utilisation, num_queries=num_queries, prompt_tokens=one, output_tokens=one)
+    workload = synthetic(rate=utilisation, queries=num_queries, prompt_tokens=one, output_tokens=one)
     stats = fleet(workload, engine=config(max_num_seqs=1, async_scheduling=False), costs=costs).run()
     wait = stats.whole.mean - 1.0
     assert wait == pytest.approx(utilisation / (2 * (1 - utilisation)), rel=0.12 if utilisation < 0.6 else 0.08)
@@ -143,7 +143,7 @@ def test_queries_wait_at_the_router_while_all_replicas_are_full() -> None:
 
 def test_who_is_refused_tries_again_a_second_later_and_then_gives_up() -> None:
     def run(**options: Any) -> Statistics:
-        return fleet(synthetic(rate=1000.0, num_queries=100), max_queue=1, **options).run()
+        return fleet(synthetic(rate=1000.0, queries=100), max_queue=1, **options).run()
 
     without, once = run(max_retries=0), run(max_retries=1)
     assert without.num_retries == 0 and without.num_refused > 30
@@ -152,14 +152,14 @@ def test_who_is_refused_tries_again_a_second_later_and_then_gives_up() -> None:
 
 
 def test_a_text_that_is_too_long_is_counted_and_not_sent_again() -> None:
-    stats = fleet(synthetic(prompt_tokens=Lengths.parse("uniform:1500,2500"), num_queries=50)).run()
+    stats = fleet(synthetic(prompt_tokens=Lengths.parse("uniform:1500,2500"), queries=50)).run()
     assert stats.num_too_long > 10 and stats.num_finished == 50 - stats.num_too_long and stats.num_retries == 0
 
 
 def grows(**options: Any) -> tuple[Fleet, list[tuple[float, int]]]:
     """A fleet under a load that begins at once and ends; and when it had how many replicas."""
     rule = Autoscaling(**{"max_replicas": 4, "target_ongoing_requests": 4, "look_back_period_s": 2.0} | options)
-    simulated = fleet(synthetic(rate=60.0, num_queries=600), autoscaling=rule, startup_seconds=3.0)
+    simulated = fleet(synthetic(rate=60.0, queries=600), autoscaling=rule, startup_seconds=3.0)
     sizes: list[tuple[float, int]] = []
 
     def changed(replicas: Sequence[Replica]) -> None:
@@ -216,6 +216,6 @@ def test_the_table_says_what_the_report_says() -> None:
 
 
 def test_a_report_of_nothing_is_json() -> None:
-    report = fleet(synthetic(num_queries=0)).run().report()
+    report = fleet(synthetic(queries=None, seconds=1e-9)).run().report()
     assert json.loads(json.dumps(report, allow_nan=False))["first_token_seconds"]["p50"] is None
     assert "0 of 0" in table(report)

@@ -17,7 +17,7 @@ HEADS_PER_PROGRAM = 8
 
 @triton.jit
 def _to_fp8(x, factor):  # type: ignore[no-untyped-def]
-    """As `torch_ref.to_fp8`: what is too large becomes the largest number, and NaN stays NaN."""
+    """As `attention.interface.to_fp8`: what is too large becomes the largest number, and NaN stays NaN."""
     x = x.to(tl.float32) * factor
     return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)).to(tl.float8e4nv)
 

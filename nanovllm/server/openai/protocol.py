@@ -7,6 +7,7 @@ check of a list ends at the first mistake: a million mistakes, each with an erro
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import fields as fields_of
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -189,16 +190,8 @@ class GenerationRequest(SamplingFields):
         A request for no tokens draws one token, which `Generation` leaves out: the engine ends no request without a
         token. Raises ValueError for fields that contradict each other.
         """
-        same = "n temperature top_p presence_penalty frequency_penalty seed stop top_k min_p repetition_penalty"
-        more = (
-            "min_tokens stop_token_ids ignore_eos skip_special_tokens include_stop_str_in_output logit_bias bad_words"
-        )
         kind = RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY
-        said = {
-            name: value
-            for name in f"{same} {more} allowed_token_ids".split()
-            if (value := getattr(self, name)) is not None
-        }
+        said = {name: value for name in SAME if (value := getattr(self, name)) is not None}
         if self.seed is not None:
             said["seed"] = None if self.seed == -1 else self.seed % 2**63
         values = {**defaults, **said, "max_tokens": max(max_tokens, 1), "structured_outputs": self.structure()}
@@ -220,6 +213,10 @@ class GenerationRequest(SamplingFields):
             return "response_format"
         names = ((field.alias or name, getattr(given, name)) for name, field in StructuredOutputs.model_fields.items())
         return next((f"structured_outputs.{name}" for name, value in names if value not in (None, False)), "")
+
+
+# Fields that mean the same in `SamplingParams`.
+SAME = {field.name for field in fields_of(SamplingParams)} & {"n", *SamplingFields.model_fields}
 
 
 class CompletionRequest(GenerationRequest):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 from uuid import uuid4
 
@@ -10,13 +11,14 @@ from nanovllm.server.openai.protocol import Json
 from nanovllm.text.parts import Answer, Part
 
 
+@dataclass
 class Usage:
     """The number of tokens of a request: those of its prompts, and those of its outputs, counted as they come."""
 
-    def __init__(self, num_prompt_tokens: int, tells_cached_tokens: bool) -> None:
-        self.num_prompt_tokens, self.tells_cached_tokens = num_prompt_tokens, tells_cached_tokens
-        self.cached: dict[int, int] = {}  # of each prompt, by its index in the request
-        self.completion = 0
+    num_prompt_tokens: int
+    tells_cached_tokens: bool
+    cached: dict[int, int] = field(default_factory=dict)  # of each prompt, by its index in the request
+    completion: int = 0
 
     def add(self, prompt: int, output: RequestOutput) -> None:
         self.cached[prompt] = output.num_cached_tokens

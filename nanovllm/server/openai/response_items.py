@@ -1,7 +1,7 @@
 """The JSON of answers at /v1/responses: the items of an output, whole or as a stream of events."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from uuid import uuid4
 
 from starlette.exceptions import HTTPException
@@ -13,6 +13,9 @@ from nanovllm.server.openai.protocol import Json
 from nanovllm.server.openai.replies import ChatReply, new_call_id
 from nanovllm.server.openai.responses import ResponsesRequest
 from nanovllm.text.parts import Part
+
+# By the type of an item: the type of its text, and what the events of the text have beside the text.
+TEXTS: dict[str, tuple[str, Json]] = {"message": ("output_text", {"logprobs": []}), "reasoning": ("reasoning_text", {})}
 
 
 class Items:
@@ -40,11 +43,8 @@ class Items:
                     added = {"part": new_text(kind)}
                     events.append(self._event("response.content_part.added") | {"content_index": 0} | added)
                 self.items[-1]["content"][0]["text"] += part.text
-                more: Json = {"content_index": 0, "delta": part.text}
-                if kind == "message":
-                    events.append(self._event("response.output_text.delta") | more | {"logprobs": []})
-                else:
-                    events.append(self._event("response.reasoning_text.delta") | more)
+                name, more = TEXTS[kind]
+                events.append(self._event(f"response.{name}.delta") | {"content_index": 0, "delta": part.text} | more)
         return events
 
     def end(self, status: str = "completed") -> list[Json]:
@@ -57,12 +57,8 @@ class Items:
             done = {"arguments": item["arguments"], "name": item["name"]}
             events.append(self._event("response.function_call_arguments.done") | done)
         else:
-            [part] = item["content"]
-            done = {"content_index": 0, "text": part["text"]}
-            if item["type"] == "message":
-                events.append(self._event("response.output_text.done") | done | {"logprobs": []})
-            else:
-                events.append(self._event("response.reasoning_text.done") | done)
+            [part], (name, more) = item["content"], TEXTS[item["type"]]
+            events.append(self._event(f"response.{name}.done") | {"content_index": 0, "text": part["text"]} | more)
             events.append(self._event("response.content_part.done") | {"content_index": 0, "part": dict(part)})
         events.append({"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": dict(item)})
         return events
@@ -124,43 +120,37 @@ class ResponseGeneration(Generation):
         super().__init__(request.chat, queued, reply, meters, tells_cached_tokens)
         self.request, self.id, self.model, self.count = request, response_id, reply.model, count
         self.items = Items()
-        self.created, self.num_events = int(time.time()), 0
+        self.created, self.num_events, self.status = int(time.time()), 0, "in_progress"
 
     async def whole(self) -> Json:
-        finish_reason: FinishReason | None = None
-        async for output in self.streams[0]:
-            output = self._seen(0, output)
-            for choice in output.outputs:
-                self.items.feed(self.reply.parts(0, choice))
-                finish_reason = choice.finish_reason
-        status, _ = self._end(finish_reason)
-        return self._response(status)
+        async for _ in self._events():
+            pass
+        return self._response(self.status)
 
     async def stream_to(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         begun = self._response("in_progress")
         kinds = "response.created", "response.in_progress"
         await send(b"".join(self._event({"type": kind, "response": begun}) for kind in kinds))
-        finish_reason: FinishReason | None = None
-        async for output in self.streams[0]:
-            output = self._seen(0, output)
-            for choice in output.outputs:
-                finish_reason = choice.finish_reason
-                if events := self.items.feed(self.reply.parts(0, choice)):
-                    await send(b"".join(map(self._event, events)))
-        status, events = self._end(finish_reason)
-        events.append({"type": f"response.{status}", "response": self._response(status)})
-        await send(b"".join(map(self._event, events)))
+        async for events in self._events():
+            if events:
+                await send(b"".join(map(self._event, events)))
+        await send(self._event({"type": f"response.{self.status}", "response": self._response(self.status)}))
 
     def failed(self, error: HTTPException) -> bytes:
         self.items.end("incomplete")
         response = self._response("failed") | {"error": {"code": "server_error", "message": str(error.detail)}}
         return self._event({"type": "response.failed", "response": response})
 
-    def _end(self, finish_reason: FinishReason | None) -> tuple[str, list[Json]]:
-        """The status of the response, and the last events of its items. A response has at least one item."""
-        status = "incomplete" if finish_reason == "length" else "completed"
+    async def _events(self) -> AsyncIterator[list[Json]]:
+        """The events of the items, as the outputs come; then the status is known. There is at least one item."""
+        finish_reason: FinishReason | None = None
+        async for output in self.streams[0]:
+            for choice in self._seen(0, output).outputs:
+                finish_reason = choice.finish_reason
+                yield self.items.feed(self.reply.parts(0, choice))
+        self.status = "incomplete" if finish_reason == "length" else "completed"
         events = [] if self.items.items else self.items.feed([Part("content", "")])
-        return status, events + self.items.end(status)
+        yield events + self.items.end(self.status)
 
     def _event(self, data: Json) -> bytes:
         numbered = data | {"sequence_number": self.num_events}
@@ -202,13 +192,4 @@ class ResponseGeneration(Generation):
 
 
 # Fields of the request that the answer repeats.
-SHOWN = {
-    "instructions",
-    "max_output_tokens",
-    "metadata",
-    "parallel_tool_calls",
-    "temperature",
-    "tool_choice",
-    "tools",
-    "top_p",
-}
+SHOWN = set("instructions max_output_tokens metadata parallel_tool_calls temperature tool_choice tools top_p".split())

@@ -42,9 +42,11 @@ ECHOED = frozenset({"id", "status", "annotations", "logprobs", "summary", "encry
 # --- items of the conversation ---
 
 
-class ItemText(Fields):
+class Echoed(Fields):
     no_matter = ECHOED
 
+
+class ItemText(Echoed):
     type: Literal["input_text", "output_text", "reasoning_text", "text"]
     text: Text
 
@@ -52,34 +54,26 @@ class ItemText(Fields):
 Texts = Text | Annotated[list[ItemText], Field(fail_fast=True)]
 
 
-class Message(Fields):
-    no_matter = ECHOED
-
+class Message(Echoed):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts
 
 
-class FunctionCall(Fields):
-    no_matter = ECHOED
-
+class FunctionCall(Echoed):
     type: Literal["function_call"]
     call_id: Text
     name: Text
     arguments: Text
 
 
-class FunctionCallOutput(Fields):
-    no_matter = ECHOED
-
+class FunctionCallOutput(Echoed):
     type: Literal["function_call_output"]
     call_id: Text
     output: Texts
 
 
-class Reasoning(Fields):
-    no_matter = ECHOED
-
+class Reasoning(Echoed):
     type: Literal["reasoning"]
     content: Texts = ""
 

@@ -56,13 +56,6 @@ class Echo:
         return columns | {"text_offset": list(self.offsets)}
 
 
-def make_echoes(
-    texts: TokenTexts, prompts: Sequence[str | None], token_ids: Sequence[list[int]], num_logprobs: int | None
-) -> list[Echo]:
-    """An `Echo` of each prompt. Any thread may call this function, which takes a while for long prompts."""
-    return [Echo(texts, prompt, ids, num_logprobs) for prompt, ids in zip(prompts, token_ids, strict=True)]
-
-
 def check_scores(n: int | None, prompts: Sequence[Sequence[int]], times: int) -> None:
     """Raise ApiError if an answer would hold too many log-probabilities of prompts: n + 1 per token of the prompts.
 
