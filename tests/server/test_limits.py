@@ -121,7 +121,8 @@ def test_a_short_prompt_waits_for_no_thread_and_a_long_one_makes_nobody_wait(scr
     async def main() -> None:
         asyncio.get_running_loop().set_default_executor(pool := ThreadPoolExecutor(1))
         pool.submit((free := threading.Event()).wait, 20)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(scripted.http.app), base_url="http://localhost") as http:
+        transport = httpx.ASGITransport(scripted.http.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
 
             async def ask(body: dict[str, Any]) -> int:
                 return (await http.post(COMPLETIONS, json=body)).status_code
