@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from nanovllm.kernels.attention.paged_decode import DecodeWorkspace, merge_piece
 from nanovllm.kernels.attention.paged_tile import LOG2_E
 from nanovllm.kernels.hopper import ring_decode as kernels
 from nanovllm.kernels.hopper.ring_decode import RingLayout, ring_layout
+from nanovllm.sampling.sampler import Sampled
 from tests.kernels.attention_cases import Case, Lengths, as_bytes, as_single_tokens, make_case, paged_inputs
 from tests.kernels.gluon_as_python import Barrier, Bars, Cache, Memory, Pointer, as_python
 
@@ -208,9 +210,20 @@ def test_tokens_of_a_row_as_decodes_of_their_own(pieces: int) -> None:
 def test_a_recorded_step_has_the_tokens_of_a_row_side_by_side() -> None:
     """The kernel takes what lies before the first of them for old, and before the others nothing."""
     several = [Scheduled(7, 3, 10, 4, True, ()), Scheduled(8, 1, 90, 1, True, ()), Scheduled(9, 2, 0, 3, False, ())]
-    graphs: Any = types.SimpleNamespace(sizes=[256], max_several=256, max_keys=1000)
-    found = DecodeSteps._tokens(graphs, several, several)
-    assert found == [(3, 10), (3, 11), (3, 12), (3, 13), (1, 90), (2, 0), (2, 1), (2, 2)]
+    seen: list[Any] = []
+    graphs: Any = types.SimpleNamespace(sizes=[256], max_several=256, max_keys=1000, scratch_row=9)
+    graphs._fits = partial(DecodeSteps._fits, graphs)
+
+    def run(tokens: Any) -> Sampled:
+        seen.append(tokens.T.tolist())
+        nothing = torch.zeros(8)
+        return Sampled(nothing, nothing, nothing, nothing, None)
+
+    graphs.run = run
+    found = DecodeSteps.replay(graphs, several)
+    rows = [(9, 3, 10), (9, 3, 11), (9, 3, 12), (3, 3, 13), (1, 1, 90), (9, 2, 0), (9, 2, 1), (9, 2, 2)]
+    assert seen == [[list(row) for row in rows]]
+    assert found is not None and found.chosen is not None and found.chosen.tolist() == [3, 4]
 
 
 # --- what it compiles to ---------------------------------------------------------------------------------------------
