@@ -212,20 +212,21 @@ class EngineClient:
 
     def submit(self, requests: Sequence[Checked], *, priority: int = 0) -> list[RemoteStream]:
         self.check_health()
-        added = [self._register(request) for request in requests]
         prompts = []
-        for request, checked in zip(added, requests, strict=True):
+        for request in requests:
             ids, params = messages.pack("i", request.prompt_token_ids), messages.encode_params(request.params)
-            prompts.append(messages.Prompt(request.key, ids, params, checked.cache_salt))
+            prompts.append(messages.Prompt(self._next_key, ids, params, request.cache_salt))
+            self._next_key += request.params.n
+        # First of all: the engine begins while what follows its answer is made.
         self._send(Add(self._sender, prompts, index(priority), time.perf_counter()))
+        added = [self._register(prompt.key, request) for prompt, request in zip(prompts, requests, strict=True)]
         return [RemoteStream(request, self.abort) for request in added]  # dropped, they abort
 
-    def _register(self, checked: Checked) -> RemoteRequest:
+    def _register(self, key: int, checked: Checked) -> RemoteRequest:
         ids, params = checked.prompt_token_ids, checked.params
         choices = [RemoteChoice(i, params, Detokenizer(self.texts, ids, params)) for i in range(params.n)]
         whole = checked.prompt, ids, params, choices, RequestMetrics(time.perf_counter())
-        request = self._requests[self._next_key] = RemoteRequest(self._next_key, *whole, self._loop.create_future())
-        self._next_key += params.n
+        request = self._requests[key] = RemoteRequest(key, *whole, self._loop.create_future())
         self._choices |= {request.key + choice.index: (request, choice) for choice in choices}
         return request
 

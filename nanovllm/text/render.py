@@ -15,12 +15,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 SECONDS = 5.0  # of CPU time, for one conversation
 PATIENCE = 4  # times as many seconds by the clock
+TICK = 0.25  # seconds between two looks at that clock
 START_SECONDS = 60.0  # for the start of the child, whose imports take a second
 MEMORY = 1 << 29  # bytes that the child may take beyond what it has after its start
 CHARACTERS = 1 << 25  # of a rendered conversation
@@ -50,6 +52,7 @@ class Renderer:
         self.seconds = seconds
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._deadline = float("inf")  # of the request that the child works on, by time.monotonic()
 
     def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         """Render messages, in plain dicts and lists, as `render_jinja_template` of `transformers` does.
@@ -88,6 +91,7 @@ class Renderer:
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
+            threading.Thread(target=self._watch, args=(self._child,), name="nanovllm-renderer", daemon=True).start()
             self._exchange(b"", START_SECONDS)
         return self._exchange(line, PATIENCE * self.seconds)
 
@@ -95,8 +99,7 @@ class Renderer:
         """Send a line and read a line. A child that takes longer than `seconds` is killed, which ends the reading."""
         child = self._child
         assert child is not None and child.stdin is not None and child.stdout is not None
-        watchdog = threading.Timer(seconds, child.kill)
-        watchdog.start()
+        self._deadline = time.monotonic() + seconds
         try:
             child.stdin.write(line)
             child.stdin.flush()
@@ -104,7 +107,7 @@ class Renderer:
         except BrokenPipeError:
             answer = b""
         finally:
-            watchdog.cancel()
+            self._deadline = float("inf")
         if answer.endswith(b"\n"):
             found: dict[str, Any] = json.loads(answer)
             return found
@@ -112,6 +115,14 @@ class Renderer:
         if child.returncode == KILLED:
             raise TemplateTooSlow(f"the chat template was not rendered within {seconds:g} s on this busy machine")
         raise TemplateTooExpensive(f"the chat template took more than {self.seconds:g} s or {MEMORY >> 20} MiB")
+
+    def _watch(self, child: subprocess.Popen[bytes]) -> None:
+        """Kill the child after the deadline. One thread does this as long as the child lives: a chat would wait for a
+        thread of its own."""
+        while child.poll() is None:
+            time.sleep(TICK)
+            if time.monotonic() > self._deadline:
+                child.kill()
 
     def _end(self) -> None:
         if self._child is not None:

@@ -261,6 +261,7 @@ def frozen_engine(arguments: Any, answer: Connection) -> None:
 
 def frozen_api(arguments: Any, answer: Connection) -> None:
     async def tell(self: Any, sockets: Any) -> None:
+        assert "anyio._backends._asyncio" in sys.modules, "the first answer would wait for this import"
         answer.send((gc.get_freeze_count(), len(gc.get_objects())))
 
     api_process.Server.serve = tell  # type: ignore[method-assign,assignment]
@@ -284,6 +285,7 @@ def test_collections_leave_out_what_was_loaded() -> None:
         api.start()
         ours.send_bytes(info)
         for process in engine, api:
+            assert answer.poll(60)
             frozen, others = answer.recv()
             assert frozen > 100 * others
             process.join(20)

@@ -87,7 +87,7 @@ class Generation:
         always_more = self.body.return_token_ids or options.continuous_usage_stats
         async for prompt, output in merged(self.streams):
             output = self._seen(prompt, output)
-            pieces = []
+            pieces, to_frame = [], []
             for choice in output.outputs:
                 i = prompt * self.body.n + choice.index
                 parts: list[Part] | None = None
@@ -106,10 +106,11 @@ class Generation:
                 if self._is_news(choice, parts):
                     pieces.append(chunk([self._said(prompt, choice, parts, streamed=True)]))
                     if text and choice.logprobs is None and not (always_more or choice.finished()):
-                        as_nul = [Part(parts[0].kind, "\0")]
-                        frames[key] = frame(chunk([self.reply.choice(i, choice, as_nul, True)]))
+                        to_frame.append((key, i, choice, [Part(parts[0].kind, "\0")]))
             if pieces:
                 await send(b"".join(pieces))
+            for key, i, choice, as_nul in to_frame:  # now that the first chunk is on its way
+                frames[key] = frame(chunk([self.reply.choice(i, choice, as_nul, True)]))
         if options.include_usage:
             await send(event(self.reply.envelope([], True) | {"usage": self.usage.json()}))
 
