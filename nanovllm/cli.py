@@ -14,7 +14,7 @@ from nanovllm import __version__
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.logs import set_up
-from nanovllm.server.options import add_options, check, json_object
+from nanovllm.server.options import ABOUT, ALSO_ENGINE, add_options, check, json_object
 from nanovllm.simulate.options import add_plan, add_simulate, run_plan, run_simulate
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.trace_view.recording import Recording, add_trace_commands, page
@@ -59,9 +59,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8: half the memory for keys and values")
         sub.add_argument("--attention-backend", default="auto", help="auto, torch_ref, triton or flash_attn")
         if name != "serve":  # which has it among its own
-            sub.add_argument(
-                "--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU (default 1)"
-            )
+            sub.add_argument("--tensor-parallel-size", type=int, default=1, help=ABOUT["tensor_parallel_size"])
         sub.add_argument("--enable-expert-parallel", action="store_true", help="give each rank whole experts")
         return sub
 
@@ -118,9 +116,8 @@ def parser() -> argparse.ArgumentParser:
 def make_llm(args: argparse.Namespace, **config: Any) -> "LLM":
     from nanovllm import LLM  # torch takes seconds, and --help needs none of it
 
-    names = "device", "dtype", "quantization", "kv_cache_dtype", "attention_backend"
-    ranks = "tensor_parallel_size", "enable_expert_parallel"
-    return LLM(args.model, **{name: getattr(args, name) for name in (*names, *ranks)}, **config)
+    names = *ALSO_ENGINE, "tensor_parallel_size"
+    return LLM(args.model, **{name: getattr(args, name) for name in names}, **config)
 
 
 def params_of(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:

@@ -7,7 +7,6 @@ preemption or a prefix found in the cache means the same for both.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,23 +29,6 @@ from nanovllm.sampling.sampler import Sampled
 from nanovllm.sampling.state import Needs, SamplingState
 
 
-class Guesses(Protocol):
-    """Where the guesses of a step come from."""
-
-    def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
-        """Write a step's guesses into the rows, after the last known token of each. needs: of the rows that sample.
-
-        Returns the distributions that the guesses were sampled from, in the order of the positions that the target
-        samples at [N, V] float32; None if the guesses are deterministic, so that there is nothing to correct.
-        """
-        ...
-
-
-class NoGuesses:
-    def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
-        return None
-
-
 class PlannedGuesses:
     """The guesses are in the plan: the control plane made them (n-grams)."""
 
@@ -54,6 +36,11 @@ class PlannedGuesses:
         self.rows = rows
 
     def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
+        """Write a step's guesses into the rows, after the last known token of each. needs: of the rows that sample.
+
+        Returns the distributions that the guesses were sampled from, in the order of the positions that the target
+        samples at [N, V] float32; None if the guesses are deterministic, so that there is nothing to correct.
+        """
         if guessed := [s for s in scheduled if s.guesses]:
             self.rows.write_guesses(guessed)
         return None
@@ -92,7 +79,8 @@ class DraftModel:
                 self.recorded = DecodeSteps(sizes, rows.token_ids, self.decode_step, recorder, copies)
 
     def propose(self, scheduled: Sequence[Scheduled], needs: Needs | None) -> Tensor | None:
-        """See `Guesses`. Each sequence gets one more guess, which the target never sees. None if all are greedy."""
+        """As `PlannedGuesses.propose`. Each sequence gets one more guess, which the target never sees. None if all are
+        greedy."""
         needs = needs or Needs()
         all_greedy = self.state.all_greedy(s.row for s in scheduled if s.sample)
         last = {s.key: s.start + s.num_tokens for s in scheduled}  # where the guess goes that the target never sees
@@ -142,6 +130,9 @@ class DraftModel:
         guesses, q = sample_guesses(constrain(logits.float(), metadata, rows, self.state, needs), metadata)
         self.rows.token_ids[rows, positions] = guesses.int()
         return guesses, q
+
+
+Guesses = PlannedGuesses | DraftModel | None  # where the guesses of a step come from; None: nobody guesses
 
 
 def let_go(guesses: Guesses) -> None:

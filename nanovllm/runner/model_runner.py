@@ -26,7 +26,7 @@ from nanovllm.models.loader import LoadedModel, load_model
 from nanovllm.models.window_config import reach
 from nanovllm.runner.batch import Batch, DecodeInputs, look_up, make_batch, pack
 from nanovllm.runner.device_model import DeviceModel
-from nanovllm.runner.draft import DraftModel, Guesses, NoGuesses, PlannedGuesses, let_go
+from nanovllm.runner.draft import DraftModel, Guesses, PlannedGuesses, let_go
 from nanovllm.runner.memory import num_kv_blocks, run_largest_step
 from nanovllm.runner.prompt_logprobs import PromptLogprobs, piece_size, score_piece, score_prompts
 from nanovllm.runner.rows import Known, Rows
@@ -44,7 +44,7 @@ class Computed(NamedTuple):
     step: Sampled  # by the plain tail
     sampling: list[Scheduled]
     needs: Needs | None  # of the rows that sample
-    q: Tensor | None  # see `Guesses.propose`
+    q: Tensor | None  # see `PlannedGuesses.propose`
     prompts: PromptLogprobs | None = None  # what was asked of prompts
     tails: MaskedTails | None = None  # if the step gets masks, and a recorded tail can draw by them
 
@@ -119,7 +119,7 @@ class ModelRunner:
         self.update_rows(plan, sequences)
         sampling = [s for s in plan.scheduled if s.sample]
         needs = self.state.needs(s.row for s in sampling)
-        q = self.guesses.propose(plan.scheduled, needs)
+        q = None if self.guesses is None else self.guesses.propose(plan.scheduled, needs)
         if plan.scored:
             step, prompts = self.launch_and_score(plan)
             return Computed(step, sampling, needs, q, prompts)
@@ -201,7 +201,7 @@ class ModelRunner:
     ) -> tuple[RecordedSteps | None, Guesses]:
         """Record steps, and make the source of guesses."""
         recorded = None if recorder is None else self._record(config, recorder)
-        guesses: Guesses = NoGuesses()
+        guesses: Guesses = None
         if draft is not None:
             guesses = DraftModel(draft, config, self.rows, self.state, recorder)
         elif self.speculates:

@@ -3,14 +3,13 @@
 Torch-free, so that a model can be simulated where it could never be loaded. The benchmarks' rooflines count here too.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from nanovllm.models.checkpoint import read_json
 from nanovllm.models.families import FAMILIES, shape_of
-from nanovllm.models.moe_config import ExpertKeys, parse_experts
+from nanovllm.models.moe_config import parse_experts
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Those that have no sliding window unless config.json asks for one
@@ -136,24 +135,19 @@ def read_architecture(path: Path) -> tuple[Architecture, int]:
     try:
         architecture = Architecture(**shape_of(raw, family))
         if family.experts is not None:
-            architecture = with_experts(architecture, raw, family.experts)
+            moe = parse_experts(raw, family.experts)
+            architecture = replace(
+                architecture,
+                num_experts=moe.num_experts,
+                num_experts_per_tok=moe.num_experts_per_tok,
+                moe_intermediate_size=moe.intermediate_size,
+                shared_intermediate_size=moe.shared_intermediate_size,
+                num_expert_layers=architecture.num_hidden_layers - len(moe.dense_layers),
+            )
     except KeyError as error:
         raise ValueError(f"{path / 'config.json'} lacks {error}, without which no step can be counted") from None
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     return architecture, ITEMSIZES.get(name, 2)
-
-
-def with_experts(model: Architecture, raw: Mapping[str, Any], keys: ExpertKeys) -> Architecture:
-    """Raises ValueError as `parse_experts`."""
-    moe = parse_experts(raw, keys)
-    return replace(
-        model,
-        num_experts=moe.num_experts,
-        num_experts_per_tok=moe.num_experts_per_tok,
-        moe_intermediate_size=moe.intermediate_size,
-        shared_intermediate_size=moe.shared_intermediate_size,
-        num_expert_layers=model.num_hidden_layers - len(moe.dense_layers),
-    )
 
 
 class Needs:

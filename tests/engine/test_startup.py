@@ -12,7 +12,6 @@ import torch
 from nanovllm import LLM
 from nanovllm.distributed.group import Group
 from nanovllm.runner import warm_up
-from nanovllm.runner.draft import NoGuesses
 from nanovllm.startup import large_imports, part_of_start
 
 
@@ -72,5 +71,5 @@ def test_ranks_rehearse_as_often_as_each_other(others: int, monkeypatch: pytest.
     monkeypatch.setattr(warm_up, "why_no_kernels", lambda device: None)
     monkeypatch.setattr(precompile, "num_processes", lambda num_ranks: 16 // num_ranks)
     monkeypatch.setattr(precompile, "compiled_together", lambda *how: nullcontext(set()))
-    warm_up.rehearse(lambda: (None, NoGuesses()), lambda: rehearsals.append(1), [], group)
+    warm_up.rehearse(lambda: (None, None), lambda: rehearsals.append(1), [], group)
     assert len(rehearsals) == (1 if others == 1 else 2)

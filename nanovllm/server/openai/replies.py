@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 from uuid import uuid4
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprob
@@ -33,28 +32,6 @@ class Usage:
         }
 
 
-class Reply(Protocol):
-    """The form of one endpoint's answers. `index` numbers the choices of all prompts.
-
-    prompts_in_choices: true if each choice has the token ids of its prompt; false if the whole answer has them.
-    splits: whether answers may have other parts than content.
-    """
-
-    prompts_in_choices: bool
-    splits: bool
-
-    def parts(self, index: int, choice: CompletionOutput) -> list[Part]:
-        """The parts that the new text of a choice completes. Call this once for each output of the choice."""
-        ...
-
-    def opening(self, index: int) -> Json | None:
-        """What a stream sends for a choice before its first text."""
-        ...
-
-    def choice(self, index: int, choice: CompletionOutput, parts: Sequence[Part], streamed: bool) -> Json: ...
-    def envelope(self, choices: list[Json], streamed: bool) -> Json: ...
-
-
 def likeliest(entry: dict[int, Logprob], n: int) -> list[tuple[int, Logprob]]:
     """The n likeliest tokens of a position with their ids, best first. `entry` may have one token more: the chosen
     token, whatever its rank."""
@@ -74,6 +51,12 @@ def top_by_text(entry: dict[int, Logprob], n: int) -> dict[str, float]:
 
 
 class CompletionReply:
+    """The form of the answers to completions. `index` numbers the choices of all prompts.
+
+    prompts_in_choices: true if each choice has the token ids of its prompt; false if the whole answer has them.
+    splits: whether answers may have other parts than content.
+    """
+
     prompts_in_choices, splits = True, False
 
     def __init__(self, model: str, num_logprobs: int | None, request_id: str) -> None:
@@ -81,9 +64,11 @@ class CompletionReply:
         self.id, self.created = f"cmpl-{request_id}", int(time.time())
 
     def opening(self, index: int) -> Json | None:
+        """What a stream sends for a choice before its first text."""
         return None
 
     def parts(self, index: int, choice: CompletionOutput) -> list[Part]:
+        """The parts that the new text of a choice completes. Call this once for each output of the choice."""
         return [Part("content", choice.text)]
 
     def choice(self, index: int, choice: CompletionOutput, parts: Sequence[Part], streamed: bool) -> Json:
@@ -107,7 +92,7 @@ class CompletionReply:
 
 
 class ChatReply:
-    """The form of chat answers.
+    """The form of chat answers, as `CompletionReply`.
 
     make_answer:  makes the reader of one answer; None if an answer is content and nothing else.
     """
@@ -157,6 +142,9 @@ class ChatReply:
     def envelope(self, choices: list[Json], streamed: bool) -> Json:
         kind = "chat.completion.chunk" if streamed else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+Reply = CompletionReply | ChatReply
 
 
 def text_of(parts: Sequence[Part], kind: str) -> str:
