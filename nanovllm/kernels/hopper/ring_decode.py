@@ -19,8 +19,11 @@ bits, each number is a word.) A tile in FP8 has twice the keys in as many bytes.
 operands. Keys become two operands, and the queries are split in the same way. Values become even and odd dimensions,
 whose sums are kept apart.
 
-*Old tiles are ordered early*, before the predecessor has ended. Unlike a prefetch to L2, what is read here is used. So
-a tile counts as old only if all its keys were written by earlier steps, and these may be read because:
+*Old keys are ordered early*, before the predecessor has ended. Unlike a prefetch to L2, what is read here is used. The
+key of a sequence's last token is new. If that token is the only query, its key does not come through the ring: the
+consumers read it from the cache once the predecessor has ended, and it joins first. What the ring has in its place is
+masked. With more queries a tile counts as old only if all its keys were written by earlier steps. Old keys may be read
+early because:
 - The old keys of a sequence are those before position context_len - query_len, since its queries are all its tokens of
   this step. There is one exception: in a recording of decodes, tokens of a row may be decodes of their own, one after
   the other. So a sequence whose oldest new key is where the context of the one before it ends has no old keys.
@@ -114,7 +117,8 @@ def _produce(  # type: ignore[no-untyped-def]
         query_len = gl.load(query_start_ptr + sequence + 1) - gl.load(query_start_ptr + sequence)
         old = context_len - query_len
         is_behind = gl.load(context_len_ptr + gl.maximum(sequence - 1, 0)) == old
-        old = gl.where(is_behind, 0, gl.where(query_len == 1, context_len + KEYS, old))
+        old = gl.where(query_len == 1, context_len + KEYS, old)  # one new key: its tile is old as well
+        old = gl.where(is_behind, 0, old)
         end = begin + (context_len + KEYS - 1) // KEYS
         stop = gl.minimum(end, last)
         table_ptr = block_table_ptr + sequence * table_stride
@@ -198,8 +202,7 @@ def _consume(  # type: ignore[no-untyped-def]
     q_offset = (q_head * GROUP + q_row % GROUP) * HEAD_DIM + q_dim
     key_of_score = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
     key_of_v = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
-    # A new key is the first of this many; the others are zeros
-    NEW: gl.constexpr = 16
+    NEW: gl.constexpr = 16  # keys of the product with a new key, which is the first of them; the others are zeros
     k_word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
     k_new = gl.arange(0, NEW, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
     v_word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
