@@ -29,7 +29,8 @@ HERE = Path(__file__).parent
 NAME = "live_scheduler.html"
 SOURCES = (
     *("nanovllm/*.py", "nanovllm/engine/*.py", "nanovllm/text/*.py", "nanovllm/trace_view/*.py"),
-    *("nanovllm/simulate/*.py", *(f"nanovllm/models/{name}.py" for name in ("__init__", "checkpoint", "moe_config"))),
+    "nanovllm/simulate/*.py",
+    *(f"nanovllm/models/{name}.py" for name in ("__init__", "checkpoint", "families", "moe_config", "window_config")),
     f"nanovllm/simulate/cards/{CARD}.{MODEL.lower()}.json",
     *("stages/*.py", "stages/stages.toml", "tests/__init__.py", "tests/stages/*.py"),
     *("tools/__init__.py", "tools/exercises/__init__.py", "tools/exercises/exercises.py", "tools/scheduler_page/*.py"),
