@@ -32,7 +32,7 @@ GIVES = {
     "tiled": "columns inner num_stages swapped",
     "weight_prefetch": "most handful?",
     "fp8": "columns inner num_stages swapped programs",
-    "experts": "pairs columns inner_bytes num_warps num_stages",
+    "experts": "pairs columns inner_bytes num_warps num_stages tma?",
     "decode": "tile_kib num_warps num_stages programs_per_sm",
     "prefill": "rows tile_kib num_warps num_stages tma? max_registers?",
 }

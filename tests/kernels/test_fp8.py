@@ -125,6 +125,9 @@ def test_quantise_tokens(where: Where, grouped: bool) -> None:
     largest = parts.abs().amax(-1).t()
     assert torch.allclose(scale, torch.where(largest > 0, largest / 448, 1.0))
     assert not small[2].float().any()
+    padded, padded_scale = quantise_tokens(x, grouped=grouped, multiple=4)
+    assert padded.shape == (8, 384) and torch.equal(padded[:5].float(), small.float())
+    assert torch.equal(padded_scale[:, :5], scale)
     if where[0] == "cpu":
         return  # Triton's interpreter gets the rounding to FP8 wrong, from 240 on by a factor
     found = small.float().view_as(parts) * scale.t()[..., None]

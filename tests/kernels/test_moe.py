@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels.moe import grouped_mlp as grouped_mlp_module
 from nanovllm.kernels.moe import sort_pairs as sort_pairs_module
-from nanovllm.kernels.moe.grouped_mlp import UNSORTED, choose_tile, grouped_mlp
+from nanovllm.kernels.moe.grouped_mlp import UNSORTED, Tile, choose_tile, grouped_mlp
 from nanovllm.kernels.moe.route import route
 from nanovllm.kernels.moe.sort_pairs import sort_pairs
 from nanovllm.layers import experts as layer
@@ -132,6 +132,16 @@ def test_whole_experts_on_ranks(
             assert not parts[-1][~is_here].any(), compute.__module__
         error = (sum(parts) - truth).norm() / truth.norm()
         assert error < (1e-5 if where[1] == torch.float32 else 2e-2), compute.__module__
+
+
+@pytest.mark.parametrize("num_tokens", [UNSORTED, 20])
+def test_weights_by_tma(where: Where, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither columns nor inputs are a multiple of the tile's, and behind an expert's weights are those of the next."""
+    if where[0] == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU has no TMA")
+    tile = Tile(16, 64, 32 * where[1].itemsize, 4, 3, tma=True)
+    monkeypatch.setattr(grouped_mlp_module, "choose_tile", lambda *_, gated: tile)
+    check(where, num_tokens, 4, 2, 72, 40)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from nanovllm.kernels.linear.choice import hopper_linear
 
 FEW_TOKENS = 64
 LIBRARY = (12, 9)  # the CUDA version from which the library has scales of blocks
+LIBRARY_TOKENS = 4  # with those it takes a multiple of so many tokens
 
 
 @cache  # a step asks for every layer
@@ -57,10 +58,11 @@ def fp8_linear(
         tile = choose_tile(x.device, min(len(x), FEW_TOKENS), layer, weight.numel())
         return widening_linear(x, weight, scale, bias, tile=tile, gated=gated, partial=partial)
     rows = len(weight) // len(scale)  # more than one: a scale for each block, and not for each channel
-    small, x_scale = quantise_tokens(x, grouped=rows > 1)
-    if rows > 1 and bias is None and library_has_blocks(x.device, rows, x.shape[1]):
+    in_library = rows > 1 and bias is None and library_has_blocks(x.device, rows, x.shape[1])
+    small, x_scale = quantise_tokens(x, grouped=rows > 1, multiple=LIBRARY_TOKENS if in_library else 1)
+    if in_library:
         blocks = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-        y = scaled_mm(small, weight.t(), x_scale.t(), blocks[0], scale.t(), blocks[1], output_dtype=x.dtype)
+        y = scaled_mm(small, weight.t(), x_scale.t(), blocks[0], scale.t(), blocks[1], output_dtype=x.dtype)[: len(x)]
     elif rows > 1:
         tile = choose_block_tile(len(x), len(weight), x.shape[1], rows, partial)
         y = block_linear(small, x_scale, weight, scale, bias, dtype=x.dtype, tile=tile)

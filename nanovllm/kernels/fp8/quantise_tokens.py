@@ -12,9 +12,9 @@ GROUP = 128
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["stride"])
 def _quantise_tokens_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, scale_ptr, num_tokens, MAX: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, stride, MAX: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     GROUP: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -36,21 +36,22 @@ def _quantise_tokens_kernel(  # type: ignore[no-untyped-def]
         mask=exists[:, None],
     )
     if GROUPED:
-        tl.store(scale_ptr + group * num_tokens + token, scale, mask=exists)
+        tl.store(scale_ptr + group * stride + token, scale, mask=exists)
     else:
         tl.store(scale_ptr + token + 0 * group, scale, mask=group == 0)
 
 
-def quantise_tokens(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
+def quantise_tokens(x: Tensor, *, grouped: bool, multiple: int = 1) -> tuple[Tensor, Tensor]:
     """x [T, in], contiguous, in a multiple of 128 -> x in FP8 [T, in], and scales [in / 128, T] float32, or [1, T] if
-    not grouped. A number is its value in FP8 times its scale."""
+    not grouped. A number is its value in FP8 times its scale. What comes back has a `multiple` of tokens: those behind
+    the last one are undefined."""
     num_tokens, inputs = x.shape
-    groups = inputs // GROUP
-    out = torch.empty_like(x, dtype=FP8)
-    scale = x.new_empty(groups if grouped else 1, num_tokens, dtype=torch.float32)
+    groups, padded_tokens = inputs // GROUP, triton.cdiv(num_tokens, multiple) * multiple
+    out = x.new_empty(padded_tokens, inputs, dtype=FP8)
+    scale = x.new_empty(groups if grouped else 1, padded_tokens, dtype=torch.float32)
     padded, pdl = triton.next_power_of_2(groups), overlaps_launches(x.device)
     _quantise_tokens_kernel[(num_tokens,)](
-        x, out, scale, num_tokens, MAX=FP8_MAX, GROUPS=groups, PADDED=padded, GROUP=GROUP, GROUPED=grouped, PDL=pdl,
+        x, out, scale, padded_tokens, MAX=FP8_MAX, GROUPS=groups, PADDED=padded, GROUP=GROUP, GROUPED=grouped, PDL=pdl,
         num_warps=8 if padded > 32 else 4, launch_pdl=pdl,
     )  # fmt: skip
     return out, scale

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.cards import choose
 from nanovllm.kernels.fp8.widening_linear import GROUP, _widened
@@ -28,18 +29,23 @@ from nanovllm.kernels.launch import overlaps_launches, shared_memory
 from nanovllm.kernels.moe.sort_pairs import sort_pairs
 from nanovllm.kernels.moe.sum_pairs import sum_pairs
 
-UNSORTED = 4  # tokens
+UNSORTED = 2  # tokens
 
 
 class Tile(NamedTuple):
     """Pairs of a program; its output columns, and as many again for a gate; bytes of a weight's row that a step reads;
-    warps of a program; and the most steps under way, where shared memory has room for them."""
+    warps of a program; and the most steps under way, where shared memory has room for them.
+
+    tma: weights in 16 bits come by TMA, the copy engine of GPUs since Hopper. If the pairs are fewer than the rows of
+    the matrix instruction, the product is W x^T then, whose rows are the columns.
+    """
 
     pairs: int
     columns: int
     inner_bytes: int
     num_warps: int
     num_stages: int
+    tma: bool = False
 
 
 @lru_cache  # all layers of a step ask for the same
@@ -51,12 +57,22 @@ def choose_tile(
     return Tile(**choose(device, "experts", layer, tokens=num_tokens, per_expert=pairs, itemsize=element_size))
 
 
+@triton.jit
+def _product(x, w, acc, SWAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc + x w^T, or its transpose."""
+    if SWAPPED:
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, scale_ptr, order_ptr, ends_ptr, pair_weight_ptr, out_ptr, num_pairs,
+    x_ptr, weight_ptr, weight_desc, scale_ptr, order_ptr, ends_ptr, pair_weight_ptr, out_ptr, num_pairs,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr,
     PAIRS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-    SORTED: tl.constexpr, PDL: tl.constexpr,
+    SORTED: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -81,26 +97,35 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
         is_pair = place < last_pair
         pair = tl.load(order_ptr + place, mask=is_pair, other=0).to(tl.int64) if SORTED else place.to(tl.int64)
         row = pair // CHOSEN if GATED else place.to(tl.int64)
-        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        first_column = tl.program_id(0) * COLUMNS
+        column = first_column + tl.arange(0, COLUMNS)
         is_column = (column < OUTPUTS)[:, None]
         inner = tl.arange(0, INNER)
         x_tile = x_ptr + row[:, None] * INPUTS + inner[None, :]
         all_rows: tl.constexpr = (2 if GATED else 1) * OUTPUTS
+        first_row = expert * all_rows + first_column
         weights = weight_ptr + expert.to(tl.int64) * (all_rows * INPUTS)
         weight_tile = weights + column[:, None].to(tl.int64) * INPUTS + inner[None, :]
         up_tile = weight_tile + OUTPUTS * INPUTS
-        acc = tl.zeros([PAIRS, COLUMNS], tl.float32)
-        acc_up = tl.zeros([PAIRS, COLUMNS], tl.float32)
+        SWAPPED: tl.constexpr = TMA and PAIRS < 64
+        if SWAPPED:
+            acc = tl.zeros([COLUMNS, PAIRS], tl.float32)
+            acc_up = tl.zeros([COLUMNS, PAIRS], tl.float32)
+        else:
+            acc = tl.zeros([PAIRS, COLUMNS], tl.float32)
+            acc_up = tl.zeros([PAIRS, COLUMNS], tl.float32)
         if ROWS > 1:  # a scale for each block; the columns of a program are in one
             groups: tl.constexpr = INPUTS // INNER
-            scale_ptr += (expert * (all_rows // ROWS) + tl.program_id(0) * COLUMNS // ROWS) * groups
+            scale_ptr += (expert * (all_rows // ROWS) + first_column // ROWS) * groups
             up_scale_ptr = scale_ptr + OUTPUTS // ROWS * groups
             scale = tl.load(scale_ptr)
             up_scale = tl.load(up_scale_ptr) if GATED else scale
         for start in range(0, INPUTS, INNER):
             is_inner = (start + inner < INPUTS)[None, :]
             x = tl.load(x_tile + start, mask=is_pair[:, None] & is_inner, other=0.0)  # [PAIRS, INNER]
-            if ROWS == 0:
+            if TMA:
+                w = weight_desc.load([first_row, start])
+            elif ROWS == 0:
                 w = tl.load(weight_tile + start, mask=is_column & is_inner, other=0.0)  # [COLUMNS, INNER]
             else:
                 w = _widened(weight_tile + start, x)
@@ -108,21 +133,23 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
                 # The next step's scales are asked for now. After the last step there are none: its own are read again.
                 next_group = tl.minimum(start + INNER, INPUTS - INNER) // INNER
                 next_scale = tl.load(scale_ptr + next_group)
-                acc += tl.dot(x, tl.trans(w), input_precision="ieee") * scale
+                acc += _product(x, w, None, SWAPPED) * scale
                 scale = next_scale
             else:
-                acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+                acc = _product(x, w, acc, SWAPPED)
             if GATED:
-                if ROWS == 0:
+                if TMA:
+                    up = weight_desc.load([first_row + OUTPUTS, start])
+                elif ROWS == 0:
                     up = tl.load(up_tile + start, mask=is_column & is_inner, other=0.0)
                 else:
                     up = _widened(up_tile + start, x)
                 if ROWS > 1:
                     next_up_scale = tl.load(up_scale_ptr + next_group)
-                    acc_up += tl.dot(x, tl.trans(up), input_precision="ieee") * up_scale
+                    acc_up += _product(x, up, None, SWAPPED) * up_scale
                     up_scale = next_up_scale
                 else:
-                    acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision="ieee")
+                    acc_up = _product(x, up, acc_up, SWAPPED)
         if ROWS == 1:  # a scale for each column
             column_scale = scale_ptr + expert * all_rows + column
             acc *= tl.load(column_scale)[None, :]
@@ -130,6 +157,9 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
                 acc_up *= tl.load(column_scale + OUTPUTS)[None, :]
         if GATED:
             acc = acc * tl.sigmoid(acc) * acc_up
+        if SWAPPED:
+            acc = tl.trans(acc)
+        if GATED:
             out_row = place.to(tl.int64)
         else:
             acc *= tl.load(pair_weight_ptr + pair, mask=is_pair, other=0.0)[:, None]
@@ -158,15 +188,19 @@ def grouped_linear(
         columns = min(columns, rows_of_scale if rows_of_scale > 1 else outputs & -outputs)
         inner = GROUP if rows_of_scale > 1 else min(inner, inputs & -inputs)
     widths = tile.pairs * x.element_size() + (2 if gated else 1) * columns * weight.element_size()
-    most_stages = shared_memory(x.device) // (widths * inner) - 1
+    # Rows are copied in whole units of 16 bytes
+    tma = tile.tma and scale is None and inputs * weight.element_size() % 16 == 0
+    most_stages = shared_memory(x.device) // (widths * inner) - (0 if tma else 1)
     shape = (num_pairs,) if gated else (weights.shape[1], weights.shape[0])
     out = x.new_empty(*shape, outputs)
     max_tiles = num_pairs if ends is None else num_pairs // tile.pairs + min(num_pairs, num_experts)
+    boxes = TensorDescriptor.from_tensor(weight.view(-1, inputs), [columns, inner]) if tma else None
     pdl = overlaps_launches(x.device)
     _grouped_linear_kernel[(triton.cdiv(outputs, columns), max_tiles)](
-        x, weight, scale, order, ends, weights, out, num_pairs, INPUTS=inputs, OUTPUTS=outputs, EXPERTS=num_experts,
-        PADDED=triton.next_power_of_2(num_experts), CHOSEN=weights.shape[1], PAIRS=tile.pairs, COLUMNS=columns,
-        INNER=inner, ROWS=rows_of_scale, GATED=gated, SORTED=ends is not None, PDL=pdl, num_warps=tile.num_warps,
+        x, weight, boxes, scale, order, ends, weights, out, num_pairs,
+        INPUTS=inputs, OUTPUTS=outputs, EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts),
+        CHOSEN=weights.shape[1], PAIRS=tile.pairs, COLUMNS=columns, INNER=inner, ROWS=rows_of_scale, GATED=gated,
+        SORTED=ends is not None, TMA=tma, PDL=pdl, num_warps=tile.num_warps,
         num_stages=max(1, min(tile.num_stages, most_stages)), launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import overlaps_launches
 
 MAX_COMPARED = 8192  # pairs; the comparisons grow with the square
-OWN, OTHERS = 32, 128  # pairs that a program places, and those that it compares them with at a time
+OWN, OTHERS = 8, 512  # pairs that a program places, and those that it compares them with at a time
 
 
 @triton.jit
