@@ -46,7 +46,9 @@ from nanovllm.kernels.attention.paged_tile import LOG2_E, PagedInputs
 from nanovllm.kernels.hopper.widen import in_fp16, widen_keys, widen_values
 from nanovllm.kernels.launch import overlaps_launches
 
-RING_BYTES = 192 * 1024  # of shared memory, for the tiles of all programs of a multiprocessor
+MIN_SEQUENCES = 8  # with a cache in FP8 `FEW_SEQUENCES`
+MANY_SEQUENCES = 64  # with fewer, what counts is that the kernels before and after have room beside this one
+RING_BYTES, SMALL_RING_BYTES = 192 * 1024, 96 * 1024  # of shared memory of a multiprocessor, for the tiles
 MAX_REGISTERS = 160  # of a thread. The compiler would take all, and no other kernel could begin beside this one
 PRODUCER_REGISTERS = 24  # of a thread of the producer: the fewest that there are
 BOXES = {
@@ -75,18 +77,21 @@ class RingLayout:
 def ring_layout(q: Tensor, kv: Tensor, num_sequences: int) -> RingLayout | None:
     """The layout for q [T, Hq, D] of so many sequences and a cache kv [2, num_blocks, block_size, Hkv, D].
 
-    None: `paged_decode` is faster, or this kernel cannot take the shape or the dtype. With one sequence `paged_decode`
-    was faster, and up to 16 nothing else was measured. All layers of a step get the same layout, since they share a
-    plan. Of the layouts that were tried by themselves on an H200 this one was among the fastest at every batch
-    (`benchmarks/results/kernels.h200.json` has four).
+    None: `paged_decode` is faster, or this kernel cannot take the shape or the dtype. All layers of a step get the same
+    layout, since they share a plan. Of the layouts that were tried by themselves on an H200 the large ring was among
+    the fastest at every batch (`benchmarks/results/kernels.h200.json` has four). In a whole step with few sequences the
+    small one is faster. With a cache in FP8 it was not measured.
     """
     _, _, block_size, num_kv_heads, head_dim = kv.shape
-    keys, heads = 64 // kv.element_size(), 4
+    in_fp8 = kv.element_size() == 1
+    keys, heads, ring_bytes = 64 // kv.element_size(), 4, RING_BYTES
     fits = head_dim in (64, 128) and q.element_size() == 2 and block_size >= keys
     dealt_out = num_kv_heads % heads == 0 and q.shape[1] // num_kv_heads <= MAX_ROWS
-    if num_sequences < FEW_SEQUENCES or not fits or not dealt_out:
+    if num_sequences < (FEW_SEQUENCES if in_fp8 else MIN_SEQUENCES) or not fits or not dealt_out:
         return None
-    return RingLayout(keys, heads, RING_BYTES // (2 * heads * keys * head_dim * kv.element_size()), 1, MAX_REGISTERS)
+    if num_sequences < MANY_SEQUENCES and not in_fp8:
+        keys, ring_bytes = keys // 2, SMALL_RING_BYTES
+    return RingLayout(keys, heads, ring_bytes // (2 * heads * keys * head_dim * kv.element_size()), 1, MAX_REGISTERS)
 
 
 @gluon.jit
