@@ -30,13 +30,13 @@ GIVES = {
     "library": "",
     "skinny": "",
     "tiled": "columns inner num_stages swapped",
-    "weight_prefetch": "most handful?",
+    "weight_prefetch": "most handful? cuts? num_stages?",
     "fp8": "columns inner num_stages swapped programs",
     "experts": "pairs columns inner_bytes num_warps num_stages tma?",
     "decode": "tile_kib num_warps num_stages programs_per_sm",
     "prefill": "rows tile_kib num_warps num_stages tma? max_registers?",
 }
-SWITCHES = ("swapped", "tma", "handful")
+SWITCHES = ("swapped", "tma", "handful", "cuts")
 ANY_INTEGER = ("num_stages", "programs_per_sm", "max_registers")  # the others are powers of two
 
 

@@ -25,8 +25,8 @@ from nanovllm.startup import part_of_start
 # Steps as they are launched without a recording, by the tokens of each sequence: one for each different set of kernels
 # and compiled variants that such steps can need.
 UNRECORDED = [
-    (1,), (1, 1), (1, 32), (32,), (17,) * 33, (1,) * 16, (1,) * 33, (2,), (4,), (16,), (2,) * 16, (2,) * 33, (17,),
-    (65,), (129,), (256,),
+    (1,), (1, 1), (1, 32), (32,), (17,) * 33, (1,) * 8, (1,) * 16, (1,) * 33, (1,) * 64, (2,), (4,), (8,), (16,),
+    (2,) * 8, (2,) * 16, (2,) * 33, (2,) * 64, (17,), (65,), (129,), (256,),
 ]  # fmt: skip
 # The last kind has as many tokens as the configuration allows, up to the first number, and sequences as long, up to the
 # second: a large step for every kernel

@@ -151,6 +151,5 @@ def as_python(name: str, program: tuple[int, int], cache: Cache) -> Any:
         "mma_v2": lambda a, b, acc: acc + a @ b, "float": float, "range": range, "gdc_wait": cache.wait,
         "widen_keys": widen_keys, "widen_values": widen_values, "in_fp16": lambda q: q,
     }  # fmt: skip
-    for inner in ("_piece", "_scores", "_join"):
-        names[inner] = types.FunctionType(getattr(kernels, inner).fn.__code__, names)
+    names["_piece"] = types.FunctionType(kernels._piece.fn.__code__, names)
     return types.FunctionType(getattr(kernels, name).fn.__code__, names)

@@ -60,8 +60,8 @@ class Decode:
         return out
 
 
-def layout_for(case: Case) -> RingLayout:
-    found = ring_layout(case.q, case.kv, 16)
+def layout_for(case: Case, num_sequences: int = 16) -> RingLayout:
+    found = ring_layout(case.q, case.kv, num_sequences)
     assert found is not None
     return found
 
@@ -72,9 +72,17 @@ def error_of(out: Tensor, expected: Tensor) -> float:
 
 
 def check(case: Case, pieces: int | None = None) -> None:
-    """Against float64, and against the other kernel; with overlap and without, over what was left the time before."""
+    """Both rings against float64, and against the other kernel; with overlap and without, over what was left the time
+    before."""
+    small, large = layout_for(case), layout_for(case, 64)
+    assert small != large
+    for layout in (small, large):
+        check_layout(case, layout, pieces)
+
+
+def check_layout(case: Case, layout: RingLayout, pieces: int | None) -> None:
     limit = TOLERANCE[case.q.dtype]
-    ring = Decode(case, layout_for(case), pieces)
+    ring = Decode(case, layout, pieces)
     plain = Decode(case, decode_config(case.q.device, case.q.shape[2], 2), pieces)
     expected = plain(case.q, case.kv, torch.full_like(case.q, float("nan")), plain.plan())
     first: Tensor | None = None

@@ -89,6 +89,19 @@ def test_which_layers_have_the_norm_inside(gated: bool, hopper: None) -> None:
     assert choose_norm_linear(1, empty(4096 + 32, 1024), gated=gated) is None, "no whole tiles"
 
 
+def test_tiles_for_a_few_more_tokens(hopper: None) -> None:
+    """Layers of a small model with 5 to 8 tokens: other tiles than with more or fewer."""
+    q, o, g, d = LAYERS["0.6B"]
+    for num_tokens in (5, 8):
+        assert tile_of(num_tokens, *q) == PrefetchTile(8, 128, 6, 1, cuts=2)
+        assert tile_of(num_tokens, *g) == PrefetchTile(8, 128, 8, 1)
+        assert tile_of(num_tokens, *o) == tile_of(num_tokens, *d) == PrefetchTile(8, 128, 4, 4)
+    for num_tokens, cuts, stages in ((4, (2, 8), 6), (9, (1, 1), 4), (32, (1, 1), 4), (33, (1, 1), 6)):
+        tiles = [tile_of(num_tokens, *layer) for layer in (q, d)]
+        assert tuple(tile.cuts for tile in tiles if tile) == cuts
+        assert tiles[1] is not None and tiles[1].stages == stages
+
+
 def test_a_shape_or_dtype_that_is_none_for_it(hopper: None) -> None:
     assert tile_of(32, "plain", 4096, 4096, dtype=torch.float16) is not None
     assert choose_linear(32, empty(4096, 4096, torch.float32)) is None
@@ -262,7 +275,7 @@ def test_the_weights_of_all_stages_are_asked_for_before_the_wait() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 17, 64, 65, 100, 129, 256])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 17, 64, 65, 100, 129, 256])
 @pytest.mark.parametrize("kind", ["plain", "bias", "gated", "partial"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (384, 192), (1024, 320), (4096, 1024)])
 def test_weight_prefetch_linear(kind: str, num_tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
@@ -285,8 +298,9 @@ def test_weight_prefetch_linear(kind: str, num_tokens: int, inputs: int, outputs
         truth += bias
     gated, partial = kind == "gated", kind == "partial"
     tiles = [choose_tile(num_tokens, outputs, inputs, 64, gated, partial)]
-    if num_tokens <= 4:
-        tiles.append(choose_tile(num_tokens, outputs, inputs, 16, gated, partial, handful=True))
+    if num_tokens <= 8:
+        tiles += [choose_tile(num_tokens, outputs, inputs, n, gated, partial, handful=True) for n in (16, 8)]
+        tiles.append(choose_tile(num_tokens, outputs, inputs, 8, gated, partial, num_stages=8))
     if dtype == torch.bfloat16:
         tiles += [choose_tile(num_tokens, outputs, inputs, most, gated, partial) for most in (16, 32, 128)]
         tiles += [tiles[0]._replace(stages=3), tiles[-1]._replace(inner=64, stages=4)]

@@ -45,7 +45,7 @@ from nanovllm.kernels.cards import choose
 from nanovllm.kernels.launch import CACHE_LINE, capability, overlaps_launches, shared_memory_of_sm
 
 MAX_ROWS = 16  # queries of a sequence times query heads of a KV head; with more of them the prefill kernel is better
-FEW_SEQUENCES = 16  # fewer sequences are cut into many parts each. On Hopper so many or more are for `ring_decode`
+FEW_SEQUENCES = 16  # fewer sequences are cut into many parts each
 MANY_PARTS, FEW_PARTS = 16, 4  # parts that are merged at once
 PREFETCHED_TILES = 2  # of each program: 25 MB on an H100, half of its L2 cache
 

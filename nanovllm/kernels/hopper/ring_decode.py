@@ -19,11 +19,8 @@ bits, each number is a word.) A tile in FP8 has twice the keys in as many bytes.
 operands. Keys become two operands, and the queries are split in the same way. Values become even and odd dimensions,
 whose sums are kept apart.
 
-*Old keys are ordered early*, before the predecessor has ended. Unlike a prefetch to L2, what is read here is used. The
-key of a sequence's last token is new. If that token is the only query, its key does not come through the ring: the
-consumers read it from the cache once the predecessor has ended, and it joins first. What the ring has in its place is
-masked. With more queries a tile counts as old only if all its keys were written by earlier steps. Old keys may be read
-early because:
+*Old tiles are ordered early*, before the predecessor has ended. Unlike a prefetch to L2, what is read here is used. So
+a tile counts as old only if all its keys were written by earlier steps, and these may be read because:
 - The old keys of a sequence are those before position context_len - query_len, since its queries are all its tokens of
   this step. There is one exception: in a recording of decodes, tokens of a row may be decodes of their own, one after
   the other. So a sequence whose oldest new key is where the context of the one before it ends has no old keys.
@@ -49,7 +46,9 @@ from nanovllm.kernels.attention.paged_tile import LOG2_E, PagedInputs
 from nanovllm.kernels.hopper.widen import in_fp16, widen_keys, widen_values
 from nanovllm.kernels.launch import overlaps_launches
 
-RING_BYTES = 192 * 1024  # of shared memory, for the tiles of all programs of a multiprocessor
+MIN_SEQUENCES = 8  # with a cache in FP8 `FEW_SEQUENCES`
+MANY_SEQUENCES = 64  # with fewer, what counts is that the kernels before and after have room beside this one
+RING_BYTES, SMALL_RING_BYTES = 192 * 1024, 96 * 1024  # of shared memory of a multiprocessor, for the tiles
 MAX_REGISTERS = 160  # of a thread. The compiler would take all, and no other kernel could begin beside this one
 PRODUCER_REGISTERS = 24  # of a thread of the producer: the fewest that there are
 BOXES = {
@@ -78,18 +77,21 @@ class RingLayout:
 def ring_layout(q: Tensor, kv: Tensor, num_sequences: int) -> RingLayout | None:
     """The layout for q [T, Hq, D] of so many sequences and a cache kv [2, num_blocks, block_size, Hkv, D].
 
-    None: `paged_decode` is faster, or this kernel cannot take the shape or the dtype. With one sequence `paged_decode`
-    was faster, and up to 16 nothing else was measured. All layers of a step get the same layout, since they share a
-    plan. Of the layouts that were tried by themselves on an H200 this one was among the fastest at every batch
-    (`benchmarks/results/kernels.h200.json` has four).
+    None: `paged_decode` is faster, or this kernel cannot take the shape or the dtype. All layers of a step get the same
+    layout, since they share a plan. Of the layouts that were tried by themselves on an H200 the large ring was among
+    the fastest at every batch (`benchmarks/results/kernels.h200.json` has four). In a whole step with few sequences the
+    small one is faster. With a cache in FP8 it was not measured.
     """
     _, _, block_size, num_kv_heads, head_dim = kv.shape
-    keys, heads = 64 // kv.element_size(), 4
+    in_fp8 = kv.element_size() == 1
+    keys, heads, ring_bytes = 64 // kv.element_size(), 4, RING_BYTES
     fits = head_dim in (64, 128) and q.element_size() == 2 and block_size >= keys
     dealt_out = num_kv_heads % heads == 0 and q.shape[1] // num_kv_heads <= MAX_ROWS
-    if num_sequences < FEW_SEQUENCES or not fits or not dealt_out:
+    if num_sequences < (FEW_SEQUENCES if in_fp8 else MIN_SEQUENCES) or not fits or not dealt_out:
         return None
-    return RingLayout(keys, heads, RING_BYTES // (2 * heads * keys * head_dim * kv.element_size()), 1, MAX_REGISTERS)
+    if num_sequences < MANY_SEQUENCES and not in_fp8:
+        keys, ring_bytes = keys // 2, SMALL_RING_BYTES
+    return RingLayout(keys, heads, ring_bytes // (2 * heads * keys * head_dim * kv.element_size()), 1, MAX_REGISTERS)
 
 
 @gluon.jit
@@ -116,9 +118,7 @@ def _produce(  # type: ignore[no-untyped-def]
         context_len = gl.load(context_len_ptr + sequence)
         query_len = gl.load(query_start_ptr + sequence + 1) - gl.load(query_start_ptr + sequence)
         old = context_len - query_len
-        is_behind = gl.load(context_len_ptr + gl.maximum(sequence - 1, 0)) == old
-        old = gl.where(query_len == 1, context_len + KEYS, old)  # one new key: its tile is old as well
-        old = gl.where(is_behind, 0, old)
+        old = gl.where(gl.load(context_len_ptr + gl.maximum(sequence - 1, 0)) == old, 0, old)
         end = begin + (context_len + KEYS - 1) // KEYS
         stop = gl.minimum(end, last)
         table_ptr = block_table_ptr + sequence * table_stride
@@ -145,38 +145,11 @@ def _produce(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _scores(q, q_rest, k, A: gl.constexpr, FP8: gl.constexpr):  # type: ignore[no-untyped-def]
-    """q [HEADS, ROWS, WORDS], k [HEADS, WORDS, KEYS] -> [HEADS, ROWS, KEYS]. q_rest: in FP8, see `widen_keys`."""
-    score = gl.zeros([q.shape[0], q.shape[1], k.shape[2]], gl.float32, A)
-    if FP8:
-        k, k_rest = widen_keys(k)
-        score = mma_v2(q_rest, k_rest, score)
-    return mma_v2(q, k, score)
-
-
-@gluon.jit
-def _join(  # type: ignore[no-untyped-def]
-    score, v, scale, m, denom, acc, acc_odd, LEFT: gl.constexpr, DTYPE: gl.constexpr, FP8: gl.constexpr
-):
-    """One step of online softmax: v [HEADS, KEYS, WORDS] joins. In FP8 the sums of odd dimensions are apart."""
-    new_m = gl.maximum(m, gl.max(score, 2) * scale)
-    p = gl.exp2(score * scale - new_m[:, :, None])
-    repair = gl.exp2(m - new_m)
-    denom = denom * repair + gl.sum(p, 2)
-    p = gl.convert_layout(p.to(DTYPE), LEFT)
-    if FP8:
-        v, v_odd = widen_values(v)
-        acc_odd = mma_v2(p, v_odd, acc_odd * repair[:, :, None])
-    return new_m, denom, mma_v2(p, v, acc * repair[:, :, None]), acc_odd
-
-
-@gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
-    q_ptr, kv_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr,
-    context_len_ptr, piece_ptr, scale, v_scale, q_stride, v_slot, table_stride,
+    q_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, query_start_ptr, context_len_ptr, piece_ptr,
+    scale, v_scale, q_stride,
     NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Each warp has one KV head, whose query heads (and queries) are the 16 rows of its products."""
     ROWS: gl.constexpr = 16
@@ -202,13 +175,6 @@ def _consume(  # type: ignore[no-untyped-def]
     q_offset = (q_head * GROUP + q_row % GROUP) * HEAD_DIM + q_dim
     key_of_score = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
     key_of_v = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
-    NEW: gl.constexpr = 16  # keys of the product with a new key, which is the first of them; the others are zeros
-    k_word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
-    k_new = gl.arange(0, NEW, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
-    v_word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
-    v_new = gl.arange(0, NEW, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
-    new_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None]
-    new_key = gl.arange(0, NEW, gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
     if PDL:
         gdc_wait()
     stage = 0
@@ -217,10 +183,6 @@ def _consume(  # type: ignore[no-untyped-def]
         context_len = gl.load(context_len_ptr + sequence)
         query_start = gl.load(query_start_ptr + sequence)
         query_len = gl.load(query_start_ptr + sequence + 1) - query_start
-        last_key = context_len - 1
-        new_slot = gl.load(block_table_ptr + sequence * table_stride + last_key // BLOCK_SIZE)
-        new_slot = new_slot * BLOCK_SIZE + last_key % BLOCK_SIZE
-        in_ring = context_len - (query_len == 1).to(gl.int32)  # keys that come through the ring
         end = begin + (context_len + KEYS - 1) // KEYS
         stop = gl.minimum(end, last)
         used = (row < QUERIES * GROUP) & (query < query_len)
@@ -236,28 +198,30 @@ def _consume(  # type: ignore[no-untyped-def]
         acc = gl.zeros([HEADS, ROWS, WORDS], gl.float32, A)
         if FP8:
             acc_odd = gl.zeros([HEADS, ROWS, WORDS], gl.float32, A)  # of the odd dimensions
-        if not FP8:
-            q_rest = q
-            acc_odd = acc
-        if (stop == end) & (query_len == 1):
-            place = (new_slot.to(gl.int64) * NUM_KV_HEADS + new_head) * WORDS
-            k = gl.load(kv_ptr + (place + k_word), mask=k_new == 0, other=0)
-            place = ((new_slot + v_slot).to(gl.int64) * NUM_KV_HEADS + new_head) * WORDS
-            v = gl.load(kv_ptr + (place + v_word), mask=v_new == 0, other=0)
-            score = gl.where(new_key == 0, _scores(q, q_rest, k, A, FP8), float("-inf"))
-            m, denom, acc, acc_odd = _join(score, v, scale, m, denom, acc, acc_odd, LEFT, q.dtype, FP8)
         for i in range(tile, stop):
             start = (i - begin) * KEYS
             mbarrier.wait(full.index(stage), phase)
             k = k_ring.index(stage).permute((0, 2, 1)).load(RIGHT)  # [HEADS, WORDS, KEYS]
-            score = _scores(q, q_rest, k, A, FP8)
+            score = gl.zeros([HEADS, ROWS, KEYS], gl.float32, A)
+            if FP8:
+                k, k_rest = widen_keys(k)
+                score = mma_v2(q_rest, k_rest, score)
+            score = mma_v2(q, k, score)
             v = v_ring.index(stage).load(RIGHT)  # [HEADS, KEYS, WORDS]
             mbarrier.arrive(empty.index(stage))
-            key = start + key_of_score
-            score = gl.where((key <= position) & (key < in_ring), score, float("-inf"))
-            if start + KEYS > in_ring:  # beyond it lies anything: a NaN in V would survive p = 0
-                v = gl.where(start + key_of_v < in_ring, v, gl.zeros_like(v))
-            m, denom, acc, acc_odd = _join(score, v, scale, m, denom, acc, acc_odd, LEFT, q.dtype, FP8)
+            score = gl.where(start + key_of_score <= position, score, float("-inf"))
+            if start + KEYS > context_len:  # beyond it lies anything: a NaN in V would survive p = 0
+                v = gl.where(start + key_of_v < context_len, v, gl.zeros_like(v))
+            new_m = gl.maximum(m, gl.max(score, 2) * scale)
+            p = gl.exp2(score * scale - new_m[:, :, None])
+            repair = gl.exp2(m - new_m)
+            denom = denom * repair + gl.sum(p, 2)
+            p = gl.convert_layout(p.to(q.dtype), LEFT)
+            if FP8:
+                v, v_odd = widen_values(v)
+                acc_odd = mma_v2(p, v_odd, acc_odd * repair[:, :, None])
+            acc = mma_v2(p, v, acc * repair[:, :, None])
+            m = new_m
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -291,8 +255,8 @@ def _consume(  # type: ignore[no-untyped-def]
     do_not_specialize_on_alignment=["block_table_ptr", "query_start_ptr", "context_len_ptr"],
 )
 def _ring_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, kv_desc, kv_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, block_table_ptr, query_start_ptr, context_len_ptr,
-    piece_ptr, scale, v_scale, q_stride, v_slot, table_stride,
+    q_ptr, kv_desc, out_ptr, m_ptr, denom_ptr, acc_ptr, block_table_ptr, query_start_ptr, context_len_ptr, piece_ptr,
+    scale, v_scale, q_stride, v_slot, table_stride,
     NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, PDL: gl.constexpr,
@@ -309,9 +273,9 @@ def _ring_kernel(  # type: ignore[no-untyped-def]
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (q_ptr, kv_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, block_table_ptr,
-                       query_start_ptr, context_len_ptr, piece_ptr, scale, v_scale, q_stride, v_slot, table_stride,
-                       NUM_KV_HEADS, HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, QUERIES, KEYS, WORDS, STAGES, PDL)),
+            (_consume, (q_ptr, out_ptr, m_ptr, denom_ptr, acc_ptr, k_ring, v_ring, full, empty, query_start_ptr,
+                       context_len_ptr, piece_ptr, scale, v_scale, q_stride, NUM_KV_HEADS, HEADS, GROUP, HEAD_DIM,
+                       QUERIES, KEYS, WORDS, STAGES, PDL)),
             (_produce, (kv_desc, k_ring, v_ring, full, empty, block_table_ptr, query_start_ptr, context_len_ptr,
                       piece_ptr, v_slot, table_stride, HEADS, BLOCK_SIZE, KEYS, WORDS, STAGES, PDL)),
         ],
@@ -335,12 +299,12 @@ def ring_decode(
     early = overlap and overlaps_launches(q.device)
     words = head_dim * kv.element_size() // 2
     # The copy engine is told that two numbers in FP8 are one word of 16 bits.
-    as_words = kv if words == head_dim else kv.view(torch.int16)
-    slots = as_words.view(-1, num_kv_heads, words).transpose(0, 1)  # [Hkv, slots of K and of V, WORDS]
+    slots = kv if words == head_dim else kv.view(torch.int16)
+    slots = slots.view(-1, num_kv_heads, words).transpose(0, 1)  # [Hkv, slots of K and of V, WORDS]
     boxes = TensorDescriptor.from_tensor(slots, [heads, keys, words], BOXES[words])
     _ring_kernel[(num_kv_heads // heads, pieces)](
-        q, boxes, as_words, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len,
-        plan, scale * LOG2_E, v_scale, q.stride(0), num_blocks * block_size, block_table.stride(0),
+        q, boxes, out, workspace.m, workspace.denom, workspace.acc, block_table, query_start, context_len, plan,
+        scale * LOG2_E, v_scale, q.stride(0), num_blocks * block_size, block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEADS=heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys, WORDS=words, STAGES=layout.stages,
         REGISTERS=PRODUCER_REGISTERS, PDL=early, num_warps=heads, maxnreg=layout.max_registers, launch_pdl=early,

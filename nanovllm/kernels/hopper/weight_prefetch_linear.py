@@ -81,12 +81,13 @@ class PrefetchTile(NamedTuple):
 @cache
 def choose_tile(
     num_tokens: int, columns: int, inputs: int, max_tile_tokens: int, gated: bool, partial: bool,
-    *, handful: bool = False, norm: bool = False,
+    *, handful: bool = False, norm: bool = False, num_stages: int | None = None,
 ) -> PrefetchTile:  # fmt: skip
     """The layout with as many steps under way as still let all programs run at once.
 
     A second wave of programs would wait for the first. columns: of the result. max_tile_tokens: of a program. handful:
-    inputs may be cut within programs. norm: the norm is inside; then all inputs are in shared memory.
+    inputs may be cut within programs. norm: the norm is inside; then all inputs are in shared memory. num_stages: steps
+    under way at most.
     """
     cuts = num_cuts(columns, inputs) if handful and not gated else 1
     least = MIN_TOKENS // cuts if norm or cuts > 1 else 16
@@ -97,7 +98,7 @@ def choose_tile(
         splits = min(num_splits(inputs, tiles, 128), MAX_SPLITS if num_tokens <= FEW_TOKENS else 2)
     shared = SHARED_BYTES // min(3, triton.cdiv(tiles * splits, PROGRAMS))
     input_bytes = 2 * (WEIGHT_ROWS + tokens * cuts)  # of a step, for each of its inputs
-    most = MAX_STAGES
+    most = num_stages or MAX_STAGES
     if norm:
         shared, input_bytes, most = shared - 2 * tokens * inputs, 2 * WEIGHT_ROWS, MAX_NORM_STAGES
     inner = 128 if shared >= MIN_STAGES * 128 * input_bytes else 64

@@ -5,7 +5,8 @@ result is silu(gate) * up. *partial*: the result may come in parts, which the no
 
 A row of the table names a kernel. *skinny*: `skinny_linear`. *tiled*: `tiled_linear` with this tile. *weight_prefetch*:
 `weight_prefetch_linear` with at most `most` tokens per program; where that kernel cannot run, its rows do not count.
-With `handful` it cuts inputs within programs, and it can compute the norm before the layer as well (`norm_linear`).
+With `cuts` it cuts inputs within programs. With `handful` it can compute the norm before the layer as well
+(`norm_linear`). `num_stages`: steps under way at most, instead of the kernel's own number.
 *library*: none of ours.
 """
 
@@ -152,6 +153,7 @@ def kernel_of(
         return bind(tiled_linear, tile=Tile(**tile), gated=gated, partial=partial)
     assert hopper is not None
     prefetch = hopper.choose_tile(
-        num_tokens, columns, inputs, tile["most"], gated, partial, handful=tile.get("handful", False)
-    )
+        num_tokens, columns, inputs, tile["most"], gated, partial,
+        handful=tile.get("handful", tile.get("cuts", False)), num_stages=tile.get("num_stages"),
+    )  # fmt: skip
     return bind(hopper.weight_prefetch_linear, tile=prefetch, gated=gated, partial=partial)
