@@ -98,15 +98,15 @@ def build_app(
 
     async def encode_texts(prompts: list[str | list[int]], add_special_tokens: bool = True) -> list[list[int]]:
         """Those that are token ids already stay as they are."""
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                check_length(len(prompt), "prompt")
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            check_length(len(text), "prompt")
 
         def encode() -> list[list[int]]:
             return [tokenizer.encode(p, add_special_tokens) if isinstance(p, str) else p for p in prompts]
 
-        num_short = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return encode() if num_short <= SHORT_TEXT else await asyncio.to_thread(encode)
+        short = not texts or (len(texts) == 1 and len(texts[0]) <= SHORT_TEXT)
+        return encode() if short else await asyncio.to_thread(encode)
 
     async def encode_chat(
         messages: list[ChatMessage],

@@ -273,7 +273,7 @@ def is_short(prompts: Sequence[list[int]], params: SamplingParams) -> bool:
     """Whether a request is checked sooner than a thread would begin to."""
     if params.structured_outputs is not None or params.bad_words or params.allowed_token_ids or params.logit_bias:
         return False
-    return sum(map(len, prompts)) <= SHORT
+    return len(prompts) == 1 and len(prompts[0]) <= SHORT
 
 
 async def respond(generation: Generation, request: Request) -> Response:
