@@ -217,7 +217,7 @@ class EngineClient:
             ids, params = messages.pack("i", request.prompt_token_ids), messages.encode_params(request.params)
             prompts.append(messages.Prompt(self._next_key, ids, params, request.cache_salt))
             self._next_key += request.params.n
-        # Sent first: the engine begins while this process prepares to read its tokens.
+        # First of all: the engine begins while what follows its answer is made.
         self._send(Add(self._sender, prompts, index(priority), time.perf_counter()))
         added = [self._register(prompt.key, request) for prompt, request in zip(prompts, requests, strict=True)]
         return [RemoteStream(request, self.abort) for request in added]  # dropped, they abort
