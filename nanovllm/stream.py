@@ -101,7 +101,7 @@ class Stream(OutputStream):
         self._request = request
 
     async def accepted(self) -> None:
-        """Here `submit` has seen to that."""
+        """Returns at once: `submit` has accepted the request already."""
 
     async def __anext__(self) -> RequestOutput:
         request = self._request

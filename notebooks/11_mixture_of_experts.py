@@ -12,8 +12,7 @@
 #
 # This chapter is an *elective*: it stands on stage 5, and no other chapter stands on it. The model is
 # `assets/story_moe`. It has six layers with eight experts each, and a token goes to two of them. It was trained on the
-# stories that you know, for a shorter time than the model of the other chapters: it tells them well, and forgets who
-# was a fox.
+# stories that you know, and it keeps their facts as often as the model of the other chapters.
 #
 # Beside this notebook open `stages/electives/mixture_of_experts.py`; it holds the solutions of the exercises, so close
 # it while you write your own.
@@ -207,9 +206,9 @@ for expert, favoured in enumerate(favourites(words, first, E, count=10)):
     print(f"expert {expert}: {'  '.join(word.strip() or repr(word) for word in favoured)}")
 
 # %% [markdown]
-# An expert is not a person who knows about foxes. What they have shared out is *kinds of token*: names here, nouns
-# there, what stands before a verb, the ends of sentences, the set phrases with which stories begin, rare words. That
-# was found in large models, too: Jiang et al. looked for experts of subjects and found experts of syntax.
+# An expert is not a person who knows about foxes. What the experts share out is *kinds of token*: nouns here, names
+# and pronouns there, verbs, prepositions, adjectives, the ends of sentences. That was found in large models, too: Jiang
+# et al. looked for experts of subjects and found experts of syntax.
 #
 # ## Are they all used?
 #

@@ -35,7 +35,7 @@ def measure(engine: Engine, repeats: int, sizes: dict[str, int], small: dict[str
 
 
 def in_blocks(contender: Contender, model: Path) -> Contender:
-    """With the shape of a checkpoint in blocks of `model`, whose directory has Qwen's name for it."""
+    """The contender with the shape of the checkpoint in blocks: its directory has the name of `model` and "-FP8"."""
     return Contender(contender.name, {**contender.spec, "model": f"{model}-FP8"})
 
 

@@ -251,8 +251,8 @@ class Bench:
             self.clear()
 
     def wake(self) -> float:
-        """Seconds by which a lone prompt takes longer after a pause than right behind another: a processor that has
-        been idle is slow at first."""
+        """Seconds by which a lone prompt takes longer after a pause than right behind another prompt. A processor that
+        has been idle is slow at first."""
         found = []
         for pause in 0.0, PAUSE:
             seconds = []

@@ -173,7 +173,7 @@ KINDS = (PROMPTS, *(kind_of(batch) for batch in reversed(BATCHES)))
 
 
 def least_of(plan: StepPlan, needs: Needs, limits: Limits) -> tuple[str, float]:
-    """The kind of a step, and its least seconds. A last chunk of one token counts as a decode."""
+    """The kind of a step, and the seconds that it takes at least. A last chunk of one token counts as a decode."""
     step = shape_of(plan)
     num_bytes = step.decode_keys * needs.key_bytes
     if not step.prompts:

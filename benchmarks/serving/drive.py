@@ -44,7 +44,7 @@ def arrivals(rate: float, seconds: float, seed: int, gpu: bool = False) -> list[
 
 
 class Seen(NamedTuple):
-    """What clients saw, and when the requests were sent indeed, in seconds from the start."""
+    """What clients saw, and when the requests were really sent, in seconds from the start."""
 
     figures: Figures
     sent: list[float]
@@ -91,7 +91,7 @@ def over_http(port: int, asked: list[Asked], clients: int) -> Seen:
 
 
 def measure_async(waves: list[list[list[Any]]], model: str, config: dict[str, Any]) -> list[Seen]:
-    """In a process of its own: the last wave. A caller of the same process is late if the engine keeps it waiting."""
+    """In a process of its own: the last wave. Callers share the process with the engine, which may make them late."""
     return [asyncio.run(in_process([[Asked(*one) for one in wave] for wave in waves], model, config))]
 
 

@@ -32,7 +32,7 @@ from benchmarks.lib.harness import EMBEDDED_MODEL, RESULTS, ROOT
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
 
-AHEAD = 0.02  # seconds before it is due that a request is written and gets its connection: the server alone is timed
+AHEAD = 0.02  # seconds before a request is due: its body is made and its connection opened, and neither is timed
 LONGEST_RUN = 540  # seconds of load, so that a run stays under ten minutes with start and end
 MAX_THREADS = 60  # torch's and those in which asyncio lets prompts be tokenized, 32 at most
 MAX_GROWTH_MIB = 32.0  # of the server's memory from one round at the highest rate to the next
@@ -160,8 +160,8 @@ async def request(port: int, behaviour: Behaviour, body: dict[str, Any], due: fl
 
 
 async def until(due: float) -> None:
-    """Sleep until `due`, in seconds of `time.perf_counter`. An event loop may wake a millisecond late, so it looks at
-    the clock for the last one, in turn with all else that it does."""
+    """Sleep until `due`, in seconds of `time.perf_counter`. An event loop may wake a millisecond late. So for the last
+    millisecond this looks at the clock again and again, in turn with the other tasks."""
     await asyncio.sleep(due - time.perf_counter() - 0.001)
     while time.perf_counter() < due:
         await asyncio.sleep(0)

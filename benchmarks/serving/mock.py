@@ -264,8 +264,8 @@ def serving(rate: float, api_servers: int = 1) -> Iterator[tuple[subprocess.Pope
 
 
 async def first_tokens(port: int, number: int, step_seconds: float) -> float:
-    """Median of the seconds from the request to its first token, less those of its step. Nothing else is asked
-    meanwhile, and connections are open before."""
+    """Median of the seconds from a request to its first token, less those of its step. Requests do not overlap, and
+    connections are opened before the clock starts."""
     content = json.dumps({"prompt": "Once upon a time", "max_tokens": 2, "stream": True, "ignore_eos": True}).encode()
     found = []
     for _ in range(number):
@@ -298,8 +298,8 @@ def server_time(seconds: float) -> dict[str, float]:
 
 
 async def async_time(number: int = 20, num_tokens: int = 500) -> dict[str, float]:
-    """What `AsyncLLM` adds, of the same names. Its callers and the step loop are threads of one process, which cannot
-    both run: what callers do for a token also keeps the step loop waiting."""
+    """What `AsyncLLM` adds, by the names of `server_time`. Its callers and the step loop are threads of one process, of
+    which one runs at a time. So what callers do for a token keeps the step loop waiting, too."""
     from nanovllm import AsyncLLM
 
     streams, rate, prompt = 16, 2000, {"prompt_token_ids": [1] * 16}

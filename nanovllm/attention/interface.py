@@ -61,8 +61,8 @@ class AttentionBackend(Protocol):
     """One way to compute attention over the paged KV cache. Holds no state of sequences or steps.
 
     name: what the configuration calls the backend.
-    capturable: `attend` reads lengths and tables on the device only. So a CUDA graph that recorded
-        them follows later changes of the metadata's tensors.
+    capturable: `attend` reads lengths and tables on the device only. So a CUDA graph that recorded it follows later
+        changes of the metadata's tensors.
     eager_prefill: steps with prompts must not be recorded even so, because prefill reads lengths on the host.
     """
 

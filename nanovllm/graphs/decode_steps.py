@@ -7,9 +7,11 @@ the scratch row, which writes to the scratch block.
 
 A step that verifies guesses or computes a few tokens of a prompt is replayed as well. Every token is then a decode of
 its own, in the row of its sequence, one position on. All keys are written before any is read, so each token sees
-the tokens before it. A recording samples after every token. After a token of a prompt that does so in the scratch row,
-where nobody looks. The price: the context is read once per token, instead of once for all. So such a step has at
+the tokens before it. The price: the context is read once per token, instead of once for all. So such a step has at
 most `max_several` tokens, which read at most `max_keys` keys. Larger steps are for `prompt_steps.py`.
+
+A recording samples after every token. Where no token was asked for, as after most tokens of a prompt, it samples in the
+scratch row, which nobody reads.
 """
 
 from bisect import bisect_left
@@ -32,7 +34,7 @@ from nanovllm.sampling.sampler import Sampled
 NO_TOKENS = np.zeros((3, 0), dtype=np.int32)
 
 # What is recorded: from three numbers of each of B tokens, [3, B] int32 on the device, to what the step sampled. The
-# numbers: the row to sample in, the row to compute in, and the position there.
+# numbers are the row to sample in, the row to compute in, and the position there.
 DecodeStep = Callable[[Tensor], Sampled]
 
 
@@ -74,7 +76,7 @@ class DecodeSteps:
         return step if asked.all() else step._replace(chosen=np.flatnonzero(asked))
 
     def _fits(self, scheduled: Sequence[Scheduled], several: list[Scheduled]) -> bool:
-        """Whether there are not too many tokens, and these would not read too much."""
+        """Whether the step is small enough: in its number of tokens, and in the keys that they read."""
         longer = [s for s in several if s.num_tokens > 1]
         num_tokens = sum(s.num_tokens for s in scheduled)
         keys = sum(s.num_tokens * (s.start + s.num_tokens) for s in longer)
@@ -101,7 +103,8 @@ class DecodeSteps:
 
 
 def aligned(size: int) -> int:
-    """Numbers of a line that the next line follows 16 bytes aligned, so that one kernel serves all sizes."""
+    """The length of a line of `size` numbers with its padding. Each line then begins at a multiple of 16 bytes, so one
+    variant of a kernel serves all sizes."""
     return -(-size // 4) * 4
 
 

@@ -78,7 +78,7 @@ class MergedLinear(Linear):
         """The name of each tensor of the checkpoint ("q_proj.weight"), and the rows of our parameter that it fills. The
         scales of a weight in FP8 are called "q_proj.scale" here, whatever the checkpoint calls them."""
         for kind, parameter in self.named_parameters():
-            share = len(self.weight) // len(parameter)  # as many rows of the weight have one of the scales
+            share = len(self.weight) // len(parameter)  # rows of the weight that share a scale
             rows = parameter.split([outputs // share for outputs in self.parts.values()])
             yield from ((f"{name}.{kind}", part) for name, part in zip(self.parts, rows, strict=True))
 

@@ -41,7 +41,7 @@ class Family(NamedTuple):
     mlp_bias: bool | str = False
     experts: ExpertKeys | None = None  # None: an MLP in each layer
     tie_word_embeddings: bool = False
-    is_gemma: bool = False  # see `GemmaConfig`
+    is_gemma: bool = False  # see `config.GemmaConfig`
 
 
 MISTRAL = Family(

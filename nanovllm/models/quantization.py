@@ -75,7 +75,8 @@ def check_kv_cache(scheme: Any) -> None:
 
 
 def expect(said: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> None:
-    """Raise ValueError if a key of `wanted` has another value in `said`. where: what leads to `said`, for the error."""
+    """Raise ValueError if a key of `wanted` has another value in `said`, also inside of mappings. Other keys of `said`
+    are not looked at. where: what leads to `said`, for the error."""
     for key, value in wanted.items():
         if isinstance(value, Mapping):
             expect(part if isinstance(part := said.get(key), Mapping) else {}, value, f"{where}{key}.")

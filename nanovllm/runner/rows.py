@@ -30,7 +30,7 @@ class Rows:
     token_ids [R + 1, max_model_len + 1] int32: every known token, the newest included. `install` writes what is known
         when a sequence moves in, the sampler every new token, and `runner/draft.py` the guesses after the last one.
     block_table [R + 1, M] int32: written by `append_blocks`; the scratch block where there is no block yet.
-    numbers [num_numbers, R + 1] int32: for `sampling/state.py`.
+    numbers [num_numbers, R + 1] int32: what `sampling/state.py` keeps of each row. All three are parts of one memory.
     owner [R + 1], on the host: the key of the sequence in each row, -1 for none. The runner compares it with a plan.
     """
 

@@ -22,7 +22,7 @@ class StepOutput:
     logprobs: TopLogprobs | None
     wanted: list[int | None]  # how many of the likeliest tokens each sequence asked for; not read without `logprobs`
     prompts: PromptLogprobs | None = None  # log-probabilities of prompts, to be read after the tokens
-    # Which of the tokens count, on the host; None for all. Not with guesses or log-probabilities
+    # Which of `token_ids` are these tokens, on the host; None: all. With guesses or log-probabilities it is None
     chosen: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:

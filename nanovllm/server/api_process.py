@@ -112,7 +112,7 @@ async def serve(
     app = build_app(client, model_name=info.model_name, options=AppOptions.chosen(options), meters=client)
     with suppress(ValueError):  # no chat template; otherwise the first chat need not wait for it to be compiled
         client.tokenizer.encode_chat([{"role": "user", "content": "?"}])
-    async with create_task_group():  # imports half of anyio; otherwise the first answer would wait for that
+    async with create_task_group():  # imports much of anyio; otherwise the first answer would wait for that
         pass
     config = uvicorn_config(app, options, app.state.refused)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # now that the port is ours: see `serve.bind`

@@ -35,7 +35,7 @@ from nanovllm.text.render import Renderer, TemplateTooSlow
 from nanovllm.text.token_texts import TokenTexts
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
-SHORT_TEXT = 256  # characters, which are tokenized sooner than a thread would begin to
+SHORT_TEXT = 256  # characters: tokenizing so few takes less time than starting a thread
 
 
 def build_app(

@@ -47,7 +47,7 @@ def decode_params(raw: msgspec.Raw) -> SamplingParams:
 
 
 def with_tuples(value: Any) -> Any:
-    """The same with tuples for lists: a list arrives where a tuple was sent."""
+    """The value, with tuples in place of lists: a tuple arrives as a list."""
     return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 

@@ -114,7 +114,7 @@ class Metrics(Collector):
         self, kind: Any, name: str, help: str, samples: Iterable[tuple[Sequence[str], Any]],
         labels: Sequence[str] = (), **more: Any,
     ) -> Metric:  # fmt: skip
-        """samples: values, each with those of its `labels`, beside which all have the model's name."""
+        """samples: values, each with the values of its `labels`. All samples also have the labels of the server."""
         family = kind(name, help, labels=[*self._labels, *labels])
         for own, value in samples:
             family.add_metric([*self._labels.values(), *own], value, **more)

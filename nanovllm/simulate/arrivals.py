@@ -129,10 +129,12 @@ def random_text(length: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """Who asks what, and when. One of rate and replay is given, and of seconds and queries, with which the arrivals of
-    first turns end, at least one; but a trace ends by itself.
+    """Who asks what, and when. Either `rate` or `replay` is given. With `rate`, at least one of `seconds` and `queries`
+    is given, too; a trace ends by itself. Raises ValueError for what is missing or out of range.
 
     rate:            queries per second, the later turns of conversations included.
+    seconds:         in which first turns come.
+    queries:         so many first turns at most.
     cv:              coefficient of variation of the gaps between arrivals, which follow a gamma distribution: 1 is a
                      Poisson process, more comes in bursts, 0 is as regular as a clock.
     prompt_tokens:   what a user writes in a turn.
@@ -141,7 +143,7 @@ class WorkloadOptions:
     turns:           mean number of turns of a conversation (geometric). A turn's prompt is all that was said before,
                      and what the user writes then.
     think_seconds:   mean time from an answer to the next turn (exponential).
-    replay:          a recorded trace in place of all this: see `Replay`.
+    replay:          a recorded trace in place of the distributions: see `Replay`. `seconds` and `queries` end it, too.
     speed:           2 plays the trace in half the time.
     """
 
@@ -149,7 +151,7 @@ class WorkloadOptions:
     seconds: float | None = None
     queries: int | None = None
     cv: float = 1.0
-    prompt_tokens: Lengths = Lengths("lognormal", 512.0, 0.6)  # it is frozen
+    prompt_tokens: Lengths = Lengths("lognormal", 512.0, 0.6)
     output_tokens: Lengths = Lengths("lognormal", 128.0, 0.6)
     shared_prefix: int = 0
     num_prefixes: int = 1

@@ -32,7 +32,7 @@ class StepCosts(Protocol):
     def host_seconds(self, shape: StepShape) -> float: ...
 
 
-HALF_ASLEEP = 0.004  # seconds: so short a pause costs half of what a long one costs (measured on the host of an H200)
+HALF_ASLEEP = 0.004  # seconds: a pause of this length costs half of what a long one does (on the host of an H200)
 
 
 class IntakeTime(NamedTuple):
@@ -40,10 +40,10 @@ class IntakeTime(NamedTuple):
 
     request: float = 0.0
     prompt_token: float = 0.0
-    wake: float = 0.0  # if nothing ran for a long time before: a processor that has been idle is slow at first
+    wake: float = 0.0  # after a long pause: a processor that has been idle is slow at first
 
     def wake_seconds(self, idle: float) -> float:
-        """What the first step takes longer after so many seconds without one."""
+        """Seconds by which the first step takes longer after `idle` seconds without a step."""
         return self.wake * idle / (idle + HALF_ASLEEP)
 
     def seconds(self, num_prompt_tokens: int) -> float:
@@ -51,9 +51,9 @@ class IntakeTime(NamedTuple):
 
 
 class ServerTime(NamedTuple):
-    """What HTTP adds to the engine's own time, in seconds of one core."""
+    """What HTTP, or a caller of `AsyncLLM`, adds to the engine's own time, in seconds."""
 
-    request: float = 0.0  # from the request's arrival to its place in the engine's queue
+    request: float = 0.0  # in the time to the first token; here all of it passes before the query is queued
     engine_token: float = 0.0  # per token, in the engine's process: it lengthens the host's share of a step
     api_token: float = 0.0  # per token, in an API process, from the end of the step to the client
 

@@ -12,7 +12,7 @@ from nanovllm.models.families import FAMILIES, shape_of
 from nanovllm.models.moe_config import parse_experts
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Those that have no sliding window unless config.json asks for one
+# The families that have no sliding window unless config.json asks for one
 KINDS = {
     kind: family
     for kind, family in FAMILIES.items()

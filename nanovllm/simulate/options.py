@@ -52,7 +52,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of all that is drawn: the same seed gives the same results (default 0)")
     add("--json", type=Path, metavar="FILE", help="all results")
     add("--target-first", type=seconds, help="time to the first token, such as 200ms: for the goodput, and for a plan")
-    add("--target-gap", type=seconds, help="time between two tokens, such as 20ms; in the goodput their mean counts")
+    add("--target-gap", type=seconds, help="time between two tokens, such as 20ms; for the goodput a query's mean")
     clients = parser.add_argument_group("clients").add_argument
     clients("--rate", type=float, help="queries per second, the later turns of conversations included")
     clients("--cv", type=float, default=1.0, help="of the gaps between arrivals: 1 is Poisson, more comes in bursts")

@@ -15,7 +15,7 @@ from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.report import Statistics
 from nanovllm.simulate.routers import ROUTERS, Router
 
-# Those that change a schedule. What depends on the memory of a GPU is told by the card.
+# Options of the engine that change a schedule. The card tells what depends on the memory of a GPU.
 ENGINE_OPTIONS = (
     "tensor_parallel_size max_num_batched_tokens max_num_seqs max_model_len kvcache_block_size num_kv_blocks "
     "enable_prefix_caching enable_chunked_prefill async_scheduling speculative".split()

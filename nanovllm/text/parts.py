@@ -22,7 +22,8 @@ class Splitter(ABC):
 
     passes: whether all further text is content.
 
-    Each state takes what it can from the unread text, and returns whether another state goes on.
+    A subclass has a method for each state, and `_state` is one of them. The method takes what it can from the unread
+    text, and returns whether the state that follows should be asked at once.
     """
 
     passes = False

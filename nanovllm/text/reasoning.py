@@ -59,7 +59,7 @@ class ReasoningSplitter(Splitter):
         return True
 
     def _marked(self, parts: list[Part]) -> bool:
-        """Behind a marker."""
+        """Behind a marker, where white space is dropped."""
         self._unread = self._unread.lstrip()
         if self._unread:
             self._state = self._inside if self._kind == "reasoning" else self._content

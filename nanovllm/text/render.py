@@ -117,8 +117,8 @@ class Renderer:
         raise TemplateTooExpensive(f"the chat template took more than {self.seconds:g} s or {MEMORY >> 20} MiB")
 
     def _watch(self, child: subprocess.Popen[bytes]) -> None:
-        """Kill the child after the deadline. One thread does this as long as the child lives: a chat would wait for a
-        thread of its own."""
+        """Kill the child after the deadline. One thread does this as long as the child lives, since starting a thread
+        for each chat takes time."""
         while child.poll() is None:
             time.sleep(TICK)
             if time.monotonic() > self._deadline:

@@ -211,8 +211,8 @@ def test_verification_is_replayed(
 def test_prompts_stay_what_they_are(
     device: str, budget: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recording draws a token behind every token that it computes, but in its row only where one was asked for; with
-    the smaller budget, where a single token of a prompt is computed beside a decode."""
+    """A recording samples after every token that it computes. It does so in the token's row only where a token was
+    asked for, also if a single token of a prompt is computed beside a decode (with the smaller budget)."""
     llm = make_llm(lively_qwen3(checkpoints), device, monkeypatch, max_num_batched_tokens=budget, max_num_seqs=2)
     rows, replay, steps = runner_of(llm).rows, DecodeSteps.replay, []
 

@@ -215,7 +215,7 @@ def test_a_port_is_shared_with_nobody_else() -> None:
 
 
 def test_no_chunk_waits_for_the_acknowledgement_of_the_chunk_before() -> None:
-    """That is Nagle's algorithm. A client that delays acknowledgements would get its first token 40 ms late."""
+    """Nagle's algorithm makes chunks wait. With a client that delays acknowledgements that takes 40 ms."""
     accepted: asyncio.Queue[int] = asyncio.Queue()
 
     class Door(asyncio.Protocol):

@@ -113,7 +113,7 @@ def test_an_error_repeats_only_the_beginning_of_what_it_is_about(served: Served)
 
 
 def test_a_short_prompt_waits_for_no_thread_and_a_long_one_makes_nobody_wait(scripted: Scripted) -> None:
-    """Threads take longer than what they do for a short prompt. Here all of them are busy with something else."""
+    """Starting a thread takes longer than checking a short prompt. Here all threads are busy with something else."""
     short: list[dict[str, Any]] = [{"prompt": [5] * 2000}, {"prompt": "x" * 200}]
     long: list[dict[str, Any]] = [{"prompt": [5] * 3000}, {"prompt": "x" * 1000}]
     grammar = {"prompt": [5], "structured_outputs": {"regex": "a"}}

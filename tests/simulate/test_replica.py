@@ -152,7 +152,7 @@ def test_what_a_query_costs_beside_its_steps() -> None:
 
 
 def test_a_replica_that_was_idle_is_slow_at_first() -> None:
-    """The longer, the slower, up to `wake`; a turn right behind another is not."""
+    """The longer it was idle, the slower, up to `wake`. A turn right behind another is not slower."""
     costs = Linear(step=1.0, host=0.0, decode=0.0, key=0.0, prompt_token=0.0)
 
     def first(idle: float) -> float:

@@ -34,7 +34,7 @@ SIDE_BY_SIDE = 120  # columns of a terminal that has room for two versions besid
 STYLES = {"-": "on #4a1f24", "+": "on #163d24", " ": ""}
 PYTHON = Syntax("", "python", theme="ansi_dark")
 PAGE_WIDTH = 180  # columns
-# What rich fills in to make a page. Its colours are those of a dark terminal; by day they change places.
+# What rich fills in to make a page. The colours are those of a dark terminal. A light colour scheme inverts them.
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <style>

@@ -2,9 +2,9 @@
 
 For few tokens the weights are widened, and the input stays exact. On a Hopper GPU `weight_prefetch_linear` does
 this, elsewhere `widening_linear`. For more tokens the input is quantised as well (`quantise_tokens`), and tensor cores
-multiply in FP8. With a scale per output channel the library computes this product. It knows scales of blocks on Hopper
-alone, and not for every shape; `block_linear` takes their place. From FP8 the library gives bf16 alone, so in fp16
-every step counts as one of few tokens.
+multiply in FP8. With a scale per output channel the library computes this product. With scales of blocks it does so on
+Hopper alone, for most layers (`library_has_blocks`); elsewhere `block_linear` does. From FP8 the library gives bf16
+alone, so in fp16 every step counts as one of few tokens.
 """
 
 from functools import cache

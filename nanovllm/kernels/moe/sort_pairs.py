@@ -60,7 +60,7 @@ def sort_pairs(experts: Tensor, num_experts: int, first: int = 0) -> tuple[Tenso
     pairs = experts.flatten()
     if len(pairs) > MAX_COMPARED:
         own = pairs - first
-        # Of 16 bits, since the sort takes time by the bits
+        # In 16 bits: the time of the library's sort grows with the bits of a number
         own = own.where((own >= 0) & (own < num_experts), num_experts).short()
         ascending, order = own.sort(stable=True)
         every = torch.arange(num_experts, device=pairs.device, dtype=own.dtype)

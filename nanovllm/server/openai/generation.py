@@ -22,7 +22,7 @@ from nanovllm.server.openai.scoring import Echo, PromptLogprobs, prompt_logprobs
 from nanovllm.text.parts import Part
 
 T = TypeVar("T")
-SHORT = 2048  # token ids, which are checked in some 0.1 ms
+SHORT = 2048  # token ids: checking so few takes about 0.1 ms
 
 
 class Generation:
@@ -270,7 +270,7 @@ async def add_all(
 
 
 def is_short(prompts: Sequence[list[int]], params: SamplingParams) -> bool:
-    """Whether a request is checked sooner than a thread would begin to."""
+    """Whether checking a request takes less time than starting a thread."""
     if params.structured_outputs is not None or params.bad_words or params.allowed_token_ids or params.logit_bias:
         return False
     return len(prompts) == 1 and len(prompts[0]) <= SHORT
