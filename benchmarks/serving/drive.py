@@ -67,7 +67,7 @@ async def ask(port: int, asked: list[Asked], start: float) -> tuple[list[dict[st
     gaps: list[float] = []
     tasks = []
     for one in asked:
-        await load.until(start + one.time)
+        await load.until(start + one.time - load.AHEAD)  # to connect
         body = {"prompt": one.prompt, "max_tokens": one.max_tokens, "stream": True, "ignore_eos": True}
         body |= {"temperature": 0.6, "stream_options": {"include_usage": True}}
         tasks.append(asyncio.create_task(speed.request(port, body, start + one.time, gaps)))
