@@ -83,15 +83,31 @@ def test_guesses_beside_a_prompt(
     device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]
 ) -> None:
     """Everything is a chunk then: prompts, guesses that are verified, and single tokens."""
+    recorded, plain = guessing({"method": "ngram", "k": 3, "n": 1}, 0.0, device, checkpoints, monkeypatch)
+    assert recorded.engine.scheduler.speculation == plain.engine.scheduler.speculation
+    assert len(seen) > 8 and all(replayed for _, _, replayed in seen)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_guesses_of_a_draft_beside_a_prompt_of_decodes(
+    device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step then samples after more tokens than were asked for, and the guesses that were drawn belong to these."""
+    guessing({"model": lively_qwen3(checkpoints), "k": 3}, 1.0, device, checkpoints, monkeypatch)
+
+
+def guessing(
+    speculative: dict[str, Any], temperature: float, device: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[LLM, LLM]:
+    """An engine with recordings and the plain loop, both of which have given the same tokens."""
     path = lively_qwen3(checkpoints)
-    config: dict[str, Any] = {"speculative": {"method": "ngram", "k": 3, "n": 1}, "max_num_batched_tokens": 64}
+    config: dict[str, Any] = {"speculative": speculative, "max_num_batched_tokens": 64}
     prompts = [[*p[:20], i] for i, p in enumerate((PROMPTS * 2)[:7])]
-    params = [SamplingParams(temperature=0, max_tokens=24 - 3 * i, ignore_eos=True) for i in range(7)]
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=24 - 3 * i, ignore_eos=True) for i in range(7)]
     plain = LLM(path, device=device, dtype="float32", enforce_eager=True, **DEFAULTS | config)
     recorded = make_llm(path, device, monkeypatch, **config)
     assert tokens_of(recorded, prompts, params) == tokens_of(plain, prompts, params)
-    assert recorded.engine.scheduler.speculation == plain.engine.scheduler.speculation
-    assert len(seen) > 8 and all(replayed for _, _, replayed in seen)
+    return recorded, plain
 
 
 def test_chunks_behind_long_contexts(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:

@@ -102,10 +102,11 @@ def test_experts_in_fp8(where: Where, rows: int, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "ranks", "max_compared"), [(6, 3, 10**6), pytest.param(4, 2, 0, marks=pytest.mark.slow)]
+    ("num_tokens", "num_experts", "ranks", "max_compared"),
+    [(20, 6, 3, 10**6), (UNSORTED, 6, 3, 10**6), pytest.param(20, 4, 2, 0, marks=pytest.mark.slow)],
 )
 def test_whole_experts_on_ranks(
-    where: Where, num_experts: int, ranks: int, max_compared: int, monkeypatch: pytest.MonkeyPatch
+    where: Where, num_tokens: int, num_experts: int, ranks: int, max_compared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks' parts add up to the whole. What nobody wrote is read by nobody; a token without experts here is 0."""
     new_empty = Tensor.new_empty
@@ -116,10 +117,10 @@ def test_whole_experts_on_ranks(
 
     monkeypatch.setattr(Tensor, "new_empty", spoiled)
     monkeypatch.setattr(sort_pairs_module, "MAX_COMPARED", max_compared)
-    x = normal(where, 20, 40)
+    x = normal(where, num_tokens, 40)
     gate_up, down = normal(where, num_experts, 48, 40, seed=1) / 8, normal(where, num_experts, 40, 24, seed=2) / 8
-    experts = uneven(20, num_experts, 2, where[0])
-    weights = normal((where[0], torch.float32), 20, 2, seed=3).softmax(-1)
+    experts = uneven(num_tokens, num_experts, 2, where[0])
+    weights = normal((where[0], torch.float32), num_tokens, 2, seed=3).softmax(-1)
     truth = reference(x, gate_up, down, experts, weights)
     each = num_experts // ranks
     for compute in grouped_mlp, layer.grouped_mlp:
