@@ -35,7 +35,7 @@ class Writes:
     def add(self, part: Tensor, places: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
         """part: a contiguous view of the memory. places: indices of elements in the flattened part. values: one for
         each place, int32. No element may be written twice before `send`."""
-        self._places.append(places.ravel() + part.storage_offset())
+        self._places.append(places.ravel() + part.storage_offset() - self.memory.storage_offset())
         self._values.append(values.ravel())
 
     def send(self) -> None:

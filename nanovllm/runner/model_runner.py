@@ -124,7 +124,7 @@ class ModelRunner:
             step, prompts = self.launch_and_score(plan)
             return Computed(step, sampling, needs, q, prompts)
         step = self.replay(plan.scheduled) or self.launch(plan.scheduled)
-        if needs is not None or plan.masked or self.speculates:
+        if needs is not None or self.speculates:  # a mask is a need as well
             step = step.asked()
         tails = self.recorded.tails if plan.masked and self.recorded is not None else None
         tails = tails if tails is not None and tails.fit(plan.scheduled) else None

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from nanovllm.graphs.cuda_graph import record_nothing
 from nanovllm.graphs.decode_steps import DecodeSteps
 from nanovllm.graphs.sizes import StepSizes, batch_sizes
 from nanovllm.llm import EMBEDDED_MODEL
-from nanovllm.pinned import host_buffers
+from nanovllm.pinned import Writes, host_buffers
 from nanovllm.runner.batch import Batch, DecodeInputs
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
@@ -110,6 +111,21 @@ def test_buffers_on_the_host_take_turns() -> None:
     buffers = host_buffers(5, 3, torch.device("cpu"))
     places = [next(buffers).data_ptr() for _ in range(6)]
     assert len(set(places)) == 3 and places[:3] == places[3:]
+
+
+def test_writes_reach_their_part_of_the_memory() -> None:
+    """Also of a memory that is itself a part of another one. Nothing is written before it is sent, or twice."""
+    whole = torch.zeros(12, dtype=torch.int32)
+    memory = whole[2:]
+    writes, parts = Writes(memory), [memory[:4].view(2, 2), memory[4:]]
+    for part, values in zip(parts, ([7, 8], [9, 5]), strict=True):
+        writes.add(part, np.array([3, 1]), np.array(values, dtype=np.int32))
+    assert not whole.any()
+    writes.send()
+    assert whole.tolist() == [0, 0, 0, 8, 0, 7, 0, 5, 0, 9, 0, 0]
+    whole.zero_()
+    writes.send()
+    assert not whole.any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
