@@ -14,9 +14,10 @@ import torch
 from tests.stage_jobs import StageJobs
 
 if "GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
-    # The processes that share the tests share the cards, one each. CUDA is not started yet.
-    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(number % int(os.environ["GPUS"]))
+    # The processes that share the tests share the first GPUS of the visible cards, one each. CUDA is not started yet.
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % int(os.environ["GPUS"])
+    cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
+    os.environ["CUDA_VISIBLE_DEVICES"] = cards[number] if cards else str(number)
 
 # Triton reads this when a kernel is decorated, so it must be set before any test module imports one.
 if not torch.cuda.is_available():
