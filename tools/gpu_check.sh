@@ -33,11 +33,11 @@ gpu_test() { # NAME OPTIONS...: its report and its log, with the stacks of a tes
     --junitxml="$out/$name.xml" "$@" > "$out/$name.log" 2>&1
 }
 if [ -n "$tests" ]; then
-  # Several ranks by themselves: one that hangs must not cost the report of all others. What weighs memory wants the
-  # whole card.
+  # Several ranks by themselves: one that hangs must not cost the report of all others, and they need several cards. What
+  # weighs memory wants the whole card.
   weighs="memory_limit or memory_of_graphs"
   ignored=(); for file in $ranks; do ignored+=(--ignore "$file"); done
-  GPUS=${RANKS:-1} PYTHONPATH=${FLASH:-} gpu_test tests -n "${JOBS:-8}" -k "not ($weighs)" "${ignored[@]}" $tests || status=1
+  GPUS=${RANKS:-1} PYTHONPATH=${FLASH:-} gpu_test tests -n "${JOBS:-8}" -k "not ($weighs or nccl)" "${ignored[@]}" $tests || status=1
   gpu_test memory -k "$weighs" "${ignored[@]}" $tests || status=1
   reports=("$out/tests.xml" "$out/memory.xml")
   if [ "${RANKS:-1}" -gt 1 ]; then
@@ -45,9 +45,11 @@ if [ -n "$tests" ]; then
       name=$(basename "$file" .py)
       [ "$name" = test_ranks_on_gpu ] || gpu_test "$name" "$file" &
     done
+    gpu_test other_ranks -k nccl "${ignored[@]}" $tests &
     for job in $(jobs -p); do wait "$job" || status=1; done
     gpu_test test_ranks_on_gpu tests/engine/test_ranks_on_gpu.py || status=1  # it weighs memory, so nobody else is there
     for file in $ranks; do name=$(basename "$file" .py); reports+=("$out/$name.xml"); done
+    reports+=("$out/other_ranks.xml")
   fi
   made=()
   for report in "${reports[@]}"; do
