@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.engine.__main__ import parse
 
 ROOT = Path(__file__).parents[1]
@@ -49,3 +51,27 @@ def test_the_engines_benchmarks_have_their_options(tmp_path: Path) -> None:
     options = [vars(parse(["--quick", *command[2:]])) for command in commands]
     told = [[chosen[key] for key in ("names", "ranks", "vllm_path", "flash_path")] for chosen in options]
     assert told == [[["tensor_parallel"], 4, "v", None], [["ablations"], 2, None, "f"], [["idle"], 2, None, None]]
+
+
+COLLECT = """
+import sys, pytest
+class Plugin:
+    def pytest_collection_modifyitems(self, items):
+        marks = ((item.nodeid, item.get_closest_marker("gpu")) for item in items)
+        print(*(f"several: {name}" for name, mark in marks if mark is not None and mark.args), sep="\\n")
+sys.exit(pytest.main(["--collect-only", "-q", *sys.argv[1:]], plugins=[Plugin()]))
+"""
+
+
+@pytest.mark.slow
+def test_what_needs_several_gpus_is_run_where_all_are_visible() -> None:
+    """Processes that share the cards see one each, and skip such a test: it is in one of the files that run by
+    themselves, or is selected by its name."""
+    script = (ROOT / "tools" / "gpu_check.sh").read_text(encoding="utf-8")
+    [listed] = re.findall(r'^ranks="([^"]+)"', script, re.MULTILINE)
+    [selected] = re.findall(r"gpu_test other_ranks -k (\w+)", script)
+    command = [sys.executable, "-c", COLLECT, "tests/engine", "tests/stages", "tests/kernels"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    found = re.findall(r"^several: (.+)", done.stdout, re.MULTILINE)
+    assert len(found) > 50, done.stdout[-500:]
+    assert not [name for name in found if name.partition("::")[0] not in listed.split() and selected not in name]
