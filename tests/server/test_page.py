@@ -156,7 +156,8 @@ class TestInABrowser:
             visit(page, served)
             assert page.js("by('greeting').textContent") == "This server asks for an API key."
             for key, told in ("wrong", "The server does not know this API key."), ("sesame", "Talk to story"):
-                page.js("by('secret').value = ''; by('secret').focus()")
+                page.wait("document.activeElement === by('secret')")
+                page.js("by('secret').value = ''")
                 page.type(key)
                 page.press("Enter")
                 page.wait(f"by('greeting').textContent === {told!r}")
