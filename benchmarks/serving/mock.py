@@ -58,6 +58,8 @@ class FakeStep:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
+    def is_busy(self) -> None: ...
+
     def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:

@@ -3,7 +3,7 @@
 `text/grammars.py` does both. The control plane has no arrays: masks are bytes, which only the data plane reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from nanovllm.structured_outputs import StructuredOutputsParams
@@ -20,12 +20,25 @@ class Matcher(Protocol):
         follow then."""
         ...
 
+    def is_filling(self) -> bool:
+        """Whether the next mask is being computed: a late one, see `Grammars.late`."""
+        ...
+
     def num_valid(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens, from the first on, could come next."""
         ...
 
 
 class Grammars(Protocol):
+    def late(self, matchers: Sequence[Any], num_others: int, is_busy: Callable[[], bool | None]) -> list[Any]:
+        """Wait for the masks after these outputs, and return the matchers whose masks take too long.
+
+        There are such only if `is_busy` is True or False. Then those are late whose masks are not there once the device
+        is idle, as long as the other sequences of the step, `num_others` among them, are at least as many. A late mask
+        is computed on, beside the steps: see `Matcher.is_filling`.
+        """
+        ...
+
     def compile(self, params: StructuredOutputsParams) -> Matcher:
         """At the start of an output. Any thread may call this. Raises ValueError for what cannot be enforced."""
         ...

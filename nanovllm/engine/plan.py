@@ -67,7 +67,8 @@ class StepResult:
 
 class StepMasks(NamedTuple):
     """Which tokens may come next, for sequences with structured outputs: after the last known token of each, and after
-    each of its guesses. A key of `StepPlan.masked` may be missing: that sequence is over, and its token surplus."""
+    each of its guesses. A key of `StepPlan.masked` may be missing: that sequence is over, or its mask takes too long
+    (see `masks.py`). Then its token counts for nothing, and the next step may sample the same position."""
 
     keys: list[int]  # in the order of the plan
     words: bytearray  # [masks, W] int32: bit i of word w allows token 32 * w + i, and what lies behind is forbidden
@@ -78,6 +79,10 @@ class StepHandle(Protocol):
 
     def guesses(self) -> dict[int, list[int]]:
         """The guesses behind each sequence that samples. Waits for the model, if a draft model makes them."""
+        ...
+
+    def is_busy(self) -> bool | None:
+        """Whether the device still computes the model of a step with masks; None where nobody knows, as on a CPU."""
         ...
 
     def draw(self, masks: StepMasks) -> None:

@@ -108,6 +108,8 @@ class SimulatedStep:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
+    def is_busy(self) -> None: ...
+
     def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:

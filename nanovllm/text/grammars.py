@@ -11,11 +11,15 @@ a second.
 import json
 import os
 import re
+import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import count
 from operator import itemgetter
-from threading import Lock
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64  # roots that are kept for the next request with the same grammar
 OUT_OF_USE = 64  # a grammar that so many requests have not asked for makes room for others
 MAX_THREADS = 16  # that fill the masks of a step
+POLL = 2e-5  # seconds
 # Tokens without quotes, backslashes and control characters, by their number of characters. Where a string may still get
 # as many characters, all tokens of a slice are allowed without a look at them.
 SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in (2, 4, 6, 8, 12, 16, 24, 32)] + [r'[^"\\\x00-\x1F\x7F]+']
@@ -87,6 +92,15 @@ class TokenMatcher:
     def __init__(self, ll: "LLMatcher", roots: Roots, number: int) -> None:
         self.ll, self.roots, self.number = ll, roots, number
         self.at_start = True
+        self.has_mask = False  # the next mask is computed, and llguidance keeps it
+        self.filling = False  # one of `MaskThreads` will compute it, or does
+
+    def is_filling(self) -> bool:
+        return self.filling
+
+    def compute(self, address: int, num_bytes: int) -> None:
+        """Write the next mask to memory. Called again before the next token, this takes no time."""
+        self.ll.unsafe_compute_mask_ptr(address, num_bytes)
 
     def copy(self) -> "TokenMatcher":
         if self.at_start:
@@ -96,7 +110,7 @@ class TokenMatcher:
         return found
 
     def accept(self, token_id: int) -> str | None:
-        self.at_start = False
+        self.at_start = self.has_mask = False
         # llguidance never leaves a state of error, but would still accept EOS in this state.
         if not self.ll.is_error() and self.ll.consume_token(token_id):
             return None
@@ -105,6 +119,47 @@ class TokenMatcher:
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         return self.ll.validate_tokens(list(token_ids))
+
+
+class MaskThreads:
+    """Threads that compute masks, so that a step need not wait for the slowest of its grammars. They hold Python's lock
+    only between two masks. width: words of a mask."""
+
+    def __init__(self, number: int, width: int) -> None:
+        self._todo: SimpleQueue[TokenMatcher | None] = SimpleQueue()
+        for _ in range(number):
+            Thread(target=self._work, args=(self._todo, width), daemon=True).start()
+        weakref.finalize(self, self._end, self._todo, number)
+
+    def late(
+        self, matchers: Sequence[TokenMatcher], num_others: int, is_busy: Callable[[], bool | None]
+    ) -> list[TokenMatcher]:
+        """See `engine/grammars.py`."""
+        missing = [matcher for matcher in matchers if not matcher.has_mask]
+        for matcher in missing:
+            if not matcher.filling:
+                matcher.filling = True
+                self._todo.put(matcher)
+        most = (len(matchers) + num_others) // 2
+        while late := [matcher for matcher in missing if matcher.filling]:
+            if len(late) <= most and not is_busy():
+                break
+            time.sleep(POLL)
+        return late
+
+    @staticmethod
+    def _work(todo: "SimpleQueue[TokenMatcher | None]", width: int) -> None:
+        words = np.empty(width, dtype=np.int32)  # nobody reads them
+        while (matcher := todo.get()) is not None:
+            # An error, or a panic of Rust, which is no Exception: `fill` meets it again.
+            with suppress(BaseException):
+                matcher.compute(words.ctypes.data, words.nbytes)
+            matcher.has_mask, matcher.filling = True, False
+
+    @staticmethod
+    def _end(todo: "SimpleQueue[TokenMatcher | None]", number: int) -> None:
+        for _ in range(number):
+            todo.put(None)
 
 
 class TokenGrammars:
@@ -126,6 +181,7 @@ class TokenGrammars:
         self._compiled: OrderedDict[StructuredOutputsParams, Roots] = OrderedDict()
         self._num_asked = 0  # requests so far
         self._ll: LLTokenizer | None = None
+        self._ahead: MaskThreads | None = None  # made when first needed
         # Made together with `_ll`
         self._limits: LLParserLimits
         self._threads: LLExecutor
@@ -177,6 +233,16 @@ class TokenGrammars:
         oldest = next(iter(self._compiled.values()))
         out_of_use = self._num_asked - oldest.last_asked > OUT_OF_USE
         return out_of_use or sum(map(len, self._compiled.values())) < MAX_COMPILED
+
+    def late(
+        self, matchers: Sequence[TokenMatcher], num_others: int, is_busy: Callable[[], bool | None]
+    ) -> list[TokenMatcher]:
+        """Wait for masks, but not for those that take too long. See `engine/grammars.py`."""
+        if is_busy() is None:
+            return []
+        if self._ahead is None:
+            self._ahead = MaskThreads(self.num_threads, self._width)
+        return self._ahead.late(matchers, num_others, is_busy)
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, Sequence[int]]]) -> bytearray:
         """Fill the masks of the tokens that may come next in each output, and after each of the output's guesses.

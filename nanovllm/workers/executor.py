@@ -71,8 +71,16 @@ class PendingStep:
         self.runner, self.sequences = runner, sequences
         self.computed = runner.run(plan, sequences)
         self.output: StepOutput | None = None  # of a step that was given up before its masks came
+        self.masked, self.surplus = plan.masked, set[int]()  # drawn without a mask
+        self.modelled: torch.cuda.Event | None = None
         if not plan.masked:
             self.draw()
+        elif runner.device.type == "cuda":
+            self.modelled = torch.cuda.Event()
+            self.modelled.record()
+
+    def is_busy(self) -> bool | None:
+        return None if self.modelled is None else not self.modelled.query()
 
     def guesses(self) -> dict[int, list[int]]:
         guesses, sampling = self.computed.step.guesses, self.computed.sampling
@@ -88,12 +96,15 @@ class PendingStep:
     def draw(self, masks: StepMasks | None = None) -> None:
         with current(self.runner.device):
             self.output = self.runner.draw(self.computed, masks)
+        if masks is not None:
+            self.surplus = set(self.masked).difference(masks.keys)
         del self.computed, self.runner  # the logits above all
 
     def result(self) -> StepResult:
         if self.output is None:
             return StepResult({})
-        tokens = dict(zip(self.keys, self.output.read(), strict=True))
+        found = zip(self.keys, self.output.read(), strict=True)
+        tokens = {key: drawn for key, drawn in found if key not in self.surplus}
         for key, (token_ids, _) in tokens.items():
             sequence = self.sequences.get(key)
             if sequence is not None:  # else it was removed while the step ran

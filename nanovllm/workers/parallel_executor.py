@@ -64,6 +64,9 @@ class ParallelStep:
         with self.executor.team.in_step():
             return self.pending.guesses()
 
+    def is_busy(self) -> bool | None:
+        return self.pending.is_busy()
+
     def draw(self, masks: StepMasks) -> None:
         with self.executor.team.in_step():
             self.executor.team.tell(masks)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine import block_manager
+from nanovllm.engine import block_manager, masks
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
@@ -190,7 +190,8 @@ FAULTS: dict[str, list[Edit]] = {
             LLMEngine,
             "_advance",
             "committed = self._commit_oldest() if self._in_flight else []",
-            "plan.masked and (handle.draw(self._fill_masks(plan, handle)), plan.masked.clear())\n"
+            "plan.masked and (handle.draw(fill_masks(plan, handle, self.scheduler, self.grammars)), "
+            "plan.masked.clear())\n"
             "    committed = self._commit_oldest() if self._in_flight else []",
         )
     ],
@@ -199,6 +200,18 @@ FAULTS: dict[str, list[Edit]] = {
     ],
     "a chunk that does not sample waits for a mask": [
         Edit(Scheduler, "_finish_plan", "if s.sample and self.sequences", "if self.sequences")
+    ],
+    "a late sequence goes on behind the token that it did not get": [
+        Edit(masks, "put_off", "seq.num_known -= 1", "pass"),
+    ],
+    "a late sequence computes its last token no more": [
+        Edit(masks, "put_off", "seq.num_computed = seq.num_known - 1", "pass"),
+    ],
+    "the step of a late sequence is committed": [
+        Edit(masks, "put_off", "if s.key not in keys", ""),
+    ],
+    "a late sequence that is preempted waits for ever": [
+        Edit(masks, "put_off", "seq.num_in_flight -= 1", "pass"),
     ],
     "a preempted matcher starts anew": [
         Edit(

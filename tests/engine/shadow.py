@@ -5,6 +5,8 @@ it should contain. A step performs all its writes and then checks every slot tha
 alone takes no engine at all to know: `solo`.
 """
 
+import random
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -52,6 +54,7 @@ class ShadowMatcher:
 
     def __init__(self) -> None:
         self.output: list[int] = []
+        self.looks = 0  # at a late mask, until it is there
 
     def copy(self) -> "ShadowMatcher":
         assert not self.output
@@ -63,6 +66,10 @@ class ShadowMatcher:
         self.output.append(token_id)
         return None
 
+    def is_filling(self) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
     def num_valid(self, token_ids: SequenceOf[int]) -> int:
         output = list(self.output)
         for count, token in enumerate(token_ids):
@@ -73,6 +80,19 @@ class ShadowMatcher:
 
 
 class ShadowGrammars:
+    def __init__(self, rng: random.Random | None = None) -> None:
+        """With `rng`, masks are late at random."""
+        self.rng = rng
+
+    def late(
+        self, matchers: SequenceOf[ShadowMatcher], num_others: int, is_busy: Callable[[], bool | None]
+    ) -> list[ShadowMatcher]:
+        late = [] if self.rng is None else [m for m in matchers if self.rng.random() < 0.4]
+        for matcher in late:
+            assert self.rng
+            matcher.looks = self.rng.randint(0, 4)
+        return late[: (len(matchers) + num_others) // 2]
+
     def compile(self, params: StructuredOutputsParams) -> ShadowMatcher:
         return ShadowMatcher()
 
@@ -122,6 +142,7 @@ class Row:
 class ShadowHandle:
     def __init__(self, executor: "ShadowExecutor", plan: StepPlan) -> None:
         self.executor, self.plan = executor, plan
+        self.scheduled = [*plan.scheduled]  # late sequences leave the plan
         items = {item.key: item for item in plan.scheduled}
         self.prompt_logprobs = {s.key: executor.score(s, items[s.key]) for s in plan.scored}
         assert len(self.prompt_logprobs) == len(plan.scored)
@@ -132,15 +153,21 @@ class ShadowHandle:
     def guesses(self) -> dict[int, list[int]]:
         return {item.key: [g for g in item.guesses if g is not None] for item in self.plan.scheduled if item.sample}
 
+    def is_busy(self) -> None: ...
+
     def draw(self, masks: StepMasks) -> None:
         assert not self.drawn, "tokens are drawn once"
         assert self.plan is self.executor.plans[-1], "and before anything else is submitted"
         assert set(masks.keys) <= set(self.plan.masked)
         missing = set(self.plan.masked).difference(masks.keys)
-        assert not missing & self.executor.engine.scheduler.sequences.keys(), "a row is drawn without its mask"
+        scheduler = self.executor.engine.scheduler
+        late = {seq.key for seq in scheduler.late}
+        assert missing & scheduler.sequences.keys() <= late, "a row is drawn without its mask"
         words, self.drawn = bytes(masks.words), True
-        for item in self.plan.scheduled:
-            if item.sample:
+        for item in self.scheduled:
+            if item.key in late & missing:
+                self.executor.rows[item.row].computed -= 1  # and again, when it is drawn
+            elif item.sample:
                 count = len(item.guesses) + 1 if item.key in masks.keys else 0
                 self.tokens[item.key] = self.executor.sample(
                     item, words[:count] or bytes([ALL] * (len(item.guesses) + 1))

@@ -25,6 +25,8 @@ class NullHandle:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
+    def is_busy(self) -> None: ...
+
     def draw(self, masks: StepMasks) -> None: ...
 
 

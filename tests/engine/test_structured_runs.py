@@ -23,6 +23,7 @@ from tests.engine.structured import (
     check,
     generate,
     ids,
+    late_at_random,
     llm,
     mixed,
     model,
@@ -96,6 +97,20 @@ def test_tokens_do_not_depend_on_how_the_engine_runs(llm: LLM, model: Path, way:
 
 
 @pytest.mark.slow
+def test_late_masks_change_no_token(llm: LLM, model: Path) -> None:
+    """What a step has drawn without a mask is drawn again: with the same seed, log-probabilities and penalties."""
+    asked = mixed(1, logprobs=1, presence_penalty=0.5, max_tokens=30)
+    expected = generate(llm, asked)
+    with LLM(model, **TIGHT | {"async_scheduling": True, "num_kv_blocks": 24}) as tight, late_at_random(1) as late:
+        found = generate(tight, asked)
+    assert len(late) > 20 and max(late) > 1 and sum(output.metrics.num_preemptions for output in found) > 0
+    for one, other in zip(found, expected, strict=True):
+        for choice, same in zip(one.outputs, other.outputs, strict=True):
+            assert choice.token_ids == same.token_ids and (choice.logprobs is None) == (same.logprobs is None)
+            assert len(choice.logprobs or ()) == len(same.logprobs or ())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL, TIGHT], ids=["roomy", "tight"])
 def test_ngram_guesses_change_no_structured_token(llm: LLM, model: Path, config: dict[str, Any]) -> None:
     with LLM(model, **config, speculative=NGRAM) as other:
@@ -142,6 +157,8 @@ def test_two_ranks_give_the_same_tokens(llm: LLM, model: Path, overlap: bool) ->
             asked = mixed(seed, n=2)
             expected = ids(generate(llm, asked))
             assert ids(generate(two, asked)) == expected
+            with late_at_random(seed) as late:
+                assert ids(generate(two, asked)) == expected and late
         # Given up between the model and its tokens, on every rank
         assert two.engine.grammars is not None
         two.engine.add_request("a", [1, 2, 3], asked[1][1])

@@ -32,6 +32,8 @@ class Step:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
+    def is_busy(self) -> None: ...
+
     def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:

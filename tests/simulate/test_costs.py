@@ -47,6 +47,8 @@ class Done:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
+    def is_busy(self) -> None: ...
+
     def draw(self, masks: StepMasks) -> None: ...
 
     def result(self) -> StepResult:

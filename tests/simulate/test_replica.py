@@ -33,6 +33,8 @@ class ByHand:
     def guesses(self) -> dict[int, list[int]]:
         return {}
 
+    def is_busy(self) -> None: ...
+
     def draw(self, masks: StepMasks) -> None: ...
 
     def submit(self, plan: StepPlan) -> "Result":
