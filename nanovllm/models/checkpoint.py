@@ -9,7 +9,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 GENERATION_CONFIG = "generation_config.json"
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
+OTHER_FORMATS = "other formats (GGUF, .bin) must be converted first, and a LoRA adapter merged into its base model"
 DESCRIPTION_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors",)
 MAX_HEADER = 100 << 20  # bytes that safetensors allows before the tensors of a file
@@ -42,7 +43,7 @@ def find_checkpoint(model: str | Path, *, weights: bool = True) -> Path:
     """The directory of a checkpoint: `model` itself if it is a directory, else the downloaded snapshot of that hub id.
 
     The only place that uses the network. With weights=False the weights of a hub id are not fetched.
-    Raises ValueError if there is no such directory and no such id.
+    Raises ValueError if there is no such directory and no such id, or if it has no config.json.
     """
     return local_checkpoint(model) or fetch(str(model), DESCRIPTION_FILES + (WEIGHT_FILES if weights else ()))
 
@@ -56,9 +57,7 @@ def local_checkpoint(model: str | Path) -> Path | None:
         raise TypeError(f"model must be a directory or a hub id; got {model!r}")
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"model={str(model)!r}: no config.json in that directory, so it is not a checkpoint")
-        return path
+        return with_config(path, str(model))
     name = str(model)
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(f"model={name!r} is neither a directory nor a hub id such as 'Qwen/Qwen3-0.6B'")
@@ -69,9 +68,17 @@ def fetch(hub_id: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download  # half a second, and most models are directories
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+        path = Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # the hub's own errors (no such repository, no network, bad id) are these
         raise ValueError(f"model={hub_id!r} is no directory here, and the hub did not give it: {error}") from error
+    return with_config(path, hub_id)
+
+
+def with_config(path: Path, model: str) -> Path:
+    """`path`, the directory of `model`. Raises ValueError if it has no config.json."""
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model={model!r}: no config.json there, so it is not a checkpoint; {OTHER_FORMATS}")
+    return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -87,7 +94,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def weight_files(path: Path) -> dict[str, set[str] | None]:
     """The safetensors files of the checkpoint, each with the tensors to take from it (None: all that it has).
 
-    Where there is an index, files and tensors that it does not name are not part of the model.
+    Where there is an index, files and tensors that it does not name are not part of the model. But an index that leaves
+    out a model.safetensors is itself a leftover, as Hugging Face has it.
     Raises ValueError if a file that the index names, or every weight file, is missing.
     """
     if (path / INDEX).is_file():
@@ -98,6 +106,8 @@ def weight_files(path: Path) -> dict[str, set[str] | None]:
             file: {name for name, holder in weight_map.items() if holder == file}
             for file in sorted(set(map(str, weight_map.values())))
         }
+        if WEIGHTS not in files and (path / WEIGHTS).is_file():
+            return {WEIGHTS: None}
         outside = [file for file in files if Path(file).name != file]
         if outside:
             raise ValueError(f"{path / INDEX} names files outside its directory: {', '.join(outside)}")
@@ -105,13 +115,13 @@ def weight_files(path: Path) -> dict[str, set[str] | None]:
         if absent:
             raise ValueError(f"{path}: {', '.join(absent)}, named by {INDEX}, is missing; fetch the checkpoint again")
         return files
-    found = sorted(file.name for file in path.glob("*.safetensors"))
-    if "model.safetensors" in found:
-        return {"model.safetensors": None}
+    found = sorted(file.name for file in path.glob("*.safetensors") if file.name != ADAPTER)
+    if WEIGHTS in found:
+        return {WEIGHTS: None}
     if len(found) > 1:
         raise ValueError(f"{path}: several weight files ({', '.join(found)}) and no {INDEX} that says what they hold")
     if not found:
-        raise ValueError(f"{path}: no *.safetensors file; weights in other formats must be converted first")
+        raise ValueError(f"{path}: no *.safetensors file with the model's weights; {OTHER_FORMATS}")
     return {found[0]: None}
 
 

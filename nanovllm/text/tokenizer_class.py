@@ -14,6 +14,8 @@ from typing import Any
 OF_FAMILY = {
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
+    "qwen2_moe": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
     "gemma3_text": "GemmaTokenizer",
     "mistral": "TokenizersBackend",
     "ministral": "TokenizersBackend",

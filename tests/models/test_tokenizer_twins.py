@@ -143,6 +143,8 @@ KINDS = [Kind(model=model, specials=place) for model, place in product(MODELS, P
     Kind(declared="PreTrainedTokenizerFast", family="qwen2"),
     Kind(declared="LlamaTokenizerFast", family="qwen2"),  # as distilled models have it
     Kind(declared=None, family="qwen3", eos=None),
+    Kind(declared=None, family="qwen2_moe"),
+    Kind(declared=None, family="qwen3_moe"),
     Kind(declared="GPT2Tokenizer", flags=(("add_prefix_space", True),)),  # SmolLM2
     Kind(declared="GPT2Tokenizer", flags=(("add_bos_token", True),)),
     Kind(model="unigram", flags=(("add_bos_token", True), ("add_eos_token", True))),
