@@ -15,6 +15,13 @@ DESCRIPTION_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors",)
 MAX_HEADER = 100 << 20  # bytes that safetensors allows before the tensors of a file
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
+# Models that read images as well, and what their `text_config`, on the part that writes text, may leave out
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {"model_type": "gemma3_text", "vocab_size": 262208, "num_attention_heads": 8},
+    "mistral3": {"model_type": "mistral"},
+}
+# What may be said beside the `text_config`, and counts then
+OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "eos_token_id")
 # What is taken of it, with its name in `SamplingParams`; and what is not, and its "off".
 SAMPLING_DEFAULTS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 SAMPLING_DEFAULTS["max_new_tokens"] = "max_tokens"
@@ -91,6 +98,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_text_config(path: Path) -> dict[str, Any]:
+    """What config.json says of the model that writes the text: all of it, unless the model reads images as well.
+
+    Raises ValueError for a file that is no JSON object, and for a model that reads images without a `text_config`.
+    """
+    raw = read_json(path / "config.json")
+    if (defaults := WITH_IMAGES.get(str(raw.get("model_type")))) is None:
+        return raw
+    if not isinstance(raw.get("text_config"), dict):
+        raise ValueError(
+            f"{path / 'config.json'}: model_type={raw['model_type']!r} needs a text_config; fetch it again"
+        )
+    whole = {key: raw[key] for key in OF_THE_WHOLE if raw.get(key) is not None}
+    return {**defaults, **raw["text_config"], "tie_word_embeddings": True, **whole}
+
+
 def weight_files(path: Path) -> dict[str, set[str] | None]:
     """The safetensors files of the checkpoint, each with the tensors to take from it (None: all that it has).
 
@@ -144,13 +167,17 @@ def generation_file(path: Path) -> Path:
     return file if file.is_file() else path / "config.json"
 
 
+def read_generation(path: Path) -> dict[str, Any]:
+    file = generation_file(path)
+    return read_json(file) if file.name == GENERATION_CONFIG else read_text_config(path)
+
+
 def read_eos_token_ids(path: Path) -> frozenset[int]:
     """Every token id that ends a text, as the `generation_file` says.
 
     A tokenizer may know one more: see `Tokenizer.eos_token_id`.
     """
-    file = generation_file(path)
-    eos = read_json(file).get("eos_token_id")
+    file, eos = generation_file(path), read_generation(path).get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(i) is int for i in ids):  # true is no id
         raise ValueError(f"{file}: eos_token_id must be a token id or a list of them; got {eos!r}")
@@ -164,7 +191,7 @@ def read_sampling_defaults(path: Path) -> dict[str, Any]:
     supported, is named in a warning.
     """
     file = generation_file(path)
-    said = {key: value for key, value in read_json(file).items() if value is not None}
+    said = {key: value for key, value in read_generation(path).items() if value is not None}
     ignored = [key for key, off in NOT_SUPPORTED.items() if said.get(key, off) != off]
     if ignored:
         logger.warning("%s: %s: not supported, and ignored", file, ", ".join(ignored))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanovllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from nanovllm.models.checkpoint import dtype_of_weights, read_json
+from nanovllm.models.checkpoint import WITH_IMAGES, dtype_of_weights, read_text_config
 from nanovllm.models.families import FAMILIES, NEEDED, Family, Raw, shape_of
 from nanovllm.models.moe_config import MoEConfig, has_experts, parse_experts
 from nanovllm.models.quantization import Fp8Format, parse_quantization
@@ -91,7 +91,7 @@ def read_config(path: Path) -> ModelConfig:
 
     Raises ValueError for an unknown model_type, missing keys, and every feature that is not supported.
     """
-    raw = read_json(path / "config.json")
+    raw = read_text_config(path)
     try:
         return parse_config(raw, dtype_of_weights(path) or "float32")
     except ValueError as error:
@@ -139,7 +139,7 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
 
 
 def refuse_unsupported(raw: Raw) -> None:
-    kind, known = raw.get("model_type"), ", ".join(FAMILIES)
+    kind, known = raw.get("model_type"), ", ".join([*FAMILIES, *WITH_IMAGES])
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type={kind!r} is not supported; supported are {known}")
     if not raw.get("is_causal", True):  # of embedding models; the weights do not show it
