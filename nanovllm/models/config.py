@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from nanovllm.models.checkpoint import WITH_IMAGES, dtype_of_weights, read_text_config
-from nanovllm.models.families import FAMILIES, NEEDED, Family, Raw, shape_of
+from nanovllm.models.families import FAMILIES, NEEDED, Family, Raw, layers_without_rope, shape_of
 from nanovllm.models.moe_config import MoEConfig, has_experts, parse_experts
 from nanovllm.models.quantization import Fp8Format, parse_quantization
 from nanovllm.models.window_config import FULL, KINDS_FOR_WINDOWS, LIMITED, layer_types, parse_windows
@@ -79,6 +79,7 @@ class ModelConfig:
     gemma: GemmaConfig | None  # None: another family
     dtype: torch.dtype
     quantization: Fp8Format | None = None  # of the weights in the files; None: they are not quantised
+    without_rope: frozenset[int] = frozenset()  # layers that turn no head
 
     @property
     def neurons_of_token(self) -> int:
@@ -135,6 +136,7 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
         gemma=gemma,
         dtype=parse_dtype(raw, dtype_of_weights),
         quantization=parse_quantization(raw),
+        without_rope=layers_without_rope(raw) if family.without_rope else frozenset(),
     )
 
 
@@ -151,6 +153,8 @@ def refuse_unsupported(raw: Raw) -> None:
         raise ValueError(f"model_type={kind!r} with a mixture of experts is not supported; supported are {known}")
     if kind == "qwen2_moe" and not raw.get("qkv_bias", True):
         raise ValueError("qkv_bias=False is not supported; supported is model_type='qwen2_moe' with biases")
+    if kind == "smollm3" and raw.get("use_sliding_window"):
+        raise ValueError("use_sliding_window=True is not supported; supported is model_type='smollm3' without windows")
     if FAMILIES[kind].is_gemma:
         refuse_gemma(raw)
     elif raw.get("hidden_act", "silu") not in ACTIVATIONS:
