@@ -43,6 +43,12 @@ NOT_SUPPORTED = {
     "sequence_bias": {},
     "guidance_scale": 1.0,
     "stop_strings": [],
+    "penalty_alpha": 0.0,
+    "top_h": None,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": [],
+    "dola_layers": None,
+    "watermarking_config": None,
 }
 
 
