@@ -10,8 +10,8 @@ from nanovllm.models.checkpoint import (
     dtype_of_weights,
     generation_file,
     read_eos_token_ids,
-    read_json,
     read_sampling_defaults,
+    read_text_config,
     weight_files,
 )
 from nanovllm.models.config import ModelConfig, read_config
@@ -26,7 +26,7 @@ Fact = tuple[str, str, str]  # name, value, the file that says so
 
 def checkpoint_facts(path: Path) -> list[Fact]:
     """Whatever changes an answer. Raises ValueError for a config.json that is not supported."""
-    raw, config, generation = read_json(path / "config.json"), read_config(path), generation_file(path).name
+    raw, config, generation = read_text_config(path), read_config(path), generation_file(path).name
 
     def said(*keys: str) -> str:
         """Where config.json says it: the first of these keys that has a value."""
@@ -64,7 +64,7 @@ def checkpoint_facts(path: Path) -> list[Fact]:
 
 
 def dtype_place(path: Path, said: str) -> str:
-    by_weights = said == "the default" or read_json(path / "config.json")[said.split(": ")[1]] == "auto"
+    by_weights = said == "the default" or read_text_config(path)[said.split(": ")[1]] == "auto"
     return said if not by_weights or dtype_of_weights(path) is None else "the weights"
 
 

@@ -42,6 +42,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.utils.logging import disable_progress_bar
 
@@ -99,6 +103,18 @@ def random_mistral(directory: Path | str, **over: Any) -> Path:
     """Mistral: a window of 8 in all layers. `over`: see `write_checkpoint`."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     return write_checkpoint(directory, MistralForCausalLM, MistralConfig, shape | {"sliding_window": 8}, over)
+
+
+def random_smollm3(directory: Path | str, **over: Any) -> Path:
+    """SmolLM3: the second of three layers turns no head. `over`: see `write_checkpoint`."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return write_checkpoint(directory, SmolLM3ForCausalLM, SmolLM3Config, shape | {"no_rope_layer_interval": 2}, over)
+
+
+def random_seed_oss(directory: Path | str, **over: Any) -> Path:
+    """Seed-OSS: biases on q, k and v, random and far from zero. `over`: see `write_checkpoint`."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return write_checkpoint(directory, SeedOssForCausalLM, SeedOssConfig, shape | {"head_dim": 32}, over)
 
 
 def windowed_qwen3(directory: Path | str, **over: Any) -> Path:

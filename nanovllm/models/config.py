@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from nanovllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from nanovllm.models.checkpoint import dtype_of_weights, read_json
-from nanovllm.models.families import FAMILIES, NEEDED, Family, Raw, shape_of
+from nanovllm.models.checkpoint import WITH_IMAGES, dtype_of_weights, read_text_config
+from nanovllm.models.families import FAMILIES, NEEDED, Family, Raw, layers_without_rope, shape_of
 from nanovllm.models.moe_config import MoEConfig, has_experts, parse_experts
 from nanovllm.models.quantization import Fp8Format, parse_quantization
 from nanovllm.models.window_config import FULL, KINDS_FOR_WINDOWS, LIMITED, layer_types, parse_windows
@@ -79,6 +79,7 @@ class ModelConfig:
     gemma: GemmaConfig | None  # None: another family
     dtype: torch.dtype
     quantization: Fp8Format | None = None  # of the weights in the files; None: they are not quantised
+    without_rope: frozenset[int] = frozenset()  # layers that turn no head
 
     @property
     def neurons_of_token(self) -> int:
@@ -91,7 +92,7 @@ def read_config(path: Path) -> ModelConfig:
 
     Raises ValueError for an unknown model_type, missing keys, and every feature that is not supported.
     """
-    raw = read_json(path / "config.json")
+    raw = read_text_config(path)
     try:
         return parse_config(raw, dtype_of_weights(path) or "float32")
     except ValueError as error:
@@ -108,15 +109,15 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
             expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
             raise ValueError(f"{key} must be {expected}; got {raw[key]!r}; mend it, or leave it out")
     given = [key for key in POSITIVE if key in NEEDED or raw.get(key) is not None]
-    bad = [key for key in given if not isinstance(raw.get(key), int) or raw[key] < 1]
+    bad = [key for key in given if type(raw.get(key)) is not int or raw[key] < 1]  # true is an int to `isinstance`
     if bad:
         raise ValueError(f"lacks a positive number for {', '.join(bad)}")
     shape = shape_of(raw, family)
     heads, kv_heads, head_dim = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
-    if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} is odd; rotary embedding needs pairs")
+    if head_dim < 1 or head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even and positive: rotary embedding needs pairs")
     max_positions = raw.get("max_position_embeddings") or family.max_position_embeddings
     gemma = parse_gemma(raw, family, max_positions) if family.is_gemma else None
     full_rope = raw if gemma is None else {**raw, "rope_parameters": ropes_by_kind(raw).get(FULL)}
@@ -135,17 +136,25 @@ def parse_config(raw: Raw, dtype_of_weights: str = "float32") -> ModelConfig:
         gemma=gemma,
         dtype=parse_dtype(raw, dtype_of_weights),
         quantization=parse_quantization(raw),
+        without_rope=layers_without_rope(raw) if family.without_rope else frozenset(),
     )
 
 
 def refuse_unsupported(raw: Raw) -> None:
-    kind, known = raw.get("model_type"), ", ".join(FAMILIES)
-    if kind not in FAMILIES:
+    kind, known = raw.get("model_type"), ", ".join([*FAMILIES, *WITH_IMAGES])
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type={kind!r} is not supported; supported are {known}")
+    if not raw.get("is_causal", True):  # of embedding models; the weights do not show it
+        raise ValueError(
+            f"is_causal={raw['is_causal']!r} is not supported: a token that sees later ones cannot be generated; use a "
+            "model that was trained to continue texts"
+        )
     if has_experts(raw) and FAMILIES[kind].experts is None:
         raise ValueError(f"model_type={kind!r} with a mixture of experts is not supported; supported are {known}")
     if kind == "qwen2_moe" and not raw.get("qkv_bias", True):
         raise ValueError("qkv_bias=False is not supported; supported is model_type='qwen2_moe' with biases")
+    if kind == "smollm3" and raw.get("use_sliding_window"):
+        raise ValueError("use_sliding_window=True is not supported; supported is model_type='smollm3' without windows")
     if FAMILIES[kind].is_gemma:
         refuse_gemma(raw)
     elif raw.get("hidden_act", "silu") not in ACTIVATIONS:
@@ -196,9 +205,14 @@ def parse_dtype(raw: Raw, dtype_of_weights: str) -> torch.dtype:
 def parse_rope(raw: Raw, max_positions: int, default_theta: float) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     rope, before = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    said = {"rope_type": "default"} | rope
-    if rope and any(said.get("rope_type" if key == "type" else key) != value for key, value in before.items()):
+
+    def spelled_out(rope: Raw) -> Raw:
+        outside = {"rope_type": rope.get("type", "default"), "rope_theta": raw.get("rope_theta", default_theta)}
+        return outside | {key: value for key, value in rope.items() if key != "type"}
+
+    if rope and before and spelled_out(rope) != spelled_out(before):
         # Somebody may have followed a model card and added a scaling by hand: ignoring it would spoil long texts only.
+        # Hugging Face takes rope_scaling alone, and loses a theta that only rope_parameters has.
         raise ValueError("rope_scaling contradicts rope_parameters; move it into rope_parameters, or drop it")
     rope = rope or before
     if any(isinstance(value, dict) for value in rope.values()):

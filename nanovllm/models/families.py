@@ -11,6 +11,8 @@
 - Mistral ("Mistral 7B", 2023): Llama with a sliding window, see `window_config.py`. Hugging Face calls it Ministral if
   `layer_types` says which layers have the window.
 - Gemma 3 ("Gemma 3 Technical Report", 2025), text alone: see `config.GemmaConfig`.
+- SmolLM3 (Hugging Face, 2025): Llama, but every fourth layer turns no head by RoPE, see `layers_without_rope`.
+- Seed-OSS (ByteDance, 2025): Llama with biases on q, k and v, and none on o unless config.json says otherwise.
 """
 
 from collections.abc import Mapping
@@ -42,6 +44,7 @@ class Family(NamedTuple):
     experts: ExpertKeys | None = None  # None: an MLP in each layer
     tie_word_embeddings: bool = False
     is_gemma: bool = False  # see `config.GemmaConfig`
+    without_rope: bool = False  # whether some layers are, see `layers_without_rope`
 
 
 MISTRAL = Family(
@@ -85,6 +88,17 @@ FAMILIES = {  # by the `model_type` of config.json
         is_gemma=True,
     ),
     "ministral": MISTRAL,
+    "smollm3": Family(
+        num_key_value_heads=4, rope_theta=2e6, mlp_bias="mlp_bias", tie_word_embeddings=True, without_rope=True
+    ),
+    "seed_oss": Family(
+        head_dim=128,
+        num_key_value_heads=8,
+        windows=None,
+        max_position_embeddings=524288,
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+    ),
 }
 
 
@@ -108,3 +122,18 @@ def shape_of(raw: Raw, family: Family) -> dict[str, Any]:
         "o_bias": has_bias(family.o_bias),
         "mlp_bias": has_bias(family.mlp_bias),
     }
+
+
+def layers_without_rope(raw: Raw) -> frozenset[int]:
+    """The layers of SmolLM3 that turn no head (Yang et al., "Rope to Nope and Back Again", 2025): those that have a 0
+    in `no_rope_layers`, or every `no_rope_layer_interval`-th. Raises ValueError if the two are not such numbers."""
+    num_layers, interval = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4)
+    if type(interval) is not int or interval < 1:
+        raise ValueError(
+            f"no_rope_layer_interval must be a positive number; got {interval!r}; mend it, or leave it out"
+        )
+    turned = raw.get("no_rope_layers")
+    turned = [layer % interval for layer in range(1, num_layers + 1)] if turned is None else turned
+    if not isinstance(turned, list) or len(turned) < num_layers or not all(type(number) is int for number in turned):
+        raise ValueError(f"no_rope_layers must be a list with 0 or 1 for each layer; got {turned!r}; mend it")
+    return frozenset(layer for layer in range(num_layers) if not turned[layer])

@@ -7,6 +7,7 @@ tensor is in memory.
 """
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -49,6 +50,8 @@ Files = dict[str, set[str] | None]  # see `weight_files`
 DUMMY_STD = 0.02
 MOST_LISTED = 100  # things that are wrong with a checkpoint, of each kind
 MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+TEXT_PART = re.compile(r"(model\.)?language_model\.(model\.)?")  # of a model that reads images as well
+IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")  # its other parts, which are left out
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,8 @@ def open_tensors(stack: ExitStack, path: Path, files: Files) -> dict[str, Stored
     """The name of every tensor of `files`, and where the tensor is. `stack` closes the files.
 
     A model that was saved without its head (`Qwen3Model`, and not `Qwen3ForCausalLM`) has names without "model.", which
-    is put before them, as Hugging Face does. The experts of Mixtral have names of their own, which become Qwen's.
+    is put before them, as Hugging Face does. The experts of Mixtral have names of their own, which become Qwen's. Of a
+    model that reads images as well, the part that writes text is taken.
     """
     found: dict[str, Any] = {}
     for file, names in files.items():
@@ -256,8 +260,11 @@ def open_tensors(stack: ExitStack, path: Path, files: Files) -> dict[str, Stored
             raise ValueError(f"{path / file} is damaged or cut short ({error}); fetch it again") from error
         held = set(reader.keys())
         found.update(dict.fromkeys(held if names is None else held & names, reader))
-    prefix = "" if any(name.startswith(PREFIX) for name in found) else PREFIX
-    return {our_name(name, prefix): Stored(reader, name) for name, reader in found.items()}
+    if any(map(TEXT_PART.match, found)):
+        found = {name: found[name] for name in found if not name.removeprefix(PREFIX).startswith(IMAGE_PARTS)}
+    alone = {name: TEXT_PART.sub("", name, count=1) for name in found}
+    prefix = "" if any(name.startswith(PREFIX) for name in alone.values()) else PREFIX
+    return {our_name(alone[name], prefix): Stored(reader, name) for name, reader in found.items()}
 
 
 def our_name(name: str, prefix: str) -> str:

@@ -73,7 +73,7 @@ def has_experts(raw: Mapping[str, Any]) -> bool:
 def parse_experts(raw: Mapping[str, Any], keys: ExpertKeys) -> MoEConfig:
     """Raises ValueError for numbers that are missing, or contradict each other."""
     counts = {key: raw[key] for key in COUNTS if raw.get(key) is not None}
-    if len(set(counts.values())) > 1:
+    if any(value != number for value in counts.values() for number in counts.values()):
         said = " and ".join(f"{key}={value!r}" for key, value in counts.items())
         raise ValueError(f"{said} contradict each other; keep the number of experts that the weights have")
     numbers = {

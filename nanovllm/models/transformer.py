@@ -6,6 +6,7 @@ token on its own. Attention alone knows which tokens belong together, and the ca
 T tokens, H hidden size, Hq query heads, Hkv KV heads, D head dimension, I intermediate size, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -17,7 +18,7 @@ from nanovllm.attention.interface import UNSCALED, BoundAttention
 from nanovllm.distributed.group import Group
 from nanovllm.layers.linear import Embedding, Linear, MergedLinear, ScaledEmbedding, SubLayerOutput
 from nanovllm.layers.norm import OffsetRMSNorm, RMSNorm
-from nanovllm.layers.rope import RotaryEmbedding, Rotation
+from nanovllm.layers.rope import LinearScaling, RotaryEmbedding, Rotation
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.mlp import MLP, GeluMLP, MoE
 
@@ -66,10 +67,9 @@ class Layer(nn.Module):
     The first layer is given no residual.
     """
 
-    is_local = False  # whether it turns heads by RoPE's second base
-
     def __init__(self, c: ModelConfig, layer: int, group: Group | None) -> None:
         super().__init__()
+        self.is_local = layer in c.without_rope  # whether it turns heads by the second table
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
         self.self_attn = Attention(c, layer, group)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
@@ -124,11 +124,13 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = c
         self.rotary = RotaryEmbedding(c.head_dim, c.rope_theta, c.rope_scaling, max_model_len)
-        self.local_rotary = self.rotary  # of Gemma's layers with a window
+        self.local_rotary = self.rotary  # of Gemma's layers with a window, and of layers that turn no head
         sizes = c.vocab_size, c.hidden_size
         self.embed_tokens: Embedding
         if c.gemma is None:
             self.embed_tokens = Embedding(*sizes, dtype=c.dtype, group=group)
+            if c.without_rope:  # every angle is 0
+                self.local_rotary = RotaryEmbedding(c.head_dim, c.rope_theta, LinearScaling(math.inf), max_model_len)
             layers: Iterable[nn.Module] = (Layer(c, i, group) for i in range(c.num_hidden_layers))
         else:
             local = c.gemma.local_rope_theta, c.gemma.local_rope_scaling

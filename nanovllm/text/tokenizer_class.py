@@ -14,13 +14,17 @@ from typing import Any
 OF_FAMILY = {
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
+    "qwen2_moe": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
+    "gemma3": "GemmaTokenizer",
     "gemma3_text": "GemmaTokenizer",
     "mistral": "TokenizersBackend",
+    "mistral3": "TokenizersBackend",
     "ministral": "TokenizersBackend",
     "mixtral": "TokenizersBackend",
 }
 # Families whose class reads all their checkpoints, whatever these say: many say something wrong.
-ALWAYS_OF_FAMILY = {"qwen2", "mistral", "ministral", "mixtral"}
+ALWAYS_OF_FAMILY = {"qwen2", "mistral", "mistral3", "ministral", "mixtral"}
 PLAIN = {"TokenizersBackend", "PreTrainedTokenizer", "PythonBackend"}  # what tokenizer.json says, and nothing else
 
 

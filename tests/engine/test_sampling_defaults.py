@@ -155,6 +155,11 @@ def test_what_would_change_a_text_and_is_not_supported_is_said(
     path = copy(tmp_path, num_beams=4, no_repeat_ngram_size=2, typical_p=1.0, guidance_scale=None, temperature=0.5)
     assert read_sampling_defaults(path) == {"temperature": 0.5}
     assert "num_beams, no_repeat_ngram_size: not supported, and ignored" in caplog.text
+    path = copy(
+        tmp_path, penalty_alpha=0.6, top_h=0.4, exponential_decay_length_penalty=[8, 1.1], watermarking_config=None
+    )
+    assert read_sampling_defaults(path) == {}
+    assert "penalty_alpha, top_h, exponential_decay_length_penalty: not supported, and ignored" in caplog.text
 
 
 def test_the_embedded_model_tells_its_stories_at_their_temperature(asked: list[SamplingParams]) -> None:

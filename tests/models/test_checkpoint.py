@@ -86,6 +86,14 @@ def test_a_rope_scaling_beside_rope_parameters_is_never_ignored(checkpoints: Pat
     linear = {"rope_type": "linear", "factor": 4.0}
     agreed = raw_config(path, rope_parameters=linear | {"rope_theta": 1e4}, rope_scaling=linear)
     assert parse_config(agreed) == parse_config(agreed | {"rope_scaling": None})
+    for more in ({"rope_theta": 5e5}, {"attention_factor": 0.5}):  # which Hugging Face would lose
+        raw = raw_config(path, rope_parameters=linear | {"rope_theta": 1e4} | more, rope_scaling=linear)
+        with pytest.raises(ValueError, match="rope_scaling contradicts rope_parameters; move it"):
+            parse_config(raw)
+    raw = raw_config(path, rope_parameters=parameters | {"rope_theta": 5e5}, rope_scaling={"rope_type": "default"})
+    with pytest.raises(ValueError, match="rope_scaling contradicts rope_parameters; move it"):
+        parse_config(raw)
+    assert parse_config(raw | {"rope_theta": 5e5}).rope_theta == 5e5
 
 
 @pytest.mark.parametrize(
@@ -93,9 +101,11 @@ def test_a_rope_scaling_beside_rope_parameters_is_never_ignored(checkpoints: Pat
     [
         ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
         ({"model_type": ...}, "model_type=None"),
+        ({"model_type": ["qwen3"]}, r"model_type=\['qwen3'\] is not supported"),
         ({"num_experts": 8}, "model_type='qwen3' with a mixture of experts"),
         ({"vocab_size": ..., "num_hidden_layers": ...}, "vocab_size, num_hidden_layers"),
         ({"hidden_size": "96"}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "need a positive sliding_window"),
         ({"use_sliding_window": True, "sliding_window": -4, "max_window_layers": 0, "layer_types": ...}, "got -4"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
@@ -109,6 +119,7 @@ def test_a_rope_scaling_beside_rope_parameters_is_never_ignored(checkpoints: Pat
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"head_dim": 31}, "head_dim=31"),
+        ({"model_type": "llama", "hidden_size": 2, "head_dim": None}, "head_dim=0 must be even and positive"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ between layers"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "lacks a number for low_freq"),

@@ -27,13 +27,22 @@ from stages.checkpoint import load_model as load_stage_model
 from stages.stage_1_naive import attend_to_all
 from tests import oracle
 from tests.models.plain_attention import DictAttention
-from tests.weights import lively_gemma3, lively_qwen3, random_llama, random_mistral, random_qwen2
+from tests.weights import (
+    lively_gemma3,
+    lively_qwen3,
+    random_llama,
+    random_mistral,
+    random_qwen2,
+    random_seed_oss,
+    random_smollm3,
+)
 
 POSITIONS = 64
 SLIDING, FULL = "sliding_attention", "full_attention"
 IDS = torch.arange(POSITIONS) * 37 % 500
 BUILDERS: dict[str, Callable[..., Path]] = {"llama": random_llama, "qwen2": random_qwen2, "qwen3": lively_qwen3}
 OTHERS: dict[str, Callable[..., Path]] = {"mistral": random_mistral, "gemma3_text": lively_gemma3}
+OTHERS |= {"smollm3": random_smollm3, "seed_oss": random_seed_oss}
 THETA = {"rope_theta": 500.0}  # so small that 64 positions show what becomes of the slow rotations
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **THETA}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **THETA}

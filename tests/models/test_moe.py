@@ -237,6 +237,7 @@ REFUSED: list[tuple[Build, dict[str, Any], str]] = [
     (lively_qwen3_moe, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than the number of experts, 8"),
     (lively_qwen3_moe, {"num_experts_per_tok": 0}, "lacks a positive number for num_experts_per_tok"),
     (lively_qwen3_moe, {"num_local_experts": 0}, "lacks a positive number for num_experts"),
+    (lively_qwen3_moe, {"num_experts": []}, r"num_experts=\[\] and num_local_experts=8 contradict each other"),
     (lively_qwen3_moe, {"num_experts": 16}, "num_experts=16 and num_local_experts=8 contradict each other"),
     (lively_qwen3_moe, {"moe_intermediate_size": None}, "lacks a positive number for moe_intermediate_size"),
     (lively_qwen3_moe, {"norm_topk_prob": "yes"}, "norm_topk_prob must be bool; got 'yes'"),

@@ -143,6 +143,8 @@ KINDS = [Kind(model=model, specials=place) for model, place in product(MODELS, P
     Kind(declared="PreTrainedTokenizerFast", family="qwen2"),
     Kind(declared="LlamaTokenizerFast", family="qwen2"),  # as distilled models have it
     Kind(declared=None, family="qwen3", eos=None),
+    Kind(declared=None, family="qwen2_moe"),
+    Kind(declared=None, family="qwen3_moe"),
     Kind(declared="GPT2Tokenizer", flags=(("add_prefix_space", True),)),  # SmolLM2
     Kind(declared="GPT2Tokenizer", flags=(("add_bos_token", True),)),
     Kind(model="unigram", flags=(("add_bos_token", True), ("add_eos_token", True))),
@@ -158,7 +160,9 @@ KINDS = [Kind(model=model, specials=place) for model, place in product(MODELS, P
     Kind(model="byte fallback", bos="post-processor", declared="LlamaTokenizer", template="Llama 2"),
     Kind(model="byte fallback", declared="GemmaTokenizer", template="Gemma", flags=(("add_bos_token", True),)),
     Kind(model="byte fallback", declared=None, family="gemma3_text", template="Gemma", bos="post-processor"),
+    Kind(model="byte fallback", declared=None, family="gemma3", bos="post-processor"),
     Kind(model="byte fallback", declared="LlamaTokenizer", family="mistral", template="Llama 2"),
+    Kind(declared="LlamaTokenizerFast", family="mistral3"),
     Kind(model="byte fallback", declared=None, family="mistral"),
     Kind(model="byte fallback", declared="LlamaTokenizer", family="ministral"),
     Kind(model="byte fallback", declared=None, family="ministral"),

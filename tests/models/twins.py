@@ -131,6 +131,8 @@ TURNS = ["<|turn|>", "<|end|>"]
 
 SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "eos_token_id": 3}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+OF_QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+EXPERTS = {"mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "qwen2_moe": OF_QWEN, "qwen3_moe": OF_QWEN}
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,10 @@ def make_tokenizer(path: Path, kind: Kind) -> Path:
         write_template(path, kind, config, begin + TEMPLATES[kind.template])
     if kind.flags is not None:
         write(path / "tokenizer_config.json", config)
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind.family == "mixtral" else {}
-    write(path / "config.json", SHAPE | experts | {"model_type": kind.family})
+    said: dict[str, Any] = SHAPE | EXPERTS.get(kind.family, {})
+    if kind.family in ("gemma3", "mistral3"):
+        said = {"text_config": said, "eos_token_id": 3}
+    write(path / "config.json", said | {"model_type": kind.family})
     return path
 
 

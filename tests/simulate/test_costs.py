@@ -343,7 +343,7 @@ def write_config(path: Path, model: Architecture) -> Path:
 
 
 def test_a_kind_of_model_that_is_not_counted_is_refused(tmp_path: Path) -> None:
-    assert list(KINDS) == ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
+    assert list(KINDS) == ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3", "seed_oss"]
     config = json.loads((Path(__file__).parents[2] / "benchmarks/shapes/Qwen3-0.6B/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
     with pytest.raises(ValueError, match="model_type 'mistral' is not supported; choose a model of llama"):
