@@ -191,8 +191,10 @@ def build_app(
         max_tokens = min(defaults.get("max_tokens", room), room) if wanted is None else wanted
         with refusing(field, structure):
             params = body.sampling_params(max_tokens, num_logprobs, defaults)
+            if (tools := body.callable()) and params.structured_outputs is not None:  # before it is a part of a grammar
+                await asyncio.to_thread(llm.check, {"prompt_token_ids": token_ids}, params)
             params, make_answer = form.adapt(body, token_ids, params)
-        if (tools := body.callable()) and params.structured_outputs is not None:
+        if tools and params.structured_outputs is not None:
             await check_tools(llm, [function.tool() for function in tools], token_ids, params, field_of_tools)
         return token_ids, params, make_answer
 

@@ -202,11 +202,6 @@ class ChatRequest(GenerationRequest):
             raise refused(
                 "tool_choice", 'would change the answer, and there are no tools; leave it out, or send "none"'
             )
-        if self.callable() and (self.structured_outputs is not None or self.response_format.type != "text"):
-            what = "response_format" if self.structured_outputs is None else "structured_outputs"
-            raise refused(
-                what, 'and tools both say what the output must be; leave one out, or set tool_choice to "none"'
-            )
         return self
 
     def most_tokens(self) -> int | None:
