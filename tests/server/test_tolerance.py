@@ -289,6 +289,8 @@ def test_texts_become_tokens_and_come_back(served: Served) -> None:
 
 
 def test_the_small_paths(served: Served) -> None:
+    models = [httpx.get(f"{served.url}/v1/models{slash}").json() for slash in ("", "/")]
+    assert models[0] == models[1] and models[0]["object"] == "list"
     assert httpx.get(served.url + "/version").json() == {"version": __version__}
     head = httpx.head(served.url + "/health")
     assert head.status_code == 200 and head.content == b""
