@@ -367,6 +367,15 @@ def test_reasoning_by_what_the_prompt_ends_with(
     assert joined(chat(scripted.openai, stream=True, **more))[0][0] == message
 
 
+def test_a_message_that_goes_on_has_its_reasoning_behind_it_or_is_in_it(scripted: Scripted) -> None:
+    scripted.says("a</think>b")
+    for begun, reasoning, content in ("So,", "", "a</think>b"), ("<think>Hm,", "a", "b"):
+        messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+        more: Any = {"extra_body": {"add_generation_prompt": False, "continue_final_message": True}}
+        answer = plain(chat(scripted.openai, messages=messages, **more).choices[0].message)
+        assert (answer["reasoning"], answer["content"]) == (reasoning, content)
+
+
 def test_structured_outputs_come_after_reasoning(scripted: Scripted) -> None:
     script = scripted.says("{}")
     for variables, thinks in ({}, True), ({"open": True}, True), ({"enable_thinking": False}, False):

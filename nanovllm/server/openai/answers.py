@@ -56,7 +56,7 @@ class AnswerForm:
         Raises ApiError if the model may call tools, need not, and writes calls in a format that is not known; and if
         the grammar is too long.
         """
-        begins = self._begins(prompt)
+        begins = self._begins(prompt, body.continued())
         grammar = AnswerGrammar(self.special, begins)
         tools, one = [function.tool() for function in body.callable()], body.calls_once()
         form = self.tools
@@ -97,9 +97,11 @@ class AnswerForm:
 
         return replace(params, structured_outputs=structure, skip_special_tokens=shown), make
 
-    def _begins(self, prompt: Sequence[int]) -> Beginning | None:
+    def _begins(self, prompt: Sequence[int], continued: str | None) -> Beginning | None:
         if self.reasoning is None:
             return None
+        if continued is not None:
+            return "inside" if continued.rfind(reasoning.OPEN) > continued.rfind(reasoning.CLOSE) else "after"
         return beginning(self.reasoning, self.tokenizer.decode(prompt[-NUM_LAST:], skip_special_tokens=False))
 
 
