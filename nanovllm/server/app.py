@@ -109,11 +109,7 @@ def build_app(
         return encode() if short else await asyncio.to_thread(encode)
 
     async def encode_chat(
-        messages: list[ChatMessage],
-        tools: list[dict[str, Any]],
-        variables: dict[str, Any],
-        begin: bool,
-        field: str = "messages",
+        body: ChatRequest | TokenizeRequest, messages: list[ChatMessage], tools: list[dict[str, Any]], field: str
     ) -> list[int]:
         tools = tools if form.shows_tools else []  # a grammar knows them all the same
         for message in messages:
@@ -124,6 +120,9 @@ def build_app(
         of_tools = len(json.dumps(tools)) if tools else 0
         check_length(of_tools, "tools")
         check_length(sum(map(num_characters, given)) + of_tools, field)
+        variables, begin = body.chat_template_kwargs, body.add_generation_prompt
+        if body.continue_final_message:
+            variables = {**variables, "continue_final_message": True}
         try:
             return await asyncio.to_thread(tokenizer.encode_chat, given, begin, tools, **variables)
         except TemplateTooSlow as error:
@@ -184,15 +183,16 @@ def build_app(
         check(body)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         wanted = body.most_tokens()
-        shown = body.shown_tools()
-        encoded = await encode_chat(body.messages, shown, body.chat_template_kwargs, body.add_generation_prompt, field)
+        encoded = await encode_chat(body, body.messages, body.shown_tools(), field)
         token_ids = truncated(encoded, body, wanted or 1)
         room = room_for(len(token_ids))
         max_tokens = min(defaults.get("max_tokens", room), room) if wanted is None else wanted
         with refusing(field, structure):
             params = body.sampling_params(max_tokens, num_logprobs, defaults)
+            if (tools := body.callable()) and params.structured_outputs is not None:  # before it is a part of a grammar
+                await asyncio.to_thread(llm.check, {"prompt_token_ids": token_ids}, params)
             params, make_answer = form.adapt(body, token_ids, params)
-        if (tools := body.callable()) and params.structured_outputs is not None:
+        if tools and params.structured_outputs is not None:
             await check_tools(llm, [function.tool() for function in tools], token_ids, params, field_of_tools)
         return token_ids, params, make_answer
 
@@ -223,7 +223,7 @@ def build_app(
         ignored.note(body.model_extra)
         if body.messages is not None:
             tools = [tool.function.for_template() for tool in body.tools]
-            tokens = await encode_chat(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
+            tokens = await encode_chat(body, body.messages, tools, "messages")
         else:
             [tokens] = await encode_texts([body.prompt or ""], body.add_special_tokens)
 
@@ -260,6 +260,7 @@ def build_app(
         kind = {"id": model_name, "object": "model", "created": started, "owned_by": "nanovllm"}
         return kind | {"max_model_len": config.max_model_len}
 
+    @app.get("/v1/models/", include_in_schema=False)  # otherwise a model without a name
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card()]}

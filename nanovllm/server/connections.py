@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that the system keeps until they are accepted
 SPARE = 64  # file descriptors for everything that is no connection
+# Seconds that a connection stays open between two requests. A client that sends a request just when the server closes
+# gets no answer, so this is longer than most clients and proxies keep a connection: it is they who close it.
+KEEP_ALIVE = 75
 
 
 class Doors:
@@ -185,5 +188,6 @@ def uvicorn_config(app: Any, options: Any, refused: Callable[[str], None]) -> uv
         log_config=None,
         log_level=None,  # as `logs.set_up` says
         access_log=False,
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=options.drain_timeout + 5,
     )

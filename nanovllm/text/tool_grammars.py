@@ -52,11 +52,19 @@ class AnswerGrammar:
     special: Mapping[str, int]
     begins: Beginning | None
 
-    def of_calls(self, form: ToolFormat, tools: Sequence[Tool], required: bool, one: bool) -> StructuredOutputsParams:
+    def of_calls(
+        self,
+        form: ToolFormat,
+        tools: Sequence[Tool],
+        required: bool,
+        one: bool,
+        otherwise: StructuredOutputsParams | None = None,
+    ) -> StructuredOutputsParams:
         """The grammar of calls of these tools, or of only `one` call, which then ends the answer.
 
-        Unless a call is `required`, the answer may also be any text without a call. In the form HERMES, text may then
-        also stand before, between and after calls.
+        Unless a call is `required`, the answer may also be what `otherwise` describes, for the form HERMES only. If
+        `otherwise` is None, this is any text without a call. In the form HERMES, text may then also stand before,
+        between and after calls. Raises ValueError if `otherwise` cannot be translated, or if the whole is too long.
         """
         calls = "call" if one else f"call ({quoted(form.between)} call)*"
         begin, end = self._marker(form.begin, after=NEW_LINE), self._marker(form.end, before=NEW_LINE)
@@ -71,6 +79,9 @@ class AnswerGrammar:
             rules.append(f'f{i}: {quoted(head)} {json_rule(schema)} "}}"')
         if required:
             answer = calls
+        elif otherwise is not None:
+            answer = f"{calls} | structured"
+            rules.append(nested("structured", otherwise))
         elif form is HERMES:
             answer = "text_call | TEXT" if one else "text_call* TEXT"
             rules += self._call_in_text(form)
@@ -83,7 +94,7 @@ class AnswerGrammar:
         """The same structured outputs, but after the reasoning if the model may reason first."""
         if self.begins in (None, "after"):
             return params
-        return self._behind_reasoning("answer", [f"answer: %lark {{\n{lark_rules(params)}\n}}"])
+        return self._behind_reasoning("answer", [nested("answer", params)])
 
     def _call_in_text(self, form: ToolFormat) -> list[str]:
         """Rules for text before a call, and for the call. The text ends as soon as the marker of a call is complete."""
@@ -109,6 +120,11 @@ class AnswerGrammar:
             return quoted(before + text + after)
         parts = quoted(before), f"<[{self.special[text]}]>", quoted(after)
         return " ".join(part for part in parts if part != '""')
+
+
+def nested(name: str, params: StructuredOutputsParams) -> str:
+    """A rule for what these structured outputs describe. Raises ValueError for a grammar that cannot be translated."""
+    return f"{name}: %lark {{\n{lark_rules(params)}\n}}"
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:

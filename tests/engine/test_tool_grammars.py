@@ -108,7 +108,7 @@ def test_free_calls_of_llama(grammars: TokenGrammars) -> None:
     assert not accepts(grammars, params, LLAMA.replace("Rome", "Bonn"))
 
 
-@pytest.mark.parametrize(
+OUTPUTS: Any = pytest.mark.parametrize(
     ("wanted", "text"),
     [
         ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, '{"a": 1}'),
@@ -119,6 +119,9 @@ def test_free_calls_of_llama(grammars: TokenGrammars) -> None:
         ({"grammar": 'root ::= "a" root | "b"'}, "aab"),
     ],
 )
+
+
+@OUTPUTS
 def test_every_structured_output_may_come_after_reasoning(
     grammars: TokenGrammars, wanted: dict[str, Any], text: str
 ) -> None:
@@ -128,6 +131,23 @@ def test_every_structured_output_may_come_after_reasoning(
     assert accepts(grammars, before, text) and accepts(grammars, before, f"<think>hm {{</think>\n\n{text}")
     assert accepts(grammars, inside, f"hm</think>{text}") and not accepts(grammars, inside, text)
     assert not accepts(grammars, before, "Hello")
+
+
+@OUTPUTS
+def test_every_structured_output_may_come_in_place_of_calls(
+    grammars: TokenGrammars, wanted: dict[str, Any], text: str
+) -> None:
+    wish, tools = StructuredOutputsParams(**wanted), [Tool("weather", CITY, strict=True)]
+    either = AnswerGrammar({}, None).of_calls(HERMES, tools, False, False, wish)
+    for good in text, WEATHER, f"{WEATHER}\n{WEATHER}":
+        assert accepts(grammars, either, good), good
+    for bad in "Hello", WRONG, f"{WEATHER}\n{text}", f"Hello\n{WEATHER}":
+        assert not accepts(grammars, either, bad), bad
+    one = AnswerGrammar({}, "before").of_calls(HERMES, tools, False, True, wish)
+    for good in text, WEATHER:
+        assert accepts(grammars, one, good) and accepts(grammars, one, f"<think>hm {{</think>\n\n{good}")
+    assert not accepts(grammars, one, f"{WEATHER}\n{WEATHER}")
+    assert not accepts(grammars, AnswerGrammar({}, None).of_calls(HERMES, tools, True, False, wish), text)
 
 
 @pytest.mark.parametrize(

@@ -89,16 +89,18 @@ def test_a_byte_now_and_then_does_not_stop_the_clock(impatient: Served) -> None:
         assert said.startswith(b"HTTP/1.1 408 ") and seconds < SOON * 3
 
 
-def test_between_two_requests_a_client_may_think(impatient: Served) -> None:
-    """That is uvicorn's keep-alive time, and longer than the time for a request."""
+@pytest.mark.parametrize("pause", [SOON * 2, pytest.param(6, marks=pytest.mark.slow)])
+def test_between_two_requests_a_client_may_think(impatient: Served, pause: float) -> None:
+    """Longer than the time for a request, and longer than `httpx` keeps a connection: 5 seconds."""
 
     async def main() -> None:
-        async with httpx.AsyncClient(base_url=impatient.url, timeout=30) as http:
+        limits = httpx.Limits(keepalive_expiry=60)
+        async with httpx.AsyncClient(base_url=impatient.url, timeout=30, limits=limits) as http:
             connections = []
             for _ in range(3):
                 assert (await http.get("/health")).status_code == 200
                 connections += http._transport._pool.connections
-                await asyncio.sleep(SOON * 2)
+                await asyncio.sleep(pause)
             assert len(connections) == 3 and len(set(map(id, connections))) == 1
 
     asyncio.run(main())

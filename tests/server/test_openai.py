@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -69,6 +70,14 @@ def test_parameters_mean_what_they_mean_to_llm(client: openai.OpenAI, engine: LL
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
     (ours,), theirs = complete(client, **sent).choices, offline(engine, **params).outputs[0]
     assert (ours.text, ours.finish_reason, ours.stop_reason) == (theirs.text, theirs.finish_reason, theirs.stop_reason)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_a_proxy_is_asked_to_hand_on_a_stream_piece_by_piece(served: Served, path: str) -> None:
+    body = {"prompt": STORY} if path == "completions" else {"input" if path == "responses" else "messages": MESSAGES}
+    with httpx.stream("POST", f"{served.url}/v1/{path}", json={**body, "stream": True}, timeout=30) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")
 
 
 def test_prompts_in_every_form(client: openai.OpenAI, engine: LLM) -> None:

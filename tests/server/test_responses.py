@@ -210,7 +210,10 @@ def test_an_error_in_a_stream_is_a_failed_response(scripted: Scripted, monkeypat
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
         ({"input": "a", "tools": [NOT], "tool_choice": "required"}, "tools.0.parameters", '"not"'),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"input": "a", "tools": [WEATHER], "text": {"format": {"type": "json_object"}}}, "text.format", "both say"),
+        (
+            {"input": "a", "tools": [WEATHER], "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            "text.format", '"not"',
+        ),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"input": "a", "max_tokens": 9}, "max_tokens", "its name here is max_output_tokens"),
         ({"input": "a", "response_format": {"type": "json_object"}}, "response_format", "text.format"),

@@ -252,6 +252,22 @@ def test_another_template_and_what_clients_may_tell_it(thinking: Served) -> None
     assert ask(thinking, CHAT, body | {"chat_template_kwargs": {"x": deep}}).status_code in (200, 400)
 
 
+def test_an_answer_may_go_on_where_the_last_message_ends(served: Served) -> None:
+    """Its prompt ends with that message, and the answer is what a completion of this prompt is."""
+    begun = [*MESSAGES, {"role": "assistant", "content": "It was"}]
+    goes_on = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+    assert prompt_text(served, begun, add_generation_prompt=False) == f"{STORY}\nIt was\n"
+    assert prompt_text(served, **goes_on) == f"{STORY}\nIt was"
+    answer = text_of(ask(served, CHAT, BODIES[CHAT] | goes_on))
+    assert answer == text_of(ask(served, COMPLETIONS, BODIES[COMPLETIONS] | {"prompt": f"{STORY}\nIt was"}))
+    in_parts = [{"type": "text", "text": "It"}, {"type": "text", "text": "was"}]
+    goes_on["messages"] = [*MESSAGES, {"role": "assistant", "content": in_parts}]
+    assert prompt_text(served, **goes_on) == f"{STORY}\nIt\nwas"
+    for path, body in (CHAT, BODIES[CHAT]), ("/tokenize", {"messages": MESSAGES}):
+        error = error_of(ask(served, path, body | {"continue_final_message": True}), 400)
+        assert error["param"] == "continue_final_message" and "add_generation_prompt" in error["message"]
+
+
 def test_a_template_file_is_an_option(tmp_path: Path) -> None:
     from nanovllm.server.options import AppOptions, check
     from tests.server.test_options import settled
@@ -289,6 +305,8 @@ def test_texts_become_tokens_and_come_back(served: Served) -> None:
 
 
 def test_the_small_paths(served: Served) -> None:
+    models = [httpx.get(f"{served.url}/v1/models{slash}").json() for slash in ("", "/")]
+    assert models[0] == models[1] and models[0]["object"] == "list"
     assert httpx.get(served.url + "/version").json() == {"version": __version__}
     head = httpx.head(served.url + "/health")
     assert head.status_code == 200 and head.content == b""

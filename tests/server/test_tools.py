@@ -24,6 +24,7 @@ WEATHER: Any = {"type": "function", "function": {"name": "weather", "description
 NOW: Any = {"type": "function", "function": {"name": "now"}}
 TOOLS: Any = [WEATHER, NOW]
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+NO_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
 DEEP: Any = reduce(lambda inner, _: {"not": inner}, range(120), dict[str, Any]())
 MESSAGES: Any = [{"role": "user", "content": STORY}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -207,6 +208,25 @@ def test_calls_of_strict_tools_have_a_grammar(scripted: Scripted) -> None:
     assert script.params.structured_outputs is not None and "strict" not in script.prompt
 
 
+def test_an_answer_with_a_structure_may_come_in_place_of_calls(scripted: Scripted) -> None:
+    """As clients ask that end a loop of calls with an object."""
+    script = scripted.says("{}")
+    wanted: Any = {"type": "json_object"}
+    answer = chat(scripted.openai, tools=TOOLS, response_format=wanted).choices[0]
+    assert answer.message.content == "{}" and answer.finish_reason == "stop"
+    grammar = str(script.params.structured_outputs and script.params.structured_outputs.grammar)
+    assert "structured" in grammar and "weather" in grammar
+    scripted.says(CALL)
+    answer = chat(scripted.openai, tools=TOOLS, response_format=wanted).choices[0]
+    assert answer.message.tool_calls[0].function.name == "weather" and answer.finish_reason == "tool_calls"
+    script = scripted.says(CALL)
+    chat(scripted.openai, tools=TOOLS, response_format=wanted, tool_choice="required")
+    assert "structured" not in str(script.params.structured_outputs)
+    script = scripted.says("{}")
+    chat(scripted.openai, tools=TOOLS, response_format=wanted, tool_choice="none")
+    assert "weather" not in str(script.params.structured_outputs)
+
+
 def test_markers_that_are_special_tokens_are_seen() -> None:
     from tokenizers import AddedToken
 
@@ -269,8 +289,8 @@ def test_history_reaches_the_template(scripted: Scripted) -> None:
             },
             "tools", "max_model_len=4096",
         ),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "tools both say"),
-        ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "tools both say"),
+        ({"tools": TOOLS, "response_format": NO_FORMAT}, "response_format", "response_format cannot be enforced"),
+        ({"tools": TOOLS, "structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "look-around"),
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ignore_eos must be"),
         ({"functions": [{"name": "f"}]}, "functions", "would change the answer"),
         (
@@ -306,6 +326,9 @@ def test_the_operator_may_name_the_formats() -> None:
     script = llama.says('{"name": "weather", "parameters": {"city": "Rome"}}')
     assert chat(llama.openai, tools=TOOLS).choices[0].message.tool_calls[0].function.arguments == '{"city": "Rome"}'
     assert "weather" not in script.prompt  # which this template has no place for
+    with pytest.raises(openai.BadRequestError, match="response_format and tools exclude") as refused:
+        chat(llama.openai, tools=TOOLS, response_format={"type": "json_object"})
+    assert refused.value.param == "response_format"
     long: Any = {"type": "function", "function": {"name": "f", "parameters": {"title": "x" * 2**16}}}
     with pytest.raises(openai.BadRequestError, match="more than 131072") as refused:
         chat(llama.openai, tools=[long, long], tool_choice="required")
@@ -342,6 +365,15 @@ def test_reasoning_by_what_the_prompt_ends_with(
     message = plain(chat(scripted.openai, **more).choices[0].message)
     assert message == {"content": content, "reasoning": reasoning, "tool_calls": []}
     assert joined(chat(scripted.openai, stream=True, **more))[0][0] == message
+
+
+def test_a_message_that_goes_on_has_its_reasoning_behind_it_or_is_in_it(scripted: Scripted) -> None:
+    scripted.says("a</think>b")
+    for begun, reasoning, content in ("So,", "", "a</think>b"), ("<think>Hm,", "a", "b"):
+        messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+        more: Any = {"extra_body": {"add_generation_prompt": False, "continue_final_message": True}}
+        answer = plain(chat(scripted.openai, messages=messages, **more).choices[0].message)
+        assert (answer["reasoning"], answer["content"]) == (reasoning, content)
 
 
 def test_structured_outputs_come_after_reasoning(scripted: Scripted) -> None:

@@ -16,7 +16,7 @@ from nanovllm.text import reasoning
 from nanovllm.text.parts import Answer, Splitter
 from nanovllm.text.reasoning import Beginning, ReasoningSplitter, beginning, reasoning_parser
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.text.tool_calls import HERMES, TOOL_FORMATS, ToolCallSplitter, tool_format
+from nanovllm.text.tool_calls import HERMES, LLAMA3_JSON, TOOL_FORMATS, ToolCallSplitter, tool_format
 from nanovllm.text.tool_grammars import AnswerGrammar, Tool
 
 NUM_LAST = 16  # tokens of a prompt, which are enough to see whether it ends with a marker
@@ -50,12 +50,13 @@ class AnswerForm:
         self, body: ChatRequest, prompt: Sequence[int], params: SamplingParams
     ) -> tuple[SamplingParams, MakeAnswer | None]:
         """The parameters, with a grammar for the answer where one is needed, and a function that makes the reader of an
-        answer. The function is None if an answer is content and nothing else.
+        answer. The function is None if an answer is content and nothing else. Where tools and structured outputs are
+        given, the model calls, or gives an answer with this structure.
 
         Raises ApiError if the model may call tools, need not, and writes calls in a format that is not known; and if
         the grammar is too long.
         """
-        begins = self._begins(prompt)
+        begins = self._begins(prompt, body.continued())
         grammar = AnswerGrammar(self.special, begins)
         tools, one = [function.tool() for function in body.callable()], body.calls_once()
         form = self.tools
@@ -68,9 +69,14 @@ class AnswerForm:
                 raise ApiError(400, f"{what}; {remedy}, or {choice}", param="tools")
             form = HERMES  # a grammar can force this form from any model
         structure = params.structured_outputs
-        if form is not None and (body.must_call() or any(tool.strict for tool in tools)):
+        if structure is not None and form is LLAMA3_JSON and tools and not body.must_call():
+            # Both begin with a brace. The lexer of a grammar would follow the longer word, which is a call.
+            clash = f"calls in the form {form.name} cannot be told from it"
+            raise ValueError(f"structured_outputs.{structure.kind} and tools exclude each other here: {clash}")
+        needed = structure is not None or body.must_call() or any(tool.strict for tool in tools)
+        if tools and form is not None and needed:
             try:
-                structure = grammar.of_calls(form, tools, body.must_call(), one)
+                structure = grammar.of_calls(form, tools, body.must_call(), one, structure)
             except ValueError as error:  # too long
                 raise of_all_tools(error) from None
         elif structure is not None:
@@ -91,9 +97,11 @@ class AnswerForm:
 
         return replace(params, structured_outputs=structure, skip_special_tokens=shown), make
 
-    def _begins(self, prompt: Sequence[int]) -> Beginning | None:
+    def _begins(self, prompt: Sequence[int], continued: str | None) -> Beginning | None:
         if self.reasoning is None:
             return None
+        if continued is not None:
+            return "inside" if continued.rfind(reasoning.OPEN) > continued.rfind(reasoning.CLOSE) else "after"
         return beginning(self.reasoning, self.tokenizer.decode(prompt[-NUM_LAST:], skip_special_tokens=False))
 
 

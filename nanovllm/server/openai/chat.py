@@ -185,6 +185,12 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def either_continues_or_begins(self) -> "ChatRequest":
+        check_continues(self)
+        return self
 
     @model_validator(mode="after")
     def top_logprobs_need_logprobs(self) -> "ChatRequest":
@@ -202,12 +208,13 @@ class ChatRequest(GenerationRequest):
             raise refused(
                 "tool_choice", 'would change the answer, and there are no tools; leave it out, or send "none"'
             )
-        if self.callable() and (self.structured_outputs is not None or self.response_format.type != "text"):
-            what = "response_format" if self.structured_outputs is None else "structured_outputs"
-            raise refused(
-                what, 'and tools both say what the output must be; leave one out, or set tool_choice to "none"'
-            )
         return self
+
+    def continued(self) -> str | None:
+        """The text that the output continues; None if the output is a new message."""
+        content = self.messages[-1].content
+        texts = [content] if isinstance(content, str) else [part.text for part in content]
+        return "\n".join(texts) if self.continue_final_message else None
 
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -241,6 +248,7 @@ class TokenizeRequest(Fields):
     tools: Tools = Field([])
     chat_template_kwargs: TemplateVariables = Field({})
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -248,4 +256,11 @@ class TokenizeRequest(Fields):
     def one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise refused("prompt", "give either prompt or messages")
+        check_continues(self)
         return self
+
+
+def check_continues(body: ChatRequest | TokenizeRequest) -> None:
+    """Raises an error if the prompt were to end with a message that goes on, and with the beginning of another."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise refused("continue_final_message", "needs add_generation_prompt to be false")

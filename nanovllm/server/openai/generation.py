@@ -22,6 +22,7 @@ from nanovllm.server.openai.scoring import Echo, PromptLogprobs, prompt_logprobs
 from nanovllm.text.parts import Part
 
 T = TypeVar("T")
+LIVE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies are to hand each piece on at once
 SHORT = 2048  # token ids: checking so few takes about 0.1 ms
 
 
@@ -176,7 +177,7 @@ class EventStream(StreamingResponse):
     """Server-sent events. When the response ends, most often because a client leaves, its generation ends at once."""
 
     def __init__(self, generation: Generation) -> None:
-        super().__init__((), media_type="text/event-stream")
+        super().__init__((), headers=LIVE, media_type="text/event-stream")
         self.generation = generation
 
     async def stream_response(self, send: Send) -> None:
