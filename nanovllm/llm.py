@@ -25,7 +25,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.bad_words import with_spellings
-from nanovllm.text.chat import Message, Tool
+from nanovllm.text.chat import Message, Tool, check_variables
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.grammars import TokenGrammars
 from nanovllm.text.prompts import encode_prompt
@@ -164,11 +164,13 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, in the model's own chat format.
 
         add_generation_prompt: whether the prompt ends with the beginning of an answer, where the format has one.
         tools: functions that the model may call, as JSON schemas. See `ChatTemplate.render`.
+        chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}.
 
         Raises ValueError for malformed messages, and for what the model's template refuses or would leave out.
         """
@@ -176,8 +178,19 @@ class LLM:
             raise ValueError("chat needs the tokenizer; leave skip_tokenizer_init out")
         if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping | Sequence) for m in messages):
             raise TypeError(f"messages must be a list of dicts, or a list of such lists; got {messages!r}")
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping):
+            raise TypeError(f"chat_template_kwargs must be a dict or None; got {variables!r}")
+        check_variables(variables)
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.tokenizer.encode_chat(c, add_generation_prompt, tools) for c in conversations]
+        prompts = []
+        for i, conversation in enumerate(conversations):
+            try:
+                prompts.append(self.tokenizer.encode_chat(conversation, add_generation_prompt, tools, **variables))
+            except ValueError as error:
+                if len(conversations) == 1:
+                    raise
+                raise ValueError(f"conversations[{i}]: {error}") from error
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:

@@ -6,11 +6,9 @@ others go on.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from benchmarks.lib import tables
+from benchmarks.lib.children import child
 from benchmarks.lib.process import facts
 from benchmarks.lib.workloads import Scenario
 
@@ -176,25 +175,16 @@ def run_process(
     threads = {"OMP_NUM_THREADS": str(job["threads"])} if job["threads"] else {}
     with tempfile.TemporaryDirectory() as scratch:
         result, log = Path(scratch) / "result.json", Path(scratch) / "log"
-        with log.open("w") as words:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.lib.process", str(result)],
-                stdin=subprocess.PIPE,
-                stdout=words,
-                stderr=words,
-                text=True,
-                cwd=ROOT,
-                env=python_path(contender) | threads | (environment or {}),
-                start_new_session=True,
-            )
+        command = [sys.executable, "-m", "benchmarks.lib.process", str(result)]
+        env = python_path(contender) | threads | (environment or {})
+        with (
+            log.open("w") as words,
+            child(command, stdin=subprocess.PIPE, stdout=words, stderr=words, cwd=ROOT, env=env) as process,
+        ):
             try:
                 process.communicate(json.dumps(job), timeout=seconds)
             except subprocess.TimeoutExpired:
                 words.write(f"\ngave up after {seconds} s\n")
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and what it started, so that the card is free
-                process.wait()
         if process.returncode != 0 or not result.is_file():
             last_words = log.read_text()[-2000:].strip()
             raise RuntimeError(f"{contender.name} failed (exit {process.returncode}):\n{last_words}")

@@ -2,7 +2,6 @@
 
 import asyncio
 import multiprocessing
-import os
 import random
 import re
 import signal
@@ -10,10 +9,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from benchmarks.lib import harness
+from benchmarks.lib.children import child
 from benchmarks.serving import load, speed
 
 WARM_UP = 4.0, 2.0, 99  # requests a second, seconds, seed
@@ -174,10 +174,10 @@ def measure_engine(waves: list[list[list[Any]]], model: str, config: dict[str, A
 def process(command: list[str], ready: str) -> Iterator[int]:
     """The port of a server that says `ready`, with the port in it; it is stopped in the end, and what it has started
     with it."""
-    with tempfile.TemporaryFile("w+") as log:
-        popen = subprocess.Popen(
-            command, cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        child(command, cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=log) as popen,
+    ):
         try:
             assert popen.stdout is not None
             for line in popen.stdout:
@@ -189,8 +189,5 @@ def process(command: list[str], ready: str) -> Iterator[int]:
                 raise RuntimeError(f"the server did not start:\n{log.read()[-2000:]}")
         finally:
             popen.send_signal(signal.SIGINT)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 popen.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(popen.pid, signal.SIGKILL)
-                popen.wait()

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.lib import harness, tables
+from benchmarks.lib.children import child
 from benchmarks.lib.harness import EMBEDDED_MODEL, RESULTS, ROOT
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
@@ -83,8 +84,7 @@ class ServerProcess:
 @contextmanager
 def server(options: argparse.Namespace) -> Iterator[ServerProcess]:
     command = [sys.executable, "-m", "nanovllm.cli", "serve", str(options.model), "--port", "0", *options.serve]
-    popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
+    with child(command, cwd=ROOT, stdout=subprocess.PIPE) as popen:
         assert popen.stdout is not None
         for line in popen.stdout:
             if found := re.search(r"serving at http://127\.0\.0\.1:(\d+)", line):
@@ -95,9 +95,6 @@ def server(options: argparse.Namespace) -> Iterator[ServerProcess]:
         popen.terminate()
         if popen.wait(60) != 0:
             raise RuntimeError(f"the server ended with status {popen.returncode}")
-    finally:
-        popen.kill()
-        popen.wait()
 
 
 # --- clients: over bare sockets, so that hundreds of them fit in the process that makes the load ----------------------

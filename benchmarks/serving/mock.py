@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.children import child
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
@@ -253,16 +254,12 @@ def main(arguments: list[str] | None = None) -> int:
 def serving(rate: float, api_servers: int = 1) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The server with the fake model, as its process and its port. Raises RuntimeError if it ends with an error."""
     command = [sys.executable, "-m", "benchmarks.serving.mock", "--server", "--rate", str(rate)]
-    popen = subprocess.Popen([*command, "--api-servers", str(api_servers)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
+    with child([*command, "--api-servers", str(api_servers)], cwd=ROOT, stdout=subprocess.PIPE) as popen:
         assert popen.stdout is not None
         yield popen, int(popen.stdout.readline().rpartition(":")[2])
         popen.terminate()
         if status := popen.wait(30):
             raise RuntimeError(f"the server ended with status {status}")
-    finally:
-        popen.kill()
-        popen.wait()
 
 
 async def first_tokens(port: int, number: int, step_seconds: float) -> float:

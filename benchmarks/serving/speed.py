@@ -23,11 +23,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import harness, tables, workloads
+from benchmarks.lib.children import child
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
 from benchmarks.serving.load import AHEAD, percentile, until
@@ -114,10 +115,8 @@ def at_rate(port: int, rate: float, seconds: float, model: str) -> dict[str, Any
 @contextmanager
 def server(command: list[str], ready: str, port: int | None, env: dict[str, str]) -> Iterator[int]:
     """The port of a server that is started by `command`, once it says `ready`, which has the port in it without one."""
-    popen = subprocess.Popen(
-        command, cwd=harness.ROOT, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
+    options: dict[str, Any] = {"cwd": harness.ROOT, "env": os.environ | env}
+    with child(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options) as popen:
         assert popen.stdout is not None
         said = []
         for line in popen.stdout:
@@ -127,13 +126,12 @@ def server(command: list[str], ready: str, port: int | None, env: dict[str, str]
         else:
             raise RuntimeError("the server did not start:\n" + "".join(said[-30:]))
         threading.Thread(target=popen.stdout.read, daemon=True).start()  # a pipe that is full would stop the server
-        yield port or int(found[1])
-    finally:
-        popen.terminate()
         try:
-            popen.wait(30)
-        except subprocess.TimeoutExpired:
-            popen.kill()
+            yield port or int(found[1])
+        finally:
+            popen.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                popen.wait(30)
 
 
 def free_port() -> int:

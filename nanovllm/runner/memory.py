@@ -83,7 +83,7 @@ def num_kv_blocks(
     size, fp8 = config.kvcache_block_size, config.fp8_kv_cache
     each = sum(block_bytes(m, size, fp8) for m in (model, draft) if m is not None)
     if device.type == "cpu":
-        check_memory(config, each)
+        check_memory(config, model, each)
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     if device.type == "cpu":
@@ -106,11 +106,12 @@ def num_kv_blocks(
     return count
 
 
-def check_memory(config: EngineConfig, each: int) -> None:
-    """Raises ValueError if the KV cache, whose blocks have so many bytes each, and the rows of persistent state exceed
-    the memory that there is for all ranks."""
+def check_memory(config: EngineConfig, model: ModelConfig, each: int) -> None:
+    """Raises ValueError if the KV cache, whose blocks have so many bytes each, and the rows of persistent state, those
+    of sampling included, exceed the memory that there is for all ranks."""
     blocks = config.kv_cache_gib * GIB if config.num_kv_blocks is None else config.num_kv_blocks * each
-    needed, memory = (blocks + row_bytes(config)) * config.tensor_parallel_size, memory_of_machine()
+    of_rows = row_bytes(config) + sampling_bytes(config, model, 0)
+    needed, memory = (blocks + of_rows) * config.tensor_parallel_size, memory_of_machine()
     if needed > memory:
         knob = "kv_cache_gib" if config.num_kv_blocks is None else "num_kv_blocks"
         of_ranks = f" on {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""

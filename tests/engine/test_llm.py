@@ -24,6 +24,7 @@ DATA = Path(__file__).parents[1] / "data"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% if mood is defined %}({{ mood }}) {% endif %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -31,7 +32,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 # Parameters of vLLM 0.25.1 that a script may give by name (those for images, LoRA and the like left out), in order.
 VLLM_CALLS = {
     "generate": ("prompts", "sampling_params", "*", "use_tqdm", "priority"),
-    "chat": ("messages", "sampling_params", "use_tqdm", "*", "add_generation_prompt", "tools"),
+    "chat": ("messages", "sampling_params", "use_tqdm", "*", "add_generation_prompt", "tools", "chat_template_kwargs"),
 }
 VLLM_SAMPLING_DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
@@ -277,3 +278,5 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     [output] = llm.chat(one, GREEDY, use_tqdm=False, tools=tools)
     text = f"user: A story, please.\n{json.dumps(tools[0])}\nassistant:"
     assert output.prompt_token_ids == llm.tokenizer.encode(text)
+    [output] = llm.chat(one, GREEDY, use_tqdm=False, chat_template_kwargs={"mood": "sad"})
+    assert output.prompt_token_ids == llm.tokenizer.encode("user: A story, please.\n(sad) assistant:")

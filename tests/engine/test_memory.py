@@ -113,11 +113,14 @@ def test_a_cache_larger_than_the_memory_of_a_container_is_refused(
     assert memory.memory_of_machine() == own > GIB
     limit.write_text(f"{GIB // 2}\n")
     config = EngineConfig(kv_cache_gib=0.3, max_num_seqs=4, max_model_len=100, kvcache_block_size=16)
-    memory.check_memory(config, 1)
+    memory.check_memory(config, MODEL, 1)
     with pytest.raises(ValueError, match=r"^kv_cache_gib=0.3 .* need 0.6 GiB on 2 ranks, and .* 0.5 GiB; lower one"):
-        memory.check_memory(replace(config, tensor_parallel_size=2), 1)
+        memory.check_memory(replace(config, tensor_parallel_size=2), MODEL, 1)
     with pytest.raises(ValueError, match=r"^num_kv_blocks=600 .* need 0.6 GiB, and this machine has 0.5 GiB"):
-        memory.check_memory(replace(config, num_kv_blocks=600), 2**20)
+        memory.check_memory(replace(config, num_kv_blocks=600), MODEL, 2**20)
+    many = replace(config, max_num_seqs=6000)  # 4 MB of tokens and tables, and 38 KB a row for what sampling keeps
+    with pytest.raises(ValueError, match=r"^kv_cache_gib=0.3 and max_num_seqs=6000 need 0.5 GiB, .* lower one"):
+        memory.check_memory(many, MODEL, 1)
 
 
 @pytest.mark.parametrize("answer", [-1, OSError])

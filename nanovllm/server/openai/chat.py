@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from nanovllm.server.json_size import num_values
 from nanovllm.server.openai.protocol import INT32, MAX_LOGPROBS, Fields, GenerationRequest, Json, Short, Text, encodable
 from nanovllm.server.openai.tolerance import HARMLESS, NO_MATTER, Harmless, refused
+from nanovllm.text.chat import check_variables
 from nanovllm.text.tool_grammars import Tool
 
 MAX_MESSAGES = 2048  # of a conversation
@@ -15,12 +16,6 @@ MAX_PARTS = 2048  # of all messages together: text parts and tool calls
 MAX_ARGUMENTS = 2**15  # strings, lists and objects in the JSON of one call
 MAX_TOOLS = 128
 MAX_DEPTH = 100  # levels of a schema
-# Variables that the server gives a chat template, and arguments of `transformers`: a client may set none of these.
-RESERVED = frozenset(
-    "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
-    "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs "
-    "sanitize_control_tokens self".split()
-)
 
 
 class TextPart(Fields):
@@ -104,14 +99,12 @@ Messages = Annotated[
 ]
 
 
-def not_the_servers(variables: Json) -> Json:
-    for name in variables:
-        if not name.isidentifier() or name in RESERVED:
-            raise ValueError(f"{name[:100]!r} is not a variable that a client may set; leave it out")
+def not_reserved(variables: Json) -> Json:
+    check_variables(variables)
     return variables
 
 
-TemplateVariables = Annotated[Json, AfterValidator(not_the_servers)]
+TemplateVariables = Annotated[Json, AfterValidator(not_reserved)]
 
 
 def is_deeper(value: Any, most: int) -> bool:
