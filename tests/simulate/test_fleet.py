@@ -165,7 +165,8 @@ def test_a_text_that_is_too_long_is_counted_and_not_sent_again() -> None:
 
 
 def test_an_answer_that_reaches_the_models_limit_is_cut_short() -> None:
-    lengths = {"prompt_tokens": Lengths.parse("uniform:1900,2000"), "output_tokens": Lengths.parse("100")}
+    lengths: dict[str, Any] = {"prompt_tokens": Lengths.parse("uniform:1900,2000")}
+    lengths |= {"output_tokens": Lengths.parse("100")}
     stats = fleet(synthetic(queries=20, **lengths)).run()
     assert stats.num_finished == 20 and 0 < stats.num_cut_short < 20
     whole = [query for query in synthetic(queries=20, **lengths).queries() if len(query.prompt) + 100 <= 2048]
@@ -187,7 +188,7 @@ def test_a_queue_without_end_is_seen(load: float, growth: float) -> None:
 def test_the_mean_of_blocks_in_use_is_that_of_littles_law() -> None:
     """Also where a replica is idle most of the time, and where answers have one token."""
     for output, rate in (("1", 1.0), ("60", 1.0), ("60", 40.0)):
-        lengths = {"prompt_tokens": Lengths.parse("256"), "output_tokens": Lengths.parse(output)}
+        lengths: dict[str, Any] = {"prompt_tokens": Lengths.parse("256"), "output_tokens": Lengths.parse(output)}
         stats = fleet(synthetic(rate=rate, queries=100, **lengths), engine=config(max_num_batched_tokens=512)).run()
         blocks = (256 + int(output) / 2) / 16  # of a query, on average over its time
         assert stats.block_seconds == pytest.approx(blocks * stats.whole.total, rel=0.1), (output, rate)

@@ -41,6 +41,11 @@ def test_what_no_card_knows_the_cost_of_is_not_simulated(scenario: Scenario, opt
         replace(scenario, engine=EngineConfig(**option))
 
 
+def test_a_draft_model_is_not_simulated_as_if_it_cost_nothing(scenario: Scenario) -> None:
+    with pytest.raises(ValueError, match="no card knows what a draft model costs; choose"):
+        replace(scenario, engine=EngineConfig(speculative={"model": "large", "k": 4}))
+
+
 ONE, TWO = SetUp(1, 256, 16), SetUp(2, 256, 16)
 
 
@@ -98,7 +103,7 @@ def made_up(scenario: Scenario, max_gpus: int) -> Planner:
         return Outcome(set_up, replicas, 0.05 if replicas >= (7 if longer else 3) else 0.2, 0.0, 0.0)
 
     planner._quiet = lambda set_up: Outcome(set_up, 1, 0.01, 0.0, 0.0)  # type: ignore[method-assign]
-    planner._simulate = simulate  # type: ignore[method-assign]
+    planner._simulate = simulate  # type: ignore[method-assign, assignment]
     return planner
 
 
