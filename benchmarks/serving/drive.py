@@ -3,17 +3,9 @@
 import asyncio
 import multiprocessing
 import random
-import re
-import signal
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from benchmarks.lib import harness
-from benchmarks.lib.children import child
 from benchmarks.serving import load, speed
 
 WARM_UP = 4.0, 2.0, 99  # requests a second, seconds, seed
@@ -168,26 +160,3 @@ def measure_engine(waves: list[list[list[Any]]], model: str, config: dict[str, A
                 answer["tokens"] += len(token_ids)
                 answer["end"], answer["finished"] = now, seq.finish_reason is not None
     return [Seen(figures(answers, gaps), [one.time for one in coming])]
-
-
-@contextmanager
-def process(command: list[str], ready: str) -> Iterator[int]:
-    """The port of a server that says `ready`, with the port in it; it is stopped in the end, and what it has started
-    with it."""
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        child(command, cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=log) as popen,
-    ):
-        try:
-            assert popen.stdout is not None
-            for line in popen.stdout:
-                if found := re.search(ready, line):
-                    yield int(found[1])
-                    break
-            else:
-                log.seek(0)
-                raise RuntimeError(f"the server did not start:\n{log.read()[-2000:]}")
-        finally:
-            popen.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                popen.wait(60)

@@ -21,17 +21,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.lib import harness, tables
-from benchmarks.lib.children import child
-from benchmarks.lib.harness import EMBEDDED_MODEL, RESULTS, ROOT
+from benchmarks.lib.harness import EMBEDDED_MODEL, RESULTS
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
+from benchmarks.serving.started import check_status, started
 
 AHEAD = 0.02  # seconds before a request is due: its body is made and its connection opened, and neither is timed
 LONGEST_RUN = 540  # seconds of load, so that a run stays under ten minutes with start and end
@@ -79,22 +77,6 @@ class ServerProcess:
                 raise TimeoutError(f"the engine is not idle after {seconds} s: {metrics}")
             time.sleep(0.1)
         return metrics
-
-
-@contextmanager
-def server(options: argparse.Namespace) -> Iterator[ServerProcess]:
-    command = [sys.executable, "-m", "nanovllm.cli", "serve", str(options.model), "--port", "0", *options.serve]
-    with child(command, cwd=ROOT, stdout=subprocess.PIPE) as popen:
-        assert popen.stdout is not None
-        for line in popen.stdout:
-            if found := re.search(r"serving at http://127\.0\.0\.1:(\d+)", line):
-                yield ServerProcess(popen, int(found[1]))
-                break
-        else:
-            raise RuntimeError("the server did not start, see above")
-        popen.terminate()
-        if popen.wait(60) != 0:
-            raise RuntimeError(f"the server ended with status {popen.returncode}")
 
 
 # --- clients: over bare sockets, so that hundreds of them fit in the process that makes the load ----------------------
@@ -229,7 +211,9 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     all_records: list[Record] = []
     status: dict[str, float] = {}
     print(*tables.head(*COLUMNS, left=0)[:1], flush=True)
-    with server(options) as process:
+    command = [sys.executable, "-m", "nanovllm.cli", "serve", str(options.model), "--port", "0", *options.serve]
+    with started(command) as (popen, port):
+        process = ServerProcess(popen, port)
         asyncio.run(load(process.port, 4, 2, draw, options.highest_id))  # warm up
         process.wait_idle()
         for rate in [*options.rates, options.rates[-1]]:
@@ -239,6 +223,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             phases.append(summarize(rate, options.seconds, records, (options.slo_first, options.slo_token)))
             print(row_of(phases[-1]), flush=True)
         wrong = complaints(all_records, before, status, idle)
+    check_status(popen)
     result = {
         "name": "serving",
         "machine": facts(options.device),

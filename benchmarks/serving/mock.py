@@ -27,13 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.children import child
+from benchmarks.serving.started import ROOT, check_status, started  # that of the harness would import torch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.plan import StepMasks, StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 
-ROOT = Path(__file__).parents[2]  # not from `benchmarks.lib`, which imports torch
 EMBEDDED_MODEL = ROOT / "assets" / "story_model"
 VOCAB_SIZE = 4096
 PAUSE = 0.05  # seconds between requests of which each is alone
@@ -254,12 +253,9 @@ def main(arguments: list[str] | None = None) -> int:
 def serving(rate: float, api_servers: int = 1) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The server with the fake model, as its process and its port. Raises RuntimeError if it ends with an error."""
     command = [sys.executable, "-m", "benchmarks.serving.mock", "--server", "--rate", str(rate)]
-    with child([*command, "--api-servers", str(api_servers)], cwd=ROOT, stdout=subprocess.PIPE) as popen:
-        assert popen.stdout is not None
-        yield popen, int(popen.stdout.readline().rpartition(":")[2])
-        popen.terminate()
-        if status := popen.wait(30):
-            raise RuntimeError(f"the server ended with status {status}")
+    with started([*command, "--api-servers", str(api_servers)]) as (popen, port):
+        yield popen, port
+    check_status(popen)
 
 
 async def first_tokens(port: int, number: int, step_seconds: float) -> float:

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import os
 import random
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,8 +36,8 @@ from benchmarks.serving.drive import (
     measure_async,
     measure_engine,
     over_http,
-    process,
 )
+from benchmarks.serving.started import started
 from nanovllm.config import EngineConfig
 from nanovllm.simulate.arrivals import Query
 from nanovllm.simulate.costs import Costs, ServerTime, load_costs
@@ -112,7 +113,7 @@ def settings(options: argparse.Namespace, costs: Costs) -> list[Setting]:
         return Seen(*found)
 
     def server(command: list[str], asked: list[Asked]) -> Seen:
-        with process(command, r"serving at http://127\.0\.0\.1:(\d+)") as port:
+        with started(command, stderr=subprocess.STDOUT) as (_, port):
             return over_http(port, asked, clients)
 
     found = [

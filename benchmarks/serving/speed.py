@@ -13,29 +13,24 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import random
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import harness, tables, workloads
-from benchmarks.lib.children import child
 from benchmarks.lib.process import facts
 from benchmarks.lib.tables import Result
-from benchmarks.serving.load import AHEAD, percentile, until
+from benchmarks.serving.load import AHEAD, HEAD, percentile, until
+from benchmarks.serving.started import OURS, started
 
 CLIENTS = 8  # processes
 MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 200, 190, 0.6  # tokens; sigma of the logarithm of a length
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
 TOKENIZER = Path.home() / ".cache" / "nanovllm" / "SmolLM2-135M-Instruct"  # `make models`
 FIGURE = harness.ROOT / "docs" / "figures" / "serving_speed.png"
 README_RATE = 128  # requests a second; more than vLLM keeps up with
@@ -112,28 +107,6 @@ def at_rate(port: int, rate: float, seconds: float, model: str) -> dict[str, Any
     }
 
 
-@contextmanager
-def server(command: list[str], ready: str, port: int | None, env: dict[str, str]) -> Iterator[int]:
-    """The port of a server that is started by `command`, once it says `ready`, which has the port in it without one."""
-    options: dict[str, Any] = {"cwd": harness.ROOT, "env": os.environ | env}
-    with child(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options) as popen:
-        assert popen.stdout is not None
-        said = []
-        for line in popen.stdout:
-            said.append(line)
-            if found := re.search(ready, line):
-                break
-        else:
-            raise RuntimeError("the server did not start:\n" + "".join(said[-30:]))
-        threading.Thread(target=popen.stdout.read, daemon=True).start()  # a pipe that is full would stop the server
-        try:
-            yield port or int(found[1])
-        finally:
-            popen.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                popen.wait(30)
-
-
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -156,7 +129,7 @@ def measure(options: argparse.Namespace, commit: str) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "nanovllm.cli", "serve", model, "--port", "0", "--served-model-name", name]
         command += ["--api-servers", str(number), "--device", options.device]
         command += ["--max-queue", "100000", "--max-connections", "100000"]  # vLLM has no such limits
-        contenders.append((f"nanovllm, {number} API", command, r"serving at http://127\.0\.0\.1:(\d+)", None, {}))
+        contenders.append((f"nanovllm, {number} API", command, OURS, None, {}))
         if options.vllm_path:
             own = free_port()
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(own)]
@@ -165,7 +138,8 @@ def measure(options: argparse.Namespace, commit: str) -> list[dict[str, Any]]:
             contenders.append((f"vLLM, {number} API", command, "startup complete", own, env))
     rows = []
     for title, command, ready, chosen, env in contenders:
-        with server(command, ready, chosen, env) as port:
+        with started(command, ready, subprocess.STDOUT, env) as (_, said):
+            port = chosen or said
             at_rate(port, 16, 3, name)  # warm up
             for rate in options.rates:
                 about = {"server": title, "commit": commit, "seconds": options.seconds}

@@ -9,10 +9,10 @@ import csv
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import count
-from math import exp
+from math import exp, isfinite
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -233,8 +233,9 @@ class Replay:
 
     - Azure's LLM inference traces (Patel et al., Splitwise, ISCA 2024; Stojkovic et al., DynamoLLM, HPCA 2025):
       TIMESTAMP, ContextTokens, GeneratedTokens.
-    - BurstGPT (Wang et al. 2024): Timestamp, Request tokens, Response tokens, and perhaps Session ID. Lines without a
-      response were failures, and are left out.
+    - BurstGPT (Wang et al. 2024): Timestamp, Request tokens, Response tokens, and perhaps Session ID.
+
+    Lines without a response (0, or an empty field) were failures, and are left out.
 
     A trace has lengths and no text. Prompts of one session are beginnings of one text, so that a longer prompt finds
     the blocks of a shorter one. Other prompts share nothing.
@@ -256,9 +257,9 @@ class Replay:
             session = names.index("sessionid") if "sessionid" in names else None
             start: float | None = None
             before, numbers = 0.0, count()
-            for row in reader:
+            for row in filter(None, reader):
                 try:
-                    time, num_prompt, num_output = seconds_of(row[when]), int(row[prompt]), int(row[output])
+                    time, num_prompt, num_output = seconds_of(row[when]), tokens_of(row[prompt]), tokens_of(row[output])
                 except (ValueError, IndexError) as error:
                     raise ValueError(f"{self.path}, line {reader.line_num}: {error}") from None
                 if num_prompt < 1 or num_output < 1:
@@ -290,9 +291,21 @@ class Replay:
         return None
 
 
+def tokens_of(text: str) -> int:
+    """A number of tokens, which may be written 472.0; 0 for an empty field. Raises ValueError for anything else."""
+    number = float(text.strip() or 0)
+    if not number.is_integer():
+        raise ValueError(f"{text!r} is no number of tokens")
+    return int(number)
+
+
 def seconds_of(text: str) -> float:
-    """A number of seconds, or a date and time. Raises ValueError for anything else."""
+    """A number of seconds, or a date and time, of UTC if it names no zone. Raises ValueError for anything else."""
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        return datetime.fromisoformat(text.strip()).timestamp()
+        time = datetime.fromisoformat(text.strip())
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    if not isfinite(seconds):
+        raise ValueError(f"{text!r} is no time")
+    return seconds

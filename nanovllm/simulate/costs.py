@@ -161,11 +161,11 @@ def load_costs(card: str, model: str | Path, tensor_parallel_size: int = 1) -> C
             )
         time = time.with_all_reduces(own, itemsize, *sums)
     before = Needs(old, nearest.itemsize)
-    memory = nearest.kv_tokens * before.key_bytes + before.weight_bytes
-    kv_tokens = int(memory - needs.weight_bytes) // needs.key_bytes
+    memory = nearest.kv_tokens * before.key_bytes + before.memory_bytes
+    kv_tokens = int(memory - needs.memory_bytes) // needs.key_bytes
     if kv_tokens < 1:
         raise ValueError(
-            f"model={name!r}: its weights ({needs.weight_bytes / 2**30:.0f} GiB per rank) leave no memory for keys on "
+            f"model={name!r}: its weights ({needs.memory_bytes / 2**30:.0f} GiB per rank) leave no memory for keys on "
             f"{nearest.card}; raise tensor_parallel_size={tensor_parallel_size}"
         )
     ranks = f" with {n} ranks" if (n := nearest.tensor_parallel_size) > 1 else ""

@@ -36,8 +36,9 @@ class FleetOptions:
                            None: any number. (Ray Serve's name.)
     max_retries:           how often a client sends a query again that was refused (the default of OpenAI's client).
     startup_seconds:       until a new replica serves.
-    deaths:                (time, number of a replica) of each that dies. Another one is started at once.
-    autoscaling:           None: the number of replicas stays.
+    deaths:                (time, number of a replica) of each that dies, also while it starts. Another one is started
+                           at once. Nothing happens where no such replica is alive: `Statistics.num_deaths` tells.
+    autoscaling:           None: the number of replicas stays. Raises ValueError if it does not allow `replicas`.
     server:                what HTTP adds. Nothing for engines that are called directly.
     """
 
@@ -56,6 +57,11 @@ class FleetOptions:
         for name in ("max_retries", "startup_seconds"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0; got {getattr(self, name)!r}")
+        if (rule := self.autoscaling) and not rule.min_replicas <= self.replicas <= rule.max_replicas:
+            raise ValueError(
+                f"replicas={self.replicas} must be from min_replicas={rule.min_replicas} to "
+                f"max_replicas={rule.max_replicas}"
+            )
 
 
 class Fleet:
@@ -82,7 +88,8 @@ class Fleet:
         self.draining: list[Replica] = []  # that finish what they have
         self.starting: list[int] = []  # numbers of those that do not serve yet
         self.queued: deque[Query] = deque()  # at the router: every replica that may take the first one is full
-        self.num_open = 0  # queries that are not over, those that will be sent later included
+        self.num_open = 0  # queries that were sent and are not over
+        self._num_thinking = 0  # clients that have an answer, and will send the next turn of their conversation
         self._born: dict[int, float] = {}  # by number, of all that are alive
         self._numbers = count()
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []  # a heap: time, order, what to call
@@ -109,10 +116,9 @@ class Fleet:
             self._at(CONTROL_PERIOD, self._scale, self._scaler)
         queries = self.workload.queries()
         coming = next(queries, None)
-        while coming is not None or self.num_open:
+        while coming is not None or self.num_open or self._num_thinking:
             if coming is not None and (not self._events or coming.time <= self._events[0][0]):
                 self.now = coming.time
-                self.num_open += 1
                 self._arrive(coming)
                 if self.on_progress is not None:
                     self.on_progress(self.now)
@@ -122,8 +128,8 @@ class Fleet:
                 call(argument)
         for replica in (*self.serving, *self.draining):
             self._retire(replica)
-        for number in self.starting:
-            self.statistics.replica_seconds += self.now - self._born.pop(number)
+        for number in list(self.starting):
+            self._give_up(number)
         self.statistics.seconds = self.now
         return self.statistics
 
@@ -133,6 +139,7 @@ class Fleet:
     # --- queries ---
 
     def _arrive(self, query: Query) -> None:
+        self.num_open += 1
         self.statistics.num_sent += 1
         self.statistics.timeline.add(self.now, self.num_open, len(self.serving))
         self._send(query)
@@ -206,11 +213,15 @@ class Fleet:
     def _finished(self, job: Job) -> None:
         query = job.query
         self.statistics.finished(job)
+        self.num_open -= 1
         following = self.workload.follow_up(query, job.seq.token_ids, self.now)
-        if following is None:
-            self.num_open -= 1
-        else:
-            self._at(following.time, self._arrive, following)
+        if following is not None:
+            self._num_thinking += 1
+            self._at(following.time, self._follow_up, following)
+
+    def _follow_up(self, query: Query) -> None:
+        self._num_thinking -= 1
+        self._arrive(query)
 
     def _new_number(self) -> int:
         number = next(self._numbers)
@@ -233,7 +244,16 @@ class Fleet:
         self.router.replicas_changed(self.serving)
         self._place_queued()
 
+    def _give_up(self, number: int) -> None:
+        """A replica that is starting will never serve."""
+        self.starting.remove(number)
+        self.statistics.replica_seconds += self.now - self._born.pop(number)
+
     def _die(self, number: int) -> None:
+        self.statistics.num_deaths += number in self._born
+        if number in self.starting:
+            self._give_up(number)
+            self._start()
         for replica in (*self.serving, *self.draining):
             if replica.number == number:
                 self._bury(replica)
@@ -264,7 +284,7 @@ class Fleet:
             self._start()
         for _ in range(len(self.serving) + len(self.starting) - wanted):
             if self.starting:
-                self.statistics.replica_seconds += self.now - self._born.pop(self.starting.pop())
+                self._give_up(self.starting[-1])
             else:
                 self._drain(self.serving.pop())
 

@@ -158,8 +158,9 @@ class Needs:
 
     def __init__(self, model: Architecture, itemsize: int) -> None:
         c, head = model, model.num_head_parameters
+        self.memory_bytes = itemsize * c.num_parameters  # of the weights
         # The embedding is looked up row by row: it is read whole only where it is the output head as well.
-        self.weight_bytes = itemsize * (c.num_parameters - (0 if c.tie_word_embeddings else head))
+        self.weight_bytes = self.memory_bytes - (0 if c.tie_word_embeddings else itemsize * head)
         self.expert_bytes = itemsize * c.num_expert_parameters  # among these: a step reads what its tokens go through
         self.chosen_share = c.chosen_share
         self.key_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * itemsize  # of a token

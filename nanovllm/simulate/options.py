@@ -20,6 +20,7 @@ from nanovllm.simulate.report import table
 from nanovllm.simulate.routers import ROUTERS
 from nanovllm.simulate.scenario import ENGINE_OPTIONS, Scenario, WorkloadOptions
 
+LEAST_QUERIES = 300  # of a plan's simulations: fewer say nothing about the slowest of a hundred
 SCALING = [field.name for field in fields(Autoscaling) if field.name != "max_replicas"]
 
 
@@ -87,7 +88,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queries", type=int, help="so many first turns at most")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="distributions, and load over time, as a picture")
     group = parser.add_argument_group("the fleet").add_argument
-    group("--replicas", type=int, default=1, help="at the start")
+    group("--replicas", type=int, help="at the start (default 1, or --min-replicas)")
     group("--startup-seconds", type=seconds, default=60.0, help="until a new replica serves")
     group("--die", type=death, action="append", default=[], metavar="T:N", help="at time T the replica N dies (from 0)")
     group("--max-replicas", type=int, help="scale by the queue, as Ray Serve does; with this the next ones count")
@@ -101,7 +102,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--percentile", type=float, default=99.0, help="of the first tokens and of the gaps that must be in time")
     add("--max-gpus", type=int, default=256, help="at which the search gives up")
-    add("--seconds", type=seconds, default=30.0, help="of each simulation; of the best ones four times as long")
+    add(
+        "--seconds",
+        type=seconds,
+        help="of each simulation; the best ones take four times as long (default 30, or more "
+        f"so that {LEAST_QUERIES} queries come; of a trace all)",
+    )
     whole: dict[str, Any] = {"type": numbers, "metavar": "N,N"}
     add("--ranks", **whole, default=[1, 2, 4, 8], help="values of tensor_parallel_size to try")
     add("--budgets", **whole, default=[2048, 8192, 16384], help="values of max_num_batched_tokens to try")
@@ -144,7 +150,8 @@ def run_simulate(args: argparse.Namespace) -> None:
     scaling = None
     if args.max_replicas is not None:
         scaling = Autoscaling(max_replicas=args.max_replicas, **{name: getattr(args, name) for name in SCALING})
-    start = {"replicas": args.replicas, "startup_seconds": args.startup_seconds}
+    least = 1 if scaling is None else scaling.min_replicas
+    start = {"replicas": least if args.replicas is None else args.replicas, "startup_seconds": args.startup_seconds}
     chosen = scenario(args, **start, autoscaling=scaling, deaths=tuple(args.die))
     described = chosen.described()
     print(f"{described['model']} on {described['card']}: {described['costs']}")
@@ -163,11 +170,14 @@ def run_simulate(args: argparse.Namespace) -> None:
 def run_plan(args: argparse.Namespace) -> None:
     check_writable(args.json)
     target = Target(args.target_first, args.target_gap, args.percentile)
+    if args.seconds is None and args.rate:
+        args.seconds = max(30.0, LEAST_QUERIES / args.rate)
     chosen = scenario(args)
     guesses = [None] if chosen.engine.speculative is None else [None, chosen.engine.speculative]
+    possible, not_tried = possible_ranks(chosen, args.ranks)
     set_ups = [
         SetUp(ranks, budget, block_size, guessing)
-        for ranks in possible_ranks(chosen, args.ranks)
+        for ranks in possible
         for budget in args.budgets
         for block_size in args.block_sizes
         for guessing in guesses
@@ -180,25 +190,28 @@ def run_plan(args: argparse.Namespace) -> None:
     print(f"    {found.best.numbers(target)}")
     for outcome, why in found.others:
         print(f"not {outcome.replicas} x {outcome.set_up}: {why}\n    {outcome.numbers(target)}")
+    for why in not_tried:
+        print(f"not tried: {why}")
     if args.json is not None:
-        others = [asdict(outcome) | {"num_gpus": outcome.num_gpus, "why_not": why} for outcome, why in found.others]
-        best = asdict(found.best) | {"num_gpus": found.best.num_gpus}
-        told = {"scenario": described, "target": asdict(target), "best": best, "others": others}
+        others = [outcome.as_json() | {"why_not": why} for outcome, why in found.others]
+        told = {"scenario": described, "target": asdict(target), "best": found.best.as_json(), "others": others}
+        told["not_tried"] = not_tried
         args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
-def possible_ranks(chosen: Scenario, wanted: list[int]) -> list[int]:
-    """Those for which there are costs. Raises ValueError, with the reason, if there are none for any."""
-    good, why = [], ""
+def possible_ranks(chosen: Scenario, wanted: list[int]) -> tuple[list[int], list[str]]:
+    """Those for which there are costs, and why there are none for the others. Raises ValueError if there are none at
+    all."""
+    good, why = [], []
     for ranks in wanted:
         try:
             _ = replace(chosen, engine=replace(chosen.engine, tensor_parallel_size=ranks)).costs
             good.append(ranks)
         except ValueError as error:
-            why = why or str(error)
+            why.append(str(error))
     if not good:
-        raise ValueError(why)
-    return good
+        raise ValueError(why[0])
+    return good, why
 
 
 @contextmanager

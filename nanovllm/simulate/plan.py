@@ -6,10 +6,11 @@ then simulated for longer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
+from nanovllm.simulate.report import MOST_GROWTH, number
 from nanovllm.simulate.scenario import Scenario
 
 LONGER = 4  # times as many queries for the best set-ups
@@ -67,7 +68,8 @@ class Outcome:
     replicas: int
     first: float
     gap: float
-    share_refused: float  # of the queries
+    share_unserved: float  # of the queries: refused, too long, or cut short
+    growth: float = 0.0  # of first tokens over time: see `Timeline.growth`
 
     @property
     def num_gpus(self) -> int:
@@ -76,7 +78,8 @@ class Outcome:
     def excess(self, target: Target) -> float:
         """How much of what is allowed was used, by the worst of the target's parts: up to 1 is good."""
         allowed = 1 - target.percentile / 100
-        return max([self.share_refused / allowed, *(getattr(self, name) / limit for name, limit in target.parts())])
+        unserved, growth = self.share_unserved / allowed, self.growth / MOST_GROWTH
+        return max([unserved, growth, *(getattr(self, name) / limit for name, limit in target.parts())])
 
     def numbers(self, target: Target) -> str:
         names = {"first": "first token", "gap": "gap"}
@@ -84,8 +87,16 @@ class Outcome:
             f"p{target.percentile:g} {names[name]} {1e3 * getattr(self, name):.1f} ms (target {1e3 * limit:g})"
             for name, limit in target.parts()
         ]
-        said += [f"{100 * self.share_refused:.1f}% refused"] if self.share_refused else []
+        if self.share_unserved:
+            said.append(f"{100 * self.share_unserved:.1f}% refused, too long or cut short")
+        if self.growth > MOST_GROWTH:
+            said.append(f"first tokens come later by {1e3 * self.growth:.0f} ms per second")
         return ", ".join(said)
+
+    def as_json(self) -> dict[str, Any]:
+        """None for a time where no query was finished."""
+        times = {name: number(getattr(self, name)) for name in ("first", "gap")}
+        return asdict(self) | times | {"num_gpus": self.num_gpus}
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,7 @@ class Planner:
     max_gpus: int = 256
     on_trial: Callable[[str], None] = lambda said: None  # told what is being simulated
     num_trials: int = field(default=0, init=False)
-    _known: dict[tuple[SetUp, int], Outcome] = field(default_factory=dict, init=False)
+    _known: dict[tuple[SetUp, int, bool], Outcome] = field(default_factory=dict, init=False)
 
     def find(self) -> Plan:
         """Raises ValueError if no number of GPUs up to `max_gpus` meets the target, with what comes nearest."""
@@ -117,14 +128,17 @@ class Planner:
             if self._good(outcome):
                 best = min(best, outcome.num_gpus)
         found.sort(key=self._rank)
-        if not self._good(found[0]):
-            raise ValueError(
-                f"no plan: the nearest, {found[0].set_up} with {found[0].num_gpus} GPUs, has "
-                f"{found[0].numbers(self.target)}; raise the target or max_gpus={self.max_gpus}"
-            )
-        finalists = sorted((self._confirmed(o) for o in found[: NUM_OTHERS + 1] if self._good(o)), key=self._rank)
-        others = [*finalists[1:], *(o for o in found if o.set_up not in {f.set_up for f in finalists})][:NUM_OTHERS]
+        if self._good(found[0]):
+            finalists = sorted((self._confirmed(o) for o in found[: NUM_OTHERS + 1] if self._good(o)), key=self._rank)
+        else:
+            finalists = found[:1]
         winner = finalists[0]
+        if not self._good(winner):
+            raise ValueError(
+                f"no plan: the nearest, {winner.set_up} with {winner.num_gpus} GPUs, has "
+                f"{winner.numbers(self.target)}; raise the target or max_gpus={self.max_gpus}"
+            )
+        others = [*finalists[1:], *(o for o in found if o.set_up not in {f.set_up for f in finalists})][:NUM_OTHERS]
         chosen = with_set_up(self.scenario, winner.set_up, winner.replicas)
         return Plan(winner, [(o, self._why(o, winner)) for o in others], chosen)
 
@@ -151,27 +165,30 @@ class Planner:
             return self._trial(set_up, 1)
         if not self._good(quiet := self._quiet(set_up)):
             return quiet
-        low, high = self._between(set_up, most)
+        if most == self.max_gpus // set_up.tensor_parallel_size:
+            return self._upwards(set_up, 1, most)
+        if not self._good(outcome := self._trial(set_up, most)):
+            return outcome
+        high, step = most, 1
+        while high > 1 and self._good(self._trial(set_up, max(1, high - step))):
+            high, step = max(1, high - step), 2 * step
+        return self._bisected(set_up, max(0, high - step), high)
+
+    def _upwards(self, set_up: SetUp, least: int, most: int, longer: bool = False) -> Outcome:
+        """The fewest replicas that meet the target, from `least` to `most`; if none do, what `most` brought."""
+        low, high, step = least - 1, least, 1
+        while not self._good(outcome := self._trial(set_up, high, longer)):
+            if high == most:
+                return outcome
+            low, high, step = high, min(high + step, most), 2 * step
+        return self._bisected(set_up, low, high, longer)
+
+    def _bisected(self, set_up: SetUp, low: int, high: int, longer: bool = False) -> Outcome:
+        """The fewest replicas that meet the target, where `low` (or 0) do not and `high` do."""
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._good(self._trial(set_up, middle)) else (middle, high)
-        return self._trial(set_up, high)
-
-    def _between(self, set_up: SetUp, most: int) -> tuple[int, int]:
-        """Replicas that do not suffice, or 0, and more that do, in growing distance: up from 1 as long as nothing is
-        known, else down from what another set-up needs. If `most` do not suffice, that number twice."""
-        step = 1
-        if most < self.max_gpus // set_up.tensor_parallel_size:
-            if not self._good(self._trial(set_up, most)):
-                return most, most
-            high = most
-            while high > 1 and self._good(self._trial(set_up, max(1, high - step))):
-                high, step = max(1, high - step), 2 * step
-            return max(0, high - step), high
-        low = 0
-        while step < most and not self._good(self._trial(set_up, step)):
-            low, step = step, min(2 * step, most)
-        return (low, step) if self._good(self._trial(set_up, step)) else (step, step)
+            low, high = (low, middle) if self._good(self._trial(set_up, middle, longer)) else (middle, high)
+        return self._trial(set_up, high, longer)
 
     def _quiet(self, set_up: SetUp) -> Outcome:
         """What a query finds that is alone. Where this misses the target, more replicas do not help."""
@@ -183,20 +200,19 @@ class Planner:
 
     def _confirmed(self, outcome: Outcome) -> Outcome:
         """The same with more queries, and more replicas if it takes these."""
-        workload = self.scenario.workload
-        seconds = None if workload.seconds is None else LONGER * workload.seconds
-        queries = None if workload.queries is None else LONGER * workload.queries
-        longer = replace(self.scenario, workload=replace(workload, seconds=seconds, queries=queries))
-        for replicas in range(outcome.replicas, outcome.replicas + 3):
-            outcome = self._simulate(outcome.set_up, replicas, longer)
-            if self._good(outcome):
-                break
-        return outcome
+        most = max(outcome.replicas, self.max_gpus // outcome.set_up.tensor_parallel_size)
+        return self._upwards(outcome.set_up, outcome.replicas, most, longer=True)
 
-    def _trial(self, set_up: SetUp, replicas: int) -> Outcome:
-        if (set_up, replicas) not in self._known:
-            self._known[set_up, replicas] = self._simulate(set_up, replicas, self.scenario)
-        return self._known[set_up, replicas]
+    def _trial(self, set_up: SetUp, replicas: int, longer: bool = False) -> Outcome:
+        key = set_up, replicas, longer
+        if key not in self._known:
+            scenario = self.scenario
+            if longer:
+                ends = {name: getattr(scenario.workload, name) for name in ("seconds", "queries")}
+                ends = {name: end and LONGER * end for name, end in ends.items()}
+                scenario = replace(scenario, workload=replace(scenario.workload, **ends))
+            self._known[key] = self._simulate(set_up, replicas, scenario)
+        return self._known[key]
 
     def _simulate(self, set_up: SetUp, replicas: int, scenario: Scenario) -> Outcome:
         self.num_trials += 1
@@ -205,8 +221,11 @@ class Planner:
         first, gap = statistics.first_token.percentile(percentile), statistics.gap.percentile(percentile)
         if not statistics.num_finished:
             first = gap = inf
-        refused = statistics.num_refused / max(1, statistics.num_sent)
-        return Outcome(set_up, replicas, first, 0.0 if gap != gap else gap, refused)
+        unserved = statistics.num_refused + statistics.num_too_long + statistics.num_cut_short
+        share = unserved / max(1, statistics.num_sent)
+        # A trace ends by itself: who is served late in its rush hour is served.
+        growth = statistics.timeline.growth if scenario.workload.replay is None else 0.0
+        return Outcome(set_up, replicas, first, 0.0 if gap != gap else gap, share, growth)
 
 
 def with_set_up(scenario: Scenario, set_up: SetUp, replicas: int) -> Scenario:

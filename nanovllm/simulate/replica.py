@@ -181,7 +181,8 @@ class Replica:
         self._num_idle_turns = 0
         self.block_seconds = 0.0  # blocks in use, summed over time
         self.most_blocks = 0
-        self._counted_until = 0.0
+        self._blocks_before = 0  # in use when the last turn was over
+        self._turn_began = 0.0
 
     @property
     def num_blocks_in_use(self) -> int:
@@ -208,6 +209,7 @@ class Replica:
         self._load, self._num_arrived = (engine.num_waiting, engine.num_free_seats), 0
         if not engine.has_unfinished():
             return None
+        self._turn_began = now
         idle = max(0.0, now - self.clock.now)
         self.clock.wait_until(now)
         self.clock.now += self._to_take_in + self.intake.wake_seconds(idle)
@@ -222,10 +224,11 @@ class Replica:
     def end_turn(self, now: float, gaps: Histogram) -> list[Job]:
         """Take note of what the turn brought; returns the jobs that are over. Times between tokens go to `gaps`."""
         self.in_turn = False
-        in_use = self.num_blocks_in_use
-        self.block_seconds += in_use * (now - self._counted_until)
+        # Who is finished at the end of a turn held blocks until then; who joined in it holds them now.
+        in_use = max(self._blocks_before, self.num_blocks_in_use)
+        self._blocks_before = self.num_blocks_in_use
+        self.block_seconds += in_use * (now - self._turn_began)
         self.most_blocks = max(self.most_blocks, in_use)
-        self._counted_until = now
         delivered = self.executor.delivered
         if delivered:
             self._note_tokens(delivered, now, gaps)

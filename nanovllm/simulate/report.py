@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import isnan, nan
+from math import isfinite, nan
 from typing import Any
 
 from nanovllm.simulate.histogram import Histogram
 from nanovllm.simulate.replica import Job, Replica
 
 PERCENTILES = (50, 90, 99)
+MOST_GROWTH = 0.01  # of `Timeline.growth`: where first tokens come later by more, the queue has no end
 
 
 @dataclass(slots=True)
@@ -18,6 +19,17 @@ class Bin:
     arrivals: int = 0
     most_open: int = 0  # queries that were not over
     replicas: int = 0  # that served, at the last arrival
+    finished: int = 0  # of the queries that arrived, those that have their answer
+    first_token: float = 0.0  # sum of their times to the first token, in seconds
+
+    def __add__(self, later: "Bin") -> "Bin":
+        return Bin(
+            self.arrivals + later.arrivals,
+            max(self.most_open, later.most_open),
+            max(self.replicas, later.replicas),
+            self.finished + later.finished,
+            self.first_token + later.first_token,
+        )
 
 
 class Timeline:
@@ -33,10 +45,7 @@ class Timeline:
         """A query has arrived."""
         while time >= self.MOST * self.width:
             pairs = zip_longest(self.bins[::2], self.bins[1::2], fillvalue=Bin())
-            self.bins = [
-                Bin(a.arrivals + b.arrivals, max(a.most_open, b.most_open), max(a.replicas, b.replicas))
-                for a, b in pairs
-            ]
+            self.bins = [a + b for a, b in pairs]
             self.width *= 2
         while len(self.bins) <= time / self.width:
             self.bins.append(Bin(replicas=num_replicas))
@@ -44,6 +53,24 @@ class Timeline:
         bin.arrivals += 1
         bin.most_open = max(bin.most_open, num_open)
         bin.replicas = num_replicas
+
+    def finished(self, time: float, first_token: float) -> None:
+        """A query that arrived at `time` has its answer, and had its first token after so many seconds."""
+        bin = self.bins[int(time / self.width)]
+        bin.finished += 1
+        bin.first_token += first_token
+
+    @property
+    def growth(self) -> float:
+        """Seconds by which first tokens come later with each second of arrivals: the slope of a line of least squares.
+
+        With p% more load than can be served that is about p / 100, and in a steady state near 0.
+        """
+        bins = [((i + 0.5) * self.width, bin) for i, bin in enumerate(self.bins) if bin.finished]
+        number = sum(bin.finished for _, bin in bins) or nan
+        middle = sum(time * bin.finished for time, bin in bins) / number
+        spread = sum(bin.finished * (time - middle) ** 2 for time, bin in bins)
+        return sum(bin.first_token * (time - middle) for time, bin in bins) / spread if spread else 0.0
 
 
 class Statistics:
@@ -61,6 +88,7 @@ class Statistics:
         self.num_finished = 0
         self.num_refused = 0  # for good
         self.num_too_long = 0
+        self.num_cut_short = 0  # finished with fewer tokens than asked for, at max_model_len
         self.num_retries = 0  # sent again after a refusal
         self.num_resent = 0  # sent again after a replica's death
         self.num_good = 0
@@ -85,6 +113,7 @@ class Statistics:
         self.num_preemptions = 0
         self.num_steps = 0
         self.most_replicas = 0
+        self.num_deaths = 0
         self.longest_router_queue = 0
         self.queries_by_replica: dict[int, int] = {}
 
@@ -93,11 +122,13 @@ class Statistics:
         query = job.query
         first, num_tokens = job.first_token_time - query.time, job.num_delivered
         self.num_finished += 1
+        self.num_cut_short += num_tokens < query.max_tokens
         self.num_prompt_tokens += len(query.prompt)
         self.num_cached_tokens += job.seq.num_cached_tokens
         self.num_output_tokens += num_tokens
         self.num_preemptions += job.seq.num_preemptions
         self.first_token.add(first)
+        self.timeline.finished(query.time, first)
         self.whole.add(job.finished_time - query.time)
         good = self.target_first is None or first <= self.target_first
         if num_tokens > 1:
@@ -126,6 +157,7 @@ class Statistics:
                 "finished": self.num_finished,
                 "refused": self.num_refused,
                 "too_long": self.num_too_long,
+                "cut_short": self.num_cut_short,
                 "retries": self.num_retries,
                 "resent_after_death": self.num_resent,
             },
@@ -145,12 +177,14 @@ class Statistics:
                 "cached_share": number(self.num_cached_tokens / (self.num_prompt_tokens or nan)),
             },
             "first_token_seconds": summary(self.first_token),
+            "first_token_growth": self.timeline.growth,
             "gap_seconds": summary(self.gap),
             "token_seconds": summary(self.token),
             "whole_seconds": summary(self.whole),
             "replicas": {
                 "mean": number(self.replica_seconds / seconds),
                 "most": self.most_replicas,
+                "deaths": self.num_deaths,
                 "gpu_hours": self.replica_seconds * ranks / 3600,
                 "busy_share": number(self.busy_seconds / (self.replica_seconds or nan)),
                 "mean_kv_occupancy": number(self.block_seconds / (self.pool_block_seconds or nan)),
@@ -165,8 +199,8 @@ class Statistics:
 
 
 def number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return None if isnan(value) else value
+    """JSON has neither NaN nor infinity."""
+    return value if isfinite(value) else None
 
 
 def summary(times: Histogram) -> dict[str, float | None]:
@@ -179,13 +213,13 @@ def table(report: dict[str, Any]) -> str:
     queries, tokens, replicas, good = (report[name] for name in ("queries", "tokens", "replicas", "goodput"))
     lines = [
         f"queries      {queries['finished']:,} of {queries['sent']:,} finished in {report['seconds']:,.1f} s, "
-        f"{queries['refused']:,} refused, {queries['too_long']:,} too long; {queries['retries']:,} retries, "
-        f"{queries['resent_after_death']:,} sent again after a death",
+        f"{queries['refused']:,} refused, {queries['too_long']:,} too long, {queries['cut_short']:,} cut short; "
+        f"{queries['retries']:,} retries, {queries['resent_after_death']:,} sent again after a death",
         f"throughput   {said(report['queries_per_second'])} queries/s, {said(tokens['output_per_second'], 0)} output "
         f"tokens/s; {percent(tokens['cached_share'])} of prompt tokens cached",
         f"goodput      {said(good['queries_per_second'])} queries/s, {percent(good['share'])} of all: {targets(good)}",
-        f"replicas     {said(replicas['mean'], 1)} on average, {replicas['most']} at most, {replicas['gpu_hours']:.2f} "
-        f"GPU hours; devices busy {percent(replicas['busy_share'])}; "
+        f"replicas     {said(replicas['mean'], 1)} on average, {replicas['most']} at most, {replicas['deaths']} died, "
+        f"{replicas['gpu_hours']:.2f} GPU hours; devices busy {percent(replicas['busy_share'])}; "
         f"{said(replicas['tokens_per_step'], 1)} tokens per step",
         f"KV blocks    {percent(replicas['mean_kv_occupancy'])} in use on average, "
         f"{percent(replicas['largest_kv_occupancy'])} at most; {replicas['preemptions']:,} preemptions",
@@ -201,6 +235,8 @@ def table(report: dict[str, Any]) -> str:
     for name, key in rows.items():
         cells = "".join(f"{said(None if v is None else 1e3 * v, 1):>10}" for v in report[key].values())
         lines.append(f"{name:<24}{cells}")
+    if (growth := report["first_token_growth"]) > MOST_GROWTH:
+        lines += ["", f"no steady state: first tokens came later and later, by {1e3 * growth:.0f} ms per second"]
     return "\n".join(lines)
 
 

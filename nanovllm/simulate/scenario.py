@@ -55,6 +55,11 @@ class Scenario:
         for name in "kv_cache_dtype", "quantization", "enable_expert_parallel":
             if (value := getattr(self.engine, name)) != getattr(EngineConfig, name):
                 raise ValueError(f"{name}={value!r} cannot be simulated; leave {name} out")
+        if self.engine.speculation and self.engine.speculation.method == "draft":
+            raise ValueError(
+                f"speculative={self.engine.speculative} cannot be simulated, since no card knows what a draft model "
+                'costs; choose {"method": "ngram"}'
+            )
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance must be from 0 to 1; got {self.acceptance!r}")
         if self.max_queue is not None and self.max_queue < 1:
@@ -124,10 +129,11 @@ class Scenario:
             "measured": self.costs.measured,
             "engine": {name: getattr(config, name) for name in ENGINE_OPTIONS},
             "clients": {name: told(value) for name, value in vars(self.workload).items()},
-            "max_retries": fleet.max_retries,
+            **{name: value for name, value in vars(fleet).items() if name not in ("autoscaling", "server")},
+            "autoscaling": fleet.autoscaling and vars(fleet.autoscaling),
             "with_server": self.with_server,
             "max_queue": self.max_queue,
-            "replicas": fleet.replicas,
+            "acceptance": self.acceptance,
             "router": self.router,
             "router_kwargs": dict(self.router_kwargs),
             "seed": self.seed,

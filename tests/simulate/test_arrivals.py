@@ -2,6 +2,7 @@
 
 import random
 import statistics
+import time
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -119,11 +120,33 @@ def test_burst_gpts_trace(tmp_path: Path) -> None:
     assert [q.session for q in replay(tmp_path / "t.csv", older)] == [None]
 
 
+def test_a_trace_with_gaps(tmp_path: Path) -> None:
+    """Empty lines and empty fields, and numbers as a table program writes them."""
+    text = BURST_GPT.replace("472,18", "472.0,18.0").replace("\n45", "\n\n45") + "46,a,,ChatGPT,12,,12,API log\n\n"
+    assert [(q.time, len(q.prompt)) for q in replay(tmp_path / "t.csv", text)] == [(0, 472), (1.5, 30), (40, 1087)]
+
+
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="Windows cannot change the time zone of a process")
+def test_a_trace_is_the_same_in_all_time_zones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the clocks change there, as on this day in New York."""
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-03-10 01:59:59,374,44\n2024-03-10 03:00:01,396,109\n"
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        assert [q.time for q in replay(tmp_path / "t.csv", text)] == [0.0, 3602.0]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("a,b\n1,2\n", "no column contexttokens or requesttokens; known are Azure's"),
-        (AZURE.replace("396", "many"), "line 3: invalid literal for int"),
+        (AZURE.replace("396", "many"), "line 3: could not convert string to float: 'many'"),
+        (AZURE.replace("396", "39.6"), "line 3: '39.6' is no number of tokens"),
+        (BURST_GPT.replace("6.5", "nan"), "line 3: 'nan' is no time"),
+        (BURST_GPT.replace("45", "inf"), "line 5: 'inf' is no time"),
         (AZURE.replace("2023-11-16 18:15:50.9951690", "soon"), "line 3: Invalid isoformat string: 'soon'"),
         (AZURE.replace("18:16:51", "18:14:51"), "line 4: earlier than the line above; sort the file"),
         ("", "no column"),

@@ -8,6 +8,7 @@ import pytest
 
 from nanovllm.cli import main
 from nanovllm.simulate.options import seconds
+from nanovllm.simulate.plan import Planner
 
 SMALL = ["--card", "h200", "--rate", "200", "--prompt-tokens", "uniform:50,400", "--output-tokens", "30"]
 SIMULATE = ["simulate", "Qwen3-0.6B", *SMALL, "--queries", "60"]
@@ -56,11 +57,41 @@ def test_a_plan_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert told["scenario"]["ray"]["num_replicas"] == 1
 
 
+def test_a_plan_says_what_it_did_not_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    options = ["--target-first", "1", "--seconds", "0.2", "--budgets", "8192", "--ranks", "1,8", "--json", str(out)]
+    assert main(["plan", "Qwen3-0.6B", *SMALL, *options]) == 0
+    assert "not tried: tensor_parallel_size=8: sums over so many ranks were not measured" in capsys.readouterr().out
+    assert len(json.loads(out.read_text())["not_tried"]) == 1
+
+
+@pytest.mark.parametrize(("rate", "expected"), [("20", 30.0), ("3", 100.0)])
+def test_a_plan_simulates_enough_queries(rate: str, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float | None] = []
+
+    def find(planner: Planner) -> None:
+        seen.append(planner.scenario.workload.seconds)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(Planner, "find", find)
+    main(["plan", "Qwen3-0.6B", "--card", "h200", "--target-first", "1", "--rate", rate])
+    assert seen == [expected]
+
+
 def test_replicas_that_die_and_scale(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--die", "100ms:0", "--startup-seconds", "0.1", "--max-replicas", "3", "--upscale-delay-s", "0"]
     assert main([*SIMULATE, *options, "--target-ongoing-requests", "1"]) == 0
     said = capsys.readouterr().out
-    assert "60 of 60 finished" in said and " 0 sent again" not in said
+    assert "60 of 60 finished" in said and " 0 sent again" not in said and " 1 died" in said
+
+
+def test_json_has_all_that_a_simulation_depends_on(tmp_path: Path) -> None:
+    options = ["--die", "100ms:0", "--startup-seconds", "0.1", "--max-replicas", "3", "--min-replicas", "2"]
+    assert main([*SIMULATE, *options, "--acceptance", "0.5", "--json", str(tmp_path / "out.json")]) == 0
+    told = json.loads((tmp_path / "out.json").read_text())["scenario"]
+    assert told["replicas"] == told["ray"]["autoscaling_config"]["initial_replicas"] == 2, "the least, as Ray has it"
+    assert told["deaths"] == [[0.1, 0]] and told["startup_seconds"] == 0.1 and told["acceptance"] == 0.5
+    assert told["autoscaling"]["max_replicas"] == 3
 
 
 @pytest.mark.parametrize(
@@ -77,6 +108,7 @@ def test_replicas_that_die_and_scale(capsys: pytest.CaptureFixture[str]) -> None
         ([*SIMULATE, "--max-num-seqs", "0"], "max_num_seqs must be at least 1; got 0"),
         ([*SIMULATE, "--router-kwargs", '{"pull": 1}'], "router_kwargs of two-choices"),
         ([*SIMULATE, "--max-replicas", "2", "--min-replicas", "3"], "min_replicas=3 and max_replicas=2"),
+        ([*SIMULATE, "--max-replicas", "2", "--replicas", "3"], "replicas=3 must be from min_replicas=1 to max_replic"),
         ([*SIMULATE, "--json", "/no/such/place.json"], "there is no directory /no/such"),
         (["plan", "Qwen3-0.6B", *SMALL], "a plan needs target_first or target_gap, such as --target-first 200ms"),
         (["plan", "Qwen3-0.6B", *SMALL, "--target-gap", "1", "--ranks", "3"], "tensor_parallel_size=3 does not fit"),

@@ -281,7 +281,15 @@ def test_another_model_costs_in_proportion(cards: Path, tmp_path: Path) -> None:
     needs, more = Needs(SMALL, 2), Needs(replace(SMALL, num_hidden_layers=8), 2)
     rest = KNOWN.device["step"] - needs.weight_bytes / 1e9
     assert found.time.device["step"] == pytest.approx(more.weight_bytes / 1e9 + 2 * rest)
-    assert found.kv_tokens == (10_000 * needs.key_bytes + needs.weight_bytes - more.weight_bytes) // more.key_bytes
+    assert found.kv_tokens == (10_000 * needs.key_bytes + needs.memory_bytes - more.memory_bytes) // more.key_bytes
+
+
+def test_an_embedding_takes_memory_even_if_no_step_reads_it_whole(cards: Path, tmp_path: Path) -> None:
+    two = replace(SMALL, tie_word_embeddings=False)
+    found = load_costs("x1", write_config(tmp_path / "two", two))
+    embedding = 2 * SMALL.vocab_size * SMALL.hidden_size
+    assert found.kv_tokens == 10_000 - embedding // Needs(SMALL, 2).key_bytes
+    assert found.time.device["step"] == pytest.approx(KNOWN.device["step"])
 
 
 def test_experts_are_read_as_tokens_choose_them(cards: Path, tmp_path: Path) -> None:

@@ -59,6 +59,14 @@ def test_every_query_ends_once(router: str) -> None:
         at(time, call, argument)
 
     simulated._at = watched  # type: ignore[method-assign]
+    add = stats.timeline.add
+
+    def counted(time: float, num_open: int, num_replicas: int) -> None:
+        over = stats.num_finished + stats.num_refused + stats.num_too_long
+        assert num_open == stats.num_sent - over, "who thinks about the next turn is not in the system"
+        add(time, num_open, num_replicas)
+
+    stats.timeline.add = counted  # type: ignore[method-assign]
     simulated.run()
     assert times == sorted(times)
     assert stats.num_resent > 0 and stats.num_refused > 0 and stats.num_lost_tokens > 0, "else this would prove little"
@@ -156,6 +164,47 @@ def test_a_text_that_is_too_long_is_counted_and_not_sent_again() -> None:
     assert stats.num_too_long > 10 and stats.num_finished == 50 - stats.num_too_long and stats.num_retries == 0
 
 
+def test_an_answer_that_reaches_the_models_limit_is_cut_short() -> None:
+    lengths: dict[str, Any] = {"prompt_tokens": Lengths.parse("uniform:1900,2000")}
+    lengths |= {"output_tokens": Lengths.parse("100")}
+    stats = fleet(synthetic(queries=20, **lengths)).run()
+    assert stats.num_finished == 20 and 0 < stats.num_cut_short < 20
+    whole = [query for query in synthetic(queries=20, **lengths).queries() if len(query.prompt) + 100 <= 2048]
+    assert stats.num_cut_short == 20 - len(whole)
+    assert f"{stats.num_cut_short} cut short" in table(stats.report())
+
+
+@pytest.mark.parametrize(("load", "growth"), [(0.5, 0.0), (0.8, 0.0), (1.05, 0.05), (1.5, 0.5)])
+def test_a_queue_without_end_is_seen(load: float, growth: float) -> None:
+    """One server, constant service: beyond its capacity first tokens come later by what is too much."""
+    costs = Linear(step=0.9, host=0.1, decode=0.0, key=0.0, prompt_token=0.0)
+    one = Lengths.parse("1")
+    workload = synthetic(rate=load, queries=400, prompt_tokens=one, output_tokens=one)
+    report = fleet(workload, engine=config(max_num_seqs=1, async_scheduling=False), costs=costs).run().report()
+    assert report["first_token_growth"] == pytest.approx(growth, abs=0.006)
+    assert ("no steady state" in table(report)) == (growth > 0)
+
+
+def test_the_mean_of_blocks_in_use_is_that_of_littles_law() -> None:
+    """Also where a replica is idle most of the time, and where answers have one token."""
+    for output, rate in (("1", 1.0), ("60", 1.0), ("60", 40.0)):
+        lengths: dict[str, Any] = {"prompt_tokens": Lengths.parse("256"), "output_tokens": Lengths.parse(output)}
+        stats = fleet(synthetic(rate=rate, queries=100, **lengths), engine=config(max_num_batched_tokens=512)).run()
+        blocks = (256 + int(output) / 2) / 16  # of a query, on average over its time
+        assert stats.block_seconds == pytest.approx(blocks * stats.whole.total, rel=0.1), (output, rate)
+
+
+def test_a_replica_that_dies_while_it_starts_starts_anew() -> None:
+    def run(*deaths: tuple[float, int]) -> Statistics:
+        return fleet(synthetic(rate=60.0), deaths=deaths, startup_seconds=2.0).run()
+
+    once, twice, nobody = run((1.0, 0)), run((1.0, 0), (2.5, 1)), run((1.0, 0), (2.5, 9))
+    assert (once.num_deaths, twice.num_deaths, nobody.num_deaths) == (1, 2, 1)
+    assert twice.first_token.largest == pytest.approx(once.first_token.largest + 1.5, abs=0.3)
+    assert nobody.report() == once.report()
+    assert twice.replica_seconds == pytest.approx(twice.seconds), "one was there, or started, at any time"
+
+
 def grows(**options: Any) -> tuple[Fleet, list[tuple[float, int]]]:
     """A fleet under a load that begins at once and ends; and when it had how many replicas."""
     rule = Autoscaling(**{"max_replicas": 4, "target_ongoing_requests": 4, "look_back_period_s": 2.0} | options)
@@ -192,6 +241,10 @@ def test_replicas_that_are_too_many_finish_what_they_have() -> None:
         ({"replicas": 0}, "replicas must be at least 1; got 0"),
         ({"startup_seconds": -1.0}, "startup_seconds must be at least 0; got -1.0"),
         ({"max_ongoing_requests": 0}, "max_ongoing_requests must be at least 1"),
+        (
+            {"replicas": 3, "autoscaling": Autoscaling(max_replicas=2)},
+            "replicas=3 must be from min_replicas=1 to max_re",
+        ),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], complaint: str) -> None:

@@ -1,5 +1,6 @@
 """The plan is the fewest GPUs, and says why the others lose."""
 
+import json
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -40,6 +41,11 @@ def test_what_no_card_knows_the_cost_of_is_not_simulated(scenario: Scenario, opt
         replace(scenario, engine=EngineConfig(**option))
 
 
+def test_a_draft_model_is_not_simulated_as_if_it_cost_nothing(scenario: Scenario) -> None:
+    with pytest.raises(ValueError, match="no card knows what a draft model costs; choose"):
+        replace(scenario, engine=EngineConfig(speculative={"model": "large", "k": 4}))
+
+
 ONE, TWO = SetUp(1, 256, 16), SetUp(2, 256, 16)
 
 
@@ -73,6 +79,47 @@ def test_what_no_number_of_gpus_can_do_is_said(scenario: Scenario) -> None:
     assert planner.num_trials == 2, "a query that is alone tells"
 
 
+def test_a_target_that_is_met_only_while_the_queue_is_short_is_not_met(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an overloaded replica: a simulation that is short enough ends before anybody waits for too long."""
+    monkeypatch.setattr(scenarios, "load_costs", lambda card, model, ranks: Card(slower=20.0))
+    workload = replace(scenario.workload, rate=8.0, queries=None, seconds=15.0)
+    slow = replace(scenario, workload=workload, engine=EngineConfig(max_num_seqs=8))
+    target = Target(60.0, None, 90.0)
+    planner = Planner(slow, target, [ONE])
+    plan, alone = planner.find(), planner._trial(ONE, 1, longer=True)
+    assert alone.first < 60.0 and alone.growth > 0.2 and alone.excess(target) > 1
+    assert plan.best.replicas > 1 and plan.best.growth < 0.01
+    assert "first tokens come later by" in alone.numbers(target)
+
+
+def made_up(scenario: Scenario, max_gpus: int) -> Planner:
+    """Three replicas seem to do, and seven do."""
+    planner = Planner(scenario, Target(0.1, None, 90.0), [ONE], max_gpus)
+
+    def simulate(set_up: SetUp, replicas: int, simulated: Scenario) -> Outcome:
+        longer = (simulated.workload.queries or 0) > 100
+        return Outcome(set_up, replicas, 0.05 if replicas >= (7 if longer else 3) else 0.2, 0.0, 0.0)
+
+    planner._quiet = lambda set_up: Outcome(set_up, 1, 0.01, 0.0, 0.0)  # type: ignore[method-assign]
+    planner._simulate = simulate  # type: ignore[method-assign, assignment]
+    return planner
+
+
+def test_the_plan_holds_in_the_longer_simulation(scenario: Scenario) -> None:
+    assert made_up(scenario, 256).find().best.replicas == 7
+    with pytest.raises(ValueError, match=r"no plan: the nearest, .* with 5 GPUs, has p90 first token 200"):
+        made_up(scenario, 5).find()
+
+
+def test_queries_that_are_too_long_are_not_served(scenario: Scenario) -> None:
+    planner = Planner(replace(scenario, engine=EngineConfig(max_model_len=200)), Target(1.0, None, 90.0), [ONE])
+    assert planner._trial(ONE, 1).share_unserved == pytest.approx(120 / 280, abs=0.1)
+    with pytest.raises(ValueError, match="% refused, too long or cut short"):
+        planner.find()
+
+
 def test_too_few_gpus(scenario: Scenario) -> None:
     with pytest.raises(ValueError, match="raise the target or max_gpus=1"):
         Planner(scenario, Target(0.01, None), [ONE], max_gpus=1).find()
@@ -91,10 +138,18 @@ def test_targets_that_make_no_sense(values: tuple[Any, ...], complaint: str) -> 
         Target(*values)
 
 
+def test_an_outcome_without_a_query_is_json() -> None:
+    told = json.loads(json.dumps(Outcome(ONE, 2, inf, inf, 1.0).as_json(), allow_nan=False))
+    assert told["first"] is told["gap"] is None and told["num_gpus"] == 2
+
+
 def test_an_outcome_is_as_bad_as_its_worst_part() -> None:
     target = Target(0.2, 0.02, 99.0)
     assert Outcome(ONE, 3, 0.1, 0.03, 0.0).excess(target) == pytest.approx(1.5)
     assert Outcome(ONE, 3, 0.1, 0.01, 0.02).excess(target) == pytest.approx(2.0), "2% are refused, and 1% may be late"
     assert Outcome(TWO, 3, inf, 0.0, 1.0).excess(target) == inf and Outcome(TWO, 3, 0, 0, 0).num_gpus == 6
     said = Outcome(ONE, 3, 0.1, 0.03, 0.02).numbers(target)
-    assert said == "p99 first token 100.0 ms (target 200), p99 gap 30.0 ms (target 20), 2.0% refused"
+    assert (
+        said
+        == "p99 first token 100.0 ms (target 200), p99 gap 30.0 ms (target 20), 2.0% refused, too long or cut short"
+    )
