@@ -24,7 +24,7 @@ from nanovllm.kernels import FP8, has_bfloat16, has_fp8
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.layers.norm import OffsetRMSNorm
-from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids, weight_files
+from nanovllm.models.checkpoint import find_checkpoint, read_eos_token_ids, read_json, weight_files
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.fp8_weights import (
     FLOATS,
@@ -94,6 +94,8 @@ def load_model(
         raise ValueError(f"device={str(device)!r}: no usable CUDA GPU here; use device='cpu'")
     path = find_checkpoint(model, weights=load_format != "dummy")
     config = read_config(path)
+    if code := read_json(path / "config.json").get("auto_map"):
+        logger.warning("%s: config.json names code of its own (auto_map: %s), which is never run", path, code)
     dtype = dtype_in_use(dtype, config.dtype, device, exceeds_float16=config.gemma is not None)
     max_model_len = max_model_len or config.max_position_embeddings
     config = replace(config, dtype=dtype, windows=within(config.windows, max_model_len))

@@ -59,3 +59,11 @@ def test_a_hub_id_without_a_config_says_what_to_do(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(ValueError, match=r"model='a/b-GGUF': no config\.json there" + TO_DO):
         find_checkpoint("a/b-GGUF")
+
+
+def test_code_of_a_checkpoint_is_never_run_and_said(checkpoints: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As Hugging Face has it: a model_type that it knows is read as such, unless somebody trusts the code."""
+    check(variant(checkpoints, "qwen3", {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}))
+    assert "names code of its own (auto_map: {'AutoModelForCausalLM': 'modeling_own.Own'}), which is never run" in (
+        caplog.text
+    )

@@ -25,9 +25,10 @@ from tests import oracle
 from tests.models.test_model_twins import IDS, POSITIONS, engine_logits
 from tests.weights import enliven
 
-TEXT = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "sliding_window": 8}
+TEXT: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": POSITIONS}
-IMAGES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT |= {"sliding_window": 8}
+IMAGES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 IMAGES |= {"image_size": 28, "patch_size": 14}
 # `text_config` of google/gemma-3-4b-it, which leaves out what Hugging Face's class has as its default
 GEMMA_3_4B: dict[str, Any] = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}
@@ -66,6 +67,15 @@ def test_the_part_that_writes_text(kind: str, old_names: bool, tmp_path: Path) -
     assert any("vision_tower." in name for name in names) and any("multi_modal_projector." in name for name in names)
     oracle.check_logits(engine_logits(path), truth(path))
     assert ("vocabulary of the model", "512 rows", "config.json: vocab_size") in checkpoint_facts(path)
+
+
+def test_a_head_that_config_json_does_not_mention_is_the_embedding(tmp_path: Path) -> None:
+    path = write_with_images(tmp_path / "model", "mistral3", old_names=False)
+    said, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    del said["tie_word_embeddings"], tensors["lm_head.weight"]
+    (path / "config.json").write_text(json.dumps(said))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    oracle.check_logits(engine_logits(path), truth(path))
 
 
 def test_what_a_text_config_leaves_out(tmp_path: Path) -> None:

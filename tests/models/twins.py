@@ -206,10 +206,10 @@ def make_tokenizer(path: Path, kind: Kind) -> Path:
         write_template(path, kind, config, begin + TEMPLATES[kind.template])
     if kind.flags is not None:
         write(path / "tokenizer_config.json", config)
-    said: dict[str, Any] = SHAPE | EXPERTS.get(kind.family, {})
+    raw: dict[str, Any] = SHAPE | EXPERTS.get(kind.family, {})
     if kind.family in ("gemma3", "mistral3"):
-        said = {"text_config": said, "eos_token_id": 3}
-    write(path / "config.json", said | {"model_type": kind.family})
+        raw = {"text_config": raw, "eos_token_id": 3}
+    write(path / "config.json", raw | {"model_type": kind.family})
     return path
 
 
