@@ -295,6 +295,8 @@ class Family:
         if self.ending:
             return
         self.ending = True
+        for sock in self.sockets:  # of ours: once the API processes close theirs, new connections are refused
+            sock.close()
         self.deadline = time.monotonic() + 2 * GRACE + (self.options.drain_timeout if failure is None else 0)
         for api in self.apis:
             if self.info is None:

@@ -89,7 +89,12 @@ def test_a_server_answers_drains_on_sigterm_and_has_kept_nothing_of_what_was_sai
                 lines = (line for line in response.iter_lines() if line)
                 first = next(lines)
                 process.popen.send_signal(signal.SIGTERM)
-                rest = list(lines)
+                rest, refused = [], 0
+                for line in lines:
+                    rest.append(line)
+                    with socket.socket() as late:
+                        refused += late.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
+        assert refused  # while the answer went on: a client that would be kept waiting cannot try another server
         assert rest[-1] == "data: [DONE]"
         last = json.loads(rest[-2].removeprefix("data: "))
         assert last["choices"][0]["finish_reason"] == "length" and "choices" in first

@@ -58,6 +58,11 @@ def test_json_object_and_text(client: openai.OpenAI) -> None:
     ("body", "param", "message"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "response_format.schema",
+            '"json_schema": {"name"',
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, None, "leave one out"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, regex"),

@@ -72,6 +72,16 @@ def test_a_refusal_says_what_would_be_accepted(served: Served) -> None:
     assert "repetition_penalty" in error["message"]
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_value_may_be_said_twice_by_two_names(served: Served, path: str) -> None:
+    """As clients do that know several servers by their fields."""
+    body = BODIES[path] | {"repetition_penalty": 1.3}
+    twice = body | {"max_new_tokens": body["max_tokens"], "repeat_penalty": 1.3}
+    assert text_of(ask(served, path, twice)) == text_of(ask(served, path, body))
+    for name, value in ("max_new_tokens", 7), ("repeat_penalty", 1.1):
+        assert error_of(ask(served, path, twice | {name: value}), 400)["param"] == name
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [

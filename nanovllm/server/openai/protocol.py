@@ -105,6 +105,8 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
+    harmless: ClassVar[Harmless] = {"schema": ()}  # where other servers have it
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 

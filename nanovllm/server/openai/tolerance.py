@@ -53,6 +53,8 @@ HARMLESS: Harmless = {
     "prompt_embeds": (),
     "max_new_tokens": (),
 }
+# Names of other servers: harmless beside our own name with the same value, as clients of many servers send both.
+TWINS = {"max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"}
 REMEDIES = {
     "previous_response_id": "nothing is stored here, so send the whole conversation as input",
     "chat_template": "start the server with --chat-template",
@@ -60,6 +62,7 @@ REMEDIES = {
     "functions": "send them as tools",
     "function_call": "use tool_choice, and tool_calls in messages",
     "response_format": "its name here is text.format",
+    "schema": 'send {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}',
     "messages": "send them to /v1/chat/completions",
     "max_tokens": "its name here is max_output_tokens",
     "max_completion_tokens": "its name in /v1/completions is max_tokens, in /v1/responses max_output_tokens",
@@ -82,7 +85,8 @@ def settle(data: Json, known: Collection[str], harmless: Harmless, no_matter: Co
             continue
         if name not in known:
             if name in harmless:
-                if not any(is_same(value, one) for one in harmless[name]):
+                twin = data.get(TWINS[name]) if name in TWINS else None
+                if not any(is_same(value, one) for one in (*harmless[name], twin)):
                     raise refused(name, refusal(name, harmless[name]))
                 continue
             if near := nearest(name, known):
