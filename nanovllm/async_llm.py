@@ -55,6 +55,8 @@ class AsyncLLM:
         on_event: OnEvent | None = None,
         **config: Any,
     ) -> None:
+        if not isinstance(max_queue, int | None) or isinstance(max_queue, bool):
+            raise TypeError(f"max_queue must be an integer or None; got {max_queue!r}")
         if max_queue is not None and max_queue < 1:
             raise ValueError(f"max_queue must be at least 1, or None for any number; got {max_queue}")
         self.llm = LLM(model, on_event=on_event, **config)
@@ -92,7 +94,7 @@ class AsyncLLM:
         prompts = as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"generate takes one prompt and got {len(prompts)}; call it for each, they run together")
-        params = sampling_params or SamplingParams(**self.llm.sampling_defaults)
+        params = SamplingParams(**self.llm.sampling_defaults) if sampling_params is None else sampling_params
         [stream] = self.submit([self.check(prompts[0], params)], [request_id], priority=priority)
         return stream
 
@@ -126,6 +128,8 @@ class AsyncLLM:
     def _checked(self, token_ids: Sequence[int], params: SamplingParams, salt: str | None, text: str | None) -> Checked:
         if not isinstance(salt, str | None) or any("\ud800" <= c <= "\udfff" for c in salt or ""):
             raise ValueError(f"cache_salt must be None or text that can be encoded; got {salt!r}")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams; got {params!r}")
         params = self.llm.prepare(params)
         ids, _ = self.llm.engine.check_request(token_ids, params)
         return Checked(ids, params, salt, text, self.llm.engine.compile(params))
@@ -135,12 +139,17 @@ class AsyncLLM:
     ) -> list[Stream]:
         """Queue all of these requests, or none. A request without an id gets one.
 
-        Raises QueueFull, its subclass NeverFits, EngineDead, ValueError for an id that is in use, and RuntimeError when
-        called by `on_event`.
+        Raises QueueFull, its subclass NeverFits, EngineDead, ValueError for an id that is in use, TypeError for an id
+        that is no text and a priority that is no integer, and RuntimeError when called by `on_event`.
         """
         arrived = time.perf_counter()
         self._refuse_on_event()
+        if not hasattr(priority, "__index__"):
+            raise TypeError(f"priority must be an integer; got {priority!r}")
         priority = index(priority)
+        for request_id in request_ids:
+            if not isinstance(request_id, str | None):
+                raise TypeError(f"request_id must be a text or None; got {request_id!r}")
         ids = [request_id or uuid4().hex for request_id in request_ids or [None] * len(requests)]
         if len(set(ids)) < len(ids):
             raise ValueError(f"request_ids must differ; got {ids!r}")

@@ -4,7 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -73,6 +74,7 @@ class LLM:
         on_event: OnEvent | None = None,
         **config: Any,
     ) -> None:
+        check_names(config)
         chosen = EngineConfig(**config)
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event must be a function that takes a dict, or None; got {on_event!r}")
@@ -235,6 +237,15 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for the name of an argument that `LLM` does not have."""
+    known = [*LLM.__init__.__kwdefaults__, *(field.name for field in fields(EngineConfig))]
+    for name in options.keys() - known:
+        near = get_close_matches(name, ["model", *known], n=1, cutoff=0.7)
+        remedy = f"did you mean {near[0]!r}?" if near else f"it takes model, {', '.join(known)}"
+        raise TypeError(f"LLM has no argument {name!r}; {remedy}")
 
 
 def find_device(name: str | None) -> torch.device:

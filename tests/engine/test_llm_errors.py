@@ -174,7 +174,9 @@ def test_bad_conversations(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "error", "parts"),
     [
-        ({"max_seqs": 4}, TypeError, ("max_seqs",)),
+        ({"max_seqs": 4}, TypeError, ("LLM has no argument 'max_seqs'", "did you mean 'max_num_seqs'?")),
+        ({"block_size": 16}, TypeError, ("LLM has no argument 'block_size'", "did you mean 'kvcache_block_size'?")),
+        ({"swap_space": 4}, TypeError, ("LLM has no argument 'swap_space'", "it takes model, ", "on_event", "dtype")),
         ({"device": "gpu"}, ValueError, ("device", "'gpu'", "cpu, cuda")),
         ({"device": "cuda:99"}, ValueError, ("device", "'cuda:99'", "cpu, cuda")),
         ({"dtype": "int4"}, ValueError, ("dtype", "'int4'", "bfloat16")),

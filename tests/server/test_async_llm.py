@@ -104,7 +104,9 @@ def test_callers_in_many_threads_each_with_an_event_loop() -> None:
         ("", {}, "prompt_token_ids is empty"),
         ([10**6], {}, "outside the vocabulary"),
         ([1] * 300, {}, "max_model_len=256"),
-        (["a"], {"priority": "high"}, "int"),
+        (["a"], {"priority": "high"}, "priority must be an integer; got 'high'"),
+        (["a"], {"request_id": 5}, "request_id must be a text or None; got 5"),
+        (["a"], {"sampling_params": {}}, "sampling_params must be SamplingParams; got {}"),
         ({"prompt": "a", "cache_salt": "\ud800"}, {}, "cache_salt"),
         ({"prompt": "a", "cache_salt": "\ud800\uffff"}, {}, "cache_salt"),
         ({"prompt_token_ids": [1], "cache_salt": 5}, {}, "cache_salt"),
@@ -115,7 +117,7 @@ def test_a_bad_request_is_refused_at_once_and_others_go_on(prompt: Any, more: di
         async with serving() as llm:
             beside = asyncio.create_task(tokens(llm.generate(STORY, greedy())))
             with pytest.raises((ValueError, TypeError), match=message):
-                llm.generate(prompt, greedy(), **more)
+                llm.generate(prompt, **{"sampling_params": greedy()} | more)
             assert len(await beside) == 8
 
     asyncio.run(main())
@@ -147,6 +149,8 @@ def test_a_full_queue_refuses_and_an_empty_seat_is_not_a_queue() -> None:
             assert len(await tokens(llm.generate([7, 1], greedy()))) == 8
         with pytest.raises(ValueError, match="max_queue"):
             AsyncLLM(max_queue=0)
+        with pytest.raises(TypeError, match="max_queue must be an integer or None; got '9'"):
+            AsyncLLM(max_queue="9")  # type: ignore[arg-type]
 
     asyncio.run(main())
 
