@@ -7,6 +7,7 @@ which stay in the processor's cache while millions of prompts are copied and has
 
 import csv
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from functools import lru_cache
 from itertools import count
 from math import exp, isfinite
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import xxhash
 
@@ -44,16 +45,16 @@ class Query:
     digests: list[bytes] = field(default_factory=list)  # set by routers: of the prompt's full blocks
 
 
-class Workload(Protocol):
+class Workload(ABC):
     """Where queries come from. The same seed gives the same queries, whatever becomes of them."""
 
+    @abstractmethod
     def queries(self) -> Iterator[Query]:
         """All that do not wait for an answer, by time."""
-        ...
 
     def follow_up(self, query: Query, token_ids: list[int], now: float) -> Query | None:
         """What the client of `query` sends next, now that the answer is there. `token_ids`: prompt and answer."""
-        ...
+        return None
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class WorkloadOptions:
         return Synthetic(self, seed) if self.replay is None else Replay(self)
 
 
-class Synthetic:
+class Synthetic(Workload):
     """Queries by distributions: see `WorkloadOptions`."""
 
     def __init__(self, options: WorkloadOptions, seed: int = 0) -> None:
@@ -228,7 +229,7 @@ class Synthetic:
         return Query(next(self._numbers), now + turn.think_seconds, prompt, turn.output_tokens, query.session, rest)
 
 
-class Replay:
+class Replay(Workload):
     """The queries of a recorded trace, at their times. Two public formats are known by the columns of their first line:
 
     - Azure's LLM inference traces (Patel et al., Splitwise, ISCA 2024; Stojkovic et al., DynamoLLM, HPCA 2025):
@@ -286,9 +287,6 @@ class Replay:
             f"{self.path}: the first line has no column {' or '.join(candidates)}; known are Azure's traces "
             "(TIMESTAMP, ContextTokens, GeneratedTokens) and BurstGPT's (Timestamp, Request tokens, Response tokens)"
         )
-
-    def follow_up(self, query: Query, token_ids: list[int], now: float) -> Query | None:
-        return None
 
 
 def tokens_of(text: str) -> int:
