@@ -9,7 +9,7 @@ import csv
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import count
@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import xxhash
 
 VOCAB_SIZE = 256
+OF_REPLAY = {"replay", "speed", "seconds", "queries"}  # fields of `WorkloadOptions`
 SHAPES = "512 (always so many), uniform:100,1024 or lognormal:512,0.6 (median, and sigma of the logarithm)"
 
 
@@ -131,7 +132,7 @@ def random_text(length: int) -> list[int]:
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
     """Who asks what, and when. Either `rate` or `replay` is given. With `rate`, at least one of `seconds` and `queries`
-    is given, too; a trace ends by itself. Raises ValueError for what is missing or out of range.
+    is given, too; a trace ends by itself. Raises ValueError for what is missing, out of range, or without effect.
 
     rate:            queries per second, the later turns of conversations included.
     seconds:         in which first turns come.
@@ -168,6 +169,10 @@ class WorkloadOptions:
             raise ValueError("give seconds or queries, so that the arrivals end")
         if self.replay is not None and not self.replay.is_file():
             raise ValueError(f"replay={str(self.replay)!r}: there is no such file")
+        foreign = {"speed"} if self.replay is None else {option.name for option in fields(self)} - OF_REPLAY
+        for option in fields(self):
+            if option.name in foreign and getattr(self, option.name) != option.default:
+                raise ValueError(f"{option.name} is only for {'rate' if self.replay else 'replay'}; leave it out")
         for name in ("rate", "seconds", "queries", "speed"):
             if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number; got {value!r}")
