@@ -172,8 +172,8 @@ def run_simulate(args: argparse.Namespace) -> None:
 def run_plan(args: argparse.Namespace) -> None:
     check_writable(args.json)
     target = Target(args.target_first, args.target_gap, args.percentile)
-    if args.seconds is None and args.rate:
-        args.seconds = max(30.0, LEAST_QUERIES / args.rate)
+    if args.seconds is None and args.replay is None:
+        args.seconds = max(30.0, LEAST_QUERIES / (args.rate or LEAST_QUERIES))
     chosen = scenario(args)
     guesses = [None] if chosen.engine.speculative is None else [None, chosen.engine.speculative]
     possible, not_tried = possible_ranks(chosen, args.ranks)

@@ -204,13 +204,14 @@ class Planner:
         return self._upwards(outcome.set_up, outcome.replicas, most, longer=True)
 
     def _trial(self, set_up: SetUp, replicas: int, longer: bool = False) -> Outcome:
+        ends = {name: end for name in ("seconds", "queries") if (end := getattr(self.scenario.workload, name))}
+        longer = longer and bool(ends)  # all of a trace is no longer than that
         key = set_up, replicas, longer
         if key not in self._known:
             scenario = self.scenario
             if longer:
-                ends = {name: getattr(scenario.workload, name) for name in ("seconds", "queries")}
-                ends = {name: end and LONGER * end for name, end in ends.items()}
-                scenario = replace(scenario, workload=replace(scenario.workload, **ends))
+                more = {name: LONGER * end for name, end in ends.items()}
+                scenario = replace(scenario, workload=replace(scenario.workload, **more))
             self._known[key] = self._simulate(set_up, replicas, scenario)
         return self._known[key]
 

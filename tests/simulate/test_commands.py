@@ -117,6 +117,8 @@ def test_json_has_all_that_a_simulation_depends_on(tmp_path: Path) -> None:
         ([*SIMULATE, "--max-replicas", "2", "--replicas", "3"], "replicas=3 must be from min_replicas=1 to max_replic"),
         ([*SIMULATE, "--json", "/no/such/place.json"], "there is no directory /no/such"),
         (["plan", "Qwen3-0.6B", *SMALL], "a plan needs target_first or target_gap, such as --target-first 200ms"),
+        (["plan", "Qwen3-0.6B", "--card", "h200", "--target-gap", "1", "--rate", "0"], "rate must be a positive"),
+        (["plan", "Qwen3-0.6B", "--card", "h200", "--target-gap", "1"], "give rate, in queries per second, or replay"),
         (["plan", "Qwen3-0.6B", *SMALL, "--target-gap", "1", "--ranks", "3"], "tensor_parallel_size=3 does not fit"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,14 @@ def test_the_plan_holds_in_the_longer_simulation(scenario: Scenario) -> None:
     assert made_up(scenario, 256).find().best.replicas == 7
     with pytest.raises(ValueError, match=r"no plan: the nearest, .* with 5 GPUs, has p90 first token 200"):
         made_up(scenario, 5).find()
+
+
+def test_all_of_a_trace_is_simulated_once(scenario: Scenario, tmp_path: Path) -> None:
+    rows = [f"{i / 20},{i},20" for i in range(1, 100)]
+    (tmp_path / "trace.csv").write_text("\n".join(["Timestamp,Request tokens,Response tokens", *rows]))
+    traced = replace(scenario, workload=WorkloadOptions(replay=tmp_path / "trace.csv"))
+    planner = Planner(traced, Target(1.0, None, 90.0), [ONE])
+    assert planner.find().best.replicas == 1 and planner.num_trials == 1
 
 
 def test_queries_that_are_too_long_are_not_served(scenario: Scenario) -> None:
