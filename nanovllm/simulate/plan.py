@@ -78,8 +78,10 @@ class Outcome:
     def excess(self, target: Target) -> float:
         """How much of what is allowed was used, by the worst of the target's parts: up to 1 is good."""
         allowed = 1 - target.percentile / 100
-        unserved, growth = self.share_unserved / allowed, self.growth / MOST_GROWTH
-        return max([unserved, growth, *(getattr(self, name) / limit for name, limit in target.parts())])
+        endless = self.growth / MOST_GROWTH if self.growth > MOST_GROWTH else 0.0  # below that it is chance
+        return max(
+            [self.share_unserved / allowed, endless, *(getattr(self, name) / limit for name, limit in target.parts())]
+        )
 
     def numbers(self, target: Target) -> str:
         names = {"first": "first token", "gap": "gap"}

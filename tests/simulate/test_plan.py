@@ -156,6 +156,8 @@ def test_an_outcome_is_as_bad_as_its_worst_part() -> None:
     target = Target(0.2, 0.02, 99.0)
     assert Outcome(ONE, 3, 0.1, 0.03, 0.0).excess(target) == pytest.approx(1.5)
     assert Outcome(ONE, 3, 0.1, 0.01, 0.02).excess(target) == pytest.approx(2.0), "2% are refused, and 1% may be late"
+    assert Outcome(ONE, 3, 0.1, 0.01, 0.0, growth=0.03).excess(target) == pytest.approx(3.0)
+    assert Outcome(ONE, 3, 0.1, 0.01, 0.0, growth=0.009).excess(target) == pytest.approx(0.5), "that is chance"
     assert Outcome(TWO, 3, inf, 0.0, 1.0).excess(target) == inf and Outcome(TWO, 3, 0, 0, 0).num_gpus == 6
     said = Outcome(ONE, 3, 0.1, 0.03, 0.02).numbers(target)
     assert (
