@@ -39,7 +39,7 @@ from benchmarks.serving.drive import (
 )
 from benchmarks.serving.started import started
 from nanovllm.config import EngineConfig
-from nanovllm.simulate.arrivals import Query
+from nanovllm.simulate.arrivals import Query, Workload
 from nanovllm.simulate.costs import Costs, ServerTime, load_costs
 from nanovllm.simulate.fleet import Fleet, FleetOptions
 from nanovllm.simulate.replica import Replica
@@ -58,17 +58,14 @@ LABELS = {
 # --- the simulation ---------------------------------------------------------------------------------------------------
 
 
-class Given:
-    """A `Workload` of requests that are all known."""
+class Given(Workload):
+    """Requests that are all known."""
 
     def __init__(self, asked: list[Asked]) -> None:
         self.asked = asked
 
     def queries(self) -> Iterator[Query]:
         return (Query(i, one.time, one.prompt, one.max_tokens) for i, one in enumerate(self.asked))
-
-    def follow_up(self, query: Query, token_ids: list[int], now: float) -> None:
-        return None
 
 
 def simulate(costs: Costs, asked: list[Asked], config: EngineConfig, replicas: int, server: ServerTime) -> Figures:

@@ -7,18 +7,20 @@ which stay in the processor's cache while millions of prompts are copied and has
 
 import csv
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import count
 from math import exp, isfinite
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import xxhash
 
 VOCAB_SIZE = 256
+OF_REPLAY = {"replay", "speed", "seconds", "queries"}  # fields of `WorkloadOptions`
 SHAPES = "512 (always so many), uniform:100,1024 or lognormal:512,0.6 (median, and sigma of the logarithm)"
 
 
@@ -44,16 +46,16 @@ class Query:
     digests: list[bytes] = field(default_factory=list)  # set by routers: of the prompt's full blocks
 
 
-class Workload(Protocol):
+class Workload(ABC):
     """Where queries come from. The same seed gives the same queries, whatever becomes of them."""
 
+    @abstractmethod
     def queries(self) -> Iterator[Query]:
         """All that do not wait for an answer, by time."""
-        ...
 
     def follow_up(self, query: Query, token_ids: list[int], now: float) -> Query | None:
         """What the client of `query` sends next, now that the answer is there. `token_ids`: prompt and answer."""
-        ...
+        return None
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def random_text(length: int) -> list[int]:
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
     """Who asks what, and when. Either `rate` or `replay` is given. With `rate`, at least one of `seconds` and `queries`
-    is given, too; a trace ends by itself. Raises ValueError for what is missing or out of range.
+    is given, too; a trace ends by itself. Raises ValueError for what is missing, out of range, or without effect.
 
     rate:            queries per second, the later turns of conversations included.
     seconds:         in which first turns come.
@@ -167,6 +169,10 @@ class WorkloadOptions:
             raise ValueError("give seconds or queries, so that the arrivals end")
         if self.replay is not None and not self.replay.is_file():
             raise ValueError(f"replay={str(self.replay)!r}: there is no such file")
+        foreign = {"speed"} if self.replay is None else {option.name for option in fields(self)} - OF_REPLAY
+        for option in fields(self):
+            if option.name in foreign and getattr(self, option.name) != option.default:
+                raise ValueError(f"{option.name} is only for {'rate' if self.replay else 'replay'}; leave it out")
         for name in ("rate", "seconds", "queries", "speed"):
             if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number; got {value!r}")
@@ -178,7 +184,7 @@ class WorkloadOptions:
         return Synthetic(self, seed) if self.replay is None else Replay(self)
 
 
-class Synthetic:
+class Synthetic(Workload):
     """Queries by distributions: see `WorkloadOptions`."""
 
     def __init__(self, options: WorkloadOptions, seed: int = 0) -> None:
@@ -228,7 +234,7 @@ class Synthetic:
         return Query(next(self._numbers), now + turn.think_seconds, prompt, turn.output_tokens, query.session, rest)
 
 
-class Replay:
+class Replay(Workload):
     """The queries of a recorded trace, at their times. Two public formats are known by the columns of their first line:
 
     - Azure's LLM inference traces (Patel et al., Splitwise, ISCA 2024; Stojkovic et al., DynamoLLM, HPCA 2025):
@@ -286,9 +292,6 @@ class Replay:
             f"{self.path}: the first line has no column {' or '.join(candidates)}; known are Azure's traces "
             "(TIMESTAMP, ContextTokens, GeneratedTokens) and BurstGPT's (Timestamp, Request tokens, Response tokens)"
         )
-
-    def follow_up(self, query: Query, token_ids: list[int], now: float) -> Query | None:
-        return None
 
 
 def tokens_of(text: str) -> int:

@@ -94,7 +94,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     group("--max-replicas", type=int, help="scale by the queue, as Ray Serve does; with this the next ones count")
     for name in SCALING:
         kind, default = (int, 1) if name == "min_replicas" else (seconds, getattr(Autoscaling, name))
-        group(f"--{name.replace('_', '-')}", type=kind, default=default, help=f"as Ray Serve's (default {default})")
+        group(f"--{name.replace('_', '-')}", type=kind, help=f"as Ray Serve's (default {default})")
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -147,9 +147,11 @@ def run_simulate(args: argparse.Namespace) -> None:
         from nanovllm.simulate.plots import check_matplotlib
 
         check_matplotlib()
-    scaling = None
+    scaling, given = None, {name: value for name in SCALING if (value := getattr(args, name)) is not None}
     if args.max_replicas is not None:
-        scaling = Autoscaling(max_replicas=args.max_replicas, **{name: getattr(args, name) for name in SCALING})
+        scaling = Autoscaling(max_replicas=args.max_replicas, **given)
+    elif given:
+        raise ValueError(f"{', '.join(given)}: there is no scaling without max_replicas; give it, too")
     least = 1 if scaling is None else scaling.min_replicas
     start = {"replicas": least if args.replicas is None else args.replicas, "startup_seconds": args.startup_seconds}
     chosen = scenario(args, **start, autoscaling=scaling, deaths=tuple(args.die))
@@ -170,8 +172,8 @@ def run_simulate(args: argparse.Namespace) -> None:
 def run_plan(args: argparse.Namespace) -> None:
     check_writable(args.json)
     target = Target(args.target_first, args.target_gap, args.percentile)
-    if args.seconds is None and args.rate:
-        args.seconds = max(30.0, LEAST_QUERIES / args.rate)
+    if args.seconds is None and args.replay is None:
+        args.seconds = max(30.0, LEAST_QUERIES / (args.rate or LEAST_QUERIES))
     chosen = scenario(args)
     guesses = [None] if chosen.engine.speculative is None else [None, chosen.engine.speculative]
     possible, not_tried = possible_ranks(chosen, args.ranks)

@@ -78,8 +78,10 @@ class Outcome:
     def excess(self, target: Target) -> float:
         """How much of what is allowed was used, by the worst of the target's parts: up to 1 is good."""
         allowed = 1 - target.percentile / 100
-        unserved, growth = self.share_unserved / allowed, self.growth / MOST_GROWTH
-        return max([unserved, growth, *(getattr(self, name) / limit for name, limit in target.parts())])
+        endless = self.growth / MOST_GROWTH if self.growth > MOST_GROWTH else 0.0  # below that it is chance
+        return max(
+            [self.share_unserved / allowed, endless, *(getattr(self, name) / limit for name, limit in target.parts())]
+        )
 
     def numbers(self, target: Target) -> str:
         names = {"first": "first token", "gap": "gap"}
@@ -204,13 +206,14 @@ class Planner:
         return self._upwards(outcome.set_up, outcome.replicas, most, longer=True)
 
     def _trial(self, set_up: SetUp, replicas: int, longer: bool = False) -> Outcome:
+        ends = {name: end for name in ("seconds", "queries") if (end := getattr(self.scenario.workload, name))}
+        longer = longer and bool(ends)  # all of a trace is no longer than that
         key = set_up, replicas, longer
         if key not in self._known:
             scenario = self.scenario
             if longer:
-                ends = {name: getattr(scenario.workload, name) for name in ("seconds", "queries")}
-                ends = {name: end and LONGER * end for name, end in ends.items()}
-                scenario = replace(scenario, workload=replace(scenario.workload, **ends))
+                more = {name: LONGER * end for name, end in ends.items()}
+                scenario = replace(scenario, workload=replace(scenario.workload, **more))
             self._known[key] = self._simulate(set_up, replicas, scenario)
         return self._known[key]
 

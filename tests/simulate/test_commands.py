@@ -100,6 +100,12 @@ def test_json_has_all_that_a_simulation_depends_on(tmp_path: Path) -> None:
         (["simulate", "Qwen3-0.6B", "--card", "h200", "--rate", "1"], "give seconds or queries"),
         (["simulate", "Qwen3-0.6B", "--card", "h200", "--seconds", "1"], "give rate, in queries per second, or replay"),
         (["simulate", "Qwen3-0.6B", "--card", "h200", "--replay", "no.csv"], "replay='no.csv': there is no such file"),
+        ([*SIMULATE, "--speed", "2"], "speed is only for replay; leave it out"),
+        (
+            ["simulate", "Qwen3-0.6B", "--card", "h200", "--replay", __file__, "--prompt-tokens", "9"],
+            "prompt_tokens is only for rate; leave it out",
+        ),
+        ([*SIMULATE, "--min-replicas", "2"], "min_replicas: there is no scaling without max_replicas"),
         ([*SIMULATE, "--replicas", "0"], "replicas must be at least 1; got 0"),
         ([*SIMULATE, "--rate", "-1"], "rate must be a positive number; got -1.0"),
         ([*SIMULATE, "--turns", "0.5"], "turns must be at least 1; got 0.5"),
@@ -111,6 +117,8 @@ def test_json_has_all_that_a_simulation_depends_on(tmp_path: Path) -> None:
         ([*SIMULATE, "--max-replicas", "2", "--replicas", "3"], "replicas=3 must be from min_replicas=1 to max_replic"),
         ([*SIMULATE, "--json", "/no/such/place.json"], "there is no directory /no/such"),
         (["plan", "Qwen3-0.6B", *SMALL], "a plan needs target_first or target_gap, such as --target-first 200ms"),
+        (["plan", "Qwen3-0.6B", "--card", "h200", "--target-gap", "1", "--rate", "0"], "rate must be a positive"),
+        (["plan", "Qwen3-0.6B", "--card", "h200", "--target-gap", "1"], "give rate, in queries per second, or replay"),
         (["plan", "Qwen3-0.6B", *SMALL, "--target-gap", "1", "--ranks", "3"], "tensor_parallel_size=3 does not fit"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +114,14 @@ def test_the_plan_holds_in_the_longer_simulation(scenario: Scenario) -> None:
         made_up(scenario, 5).find()
 
 
+def test_all_of_a_trace_is_simulated_once(scenario: Scenario, tmp_path: Path) -> None:
+    rows = [f"{i / 20},{i},20" for i in range(1, 100)]
+    (tmp_path / "trace.csv").write_text("\n".join(["Timestamp,Request tokens,Response tokens", *rows]))
+    traced = replace(scenario, workload=WorkloadOptions(replay=tmp_path / "trace.csv"))
+    planner = Planner(traced, Target(1.0, None, 90.0), [ONE])
+    assert planner.find().best.replicas == 1 and planner.num_trials == 1
+
+
 def test_queries_that_are_too_long_are_not_served(scenario: Scenario) -> None:
     planner = Planner(replace(scenario, engine=EngineConfig(max_model_len=200)), Target(1.0, None, 90.0), [ONE])
     assert planner._trial(ONE, 1).share_unserved == pytest.approx(120 / 280, abs=0.1)
@@ -147,6 +156,8 @@ def test_an_outcome_is_as_bad_as_its_worst_part() -> None:
     target = Target(0.2, 0.02, 99.0)
     assert Outcome(ONE, 3, 0.1, 0.03, 0.0).excess(target) == pytest.approx(1.5)
     assert Outcome(ONE, 3, 0.1, 0.01, 0.02).excess(target) == pytest.approx(2.0), "2% are refused, and 1% may be late"
+    assert Outcome(ONE, 3, 0.1, 0.01, 0.0, growth=0.03).excess(target) == pytest.approx(3.0)
+    assert Outcome(ONE, 3, 0.1, 0.01, 0.0, growth=0.009).excess(target) == pytest.approx(0.5), "that is chance"
     assert Outcome(TWO, 3, inf, 0.0, 1.0).excess(target) == inf and Outcome(TWO, 3, 0, 0, 0).num_gpus == 6
     said = Outcome(ONE, 3, 0.1, 0.03, 0.02).numbers(target)
     assert (

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, Query, Texts
+from nanovllm.simulate.arrivals import VOCAB_SIZE, Lengths, Query, Texts, Workload
 from nanovllm.simulate.costs import Costs, load_costs
 from nanovllm.simulate.fleet import Fleet, FleetOptions
 from nanovllm.simulate.histogram import Histogram
@@ -57,8 +57,8 @@ class FleetSetup:
         return cls(**known | {"deaths": tuple((time, number) for time, number in values.get("deaths", ()))})
 
 
-class Clients:
-    """A `Workload`: requests at random times. At another rate they are the same, only closer together."""
+class Clients(Workload):
+    """Requests at random times. At another rate they are the same, only closer together."""
 
     def __init__(self, setup: FleetSetup) -> None:
         self.setup = setup
@@ -77,9 +77,6 @@ class Clients:
                 yield Query(i, time, beginnings[which] + texts.new(own), output, f"beginning {which}")
             else:
                 yield Query(i, time, texts.new(BEGINNING + own), output)
-
-    def follow_up(self, query: Query, token_ids: list[int], now: float) -> None:
-        return None
 
 
 @cache
