@@ -202,12 +202,11 @@ def run_plan(args: argparse.Namespace) -> None:
 
 
 def possible_ranks(chosen: Scenario, wanted: list[int]) -> tuple[list[int], list[str]]:
-    """Those for which there are costs, and why there are none for the others. Raises ValueError if there are none at
-    all."""
+    """Those with costs and memory that suffices, and why the others have not. Raises ValueError if there are none."""
     good, why = [], []
     for ranks in wanted:
         try:
-            _ = replace(chosen, engine=replace(chosen.engine, tensor_parallel_size=ranks)).costs
+            _ = replace(chosen, engine=replace(chosen.engine, tensor_parallel_size=ranks)).config
             good.append(ranks)
         except ValueError as error:
             why.append(str(error))

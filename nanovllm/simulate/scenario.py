@@ -74,11 +74,16 @@ class Scenario:
 
     @cached_property
     def config(self) -> EngineConfig:
-        """The engine's, with nothing left open."""
+        """The engine's, with nothing left open. Raises ValueError if the card has no room for a block."""
         resolved = self.engine.resolve(on_gpu=self.costs.card != "cpu", model_max_len=LONGEST)
         assert resolved.kvcache_block_size is not None
         blocks = resolved.num_kv_blocks or self.costs.kv_tokens // resolved.kvcache_block_size
-        return replace(resolved, num_kv_blocks=max(1, blocks))
+        if not blocks:
+            raise ValueError(
+                f"the memory of {self.costs.card} has room for the keys of {self.costs.kv_tokens} tokens, less than a "
+                f"block of kvcache_block_size={resolved.kvcache_block_size}; raise tensor_parallel_size"
+            )
+        return replace(resolved, num_kv_blocks=blocks)
 
     def make_router(self) -> Router:
         """Raises TypeError for an option that the router does not have."""

@@ -42,6 +42,14 @@ def test_what_no_card_knows_the_cost_of_is_not_simulated(scenario: Scenario, opt
         replace(scenario, engine=EngineConfig(**option))
 
 
+def test_a_pool_is_not_smaller_than_a_block(scenario: Scenario) -> None:
+    with pytest.raises(
+        ValueError, match="room for the keys of 6400 tokens, less than a block of kvcache_block_size=8192"
+    ):
+        _ = replace(scenario, engine=EngineConfig(kvcache_block_size=8192)).config
+    assert replace(scenario, engine=EngineConfig(kvcache_block_size=4096)).config.num_kv_blocks == 1
+
+
 def test_a_draft_model_is_not_simulated_as_if_it_cost_nothing(scenario: Scenario) -> None:
     with pytest.raises(ValueError, match="no card knows what a draft model costs; choose"):
         replace(scenario, engine=EngineConfig(speculative={"model": "large", "k": 4}))
