@@ -179,6 +179,8 @@ class AsyncLLM:
         """Raises EngineDead once no request can be served any more, from the exception that was the reason."""
         if self._refusal is not None:
             raise EngineDead(self._refusal) from self._cause
+        if not self._thread.is_alive():
+            raise EngineDead("this AsyncLLM was made before this process was forked; make one in the process itself")
 
     async def shutdown(self, drain: bool = True) -> None:
         """Accept nothing more; finish what was accepted, or abort it; give all memory back and end the thread.

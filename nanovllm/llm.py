@@ -1,6 +1,7 @@
 """The offline API: prompts in, finished outputs out. The same calls as vLLM's `LLM`, for what is supported."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 # array or a tensor; or what `apply_chat_template` of transformers returns.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 EMBEDDED_MODEL = Path(__file__).parent.parent / "assets" / "story_model"
+makers: set[int] = set()  # process ids: of this process once it has made an LLM, and of those that it was forked from
 
 
 class LLM:
@@ -59,7 +61,7 @@ class LLM:
 
     Any thread may call. `generate`, `chat` and `close` wait for each other, so that threads get their turns and not one
     batch: `AsyncLLM` runs what many threads ask together. A call from inside a call, by `on_event` or a progress bar,
-    raises RuntimeError.
+    raises RuntimeError. So does a call in a process that was forked from the one of the LLM.
 
     From then on Python collects garbage less often in this process (see `workers/executor.py`). If PyTorch came with
     the import of `LLM`, garbage among what was there by then is never collected, unless `gc.unfreeze()` is called (see
@@ -79,6 +81,11 @@ class LLM:
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event must be a function that takes a dict, or None; got {on_event!r}")
         device = find_device(chosen.device)
+        if device.type == "cpu" and makers - {os.getpid()} and torch.get_num_threads() > 1:
+            raise RuntimeError(  # the first product of matrices would wait for ever
+                "this process was forked from one that had made an LLM, and PyTorch's threads do not live on in it; "
+                "start it by multiprocessing.get_context('spawn'), or call torch.set_num_threads(1) first"
+            )
         self.path = find_checkpoint(EMBEDDED_MODEL if model is None else model, weights=chosen.load_format != "dummy")
         model_config = read_config(self.path)
         resolved = resolve(chosen, model_config, device)
@@ -115,6 +122,8 @@ class LLM:
         )
         self._ids = count()
         self.calls = Calls()
+        self._process = os.getpid()
+        makers.add(self._process)
 
     @one_at_a_time(wait=True)
     def generate(
@@ -134,6 +143,8 @@ class LLM:
         Raises ValueError (TypeError for what is of the wrong kind) for a prompt or parameters that make no sense or
         could never fit. Nothing has run then.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError("this LLM was made before this process was forked; make an LLM in the process itself")
         batch = as_list(prompts)
         default = SamplingParams(**self.sampling_defaults) if sampling_params is None else sampling_params
         params = spread("sampling_params", default, len(batch), SamplingParams)

@@ -1,6 +1,7 @@
-"""E1: what may be called from which thread, and from inside a call: right, or an error at once."""
+"""E1: what may be called from which thread or process, and from inside a call: right, or an error at once."""
 
 import asyncio
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
@@ -294,3 +296,39 @@ def test_a_value_error_of_on_event_ends_the_step_loop(path: Path) -> None:
         await llm.shutdown()
 
     asyncio.run(run())
+
+
+def forked(call: Callable[[], object]) -> str:
+    """What a forked process says of a call: its error."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            writer.send(f"{type(error).__name__}: {error}")
+
+    process = context.Process(target=run)
+    process.start()
+    try:
+        assert reader.poll(60), "it hangs"
+        return str(reader.recv())
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_forked_process_is_refused_and_does_not_hang(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with LLM(path, **SMALL) as llm:
+        assert "LLM was made before this process was forked" in forked(lambda: ids(llm, PROMPTS))
+        assert "RuntimeError: this process was forked" in (said := forked(lambda: LLM(path, **SMALL)))
+        assert "get_context('spawn')" in said
+        LLM(path, **SMALL).close()
+
+    async def serve() -> None:
+        async with AsyncLLM(path, **SMALL) as llm:
+            assert forked(lambda: llm.generate([1], GREEDY)).startswith("EngineDead: this AsyncLLM was made before")
+
+    asyncio.run(serve())
