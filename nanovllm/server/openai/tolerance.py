@@ -48,6 +48,7 @@ HARMLESS: Harmless = {
     "return_tokens_as_token_ids": (False,),
     "logits_processors": ([],),
     "typical_p": (1,),
+    "top_a": (0,),
     "mirostat": (0,),
     "repeat_penalty": (1,),
     "prompt_embeds": (),
