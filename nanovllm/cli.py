@@ -136,8 +136,11 @@ def params_of(args: argparse.Namespace, defaults: Mapping[str, Any]) -> Sampling
 
 
 def bias_by_token(text: str) -> dict[int, float]:
-    """Raises ValueError, which argparse reports, for what is no JSON object with token ids for keys."""
-    return {int(token): bias for token, bias in json_object(text).items()}
+    """Raises ArgumentTypeError for what is no JSON object with token ids for keys."""
+    try:
+        return {int(token): bias for token, bias in json_object(text).items()}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be like '{{\"17\": -100}}', by token id; got {text!r}") from None
 
 
 def stream(llm: "LLM", prompt_token_ids: list[int], params: SamplingParams, echo: str = "") -> RequestOutput:
