@@ -1,12 +1,10 @@
 """The offline API: prompts in, finished outputs out. The same calls as vLLM's `LLM`, for what is supported."""
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,6 +18,7 @@ from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.one_at_a_time import Calls, one_at_a_time
 from nanovllm.engine.trace import OnEvent
 from nanovllm.layers.rope import DynamicScaling
+from nanovllm.misuse import Home, check_names, check_threads
 from nanovllm.models.checkpoint import find_checkpoint, generation_file, read_eos_token_ids, read_sampling_defaults
 from nanovllm.models.config import ModelConfig, read_config
 from nanovllm.models.sharding import shard_config, with_expert_parallel
@@ -27,14 +26,14 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner.draft import read_draft_config
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.bad_words import with_spellings
-from nanovllm.text.chat import Message, Tool, check_variables
+from nanovllm.text.chat import Message, Tool
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.grammars import TokenGrammars
 from nanovllm.text.prompts import encode_prompt
 from nanovllm.text.token_ids import as_lists, is_token_id, prompts_of
 from nanovllm.text.token_texts import TokenTexts
 from nanovllm.text.tokenizer import Tokenizer, tokenizer_eos
-from nanovllm.workers import start_executor
+from nanovllm.workers import find_device, start_executor
 from nanovllm.workers.executor import RunnerSpec
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 # array or a tensor; or what `apply_chat_template` of transformers returns.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 EMBEDDED_MODEL = Path(__file__).parent.parent / "assets" / "story_model"
-makers: set[int] = set()  # process ids: of this process once it has made an LLM, and of those that it was forked from
 
 
 class LLM:
@@ -76,16 +74,12 @@ class LLM:
         on_event: OnEvent | None = None,
         **config: Any,
     ) -> None:
-        check_names(config)
+        check_names(config, LLM.__init__.__kwdefaults__)
         chosen = EngineConfig(**config)
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event must be a function that takes a dict, or None; got {on_event!r}")
         device = find_device(chosen.device)
-        if device.type == "cpu" and makers - {os.getpid()} and torch.get_num_threads() > 1:
-            raise RuntimeError(  # the first product of matrices would wait for ever
-                "this process was forked from one that had made an LLM, and PyTorch's threads do not live on in it; "
-                "start it by multiprocessing.get_context('spawn'), or call torch.set_num_threads(1) first"
-            )
+        check_threads(device)
         self.path = find_checkpoint(EMBEDDED_MODEL if model is None else model, weights=chosen.load_format != "dummy")
         model_config = read_config(self.path)
         resolved = resolve(chosen, model_config, device)
@@ -122,8 +116,7 @@ class LLM:
         )
         self._ids = count()
         self.calls = Calls()
-        self._process = os.getpid()
-        makers.add(self._process)
+        self._home = Home()
 
     @one_at_a_time(wait=True)
     def generate(
@@ -143,8 +136,7 @@ class LLM:
         Raises ValueError (TypeError for what is of the wrong kind) for a prompt or parameters that make no sense or
         could never fit. Nothing has run then.
         """
-        if os.getpid() != self._process:
-            raise RuntimeError("this LLM was made before this process was forked; make an LLM in the process itself")
+        self._home.check()
         batch = as_list(prompts)
         default = SamplingParams(**self.sampling_defaults) if sampling_params is None else sampling_params
         params = spread("sampling_params", default, len(batch), SamplingParams)
@@ -189,21 +181,7 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("chat needs the tokenizer; leave skip_tokenizer_init out")
-        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping | Sequence) for m in messages):
-            raise TypeError(f"messages must be a list of dicts, or a list of such lists; got {messages!r}")
-        variables = {} if chat_template_kwargs is None else chat_template_kwargs
-        if not isinstance(variables, Mapping):
-            raise TypeError(f"chat_template_kwargs must be a dict or None; got {variables!r}")
-        check_variables(variables)
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for i, conversation in enumerate(conversations):
-            try:
-                prompts.append(self.tokenizer.encode_chat(conversation, add_generation_prompt, tools, **variables))
-            except ValueError as error:
-                if len(conversations) == 1:
-                    raise
-                raise ValueError(f"conversations[{i}]: {error}") from error
+        prompts = self.tokenizer.encode_chats(messages, add_generation_prompt, tools, chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def encode(self, prompt: Mapping[str, Any]) -> Sequence[int]:
@@ -248,25 +226,6 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def check_names(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for the name of an argument that `LLM` does not have."""
-    known = [*LLM.__init__.__kwdefaults__, *(field.name for field in fields(EngineConfig))]
-    for name in options.keys() - known:
-        near = get_close_matches(name, ["model", *known], n=1, cutoff=0.7)
-        remedy = f"did you mean {near[0]!r}?" if near else f"it takes model, {', '.join(known)}"
-        raise TypeError(f"LLM has no argument {name!r}; {remedy}")
-
-
-def find_device(name: str | None) -> torch.device:
-    """A GPU if there is one, unless `name` says otherwise."""
-    known = ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if name not in (None, *known):
-        raise ValueError(f"device must be one of {', '.join(known)} on this machine; got {name!r}")
-    if (name or "cpu") != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}: no usable CUDA GPU here; use device='cpu'")
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:

@@ -1,11 +1,11 @@
 """Text to token ids and back, by Hugging Face's own tokenizer class for the checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanovllm.text.chat import ChatTemplate, Message, Tool
+from nanovllm.text.chat import ChatTemplate, Message, Tool, check_variables
 from nanovllm.text.render import Renderer
 from nanovllm.text.token_texts import check_decoder
 from nanovllm.text.tokenizer_class import read, tokenizer_class
@@ -77,6 +77,30 @@ class Tokenizer:
         refused by the template.
         """
         return self.encode(self.chat.render(messages, add_generation_prompt, tools, **variables), special_tokens=False)
+
+    def encode_chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        add_generation_prompt: bool,
+        tools: Sequence[Tool] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> list[list[int]]:
+        """One conversation, or each of several, for `LLM.chat`. Raises TypeError for what is no conversation."""
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping | Sequence) for m in messages):
+            raise TypeError(f"messages must be a list of dicts, or a list of such lists; got {messages!r}")
+        if not isinstance(variables, Mapping | None):
+            raise TypeError(f"chat_template_kwargs must be a dict or None; got {variables!r}")
+        check_variables(variables := variables or {})
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        encoded = []
+        for i, conversation in enumerate(conversations):
+            try:
+                encoded.append(self.encode_chat(conversation, add_generation_prompt, tools, **variables))
+            except ValueError as error:
+                if len(conversations) == 1:
+                    raise
+                raise ValueError(f"conversations[{i}]: {error}") from error
+        return encoded
 
 
 def tokenizer_eos(path: Path) -> int | None:

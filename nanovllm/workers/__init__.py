@@ -6,6 +6,16 @@ from nanovllm.workers.executor import LocalExecutor, RunnerSpec, current, number
 from nanovllm.workers.parallel_executor import ParallelExecutor
 
 
+def find_device(name: str | None) -> torch.device:
+    """A GPU if there is one, unless `name` says otherwise. Raises ValueError for a device that is not there."""
+    known = ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if name not in (None, *known):
+        raise ValueError(f"device must be one of {', '.join(known)} on this machine; got {name!r}")
+    if (name or "cpu") != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}: no usable CUDA GPU here; use device='cpu'")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def start_executor(spec: RunnerSpec, device: torch.device) -> LocalExecutor | ParallelExecutor:
     """Load the model on `device`, or on as many devices from there on as there are ranks.
 

@@ -71,7 +71,7 @@ class PendingStep:
         self.runner, self.sequences = runner, sequences
         self.computed = runner.run(plan, sequences)
         self.output: StepOutput | None = None  # of a step that was given up before its masks came
-        self.masked, self.surplus = plan.masked, set[int]()  # drawn without a mask
+        self.surplus = set(plan.masked)  # what is drawn without its mask
         self.modelled: torch.cuda.Event | None = None
         if not plan.masked:
             self.draw()
@@ -96,8 +96,7 @@ class PendingStep:
     def draw(self, masks: StepMasks | None = None) -> None:
         with current(self.runner.device):
             self.output = self.runner.draw(self.computed, masks)
-        if masks is not None:
-            self.surplus = set(self.masked).difference(masks.keys)
+        self.surplus.difference_update(() if masks is None else masks.keys)
         del self.computed, self.runner  # the logits above all
 
     def result(self) -> StepResult:
