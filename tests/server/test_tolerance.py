@@ -265,7 +265,7 @@ def test_another_template_and_what_clients_may_tell_it(thinking: Served) -> None
 def test_an_answer_may_go_on_where_the_last_message_ends(served: Served) -> None:
     """Its prompt ends with that message, and the answer is what a completion of this prompt is."""
     begun = [*MESSAGES, {"role": "assistant", "content": "It was"}]
-    goes_on = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+    goes_on: dict[str, Any] = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
     assert prompt_text(served, begun, add_generation_prompt=False) == f"{STORY}\nIt was\n"
     assert prompt_text(served, **goes_on) == f"{STORY}\nIt was"
     answer = text_of(ask(served, CHAT, BODIES[CHAT] | goes_on))
