@@ -252,10 +252,10 @@ class LLM:
 
 def check_names(options: Mapping[str, Any]) -> None:
     """Raises TypeError for the name of an argument that `LLM` does not have."""
-    known = [*LLM.__init__.__kwdefaults__, *(field.name for field in fields(EngineConfig))]
+    known = ["model", "skip_tokenizer_init", "on_event", *(field.name for field in fields(EngineConfig))]
     for name in options.keys() - known:
-        near = get_close_matches(name, ["model", *known], n=1, cutoff=0.7)
-        remedy = f"did you mean {near[0]!r}?" if near else f"it takes model, {', '.join(known)}"
+        near = get_close_matches(name, known, n=1, cutoff=0.7)
+        remedy = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
         raise TypeError(f"LLM has no argument {name!r}; {remedy}")
 
 

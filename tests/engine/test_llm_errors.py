@@ -152,9 +152,9 @@ def test_bad_conversations(llm: LLM, tmp_path: Path) -> None:
         llm.chat([hello, [{"role": "user"}]])
     for name in "tools", "tokenize", "not a name", 5:
         with pytest.raises(ValueError, match=f"^{name!r} is no variable of a chat template that may be set"):
-            llm.chat(hello, chat_template_kwargs={name: 1})  # type: ignore[dict-item]
+            llm.chat(hello, chat_template_kwargs={name: 1})
     with pytest.raises(TypeError, match="chat_template_kwargs must be a dict or None; got 'x'"):
-        llm.chat(hello, chat_template_kwargs="x")  # type: ignore[arg-type]
+        llm.chat(hello, chat_template_kwargs="x")
     for of_no_kind in None, 5, [5], [None]:
         with pytest.raises(TypeError, match="messages must be a list of dicts"):
             llm.chat(of_no_kind)

@@ -150,7 +150,7 @@ def test_a_full_queue_refuses_and_an_empty_seat_is_not_a_queue() -> None:
         with pytest.raises(ValueError, match="max_queue"):
             AsyncLLM(max_queue=0)
         with pytest.raises(TypeError, match="max_queue must be an integer or None; got '9'"):
-            AsyncLLM(max_queue="9")  # type: ignore[arg-type]
+            AsyncLLM(max_queue="9")
 
     asyncio.run(main())
 
