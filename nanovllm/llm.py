@@ -74,7 +74,7 @@ class LLM:
         on_event: OnEvent | None = None,
         **config: Any,
     ) -> None:
-        check_names(config, ("skip_tokenizer_init", "on_event"))
+        check_names(config)
         chosen = EngineConfig(**config)
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event must be a function that takes a dict, or None; got {on_event!r}")

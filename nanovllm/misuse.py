@@ -1,7 +1,7 @@
 """Uses of an LLM that could not work, and would wait for ever or be hard to understand."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -13,13 +13,12 @@ from nanovllm.config import EngineConfig
 makers: set[int] = set()  # process ids: of this process once it has made an LLM, and of those that it was forked from
 
 
-def check_names(options: Mapping[str, Any], others: Iterable[str]) -> None:
-    """Raises TypeError for the name of an argument that `LLM` does not have. others: those that are no fields of
-    `EngineConfig`."""
-    known = [*others, *(field.name for field in fields(EngineConfig))]
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for the name of an argument that `LLM` does not have."""
+    known = ["model", "skip_tokenizer_init", "on_event", *(field.name for field in fields(EngineConfig))]
     for name in options.keys() - known:
-        near = get_close_matches(name, ["model", *known], n=1, cutoff=0.7)
-        remedy = f"did you mean {near[0]!r}?" if near else f"it takes model, {', '.join(known)}"
+        near = get_close_matches(name, known, n=1, cutoff=0.7)
+        remedy = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
         raise TypeError(f"LLM has no argument {name!r}; {remedy}")
 
 
