@@ -252,8 +252,8 @@ def serving(rate: float, api_servers: int = 1) -> Iterator[tuple[subprocess.Pope
     """The server with the fake model, as its process and its port. Raises RuntimeError if it ends with an error."""
     command = [sys.executable, "-m", "benchmarks.serving.mock", "--server", "--rate", str(rate)]
     popen = subprocess.Popen([*command, "--api-servers", str(api_servers)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert popen.stdout is not None
     try:
-        assert popen.stdout is not None
         yield popen, int(popen.stdout.readline().rpartition(":")[2])
         popen.terminate()
         if status := popen.wait(30):
@@ -261,6 +261,7 @@ def serving(rate: float, api_servers: int = 1) -> Iterator[tuple[subprocess.Pope
     finally:
         popen.kill()
         popen.wait()
+        popen.stdout.close()
 
 
 async def first_tokens(port: int, number: int, step_seconds: float) -> float:

@@ -42,8 +42,9 @@ class Process:
 
     def _read(self) -> None:
         assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            self.output += line
+        with self.popen.stdout as lines:
+            for line in lines:
+                self.output += line
 
     def url(self) -> str:
         deadline = time.monotonic() + 90
