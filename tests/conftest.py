@@ -1,5 +1,6 @@
 """What every test runs under: no network, a fixed number of threads, Triton's interpreter where there is no GPU."""
 
+import importlib
 import importlib.util
 import os
 import signal
@@ -22,6 +23,7 @@ if "GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
 # Triton reads this when a kernel is decorated, so it must be set before any test module imports one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    importlib.import_module("tests.kernels.interpreter")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -5,12 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from nanovllm.facts import checkpoint_facts
 from nanovllm.llm import EMBEDDED_MODEL
 from tests.models.test_tokenizer_twins import KINDS
-from tests.models.twins import TEMPLATE, Kind, make_tokenizer
+from tests.models.twins import TEMPLATE, Kind, auto_tokenizer, make_tokenizer
 
 
 def facts(path: Path) -> dict[str, tuple[str, str]]:
@@ -61,7 +60,7 @@ def test_every_place_is_named(tmp_path: Path) -> None:
 def test_of_every_kind_the_file_that_is_named_has_the_say(kind: Kind, tmp_path: Path) -> None:
     """The value is Hugging Face's; and with another value in that place, the fact is another."""
     path = make_tokenizer(tmp_path / "model", kind)
-    theirs = AutoTokenizer.from_pretrained(path)
+    theirs = auto_tokenizer(path)
     found = facts(path)
     assert found["tokenizer"][0] == f"{type(theirs).__name__}, {len(theirs)} tokens"
     assert all((path / file).is_file() for file in found["tokenizer"][1].split(", "))

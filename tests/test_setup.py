@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tools import setup_env
+
 ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text()
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
@@ -158,6 +160,24 @@ def test_missing_tools_are_named_and_do_not_stop_a_reused_environment(reused: Pa
     assert done.returncode == 0, done.stderr
     assert "going on without" in done.stdout and "no-such-tool-anywhere" in done.stdout
     assert "addsitedir" in json.loads((reused / ".venv" / "setup.json").read_text())["reuse"]
+
+
+@pytest.mark.parametrize(
+    ("found", "installed"),
+    [("torch==2.13.0+cpu", ["triton>=3.6", "xxhash"]), ("torch==2.11.0\ntriton==3.5.1", ["xxhash"])],
+)
+def test_a_reused_torch_gets_a_triton_only_where_there_is_none(
+    found: str, installed: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A build of torch for CPUs comes without."""
+    answers = iter(["triton>=3.6\nxxhash", found, ""])
+    asked_for: list[str] = []
+    monkeypatch.setattr(setup_env, "VENV", tmp_path)
+    monkeypatch.setattr(setup_env, "ask", lambda *arguments: next(answers))
+    monkeypatch.setattr(setup_env, "pip_install", lambda *arguments: asked_for.extend(arguments))
+    setup_env.add_missing(["triton>=3.6", "xxhash"])
+    assert asked_for[-len(installed) - 1 :] == [tmp_path / "reused.txt", *installed]
+    assert (tmp_path / "reused.txt").read_text() == found
 
 
 def test_reusing_a_python_without_torch_is_refused_before_anything_is_made(tmp_path: Path) -> None:

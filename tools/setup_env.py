@@ -128,12 +128,17 @@ def install_everything(torch: str) -> None:
 
 
 def add_missing(wanted: list[str]) -> list[str]:
-    """Install those requirements that `.venv` does not meet, and never another torch. Returns what is still missing."""
+    """Install those requirements that `.venv` does not meet, and never another torch. Returns what is still missing.
+
+    Nor another triton, for torch may need its own; but a build of torch for CPUs brings none, and it gets one.
+    """
     missing = ask(FIND_MISSING, *wanted).splitlines()
-    if to_install := [line for line in missing if not line.startswith(("torch", "triton"))]:
+    found = ask(FIND_VERSIONS, "torch", "triton")
+    kept = ("torch", "triton") if "triton==" in found else ("torch",)
+    if to_install := [line for line in missing if not line.startswith(kept)]:
         print("installing what is missing:", ", ".join(to_install), flush=True)
         pins = VENV / "reused.txt"
-        pins.write_text(ask(FIND_VERSIONS, "torch", "triton"))
+        pins.write_text(found)
         pip_install("--quiet", "--retries", "1", "--timeout", "15", "--constraint", pins, *to_install)
         missing = ask(FIND_MISSING, *wanted).splitlines()
     return missing

@@ -32,6 +32,8 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[s
     finally:
         end(process.pid, signal.SIGKILL)
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
         print(process.pid, file=told, flush=True)
 
 

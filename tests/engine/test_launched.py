@@ -7,7 +7,6 @@ ends its other ranks by itself.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.workers import launched_team as launched
 from nanovllm.workers.launched_team import FIRST, HEAD, Connections, address_towards, is_launched, own_device
 from tests.engine.ranks import STORY_MODEL
+from tests.ports import free_port
 from tests.stages.ranks import PROMPTLY
 
 ROOT = Path(__file__).parents[2]
@@ -59,12 +59,6 @@ try:
 except RuntimeError as error:
     print(error)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(directory: Path, mode: str, *, agents: bool) -> list[tuple[int, list[str], str]]:

@@ -1,7 +1,6 @@
 """A rank that cannot start for a reason that the user can mend: one line that says which, as with a single rank."""
 
 import os
-import socket
 import subprocess
 import sys
 import weakref
@@ -20,6 +19,7 @@ from nanovllm.workers import executor, parallel_executor
 from nanovllm.workers.launched_team import LaunchedTeam
 from nanovllm.workers.spawned_team import SpawnedTeam
 from nanovllm.workers.team import Team, failure_report
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -141,10 +141,7 @@ except ValueError as error:
 
 @pytest.mark.slow
 def test_a_process_that_was_launched_runs_out_of_memory() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     common["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     processes = [
         subprocess.Popen(

@@ -29,6 +29,7 @@ for path in sorted(root.rglob("*.py")):
 torch.cuda.get_device_capability = lambda device=None: (9, 0)  # so that a Hopper GPU seems to be there
 from nanovllm.attention.triton_backend import HopperKernels, TritonBackend, hopper_kernels
 from nanovllm.kernels.linear.choice import choose_linear, hopper_linear
+import tests.kernels.interpreter
 from tests.kernels.attention_cases import check, make_case
 
 gpu = torch.device("cuda", 0)

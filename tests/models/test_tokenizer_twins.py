@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
-from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.checkpoint import read_json
@@ -29,6 +28,7 @@ from tests.models.twins import (
     Kind,
     Model,
     Place,
+    auto_tokenizer,
     make_tokenizer,
     write,
 )
@@ -53,7 +53,7 @@ FLAGS = ("add_prefix_space", "add_bos_token", "add_eos_token", "split_special_to
 def compare(path: Path, template: str | None = "ChatML") -> None:
     """Ours and Hugging Face's read the same; or neither can."""
     try:
-        theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        theirs = auto_tokenizer(path)
     except Exception:
         with pytest.raises(ValueError, match=str(path)):
             Tokenizer(path)
@@ -231,7 +231,7 @@ def test_special_tokens_of_a_real_model_may_stand_in_the_other_file(smollm2: Pat
         (tmp_path / name).unlink()
         write(tmp_path / name, content)
     chat = [{"role": "user", "content": "What is the capital of Norway?"}]
-    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    theirs = auto_tokenizer(tmp_path).apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     with LLM(tmp_path, max_model_len=128, kv_cache_gib=0.05) as llm:
         [output] = llm.chat(chat, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
         assert llm.tokenizer is not None

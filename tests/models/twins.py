@@ -13,7 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from nanovllm.text.tokenizer_class import tokenizer_class
 
 Model = Literal["byte-level BPE", "byte fallback", "unigram", "WordPiece"]
 Place = Literal[
@@ -26,6 +30,7 @@ Place = Literal[
     "both",
 ]
 
+RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 CORPUS = [
     "Nell the fox had a red kite, and she would not let go of it.",
     "hello world, the boat is red; don't stop at 1234 kites!",
@@ -269,6 +274,18 @@ def trained(model: Model) -> str:
     if model == "byte fallback":  # bytes are pieces of the vocabulary; a text that spells one is no byte
         stored["added_tokens"] = [token for token in stored["added_tokens"] if token["content"] == "<unk>"]
     return json.dumps(stored)
+
+
+def auto_tokenizer(path: Path) -> Any:
+    """The twin of a tokenizer: what `AutoTokenizer` makes of the same files.
+
+    Ours has the class that transformers has chosen since 5.22, whichever version is installed. Where an older one
+    chooses another class (for Llama 3 and Qwen2, of some checkpoints), there is no twin, and the test is skipped.
+    """
+    theirs = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if RELEASE < (5, 22) and type(theirs) is not tokenizer_class(path):
+        pytest.skip(f"transformers {transformers.__version__} chooses {type(theirs).__name__} for such files")
+    return theirs
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -365,12 +365,13 @@ def test_without_unix_sockets_strangers_are_not_heard() -> None:
         keys = zmq.curve_keypair()
         async with pair(PureLLM(), used=Wires(None, *keys)) as (server, [client]):
             assert server.address.startswith("tcp://127.0.0.1:")
-            stranger = zmq.Context()
+            stranger, sockets = zmq.Context(), []
             for used in Wires(None, *zmq.curve_keypair()), None:
                 socket = stranger.socket(zmq.PUSH) if used is None else used.connect(stranger, server.address)
                 if used is None:
                     socket.connect(server.address)
                 socket.linger = 0
+                sockets.append(socket)  # one that is forgotten is closed, and what it was sending is lost
                 socket.send(messages.encode(messages.Quit()))
             await asyncio.sleep(0.1)
             [choice], _ = await whole(await one(client, STORY, SamplingParams(max_tokens=2)))

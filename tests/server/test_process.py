@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from nanovllm.cli import main
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The server")[2].partition("\n## ")[0]
@@ -41,8 +42,9 @@ class Process:
 
     def _read(self) -> None:
         assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            self.output += line
+        with self.popen.stdout as lines:
+            for line in lines:
+                self.output += line
 
     def url(self) -> str:
         deadline = time.monotonic() + 90
@@ -202,9 +204,7 @@ asyncio.run(stream.__anext__())
 def test_the_snippets_of_the_documentation_run_as_they_stand(document: str, kinds: list[str], tmp_path: Path) -> None:
     """But for the port, which may be taken here."""
     found = re.findall(r"^```(sh|python)\n(.*?)^```$", document, flags=re.MULTILINE | re.DOTALL)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
+    port = str(free_port())
     snippets = [(kind, text.replace("8000", port)) for kind, text in found]
     script = tmp_path / "nanovllm"  # what `pip install` makes of the entry point
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nanovllm.cli "$@"\n')

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import openai
 import pytest
 
 from nanovllm import cli
+from tests.ports import free_port
 from tests.server.test_process import ROOT, Process, started
 
 pytestmark = [
@@ -31,11 +31,8 @@ pytestmark = [
 @contextmanager
 def replicas(home: Path, *options: str) -> Iterator[tuple[Process, str]]:
     """Two replicas, and their address. In the end they are told to stop, and must."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "examples/ray_serve.py", "--port", str(port), *options]
+    command = [sys.executable, "examples/ray_serve.py", "--port", str(free_port()), *options]
     for _ in range(3):  # Ray gives its processes half a minute to start, which is not enough on a busy machine
         with started(command, PYTHONPATH=path, HOME=str(home)) as process:
             try:
