@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.engine.masks import fill_masks
+from nanovllm.engine.plan import Scheduled, StepPlan
 from nanovllm.text import grammars as module
 from nanovllm.text.grammars import TokenGrammars, TokenMatcher
 from nanovllm.text.tokenizer import Tokenizer
@@ -312,6 +314,16 @@ def test_nobody_is_left_while_the_device_is_busy_or_for_fewer_than_wait(
             found.result(0.1)
         opened.set()
         assert len(found.result(30)) <= 1
+
+
+def test_a_step_does_not_leave_a_sequence_for_one_that_is_over() -> None:
+    grammars = Mock()
+    grammars.late.return_value, grammars.fill.return_value = [], bytearray()
+    plan = StepPlan(0, [Scheduled(key, key, 4, 1, True, ()) for key in range(3)], masked=[0, 1])
+    scheduler = Mock(sequences={1: Mock(), 2: Mock()}, proposer=None)
+    fill_masks(plan, Mock(), scheduler, grammars)
+    (matcher,), num_others, _ = grammars.late.call_args.args
+    assert matcher is scheduler.sequences[1].matcher and num_others == 1
 
 
 def test_an_error_of_a_thread_that_fills_masks_is_met_again(
