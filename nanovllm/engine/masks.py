@@ -13,7 +13,7 @@ def fill_masks(plan: StepPlan, handle: StepHandle, scheduler: Scheduler, grammar
     if scheduler.proposer is not None:
         guesses = handle.guesses()
     else:
-        num_others = len(plan.scheduled) - len(seqs)
+        num_others = len(plan.scheduled) - len(plan.masked)  # those that are over gain nothing by the step
         late = set(grammars.late([seq.matcher for seq in seqs], num_others, handle.is_busy))
         put_off(plan, [seq for seq in seqs if seq.matcher in late], scheduler)
         seqs = [seq for seq in seqs if seq.matcher not in late]

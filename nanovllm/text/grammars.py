@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 from operator import itemgetter
-from queue import SimpleQueue
-from threading import Lock, Thread
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,17 +127,19 @@ class MaskThreads:
 
     def __init__(self, number: int, width: int) -> None:
         self._todo: SimpleQueue[TokenMatcher | None] = SimpleQueue()
-        for _ in range(number):
-            Thread(target=self._work, args=(self._todo, width), daemon=True).start()
-        weakref.finalize(self, self._end, self._todo, number)
+        threads = [Thread(target=self._work, args=(self._todo, width), daemon=True) for _ in range(number)]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(self, self._end, self._todo, threads)
 
     def late(
         self, matchers: Sequence[TokenMatcher], num_others: int, is_busy: Callable[[], bool | None]
     ) -> list[TokenMatcher]:
         """See `engine/grammars.py`."""
-        missing = [matcher for matcher in matchers if not matcher.has_mask]
+        # `filling` is read first: who is not filling any more has its mask.
+        missing = [matcher for matcher in matchers if matcher.filling or not matcher.has_mask]
         for matcher in missing:
-            if not matcher.filling:
+            if not (matcher.filling or matcher.has_mask):
                 matcher.filling = True
                 self._todo.put(matcher)
         most = (len(matchers) + num_others) // 2
@@ -155,11 +157,20 @@ class MaskThreads:
             with suppress(BaseException):
                 matcher.compute(words.ctypes.data, words.nbytes)
             matcher.has_mask, matcher.filling = True, False
+            del matcher  # with all that its grammar has learnt: the next may be long in coming
 
     @staticmethod
-    def _end(todo: "SimpleQueue[TokenMatcher | None]", number: int) -> None:
-        for _ in range(number):
+    def _end(todo: "SimpleQueue[TokenMatcher | None]", threads: list[Thread]) -> None:
+        """Nobody waits for the masks any more, or Python exits. A thread that came back from Rust after that would
+        crash."""
+        with suppress(Empty):
+            while True:
+                todo.get_nowait()
+        for _ in threads:
             todo.put(None)
+        for thread in threads:
+            if thread is not current_thread():  # garbage may be collected by any
+                thread.join()
 
 
 class TokenGrammars:

@@ -4,19 +4,24 @@ import gc
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.engine.masks import fill_masks
+from nanovllm.engine.plan import Scheduled, StepPlan
 from nanovllm.text import grammars as module
 from nanovllm.text.grammars import TokenGrammars, TokenMatcher
 from nanovllm.text.tokenizer import Tokenizer
@@ -311,6 +316,16 @@ def test_nobody_is_left_while_the_device_is_busy_or_for_fewer_than_wait(
         assert len(found.result(30)) <= 1
 
 
+def test_a_step_does_not_leave_a_sequence_for_one_that_is_over() -> None:
+    grammars = Mock()
+    grammars.late.return_value, grammars.fill.return_value = [], bytearray()
+    plan = StepPlan(0, [Scheduled(key, key, 4, 1, True, ()) for key in range(3)], masked=[0, 1])
+    scheduler = Mock(sequences={1: Mock(), 2: Mock()}, proposer=None)
+    fill_masks(plan, Mock(), scheduler, grammars)
+    (matcher,), num_others, _ = grammars.late.call_args.args
+    assert matcher is scheduler.sequences[1].matcher and num_others == 1
+
+
 def test_an_error_of_a_thread_that_fills_masks_is_met_again(
     grammars: TokenGrammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +348,60 @@ def test_threads_that_fill_masks_end_with_their_grammars(tokenizer: Tokenizer) -
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
+
+
+AT_EXIT = """
+from pathlib import Path
+
+from nanovllm import StructuredOutputsParams
+from nanovllm.text.grammars import TokenGrammars
+from nanovllm.text.tokenizer import Tokenizer
+
+tokenizer = Tokenizer(Path({path!r}))
+grammars = TokenGrammars(tokenizer, 4096, {{0}}, num_threads=4)
+matchers = [grammars.compile(StructuredOutputsParams(regex=f"a[a-z ]{{{{{{i}}}}}}")).copy() for i in range(400, 430)]
+for matcher in matchers:
+    matcher.accept(tokenizer.encode("a")[0])
+print(len(grammars.late([matcher.copy() for matcher in matchers for _ in range(200)], 10**6, lambda: False)))
+"""
+
+
+def test_python_exits_while_masks_are_computed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT.format(path=str(STORY_MODEL))], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "") and int(done.stdout) > 100
+
+
+def test_a_mask_that_is_done_meanwhile_is_not_computed_again(
+    grammars: TokenGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread is done right after somebody has seen that the mask is not there."""
+    matcher = compiled(grammars, regex="[a-c]+w").copy()
+    there, computed = [False], list[TokenMatcher]()
+
+    def has_mask(self: TokenMatcher) -> bool:
+        seen = there[0]
+        there[0], self.filling = True, False
+        return seen
+
+    monkeypatch.setattr(TokenMatcher, "compute", lambda self, *where: computed.append(self))
+    del matcher.has_mask
+    monkeypatch.setattr(TokenMatcher, "has_mask", property(has_mask, lambda self, value: None), raising=False)
+    matcher.filling = True
+    grammars.late([matcher], 1, lambda: False)
+    time.sleep(0.05)
+    assert not computed
+
+
+def test_threads_that_fill_masks_keep_nothing(tokenizer: Tokenizer) -> None:
+    grammars = TokenGrammars(tokenizer, SIZE, {EOS}, num_threads=1)
+    matcher = compiled(grammars, regex="b+").copy()
+    assert grammars.late([matcher], 0, lambda: False) == []
+    gone = Event()
+    weakref.finalize(matcher, gone.set)
+    del matcher
+    assert gone.wait(5)
 
 
 def test_a_copy_goes_its_own_way(grammars: TokenGrammars) -> None:
