@@ -326,7 +326,7 @@ def test_the_operator_may_name_the_formats() -> None:
     script = llama.says('{"name": "weather", "parameters": {"city": "Rome"}}')
     assert chat(llama.openai, tools=TOOLS).choices[0].message.tool_calls[0].function.arguments == '{"city": "Rome"}'
     assert "weather" not in script.prompt  # which this template has no place for
-    with pytest.raises(openai.BadRequestError, match="response_format and tools exclude") as refused:
+    with pytest.raises(openai.BadRequestError, match="response_format cannot be combined with tools") as refused:
         chat(llama.openai, tools=TOOLS, response_format={"type": "json_object"})
     assert refused.value.param == "response_format"
     long: Any = {"type": "function", "function": {"name": "f", "parameters": {"title": "x" * 2**16}}}

@@ -176,7 +176,7 @@ def test_an_answer_that_reaches_the_models_limit_is_cut_short() -> None:
 
 @pytest.mark.parametrize(("load", "growth"), [(0.5, 0.0), (0.8, 0.0), (1.05, 0.05), (1.5, 0.5)])
 def test_a_queue_without_end_is_seen(load: float, growth: float) -> None:
-    """One server, constant service: beyond its capacity first tokens come later by what is too much."""
+    """One server, constant service: beyond its capacity, first tokens come later by the excess load."""
     costs = Linear(step=0.9, host=0.1, decode=0.0, key=0.0, prompt_token=0.0)
     one = Lengths.parse("1")
     workload = synthetic(rate=load, queries=400, prompt_tokens=one, output_tokens=one)
