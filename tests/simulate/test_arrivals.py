@@ -121,7 +121,7 @@ def test_burst_gpts_trace(tmp_path: Path) -> None:
 
 
 def test_a_trace_with_gaps(tmp_path: Path) -> None:
-    """Empty lines and empty fields, and numbers as a table program writes them."""
+    """Empty lines and empty fields, and numbers as a spreadsheet writes them."""
     text = BURST_GPT.replace("472,18", "472.0,18.0").replace("\n45", "\n\n45") + "46,a,,ChatGPT,12,,12,API log\n\n"
     assert [(q.time, len(q.prompt)) for q in replay(tmp_path / "t.csv", text)] == [(0, 472), (1.5, 30), (40, 1087)]
 

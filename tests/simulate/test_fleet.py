@@ -63,7 +63,7 @@ def test_every_query_ends_once(router: str) -> None:
 
     def counted(time: float, num_open: int, num_replicas: int) -> None:
         over = stats.num_finished + stats.num_refused + stats.num_too_long
-        assert num_open == stats.num_sent - over, "who thinks about the next turn is not in the system"
+        assert num_open == stats.num_sent - over, "a client that thinks about the next turn has no open query"
         add(time, num_open, num_replicas)
 
     stats.timeline.add = counted  # type: ignore[method-assign]

@@ -104,7 +104,7 @@ def test_a_target_that_is_met_only_while_the_queue_is_short_is_not_met(
 
 
 def made_up(scenario: Scenario, max_gpus: int) -> Planner:
-    """Three replicas seem to do, and seven do."""
+    """Three replicas seem to suffice. In a longer simulation seven do."""
     planner = Planner(scenario, Target(0.1, None, 90.0), [ONE], max_gpus)
 
     def simulate(set_up: SetUp, replicas: int, simulated: Scenario) -> Outcome:
