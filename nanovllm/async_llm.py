@@ -140,7 +140,7 @@ class AsyncLLM:
         """Queue all of these requests, or none. A request without an id gets one.
 
         Raises QueueFull, its subclass NeverFits, EngineDead, ValueError for an id that is in use, TypeError for an id
-        that is no text and a priority that is no integer, and RuntimeError when called by `on_event`.
+        or a priority of the wrong type, and RuntimeError when called by `on_event`.
         """
         arrived = time.perf_counter()
         self._refuse_on_event()
@@ -149,7 +149,7 @@ class AsyncLLM:
         priority = index(priority)
         for request_id in request_ids:
             if not isinstance(request_id, str | None):
-                raise TypeError(f"request_id must be a text or None; got {request_id!r}")
+                raise TypeError(f"request_id must be a string or None; got {request_id!r}")
         ids = [request_id or uuid4().hex for request_id in request_ids or [None] * len(requests)]
         if len(set(ids)) < len(ids):
             raise ValueError(f"request_ids must differ; got {ids!r}")

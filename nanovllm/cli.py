@@ -136,11 +136,11 @@ def params_of(args: argparse.Namespace, defaults: Mapping[str, Any]) -> Sampling
 
 
 def bias_by_token(text: str) -> dict[int, float]:
-    """Raises ArgumentTypeError for what is no JSON object with token ids for keys."""
+    """Biases by token id. Raises ArgumentTypeError if the text is not a JSON object whose keys are token ids."""
     try:
         return {int(token): bias for token, bias in json_object(text).items()}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be like '{{\"17\": -100}}', by token id; got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must map token ids to biases: '{{\"17\": -100}}'; got {text!r}") from None
 
 
 def stream(llm: "LLM", prompt_token_ids: list[int], params: SamplingParams, echo: str = "") -> RequestOutput:

@@ -59,7 +59,7 @@ class LLM:
 
     Any thread may call. `generate`, `chat` and `close` wait for each other, so that threads get their turns and not one
     batch: `AsyncLLM` runs what many threads ask together. A call from inside a call, by `on_event` or a progress bar,
-    raises RuntimeError. So does a call in a process that was forked from the one of the LLM.
+    raises RuntimeError. So does a call in a process that was forked after the LLM was made.
 
     From then on Python collects garbage less often in this process (see `workers/executor.py`). If PyTorch came with
     the import of `LLM`, garbage among what was there by then is never collected, unless `gc.unfreeze()` is called (see

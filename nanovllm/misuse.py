@@ -1,4 +1,4 @@
-"""Uses of an LLM that could not work, and would wait for ever or be hard to understand."""
+"""Uses of an LLM that cannot work. Without these checks they would hang, or end with an error that explains nothing."""
 
 import os
 from collections.abc import Mapping
@@ -23,8 +23,7 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 
 def check_threads(device: torch.device) -> None:
-    """Raises RuntimeError in a process in which PyTorch's threads are missing: its first product of matrices would wait
-    for ever."""
+    """Raises RuntimeError in a process without PyTorch's threads, whose first matrix product on a CPU would hang."""
     if device.type == "cpu" and makers - {os.getpid()} and torch.get_num_threads() > 1:
         raise RuntimeError(
             "this process was forked from one that had made an LLM, and PyTorch's threads do not live on in it; "

@@ -132,7 +132,7 @@ def read_config(path: Path, model_types: tuple[str, ...] = MODEL_TYPES, windows:
     if dtype_name not in DTYPES:
         raise ValueError(f"{path}: dtype {dtype_name!r} is not supported; supported are {', '.join(DTYPES)}")
     if not raw.get("is_causal", True):  # an embedding model, whose tokens see later ones; the weights do not show it
-        raise ValueError(f"{path}: is_causal={raw['is_causal']!r} is not supported; a text cannot be continued so")
+        raise ValueError(f"{path}: is_causal={raw['is_causal']!r} is not supported; choose a causal model")
     heads = raw["num_attention_heads"]
     kv_heads = raw.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -167,7 +167,7 @@ def has_own_head(path: Path, dtype: torch.dtype) -> bool:
 
 def read_tensors(path: Path, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint, or those named in `only`, one at a time. An index, where there is one, decides
-    which file holds what. If it leaves out a model.safetensors, it is a leftover."""
+    which file holds what. An index that does not name an existing model.safetensors is a leftover, and is ignored."""
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     weight_map: dict[str, str] = read_json(index)["weight_map"] if index.is_file() else {}
     if single.is_file() and single.name not in weight_map.values():

@@ -5,7 +5,8 @@ import socket
 
 
 def free_port() -> int:
-    """Below the ports that a system hands out by itself: no connection takes this one before the program has it."""
+    """A free port below those that the system gives to outgoing connections. So no connection takes it before the
+    program does. Raises OSError if none is found."""
     for port in random.SystemRandom().sample(range(20000, 32000), 100):
         with socket.socket() as probe:
             try:

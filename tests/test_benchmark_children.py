@@ -1,4 +1,4 @@
-"""What a benchmark has started ends with it, also where nothing of the benchmark runs any more."""
+"""What a benchmark has started ends with it, even if the benchmark is killed."""
 
 import signal
 import subprocess

@@ -242,7 +242,7 @@ def test_an_error_of_many_lines_becomes_one(
         (["serv"], "invalid choice: 'serv'"),
         (["generate"], "prompt"),
         (["generate", "x", "--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
-        (["generate", "x", "--logit-bias", '{"the": 1}'], "must be like '{\"17\": -100}', by token id; got '{\"the"),
+        (["generate", "x", "--logit-bias", '{"the": 1}'], "must map token ids to biases: '{\"17\": -100}'; got '{\"th"),
         (["generate", "x", "--best-of", "3"], "unrecognized arguments: --best-of"),
     ],
 )

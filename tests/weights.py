@@ -106,7 +106,7 @@ def random_mistral(directory: Path | str, **over: Any) -> Path:
 
 
 def random_smollm3(directory: Path | str, **over: Any) -> Path:
-    """SmolLM3: the second of three layers turns no head. `over`: see `write_checkpoint`."""
+    """SmolLM3: the second of three layers has no RoPE. `over`: see `write_checkpoint`."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     return write_checkpoint(directory, SmolLM3ForCausalLM, SmolLM3Config, shape | {"no_rope_layer_interval": 2}, over)
 

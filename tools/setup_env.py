@@ -128,9 +128,10 @@ def install_everything(torch: str) -> None:
 
 
 def add_missing(wanted: list[str]) -> list[str]:
-    """Install those requirements that `.venv` does not meet, and never another torch. Returns what is still missing.
+    """Install those requirements that `.venv` does not meet. Returns what is still missing.
 
-    Nor another triton, for torch may need its own; but a build of torch for CPUs brings none, and it gets one.
+    Torch is never replaced, and neither is a triton that came with it. A build of torch for CPUs brings no triton, so
+    one is installed.
     """
     missing = ask(FIND_MISSING, *wanted).splitlines()
     found = ask(FIND_VERSIONS, "torch", "triton")

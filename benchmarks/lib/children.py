@@ -1,8 +1,8 @@
-"""Processes that a benchmark starts. They end with the benchmark, and so does what they have started in turn.
+"""Processes that a benchmark starts. They end with the benchmark, and so do the processes that they have started.
 
-That holds whatever ends the benchmark. A time limit's signal runs no `finally`, and the children are in sessions of
-their own, which no signal to the benchmark's group reaches. So a watcher, which is one more process, is told of every
-child. It reads from a pipe that breaks with the benchmark, and then ends the children that are left.
+That holds whatever ends the benchmark. The signal of a time limit runs no `finally`. The children are in sessions of
+their own, which no signal to the benchmark's group reaches. So there is one more process, the watcher, which is told of
+every child through a pipe. The pipe breaks when the benchmark ends. Then the watcher ends the children that are left.
 """
 
 import atexit
@@ -39,7 +39,7 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[s
 
 @cache
 def watcher() -> IO[str]:
-    """Where to tell a watcher of the children of this process, each when it begins and when it has ended."""
+    """The pipe to the watcher of this process. A child's process id is written to it when the child starts or ends."""
     process = subprocess.Popen(
         WATCHER, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
         start_new_session=True,
@@ -58,7 +58,7 @@ def end(group: int, signum: int) -> bool:
 
 
 def watch(told: Iterable[str]) -> None:
-    """The watcher: end the groups that have begun and not ended when nobody is left to tell of them."""
+    """The watcher: when the pipe breaks, end the groups that have begun and not ended. `told`: lines of process ids."""
     groups: set[int] = set()
     for line in told:
         groups ^= {int(line)}

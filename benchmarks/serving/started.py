@@ -19,11 +19,14 @@ OURS = r"serving at http://127\.0\.0\.1:(\d+)"  # what `nanovllm serve` and exam
 def started(
     command: list[str], ready: str = OURS, stderr: int | None = None, env: Mapping[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server and its port, once it says `ready`. In the end it is stopped, and with it what it has started; then the
-    process has its status.
+    """A server and its port, once it says `ready`. At the end of the block the server is stopped, with all processes
+    that it has started, and `returncode` is set.
 
-    ready: a regular expression, with the port as its group; without a group the port is 0. stderr: as `Popen` has it;
-    `subprocess.STDOUT` to look for `ready` there, too. env: beside our own. Raises RuntimeError if it does not start.
+    ready:   a regular expression whose group is the port; without a group the port is 0.
+    stderr:  as in `Popen`; `subprocess.STDOUT` to look for `ready` there, too.
+    env:     variables that are added to those of this process.
+
+    Raises RuntimeError if the server does not start.
     """
     with child(command, cwd=ROOT, env=os.environ | (env or {}), stdout=subprocess.PIPE, stderr=stderr) as popen:
         try:

@@ -31,11 +31,14 @@ class Matcher(Protocol):
 
 class Grammars(Protocol):
     def late(self, matchers: Sequence[Any], num_others: int, is_busy: Callable[[], bool | None]) -> list[Any]:
-        """Wait for the masks after these outputs, and return the matchers whose masks take too long.
+        """Wait for the masks after these outputs, and return the matchers whose masks are late.
 
-        There are such only if `is_busy` is True or False. Then those are late whose masks are not there once the device
-        is idle, as long as the other sequences of the step, `num_others` among them, are at least as many. A late mask
-        is computed on, beside the steps: see `Matcher.is_filling`.
+        If `is_busy` returns None, no mask is late. Otherwise a mask is late if it is missing once the device is idle.
+        At most half of the step's sequences are late: until then this waits on. A late mask is still computed, beside
+        the next steps: see `Matcher.is_filling`.
+
+        num_others: the sequences of the step that are not among `matchers`.
+        is_busy:    see `StepHandle.is_busy`.
         """
         ...
 

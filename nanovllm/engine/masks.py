@@ -7,7 +7,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 def fill_masks(plan: StepPlan, handle: StepHandle, scheduler: Scheduler, grammars: Grammars) -> StepMasks:
-    """What the grammars of the newest step's sequences allow, for those that are not over by now, and are in time."""
+    """The masks of the newest step. A sequence that is over gets none. A sequence whose mask is late is put off."""
     seqs = [scheduler.sequences[key] for key in plan.masked if key in scheduler.sequences]
     guesses: dict[int, list[int]] = {}
     if scheduler.proposer is not None:

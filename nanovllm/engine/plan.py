@@ -68,7 +68,7 @@ class StepResult:
 class StepMasks(NamedTuple):
     """Which tokens may come next, for sequences with structured outputs: after the last known token of each, and after
     each of its guesses. A key of `StepPlan.masked` may be missing: that sequence is over, or its mask takes too long
-    (see `masks.py`). Then its token counts for nothing, and the next step may sample the same position."""
+    (see `masks.py`). Then its token is not used, and a later step may sample the same position."""
 
     keys: list[int]  # in the order of the plan
     words: bytearray  # [masks, W] int32: bit i of word w allows token 32 * w + i, and what lies behind is forbidden
@@ -82,7 +82,7 @@ class StepHandle(Protocol):
         ...
 
     def is_busy(self) -> bool | None:
-        """Whether the device still computes the model of a step with masks; None where nobody knows, as on a CPU."""
+        """Whether the device still computes the model of a step with masks; None where this is unknown, as on a CPU."""
         ...
 
     def draw(self, masks: StepMasks) -> None:

@@ -15,12 +15,12 @@ DESCRIPTION_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors",)
 MAX_HEADER = 100 << 20  # bytes that safetensors allows before the tensors of a file
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
-# Models that read images as well, and what their `text_config`, on the part that writes text, may leave out
+# Models that also read images, with the defaults of their `text_config`, which describes the text model
 WITH_IMAGES: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text", "vocab_size": 262208, "num_attention_heads": 8},
     "mistral3": {"model_type": "mistral"},
 }
-# What may be said beside the `text_config`, and counts then
+# Keys that may stand beside the `text_config`, and override it
 OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "eos_token_id")
 # What is taken of it, with its name in `SamplingParams`; and what is not, and its "off".
 SAMPLING_DEFAULTS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
@@ -105,9 +105,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text_config(path: Path) -> dict[str, Any]:
-    """What config.json says of the model that writes the text: all of it, unless the model reads images as well.
+    """What config.json says of the text model: all of it, unless the model also reads images.
 
-    Raises ValueError for a file that is no JSON object, and for a model that reads images without a `text_config`.
+    Raises ValueError for a file that is not a JSON object, and for a model that reads images but has no `text_config`.
     """
     raw = read_json(path / "config.json")
     if (defaults := WITH_IMAGES.get(str(raw.get("model_type")))) is None:
@@ -123,8 +123,8 @@ def read_text_config(path: Path) -> dict[str, Any]:
 def weight_files(path: Path) -> dict[str, set[str] | None]:
     """The safetensors files of the checkpoint, each with the tensors to take from it (None: all that it has).
 
-    Where there is an index, files and tensors that it does not name are not part of the model. But an index that leaves
-    out a model.safetensors is itself a leftover, as Hugging Face has it.
+    Where there is an index, files and tensors that it does not name are not part of the model. But as in Hugging Face,
+    an index that does not name an existing model.safetensors is a leftover, and is ignored.
     Raises ValueError if a file that the index names, or every weight file, is missing.
     """
     if (path / INDEX).is_file():
@@ -174,6 +174,7 @@ def generation_file(path: Path) -> Path:
 
 
 def read_generation(path: Path) -> dict[str, Any]:
+    """What the `generation_file` says; of config.json, what it says of the text model."""
     file = generation_file(path)
     return read_json(file) if file.name == GENERATION_CONFIG else read_text_config(path)
 

@@ -79,7 +79,7 @@ class ModelConfig:
     gemma: GemmaConfig | None  # None: another family
     dtype: torch.dtype
     quantization: Fp8Format | None = None  # of the weights in the files; None: they are not quantised
-    without_rope: frozenset[int] = frozenset()  # layers that turn no head
+    without_rope: frozenset[int] = frozenset()  # layers that have no RoPE
 
     @property
     def neurons_of_token(self) -> int:
@@ -144,10 +144,10 @@ def refuse_unsupported(raw: Raw) -> None:
     kind, known = raw.get("model_type"), ", ".join([*FAMILIES, *WITH_IMAGES])
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type={kind!r} is not supported; supported are {known}")
-    if not raw.get("is_causal", True):  # of embedding models; the weights do not show it
+    if not raw.get("is_causal", True):  # as in embedding models; the weights do not show it
         raise ValueError(
-            f"is_causal={raw['is_causal']!r} is not supported: a token that sees later ones cannot be generated; use a "
-            "model that was trained to continue texts"
+            f"is_causal={raw['is_causal']!r} is not supported: where tokens attend to later ones, no text can be "
+            "generated; use a model that was trained to continue texts"
         )
     if has_experts(raw) and FAMILIES[kind].experts is None:
         raise ValueError(f"model_type={kind!r} with a mixture of experts is not supported; supported are {known}")

@@ -11,7 +11,7 @@
 - Mistral ("Mistral 7B", 2023): Llama with a sliding window, see `window_config.py`. Hugging Face calls it Ministral if
   `layer_types` says which layers have the window.
 - Gemma 3 ("Gemma 3 Technical Report", 2025), text alone: see `config.GemmaConfig`.
-- SmolLM3 (Hugging Face, 2025): Llama, but every fourth layer turns no head by RoPE, see `layers_without_rope`.
+- SmolLM3 (Hugging Face, 2025): Llama, but every fourth layer has no RoPE, see `layers_without_rope`.
 - Seed-OSS (ByteDance, 2025): Llama with biases on q, k and v, and none on o unless config.json says otherwise.
 """
 
@@ -44,7 +44,7 @@ class Family(NamedTuple):
     experts: ExpertKeys | None = None  # None: an MLP in each layer
     tie_word_embeddings: bool = False
     is_gemma: bool = False  # see `config.GemmaConfig`
-    without_rope: bool = False  # whether some layers are, see `layers_without_rope`
+    without_rope: bool = False  # whether some layers have no RoPE, see `layers_without_rope`
 
 
 MISTRAL = Family(
@@ -125,8 +125,8 @@ def shape_of(raw: Raw, family: Family) -> dict[str, Any]:
 
 
 def layers_without_rope(raw: Raw) -> frozenset[int]:
-    """The layers of SmolLM3 that turn no head (Yang et al., "Rope to Nope and Back Again", 2025): those that have a 0
-    in `no_rope_layers`, or every `no_rope_layer_interval`-th. Raises ValueError if the two are not such numbers."""
+    """The layers of SmolLM3 that have no RoPE (Yang et al., "Rope to Nope and Back Again", 2025): those with a 0 in
+    `no_rope_layers`, or every `no_rope_layer_interval`-th. Raises ValueError if one of these keys is malformed."""
     num_layers, interval = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4)
     if type(interval) is not int or interval < 1:
         raise ValueError(

@@ -50,7 +50,7 @@ Files = dict[str, set[str] | None]  # see `weight_files`
 DUMMY_STD = 0.02
 MOST_LISTED = 100  # things that are wrong with a checkpoint, of each kind
 MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
-TEXT_PART = re.compile(r"(model\.)?language_model\.(model\.)?")  # of a model that reads images as well
+TEXT_PART = re.compile(r"(model\.)?language_model\.(model\.)?")  # of a model that also reads images
 IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")  # its other parts, which are left out
 
 
@@ -252,7 +252,7 @@ def open_tensors(stack: ExitStack, path: Path, files: Files) -> dict[str, Stored
 
     A model that was saved without its head (`Qwen3Model`, and not `Qwen3ForCausalLM`) has names without "model.", which
     is put before them, as Hugging Face does. The experts of Mixtral have names of their own, which become Qwen's. Of a
-    model that reads images as well, the part that writes text is taken.
+    model that also reads images, only the text model is taken.
     """
     found: dict[str, Any] = {}
     for file, names in files.items():

@@ -69,7 +69,7 @@ class Layer(nn.Module):
 
     def __init__(self, c: ModelConfig, layer: int, group: Group | None) -> None:
         super().__init__()
-        self.is_local = layer in c.without_rope  # whether it turns heads by the second table
+        self.is_local = layer in c.without_rope  # whether it uses `Transformer.local_rotary`
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
         self.self_attn = Attention(c, layer, group)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=c.dtype)
@@ -124,7 +124,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = c
         self.rotary = RotaryEmbedding(c.head_dim, c.rope_theta, c.rope_scaling, max_model_len)
-        self.local_rotary = self.rotary  # of Gemma's layers with a window, and of layers that turn no head
+        self.local_rotary = self.rotary  # of Gemma's layers with a window, and of layers without RoPE
         sizes = c.vocab_size, c.hidden_size
         self.embed_tokens: Embedding
         if c.gemma is None:

@@ -260,7 +260,7 @@ def build_app(
         kind = {"id": model_name, "object": "model", "created": started, "owned_by": "nanovllm"}
         return kind | {"max_model_len": config.max_model_len}
 
-    @app.get("/v1/models/", include_in_schema=False)  # otherwise a model without a name
+    @app.get("/v1/models/", include_in_schema=False)  # otherwise it would ask for a model without a name
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card()]}

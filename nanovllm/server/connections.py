@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048  # connections that the system keeps until they are accepted
 SPARE = 64  # file descriptors for everything that is no connection
 # Seconds that a connection stays open between two requests. A client that sends a request just when the server closes
-# gets no answer, so this is longer than most clients and proxies keep a connection: it is they who close it.
+# gets no answer. So this is longer than most clients and proxies keep a connection: then they close it.
 KEEP_ALIVE = 75
 
 

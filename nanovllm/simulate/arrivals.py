@@ -172,7 +172,8 @@ class WorkloadOptions:
         foreign = {"speed"} if self.replay is None else {option.name for option in fields(self)} - OF_REPLAY
         for option in fields(self):
             if option.name in foreign and getattr(self, option.name) != option.default:
-                raise ValueError(f"{option.name} is only for {'rate' if self.replay else 'replay'}; leave it out")
+                beside = "with" if self.replay else "without"
+                raise ValueError(f"{option.name} has no effect {beside} replay; leave it out")
         for name in ("rate", "seconds", "queries", "speed"):
             if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number; got {value!r}")
@@ -295,20 +296,20 @@ class Replay(Workload):
 
 
 def tokens_of(text: str) -> int:
-    """A number of tokens, which may be written 472.0; 0 for an empty field. Raises ValueError for anything else."""
+    """A number of tokens, which may be written as 472.0; 0 for an empty field. Raises ValueError for anything else."""
     number = float(text.strip() or 0)
     if not number.is_integer():
-        raise ValueError(f"{text!r} is no number of tokens")
+        raise ValueError(f"{text!r} is not a number of tokens")
     return int(number)
 
 
 def seconds_of(text: str) -> float:
-    """A number of seconds, or a date and time, of UTC if it names no zone. Raises ValueError for anything else."""
+    """Seconds, of a number, or of a date and time (in UTC if it has no zone). Raises ValueError for anything else."""
     try:
         seconds = float(text)
     except ValueError:
         time = datetime.fromisoformat(text.strip())
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
     if not isfinite(seconds):
-        raise ValueError(f"{text!r} is no time")
+        raise ValueError(f"{text!r} is not a time")
     return seconds

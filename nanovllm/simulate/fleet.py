@@ -36,9 +36,9 @@ class FleetOptions:
                            None: any number. (Ray Serve's name.)
     max_retries:           how often a client sends a query again that was refused (the default of OpenAI's client).
     startup_seconds:       until a new replica serves.
-    deaths:                (time, number of a replica) of each that dies, also while it starts. Another one is started
-                           at once. Nothing happens where no such replica is alive: `Statistics.num_deaths` tells.
-    autoscaling:           None: the number of replicas stays. Raises ValueError if it does not allow `replicas`.
+    deaths:                (time, number of a replica) of each that dies, even while it starts. Another one is started
+                           at once. If no replica has this number then, nothing happens. `Statistics.num_deaths` counts.
+    autoscaling:           None: the number of replicas stays. Raises ValueError if `replicas` is outside its bounds.
     server:                what HTTP adds. Nothing for engines that are called directly.
     """
 

@@ -20,7 +20,7 @@ from nanovllm.simulate.report import table
 from nanovllm.simulate.routers import ROUTERS
 from nanovllm.simulate.scenario import ENGINE_OPTIONS, Scenario, WorkloadOptions
 
-LEAST_QUERIES = 300  # of a plan's simulations: fewer say nothing about the slowest of a hundred
+LEAST_QUERIES = 300  # in each simulation of a plan: fewer say little about the slowest 1%
 SCALING = [field.name for field in fields(Autoscaling) if field.name != "max_replicas"]
 
 
@@ -105,8 +105,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--seconds",
         type=seconds,
-        help="of each simulation; the best ones take four times as long (default 30, or more "
-        f"so that {LEAST_QUERIES} queries come; of a trace all)",
+        help="of each simulation; the best set-ups are simulated four times as long (default 30, "
+        f"longer if fewer than {LEAST_QUERIES} queries would come; all of a trace)",
     )
     whole: dict[str, Any] = {"type": numbers, "metavar": "N,N"}
     add("--ranks", **whole, default=[1, 2, 4, 8], help="values of tensor_parallel_size to try")
@@ -151,7 +151,7 @@ def run_simulate(args: argparse.Namespace) -> None:
     if args.max_replicas is not None:
         scaling = Autoscaling(max_replicas=args.max_replicas, **given)
     elif given:
-        raise ValueError(f"{', '.join(given)}: there is no scaling without max_replicas; give it, too")
+        raise ValueError(f"{', '.join(given)}: without max_replicas nothing is scaled; give max_replicas, too")
     least = 1 if scaling is None else scaling.min_replicas
     start = {"replicas": least if args.replicas is None else args.replicas, "startup_seconds": args.startup_seconds}
     chosen = scenario(args, **start, autoscaling=scaling, deaths=tuple(args.die))
@@ -202,7 +202,10 @@ def run_plan(args: argparse.Namespace) -> None:
 
 
 def possible_ranks(chosen: Scenario, wanted: list[int]) -> tuple[list[int], list[str]]:
-    """Those with costs and memory that suffices, and why the others have not. Raises ValueError if there are none."""
+    """The ranks whose costs are known and whose memory suffices, and for each of the others the reason.
+
+    Raises ValueError, with the first reason, if none are possible.
+    """
     good, why = [], []
     for ranks in wanted:
         try:

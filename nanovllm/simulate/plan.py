@@ -69,7 +69,7 @@ class Outcome:
     first: float
     gap: float
     share_unserved: float  # of the queries: refused, too long, or cut short
-    growth: float = 0.0  # of first tokens over time: see `Timeline.growth`
+    growth: float = 0.0  # of the time to the first token: see `Timeline.growth`
 
     @property
     def num_gpus(self) -> int:
@@ -92,11 +92,11 @@ class Outcome:
         if self.share_unserved:
             said.append(f"{100 * self.share_unserved:.1f}% refused, too long or cut short")
         if self.growth > MOST_GROWTH:
-            said.append(f"first tokens come later by {1e3 * self.growth:.0f} ms per second")
+            said.append(f"time to the first token grows by {1e3 * self.growth:.0f} ms per second")
         return ", ".join(said)
 
     def as_json(self) -> dict[str, Any]:
-        """None for a time where no query was finished."""
+        """As JSON. A time is None if no query was finished."""
         times = {name: number(getattr(self, name)) for name in ("first", "gap")}
         return asdict(self) | times | {"num_gpus": self.num_gpus}
 
@@ -177,7 +177,7 @@ class Planner:
         return self._bisected(set_up, max(0, high - step), high)
 
     def _upwards(self, set_up: SetUp, least: int, most: int, longer: bool = False) -> Outcome:
-        """The fewest replicas that meet the target, from `least` to `most`; if none do, what `most` brought."""
+        """The outcome of the fewest replicas, from `least` to `most`, that meet the target; else that of `most`."""
         low, high, step = least - 1, least, 1
         while not self._good(outcome := self._trial(set_up, high, longer)):
             if high == most:
@@ -186,7 +186,7 @@ class Planner:
         return self._bisected(set_up, low, high, longer)
 
     def _bisected(self, set_up: SetUp, low: int, high: int, longer: bool = False) -> Outcome:
-        """The fewest replicas that meet the target, where `low` (or 0) do not and `high` do."""
+        """The outcome of the fewest replicas that meet the target. `low` (or 0) do not meet it, and `high` do."""
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._good(self._trial(set_up, middle, longer)) else (middle, high)
@@ -226,7 +226,7 @@ class Planner:
             first = gap = inf
         unserved = statistics.num_refused + statistics.num_too_long + statistics.num_cut_short
         share = unserved / max(1, statistics.num_sent)
-        # A trace ends by itself: who is served late in its rush hour is served.
+        # A trace ends by itself: a queue that grows in its rush hour has an end.
         growth = statistics.timeline.growth if scenario.workload.replay is None else 0.0
         return Outcome(set_up, replicas, first, 0.0 if gap != gap else gap, share, growth)
 

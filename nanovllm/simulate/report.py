@@ -9,7 +9,7 @@ from nanovllm.simulate.histogram import Histogram
 from nanovllm.simulate.replica import Job, Replica
 
 PERCENTILES = (50, 90, 99)
-MOST_GROWTH = 0.01  # of `Timeline.growth`: where first tokens come later by more, the queue has no end
+MOST_GROWTH = 0.01  # of `Timeline.growth`: above this, the queue grows without end
 
 
 @dataclass(slots=True)
@@ -62,9 +62,9 @@ class Timeline:
 
     @property
     def growth(self) -> float:
-        """Seconds by which first tokens come later with each second of arrivals: the slope of a line of least squares.
+        """Seconds by which the time to the first token grows per second of arrivals: the slope of a least-squares line.
 
-        With p% more load than can be served that is about p / 100, and in a steady state near 0.
+        In a steady state this is near 0, and with p% more load than can be served about p / 100.
         """
         bins = [((i + 0.5) * self.width, bin) for i, bin in enumerate(self.bins) if bin.finished]
         number = sum(bin.finished for _, bin in bins) or nan
@@ -236,7 +236,7 @@ def table(report: dict[str, Any]) -> str:
         cells = "".join(f"{said(None if v is None else 1e3 * v, 1):>10}" for v in report[key].values())
         lines.append(f"{name:<24}{cells}")
     if (growth := report["first_token_growth"]) > MOST_GROWTH:
-        lines += ["", f"no steady state: first tokens came later and later, by {1e3 * growth:.0f} ms per second"]
+        lines += ["", f"no steady state: the time to the first token grew by {1e3 * growth:.0f} ms per second"]
     return "\n".join(lines)
 
 

@@ -57,8 +57,8 @@ class Scenario:
                 raise ValueError(f"{name}={value!r} cannot be simulated; leave {name} out")
         if self.engine.speculation and self.engine.speculation.method == "draft":
             raise ValueError(
-                f"speculative={self.engine.speculative} cannot be simulated, since no card knows what a draft model "
-                'costs; choose {"method": "ngram"}'
+                f"speculative={self.engine.speculative} cannot be simulated, since the costs of a draft model were not "
+                'measured; choose {"method": "ngram"}'
             )
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance must be from 0 to 1; got {self.acceptance!r}")

@@ -25,7 +25,7 @@ PROBE_CALL_ID = "probe0000"  # of nine characters, as Mistral's template wants t
 PROBE_CALL = {"type": "function", "id": PROBE_CALL_ID, "function": {"name": "probe", "arguments": {}}}
 SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_REASON = 500  # characters
-# Variables that a template is given anyway, and arguments of `transformers`: nobody else may set one of these.
+# Variables that the engine sets, and arguments of `transformers`: a caller may set none of these.
 RESERVED = frozenset(
     "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
     "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs "
@@ -191,10 +191,10 @@ class ChatTemplate:
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:
-    """Raises ValueError for a name that is none, or that has a meaning of its own (RESERVED)."""
+    """Raises ValueError for a name that is not an identifier, or is reserved (RESERVED)."""
     for name in variables:
         if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
-            raise ValueError(f"{name!r:.100} is no variable of a chat template that may be set; leave it out")
+            raise ValueError(f"{name!r:.100} is not a variable of a chat template that may be set; leave it out")
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64  # roots that are kept for the next request with the same grammar
 OUT_OF_USE = 64  # a grammar that so many requests have not asked for makes room for others
 MAX_THREADS = 16  # that fill the masks of a step
-POLL = 2e-5  # seconds
+POLL = 2e-5  # seconds between two looks at missing masks
 # Tokens without quotes, backslashes and control characters, by their number of characters. Where a string may still get
 # as many characters, all tokens of a slice are allowed without a look at them.
 SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in (2, 4, 6, 8, 12, 16, 24, 32)] + [r'[^"\\\x00-\x1F\x7F]+']
@@ -99,7 +99,7 @@ class TokenMatcher:
         return self.filling
 
     def compute(self, address: int, num_bytes: int) -> None:
-        """Write the next mask to memory. Called again before the next token, this takes no time."""
+        """Write the next mask to memory. Until the next token is accepted, a second call takes no time."""
         self.ll.unsafe_compute_mask_ptr(address, num_bytes)
 
     def copy(self) -> "TokenMatcher":
@@ -123,7 +123,7 @@ class TokenMatcher:
 
 class MaskThreads:
     """Threads that compute masks, so that a step need not wait for the slowest of its grammars. They hold Python's lock
-    only between two masks. width: words of a mask."""
+    only between two masks. number: of threads. width: words of 32 bits in a mask."""
 
     def __init__(self, number: int, width: int) -> None:
         self._todo: SimpleQueue[TokenMatcher | None] = SimpleQueue()
@@ -153,7 +153,7 @@ class MaskThreads:
     def _work(todo: "SimpleQueue[TokenMatcher | None]", width: int) -> None:
         words = np.empty(width, dtype=np.int32)  # nobody reads them
         while (matcher := todo.get()) is not None:
-            # An error, or a panic of Rust, which is no Exception: `fill` meets it again.
+            # An error, or a panic of Rust, which is not an Exception. `fill` meets it again.
             with suppress(BaseException):
                 matcher.compute(words.ctypes.data, words.nbytes)
             matcher.has_mask, matcher.filling = True, False
@@ -248,7 +248,7 @@ class TokenGrammars:
     def late(
         self, matchers: Sequence[TokenMatcher], num_others: int, is_busy: Callable[[], bool | None]
     ) -> list[TokenMatcher]:
-        """Wait for masks, but not for those that take too long. See `engine/grammars.py`."""
+        """Wait for masks, but not for late ones. See `engine/grammars.py`."""
         if is_busy() is None:
             return []
         if self._ahead is None:

@@ -85,7 +85,10 @@ class Tokenizer:
         tools: Sequence[Tool] | None,
         variables: Mapping[str, Any] | None,
     ) -> list[list[int]]:
-        """One conversation, or each of several, for `LLM.chat`. Raises TypeError for what is no conversation."""
+        """The token ids of one conversation, or of each of several, for `LLM.chat`.
+
+        Raises TypeError if an argument has the wrong type, and ValueError for what a template refuses or leaves out.
+        """
         if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping | Sequence) for m in messages):
             raise TypeError(f"messages must be a list of dicts, or a list of such lists; got {messages!r}")
         if not isinstance(variables, Mapping | None):

@@ -62,9 +62,10 @@ class AnswerGrammar:
     ) -> StructuredOutputsParams:
         """The grammar of calls of these tools, or of only `one` call, which then ends the answer.
 
-        Unless a call is `required`, the answer may also be what `otherwise` describes, for the form HERMES only. If
-        `otherwise` is None, this is any text without a call. In the form HERMES, text may then also stand before,
-        between and after calls. Raises ValueError if `otherwise` cannot be translated, or if the whole is too long.
+        Unless a call is `required`, the answer may also be what `otherwise` describes (in the form HERMES only). If
+        `otherwise` is None, the answer may be any text without a call; in the form HERMES, text may then also stand
+        before, between and after calls. Raises ValueError if `otherwise` cannot be translated, or the grammar is too
+        long.
         """
         calls = "call" if one else f"call ({quoted(form.between)} call)*"
         begin, end = self._marker(form.begin, after=NEW_LINE), self._marker(form.end, before=NEW_LINE)

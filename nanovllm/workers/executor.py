@@ -71,7 +71,7 @@ class PendingStep:
         self.runner, self.sequences = runner, sequences
         self.computed = runner.run(plan, sequences)
         self.output: StepOutput | None = None  # of a step that was given up before its masks came
-        self.surplus = set(plan.masked)  # what is drawn without its mask
+        self.surplus = set(plan.masked)  # sequences whose tokens are drawn without their masks
         self.modelled: torch.cuda.Event | None = None
         if not plan.masked:
             self.draw()

@@ -276,7 +276,7 @@ def test_masks_that_take_longer_than_the_device_are_late(
     def is_busy() -> bool:
         return not all(other.has_mask for other in others)
 
-    assert grammars.late([first, *others], 0, lambda: None) == [], "who cannot ask the device does not leave anybody"
+    assert grammars.late([first, *others], 0, lambda: None) == [], "where the device cannot be asked, no mask is late"
     assert grammars.late([first, *others], 0, is_busy) == [first] and first.is_filling()
     assert grammars.fill([(other, ()) for other in others]) == expected and not any(m.is_filling() for m in others)
     assert grammars.late([first], 1, is_busy) == [first], "and it is computed once"
@@ -289,7 +289,7 @@ def test_masks_that_take_longer_than_the_device_are_late(
     assert grammars.fill([(first, ())]) != expected[: len(expected) // 3], "the mask of another token"
 
 
-def test_nobody_is_left_while_the_device_is_busy_or_for_fewer_than_wait(
+def test_no_mask_is_late_while_the_device_is_busy_or_for_more_than_half_of_a_step(
     tokenizer: Tokenizer, gate: tuple[Event, set[TokenMatcher]]
 ) -> None:
     opened, slow = gate

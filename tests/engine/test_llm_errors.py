@@ -151,7 +151,7 @@ def test_bad_conversations(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^conversations\[1\]: messages\[0\] must have 'role' and 'content'"):
         llm.chat([hello, [{"role": "user"}]])
     for name in "tools", "tokenize", "not a name", 5:
-        with pytest.raises(ValueError, match=f"^{name!r} is no variable of a chat template that may be set"):
+        with pytest.raises(ValueError, match=f"^{name!r} is not a variable of a chat template that may be set"):
             llm.chat(hello, chat_template_kwargs={name: 1})
     with pytest.raises(TypeError, match="chat_template_kwargs must be a dict or None; got 'x'"):
         llm.chat(hello, chat_template_kwargs="x")

@@ -228,7 +228,7 @@ def test_tokens_are_those_of_the_path_without_recordings(model: Path, config: di
 def test_tokens_on_a_gpu(
     model: Path, config: dict[str, Any], overlapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In CUDA graphs; and all of it launched kernel by kernel. Which masks are late is no matter of time here."""
+    """In CUDA graphs; and all of it launched kernel by kernel. No mask is late here."""
     monkeypatch.setattr(PendingStep, "is_busy", lambda self: None)
     options = config | {"async_scheduling": overlapped, "device": "cuda", "dtype": "float32", "kvcache_block_size": 16}
     options["num_kv_blocks"] //= 2

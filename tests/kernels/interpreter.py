@@ -1,6 +1,6 @@
-"""Triton 3.6 interprets kernels beside numpy 2.4, too, once this is imported.
+"""Once this is imported, Triton 3.6 interprets kernels beside numpy 2.4, too.
 
-It makes a number of an array with one element and one dimension, which numpy now refuses. Triton 3.7 does not.
+Triton 3.6 turns arrays with one element and one dimension into numbers, which numpy 2.4 refuses. Triton 3.7 does not.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -61,7 +61,7 @@ def test_a_hub_id_without_a_config_says_what_to_do(tmp_path: Path, monkeypatch: 
         find_checkpoint("a/b-GGUF")
 
 
-def test_code_of_a_checkpoint_is_never_run_and_said(checkpoints: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_code_of_a_checkpoint_is_never_run_and_named(checkpoints: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As Hugging Face has it: a model_type that it knows is read as such, unless somebody trusts the code."""
     check(variant(checkpoints, "qwen3", {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}))
     assert "names code of its own (auto_map: {'AutoModelForCausalLM': 'modeling_own.Own'}), which is never run" in (

@@ -1,4 +1,4 @@
-"""A twin for models that read images as well: the part that writes text has Hugging Face's logits (CASES L1, L3)."""
+"""A twin for models that also read images: their text model has Hugging Face's logits (CASES L1, L3)."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ GEMMA_3_4B |= {"num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_ty
 
 
 def write_with_images(path: Path, kind: str, *, old_names: bool) -> Path:
-    """A random model. old_names: those of files before transformers 5, in which the part that writes text is whole."""
+    """A random model. old_names: those of files before transformers 5, in which the text model is whole."""
     model: Any
     if kind == "gemma3":
         text = TEXT | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 2}
@@ -60,7 +60,7 @@ def truth(path: Path) -> Tensor:
 
 @pytest.mark.parametrize("old_names", [True, False])
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
-def test_the_part_that_writes_text(kind: str, old_names: bool, tmp_path: Path) -> None:
+def test_the_text_model_has_the_logits_of_hugging_face(kind: str, old_names: bool, tmp_path: Path) -> None:
     path = write_with_images(tmp_path / "model", kind, old_names=old_names)
     names = load_file(path / "model.safetensors")
     assert any(name.startswith("language_model." if old_names else "model.language_model.") for name in names)
@@ -94,7 +94,7 @@ def test_what_a_text_config_leaves_out(tmp_path: Path) -> None:
 
 
 def test_other_parts_are_refused_by_name(tmp_path: Path) -> None:
-    """A part that is not known, and a part that writes text in a way that is not supported."""
+    """A part that is not known, and a text model that is not supported."""
     path = write_with_images(tmp_path / "model", "mistral3", old_names=True)
     said = json.loads((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")

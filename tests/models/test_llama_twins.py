@@ -12,7 +12,7 @@ from tests import oracle
 from tests.models.test_model_twins import FULL, SLIDING, YARN, check, few_are_fast, variant
 from tests.weights import random_seed_oss, random_smollm3
 
-# What config.json says, and the layers that turn no head by RoPE
+# What config.json says, and the layers without RoPE
 SMOLLM3: dict[str, tuple[dict[str, Any], set[int]]] = {
     "as written by transformers": ({}, {1}),
     "by the interval": ({"no_rope_layers": None}, {1}),
@@ -25,7 +25,7 @@ SMOLLM3: dict[str, tuple[dict[str, Any], set[int]]] = {
 
 
 @pytest.mark.parametrize("name", few_are_fast(SMOLLM3, "as written by transformers", "a longer list"))
-def test_some_layers_of_smollm3_turn_no_head(name: str, checkpoints: Path) -> None:
+def test_some_layers_of_smollm3_have_no_rope(name: str, checkpoints: Path) -> None:
     config, without_rope = SMOLLM3[name]
     path = variant(checkpoints, "smollm3", config)
     assert read_config(path).without_rope == without_rope
@@ -48,7 +48,7 @@ def test_what_smollm3_cannot_mean_is_refused_by_name(config: dict[str, Any], tol
 
 
 @pytest.mark.parametrize("config", [{}, {"rope_parameters": ...}], ids=str)
-def test_seed_oss(config: dict[str, Any], checkpoints: Path) -> None:
+def test_seed_oss_has_the_logits_of_hugging_face(config: dict[str, Any], checkpoints: Path) -> None:
     check(variant(checkpoints, "seed_oss", config), stages_refuse=True)
 
 

@@ -105,7 +105,7 @@ def test_callers_in_many_threads_each_with_an_event_loop() -> None:
         ([10**6], {}, "outside the vocabulary"),
         ([1] * 300, {}, "max_model_len=256"),
         (["a"], {"priority": "high"}, "priority must be an integer; got 'high'"),
-        (["a"], {"request_id": 5}, "request_id must be a text or None; got 5"),
+        (["a"], {"request_id": 5}, "request_id must be a string or None; got 5"),
         (["a"], {"sampling_params": {}}, "sampling_params must be SamplingParams; got {}"),
         ({"prompt": "a", "cache_salt": "\ud800"}, {}, "cache_salt"),
         ({"prompt": "a", "cache_salt": "\ud800\uffff"}, {}, "cache_salt"),

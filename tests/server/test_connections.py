@@ -65,7 +65,7 @@ async def conversation(served: Served, piece: bytes) -> tuple[bytes, float]:
 
 
 async def drip(served: Served, pieces: list[bytes]) -> tuple[bytes, int]:
-    """What a server says to pieces that come six in `SOON`, and how many of them come before it closes."""
+    """What a server answers to pieces, six of them in `SOON` seconds, and how many are sent before it closes."""
     transport, ear = await asyncio.get_running_loop().create_connection(Ear, "127.0.0.1", served.port)
     num_sent = 0
     while num_sent < len(pieces) and not ear.closed.done():

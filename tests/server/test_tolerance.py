@@ -74,7 +74,7 @@ def test_a_refusal_says_what_would_be_accepted(served: Served) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_value_may_be_said_twice_by_two_names(served: Served, path: str) -> None:
-    """As clients do that know several servers by their fields."""
+    """As clients do that were written for several servers."""
     body = BODIES[path] | {"repetition_penalty": 1.3}
     twice = body | {"max_new_tokens": body["max_tokens"], "repeat_penalty": 1.3}
     assert text_of(ask(served, path, twice)) == text_of(ask(served, path, body))
@@ -262,7 +262,7 @@ def test_another_template_and_what_clients_may_tell_it(thinking: Served) -> None
     assert ask(thinking, CHAT, body | {"chat_template_kwargs": {"x": deep}}).status_code in (200, 400)
 
 
-def test_an_answer_may_go_on_where_the_last_message_ends(served: Served) -> None:
+def test_an_answer_may_continue_the_last_message(served: Served) -> None:
     """Its prompt ends with that message, and the answer is what a completion of this prompt is."""
     begun = [*MESSAGES, {"role": "assistant", "content": "It was"}]
     goes_on: dict[str, Any] = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}

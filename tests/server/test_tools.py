@@ -209,7 +209,7 @@ def test_calls_of_strict_tools_have_a_grammar(scripted: Scripted) -> None:
 
 
 def test_an_answer_with_a_structure_may_come_in_place_of_calls(scripted: Scripted) -> None:
-    """As clients ask that end a loop of calls with an object."""
+    """As agents ask whose loop of calls ends with an object."""
     script = scripted.says("{}")
     wanted: Any = {"type": "json_object"}
     answer = chat(scripted.openai, tools=TOOLS, response_format=wanted).choices[0]
@@ -326,7 +326,7 @@ def test_the_operator_may_name_the_formats() -> None:
     script = llama.says('{"name": "weather", "parameters": {"city": "Rome"}}')
     assert chat(llama.openai, tools=TOOLS).choices[0].message.tool_calls[0].function.arguments == '{"city": "Rome"}'
     assert "weather" not in script.prompt  # which this template has no place for
-    with pytest.raises(openai.BadRequestError, match="response_format and tools exclude") as refused:
+    with pytest.raises(openai.BadRequestError, match="response_format cannot be combined with tools") as refused:
         chat(llama.openai, tools=TOOLS, response_format={"type": "json_object"})
     assert refused.value.param == "response_format"
     long: Any = {"type": "function", "function": {"name": "f", "parameters": {"title": "x" * 2**16}}}
@@ -367,7 +367,7 @@ def test_reasoning_by_what_the_prompt_ends_with(
     assert joined(chat(scripted.openai, stream=True, **more))[0][0] == message
 
 
-def test_a_message_that_goes_on_has_its_reasoning_behind_it_or_is_in_it(scripted: Scripted) -> None:
+def test_a_continued_message_is_after_its_reasoning_or_inside_it(scripted: Scripted) -> None:
     scripted.says("a</think>b")
     for begun, reasoning, content in ("So,", "", "a</think>b"), ("<think>Hm,", "a", "b"):
         messages = [*MESSAGES, {"role": "assistant", "content": begun}]

@@ -121,7 +121,7 @@ def test_burst_gpts_trace(tmp_path: Path) -> None:
 
 
 def test_a_trace_with_gaps(tmp_path: Path) -> None:
-    """Empty lines and empty fields, and numbers as a table program writes them."""
+    """Empty lines and empty fields, and numbers as a spreadsheet writes them."""
     text = BURST_GPT.replace("472,18", "472.0,18.0").replace("\n45", "\n\n45") + "46,a,,ChatGPT,12,,12,API log\n\n"
     assert [(q.time, len(q.prompt)) for q in replay(tmp_path / "t.csv", text)] == [(0, 472), (1.5, 30), (40, 1087)]
 
@@ -144,9 +144,9 @@ def test_a_trace_is_the_same_in_all_time_zones(tmp_path: Path, monkeypatch: pyte
     [
         ("a,b\n1,2\n", "no column contexttokens or requesttokens; known are Azure's"),
         (AZURE.replace("396", "many"), "line 3: could not convert string to float: 'many'"),
-        (AZURE.replace("396", "39.6"), "line 3: '39.6' is no number of tokens"),
-        (BURST_GPT.replace("6.5", "nan"), "line 3: 'nan' is no time"),
-        (BURST_GPT.replace("45", "inf"), "line 5: 'inf' is no time"),
+        (AZURE.replace("396", "39.6"), "line 3: '39.6' is not a number of tokens"),
+        (BURST_GPT.replace("6.5", "nan"), "line 3: 'nan' is not a time"),
+        (BURST_GPT.replace("45", "inf"), "line 5: 'inf' is not a time"),
         (AZURE.replace("2023-11-16 18:15:50.9951690", "soon"), "line 3: Invalid isoformat string: 'soon'"),
         (AZURE.replace("18:16:51", "18:14:51"), "line 4: earlier than the line above; sort the file"),
         ("", "no column"),

@@ -63,7 +63,7 @@ def test_every_query_ends_once(router: str) -> None:
 
     def counted(time: float, num_open: int, num_replicas: int) -> None:
         over = stats.num_finished + stats.num_refused + stats.num_too_long
-        assert num_open == stats.num_sent - over, "who thinks about the next turn is not in the system"
+        assert num_open == stats.num_sent - over, "a client that thinks about the next turn has no open query"
         add(time, num_open, num_replicas)
 
     stats.timeline.add = counted  # type: ignore[method-assign]
@@ -176,7 +176,7 @@ def test_an_answer_that_reaches_the_models_limit_is_cut_short() -> None:
 
 @pytest.mark.parametrize(("load", "growth"), [(0.5, 0.0), (0.8, 0.0), (1.05, 0.05), (1.5, 0.5)])
 def test_a_queue_without_end_is_seen(load: float, growth: float) -> None:
-    """One server, constant service: beyond its capacity first tokens come later by what is too much."""
+    """One server, constant service: beyond its capacity, first tokens come later by the excess load."""
     costs = Linear(step=0.9, host=0.1, decode=0.0, key=0.0, prompt_token=0.0)
     one = Lengths.parse("1")
     workload = synthetic(rate=load, queries=400, prompt_tokens=one, output_tokens=one)

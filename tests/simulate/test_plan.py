@@ -51,7 +51,7 @@ def test_a_pool_is_not_smaller_than_a_block(scenario: Scenario) -> None:
 
 
 def test_a_draft_model_is_not_simulated_as_if_it_cost_nothing(scenario: Scenario) -> None:
-    with pytest.raises(ValueError, match="no card knows what a draft model costs; choose"):
+    with pytest.raises(ValueError, match="the costs of a draft model were not measured; choose"):
         replace(scenario, engine=EngineConfig(speculative={"model": "large", "k": 4}))
 
 
@@ -100,11 +100,11 @@ def test_a_target_that_is_met_only_while_the_queue_is_short_is_not_met(
     plan, alone = planner.find(), planner._trial(ONE, 1, longer=True)
     assert alone.first < 60.0 and alone.growth > 0.2 and alone.excess(target) > 1
     assert plan.best.replicas > 1 and plan.best.growth < 0.01
-    assert "first tokens come later by" in alone.numbers(target)
+    assert "time to the first token grows by" in alone.numbers(target)
 
 
 def made_up(scenario: Scenario, max_gpus: int) -> Planner:
-    """Three replicas seem to do, and seven do."""
+    """Three replicas seem to suffice. In a longer simulation seven do."""
     planner = Planner(scenario, Target(0.1, None, 90.0), [ONE], max_gpus)
 
     def simulate(set_up: SetUp, replicas: int, simulated: Scenario) -> Outcome:

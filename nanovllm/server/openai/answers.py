@@ -50,11 +50,11 @@ class AnswerForm:
         self, body: ChatRequest, prompt: Sequence[int], params: SamplingParams
     ) -> tuple[SamplingParams, MakeAnswer | None]:
         """The parameters, with a grammar for the answer where one is needed, and a function that makes the reader of an
-        answer. The function is None if an answer is content and nothing else. Where tools and structured outputs are
-        given, the model calls, or gives an answer with this structure.
+        answer. The function is None if an answer is content and nothing else. If there are structured outputs beside
+        tools that need not be called, the answer is either calls or has this structure.
 
         Raises ApiError if the model may call tools, need not, and writes calls in a format that is not known; and if
-        the grammar is too long.
+        the grammar is too long. Raises ValueError if calls could not be told from an answer with the structure.
         """
         begins = self._begins(prompt, body.continued())
         grammar = AnswerGrammar(self.special, begins)
@@ -71,8 +71,8 @@ class AnswerForm:
         structure = params.structured_outputs
         if structure is not None and form is LLAMA3_JSON and tools and not body.must_call():
             # Both begin with a brace. The lexer of a grammar would follow the longer word, which is a call.
-            clash = f"calls in the form {form.name} cannot be told from it"
-            raise ValueError(f"structured_outputs.{structure.kind} and tools exclude each other here: {clash}")
+            clash = f"calls in the format {form.name} could not be told from such an answer; leave one out"
+            raise ValueError(f"structured_outputs.{structure.kind} cannot be combined with tools here: {clash}")
         needed = structure is not None or body.must_call() or any(tool.strict for tool in tools)
         if tools and form is not None and needed:
             try:

@@ -254,6 +254,6 @@ class TokenizeRequest(Fields):
 
 
 def check_continues(body: ChatRequest | TokenizeRequest) -> None:
-    """Raises an error if the prompt were to end with a message that goes on, and with the beginning of another."""
+    """Refuses a prompt that would end both with a message to continue and with the beginning of another."""
     if body.continue_final_message and body.add_generation_prompt:
         raise refused("continue_final_message", "needs add_generation_prompt to be false")

@@ -22,7 +22,7 @@ from nanovllm.server.openai.scoring import Echo, PromptLogprobs, prompt_logprobs
 from nanovllm.text.parts import Part
 
 T = TypeVar("T")
-LIVE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies are to hand each piece on at once
+LIVE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass each piece on at once
 SHORT = 2048  # token ids: checking so few takes about 0.1 ms
 
 

@@ -105,7 +105,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    harmless: ClassVar[Harmless] = {"schema": ()}  # where other servers have it
+    harmless: ClassVar[Harmless] = {"schema": ()}  # other servers take a schema here
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

@@ -54,7 +54,7 @@ HARMLESS: Harmless = {
     "prompt_embeds": (),
     "max_new_tokens": (),
 }
-# Names of other servers: harmless beside our own name with the same value, as clients of many servers send both.
+# Names of other servers, and ours. Clients of several servers send both: that is harmless if the values are the same.
 TWINS = {"max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"}
 REMEDIES = {
     "previous_response_id": "nothing is stored here, so send the whole conversation as input",
