@@ -34,6 +34,7 @@ MAX_COMPILED = 64  # roots that are kept for the next request with the same gram
 OUT_OF_USE = 64  # a grammar that so many requests have not asked for makes room for others
 MAX_THREADS = 16  # that fill the masks of a step
 POLL = 2e-5  # seconds between two looks at missing masks
+PATIENCE = 5e-4  # seconds that masks have even if the model of the step is faster: most take a tenth of this
 # Tokens without quotes, backslashes and control characters, by their number of characters. Where a string may still get
 # as many characters, all tokens of a slice are allowed without a look at them.
 SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in (2, 4, 6, 8, 12, 16, 24, 32)] + [r'[^"\\\x00-\x1F\x7F]+']
@@ -142,9 +143,9 @@ class MaskThreads:
             if not (matcher.filling or matcher.has_mask):
                 matcher.filling = True
                 self._todo.put(matcher)
-        most = (len(matchers) + num_others) // 2
+        most, patient_until = (len(matchers) + num_others) // 2, time.monotonic() + PATIENCE
         while late := [matcher for matcher in missing if matcher.filling]:
-            if len(late) <= most and not is_busy():
+            if len(late) <= most and time.monotonic() > patient_until and not is_busy():
                 break
             time.sleep(POLL)
         return late
