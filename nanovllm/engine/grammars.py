@@ -33,9 +33,9 @@ class Grammars(Protocol):
     def late(self, matchers: Sequence[Any], num_others: int, is_busy: Callable[[], bool | None]) -> list[Any]:
         """Wait for the masks after these outputs, and return the matchers whose masks are late.
 
-        If `is_busy` returns None, no mask is late. Otherwise a mask is late if it is missing once the device is idle.
-        At most half of the step's sequences are late: until then this waits on. A late mask is still computed, beside
-        the next steps: see `Matcher.is_filling`.
+        If `is_busy` returns None, no mask is late. Otherwise a mask is late if it is missing once the device is idle,
+        and half a millisecond is over. At most half of the step's sequences are late: until then this waits on. A late
+        mask is still computed, beside the next steps: see `Matcher.is_filling`.
 
         num_others: the sequences of the step that are not among `matchers`.
         is_busy:    see `StepHandle.is_busy`.
