@@ -37,7 +37,7 @@ if [ -n "$tests" ]; then
   # weighs memory wants the whole card.
   weighs="memory_limit or memory_of_graphs"
   ignored=(); for file in $ranks; do ignored+=(--ignore "$file"); done
-  GPUS=${RANKS:-1} PYTHONPATH=${FLASH:-} gpu_test tests -n "${JOBS:-8}" -k "not ($weighs or nccl)" "${ignored[@]}" $tests || status=1
+  GPUS=${RANKS:-1} PYTHONPATH=${FLASH:+$FLASH:}${PYTHONPATH:-} gpu_test tests -n "${JOBS:-8}" -k "not ($weighs or nccl)" "${ignored[@]}" $tests || status=1
   gpu_test memory -k "$weighs" "${ignored[@]}" $tests || status=1
   reports=("$out/tests.xml" "$out/memory.xml")
   if [ "${RANKS:-1}" -gt 1 ]; then
